@@ -1,0 +1,85 @@
+"""Every error agentrl raises on purpose.
+
+    AgentRLError
+    ├── ConfigError            a key, value or file of a run's configuration is wrong      (exit 2)
+    ├── DataError              a dataset, demonstration or trajectory file is wrong        (exit 2)
+    ├── CheckpointError        a checkpoint is missing, damaged or of another run          (exit 2)
+    ├── EnvError               an environment could not do what was asked  (carries the wire code)
+    │   ├── GraderError        the grader failed: the episode has no reward (never reward 0)
+    │   └── EnvUnavailable     the environment server could not be reached or is full      (retryable)
+    ├── InferenceError         the inference engine failed or answered nonsense
+    └── TrainingError          the optimiser cannot go on (repeated non-finite gradients)
+
+A bad rollout is data, not a crash: exceptions are caught in exactly two places, the environment
+server's session boundary and the rollout driver's trajectory boundary, and are recorded there.
+Everywhere else they rise to the command line, which prints one line and exits.
+"""
+
+from __future__ import annotations
+
+
+class AgentRLError(Exception):
+    """Base of all errors raised on purpose. `str(error)` is one line: the reason and the remedy."""
+
+    exit_code = 1
+
+
+class ConfigError(AgentRLError):
+    exit_code = 2
+
+
+class DataError(AgentRLError):
+    exit_code = 2
+
+
+class CheckpointError(AgentRLError):
+    exit_code = 2
+
+
+class EnvError(AgentRLError):
+    """An environment call failed.
+
+    `code` is the wire's problem code (`invalid_request`, `step_conflict`, `step_timeout`,
+    `env_error`, ...); `retryable` says whether the same call may succeed later.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "env_error",
+        status: int = 500,
+        retryable: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+
+
+class GraderError(EnvError):
+    """The grader crashed or ran out of time, so the episode has no reward.
+
+    Such a trajectory is excluded from the gradient and counted; scoring it 0 would teach the
+    policy that a correct answer is wrong whenever the grader has a bad day.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="grader_error", status=500, retryable=False)
+
+
+class EnvUnavailable(EnvError):
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(
+            message, code="unavailable", status=503, retryable=True, retry_after_s=retry_after_s
+        )
+
+
+class InferenceError(AgentRLError):
+    pass
+
+
+class TrainingError(AgentRLError):
+    pass

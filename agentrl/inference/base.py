@@ -1,0 +1,62 @@
+"""What a rollout needs from an inference engine: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl.types import FinishReason
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    max_tokens: int
+    """At least 1. Always sent: engines disagree about what its absence means."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps every token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the turn; the token itself stays in the result."""
+
+
+@dataclass(slots=True, frozen=True)
+class Generation:
+    """One sampled continuation. The three lists have one entry per sampled token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """log softmax(logits / temperature) of each sampled token, natural logarithm."""
+    versions: list[int]
+    """Policy version that sampled each token."""
+    finish_reason: FinishReason
+
+
+class InferenceEngine(Protocol):
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+    ) -> Generation:
+        """Sample one continuation of `prompt_ids`.
+
+        `request_id` is unique in a run and the same in a repeated run with the same seed, so an
+        engine may derive its randomness from it. Cancelling the call frees the request.
+
+        Raises:
+            InferenceError: the engine failed, or its answer broke the contract above.
+        """
+        ...
+
+    def reserve(self, num_episodes: int) -> None:
+        """Announce episodes that are about to send requests.
+
+        An engine that must be deterministic waits until every announced episode either has a
+        request pending or was released, so that its batches do not depend on timing. A server
+        ignores it.
+        """
+        ...
+
+    def release(self, num_episodes: int = 1) -> None:
+        """Take back a reservation: the episode will send no more requests."""
+        ...
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,300 @@
+"""The data classes that pass between environments, rollouts and the trainer. No torch.
+
+    Task -> Session (server side) -> Turn -> Trajectory -> Group of G -> Sample -> MicroBatch
+
+A worked two-turn example. The policy is asked `17*3`, calls a calculator, reads `51`, answers:
+
+    position        0 1 2 3 | 4 5 6 7 | 8 9 10 | 11 12
+    who wrote it    prompt  | policy  | tool   | policy
+    loss_mask       0 0 0 0 | 1 1 1 1 | 0 0 0  | 1  1
+    turn_ids        0 0 0 0 | 0 0 0 0 | 1 1 1  | 1  1
+    policy_versions -1 ...  | 7 7 7 7 | -1 ... | 7  8      (an update landed during turn 1)
+
+Everything the model saw or sampled is one append-only row of token ids. Text never goes back to
+ids: the prompt of turn k is bit for bit `token_ids[:start_k]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NotRequired, TypedDict
+
+import numpy as np
+
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+Role = Literal["system", "user", "assistant", "tool"]
+ParseStatus = Literal["text", "tool_calls", "malformed"]
+"""How an assistant turn was read: plain text, well-formed tool calls, or a tool call that could
+not be parsed (the environment then answers with an observation that says what was wrong)."""
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Message(TypedDict):
+    """A chat message in OpenAI's shape; `tool_calls` only on assistant, `tool_call_id` on tool."""
+
+    role: Role
+    content: str
+    tool_calls: NotRequired[list[JSON]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+ToolSpec = dict[str, JSON]
+"""An OpenAI function specification: `{"type": "function", "function": {name, description, ...}}`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Task:
+    """One dataset item that starts an episode."""
+
+    id: str
+    prompt: str | list[Message]
+    reference: JSON = None
+    """The gold answer. Read by reward functions only; it must never reach an observation."""
+    metadata: dict[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: dict[str, JSON]
+
+
+@dataclass(slots=True, frozen=True)
+class Action:
+    """What the policy did in one turn. `text` is everything it wrote outside its tool calls."""
+
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    parse_error: str | None = None
+    """Why a tool call in the turn could not be read; None when all was well-formed."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the environment answers to one action."""
+
+    observation: list[Message]
+    reward: float = 0.0
+    terminated: bool = False
+    """The task's own end was reached."""
+    truncated: bool = False
+    """The episode was cut by a limit of the environment (turns, time), not by the task."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """Unweighted named parts of `reward`."""
+    info: dict[str, JSON] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers to average over a training step under `env/<name>`."""
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Every dispatched trajectory ends in exactly one of these."""
+
+    TERMINATED = "terminated"
+    ENV_TRUNCATED = "env_truncated"
+    MAX_TURNS = "max_turns"
+    CONTEXT_LENGTH = "context_length"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, frozen=True)
+class TrajectoryError:
+    """Where and why a trajectory failed."""
+
+    stage: Literal["reset", "render", "generate", "step", "record"]
+    code: str
+    """The environment's problem code, or the exception's class in snake_case."""
+    message: str
+
+
+@dataclass(slots=True)
+class Turn:
+    """One model call and the environment's answer to it."""
+
+    branch: int
+    """Index into `Trajectory.branches` of the row that holds this turn's tokens."""
+    start: int
+    """Position of the first sampled token in that row; `[0, start)` was the prompt."""
+    num_tokens: int
+    """Sampled tokens; `[start, start + num_tokens)` carry loss_mask 1."""
+    finish_reason: FinishReason
+    parse_status: ParseStatus
+    reward: float = 0.0
+    reward_components: dict[str, float] = field(default_factory=dict)
+    generate_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(slots=True)
+class TokenRow:
+    """The append-only token record of one branch of a trajectory.
+
+    Five lists of equal length T. Invariants, checked on every append: mask 1 iff sampled by the
+    policy; sampled means a finite log-probability <= 0 and a version >= 0; elsewhere the
+    log-probability is 0 and the version -1; versions never decrease.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    branch_of: int | None = None
+    """Index of the branch this one was forked from; None for the first."""
+    fork_at: int | None = None
+    """Length of the common prefix with that branch."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append_context(self, token_ids: list[int], turn_id: int) -> None:
+        """Append tokens the policy reads but did not sample (prompt, observation, template)."""
+        self._append(token_ids, 0, [0.0] * len(token_ids), [-1] * len(token_ids), turn_id)
+
+    def append_sampled(
+        self, token_ids: list[int], logprobs: list[float], versions: list[int], turn_id: int
+    ) -> None:
+        """Append tokens the policy sampled.
+
+        Raises:
+            ValueError: lengths differ, a log-probability is not finite or above 0, or a version
+                is negative or smaller than one already in the row. Nothing is appended then.
+        """
+        if not len(token_ids) == len(logprobs) == len(versions):
+            raise ValueError(
+                f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities "
+                f"and {len(versions)} versions"
+            )
+        for position, logprob in enumerate(logprobs):
+            # A tiny positive value is rounding in the engine's softmax, not an error.
+            if not math.isfinite(logprob) or logprob > 1e-4:
+                raise ValueError(f"log-probability {logprob} at sampled token {position}")
+        newest = max(self.policy_versions, default=-1)
+        for version in versions:
+            if version < 0 or version < newest:
+                raise ValueError(f"policy version {version} after version {newest}")
+            newest = version
+        self._append(token_ids, 1, [min(x, 0.0) for x in logprobs], versions, turn_id)
+
+    def _append(
+        self, ids: list[int], mask: int, logprobs: list[float], versions: list[int], turn_id: int
+    ) -> None:
+        self.token_ids += ids
+        self.loss_mask += [mask] * len(ids)
+        self.rollout_logprobs += logprobs
+        self.policy_versions += versions
+        self.turn_ids += [turn_id] * len(ids)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The row as arrays [T]: int32, uint8, float32, int32, int32."""
+        return {
+            "token_ids": np.asarray(self.token_ids, np.int32),
+            "loss_mask": np.asarray(self.loss_mask, np.uint8),
+            "rollout_logprobs": np.asarray(self.rollout_logprobs, np.float32),
+            "policy_versions": np.asarray(self.policy_versions, np.int32),
+            "turn_ids": np.asarray(self.turn_ids, np.int32),
+        }
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The full record of one episode."""
+
+    trajectory_id: str
+    group_id: str
+    """Trajectories of one group started from the same task and seed."""
+    env_id: str
+    task_id: str
+    seed: int
+    branches: list[TokenRow] = field(default_factory=list)
+    """One row unless the history was edited; each sampled token stands in exactly one of them
+    with mask 1."""
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    """Sum of the turns' rewards."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, JSON] = field(default_factory=dict)
+    stop_reason: StopReason | None = None
+    """None only while the episode runs."""
+    error: TrajectoryError | None = None
+    total_s: float = 0.0
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        """Cut by a limit (turns, context, time, or a last turn stopped by length)."""
+        cut = (
+            StopReason.ENV_TRUNCATED,
+            StopReason.MAX_TURNS,
+            StopReason.CONTEXT_LENGTH,
+            StopReason.TIMEOUT,
+        )
+        return self.stop_reason in cut or bool(
+            self.turns and self.turns[-1].finish_reason == "length"
+        )
+
+    @property
+    def trainable(self) -> bool:
+        """It ended without an error, its reward is finite and it holds a sampled token."""
+        return self.error is None and math.isfinite(self.reward) and self.num_sampled_tokens > 0
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one task that share a baseline."""
+
+    group_id: str
+    task_id: str
+    trajectories: list[Trajectory]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One token row as the trainer reads it. Arrays have length T (positions of the row)."""
+
+    token_ids: np.ndarray  # (T,) int32
+    loss_mask: np.ndarray  # (T,) uint8; position 0 is never trained (nothing predicts it)
+    rollout_logprobs: np.ndarray  # (T,) float32
+    policy_versions: np.ndarray  # (T,) int32
+    turn_ids: np.ndarray  # (T,) int32
+    trajectory_id: str
+    group_id: str
+    reward: float
+    turn_rewards: np.ndarray  # (num_turns,) float32, indexed by turn id
+    reward_components: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+def samples_of(trajectory: Trajectory) -> list[Sample]:
+    """The rows of a trajectory that hold at least one sampled token, as samples."""
+    turn_rewards = np.asarray([turn.reward for turn in trajectory.turns], np.float32)
+    return [
+        Sample(
+            **row.arrays(),
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            reward=trajectory.reward,
+            turn_rewards=turn_rewards,
+            reward_components=dict(trajectory.reward_components),
+            truncated=trajectory.truncated,
+        )
+        for row in trajectory.branches
+        if any(row.loss_mask)
+    ]
