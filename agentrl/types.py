@@ -174,7 +174,7 @@ class TokenRow:
             # A tiny positive value is rounding in the engine's softmax, not an error.
             if not math.isfinite(logprob) or logprob > 1e-4:
                 raise ValueError(f"log-probability {logprob} at sampled token {position}")
-        newest = max(self.policy_versions, default=-1)
+        newest = next((v for v in reversed(self.policy_versions) if v >= 0), -1)
         for version in versions:
             if version < 0 or version < newest:
                 raise ValueError(f"policy version {version} after version {newest}")

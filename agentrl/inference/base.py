@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,19 @@ class Generation:
     finish_reason: FinishReason
 
 
+def request_seed(seed: int, request_id: str) -> int:
+    """The 63-bit seed of one request's random stream: a hash of the run's seed and the id.
+
+    A request then samples the same way whatever else is in its batch.
+    """
+    digest = hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 class InferenceEngine(Protocol):
+    policy_version: int
+    """Version of the weights the engine holds; whoever changes them sets it, after the change."""
+
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
     ) -> Generation:
@@ -50,8 +63,9 @@ class InferenceEngine(Protocol):
         """Announce episodes that are about to send requests.
 
         An engine that must be deterministic waits until every announced episode either has a
-        request pending or was released, so that its batches do not depend on timing. A server
-        ignores it.
+        request pending or was released, so that its batches do not depend on timing: while
+        anything is reserved, every request must come from a reserved episode, and an episode that
+        replaces another must be reserved before the other is released. A server ignores it.
         """
         ...
 

@@ -1,0 +1,66 @@
+# Two commands from nothing: `make quickstart` trains a model, `make test` runs the tests.
+# Both make the virtual environment they need and are quick the second time.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# cpu or cuda; cuda takes the package index's default build, several gigabytes of CUDA with it.
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+TORCH_VERSION ?= 2.13.0
+RUN ?= examples/quickstart/run.toml
+
+.PHONY: quickstart test test-slow lint benchmarks model clean help
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make quickstart   install, then train the tiny tool-using model (CPU, minutes)
+quickstart: $(VENV)/.train
+	$(BIN)/agentrl train $(RUN)
+
+## make test         install, then lint and run the fast tests
+test: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest -m "not slow and not docker and not vllm and not browser and not gpu and not network"
+
+## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
+test-slow: $(VENV)/.dev
+	$(BIN)/pytest -m "slow and not docker and not vllm and not gpu and not network"
+
+## make lint         ruff and pyright
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+## make benchmarks   every performance claim, printed as a ratio
+benchmarks: $(VENV)/.dev
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+## make model        make the quickstart's model again from nothing
+model: $(VENV)/.train
+	$(BIN)/python examples/quickstart/make_model.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "agentrl needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(DEVICE),cpu)
+	$(BIN)/python -m pip install --quiet --retries 1 --timeout 15 \
+		--extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION)
+else
+	$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION)
+endif
+	@touch $@
+
+$(VENV)/.train: pyproject.toml | $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.train

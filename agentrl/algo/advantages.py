@@ -1,0 +1,520 @@
+"""Advantages: reward -> credit -> baseline -> scale -> whiten, once per step, without gradient.
+
+Statistics are taken over units: trajectories (however many rows they have), or the turns of
+trajectories. A group is its explicit id, of any size; a group of one, or one whose returns are all
+equal within the tolerance, has advantage exactly 0; trajectories without a reward enter nothing.
+Everything is computed in float64 and returned in the width of the log-probs.
+
+B rows, T columns, J trajectories, N trained tokens, U units.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.aggregate import scored, trained_mask
+from agentrl.algo.batch import Batch, field_of, wide
+from agentrl.algo.kl import kl_estimate
+from agentrl.algo.metrics import Metric
+from agentrl.algo.segments import TokenIndex, index_tokens, suffix_sum, trajectory_rows
+
+if TYPE_CHECKING:
+    from agentrl.algo.objective import (
+        Baseline,
+        GigpoCredit,
+        Objective,
+        Overlong,
+        Reward,
+        Scale,
+        Whiten,
+    )
+
+
+def compute_advantages(
+    objective: Objective, batch: Batch, *, kl_coef: float | None = None
+) -> Tensor:
+    """The advantage of every trained token, 0 elsewhere.
+
+    Args:
+        batch: the whole optimizer step. Group and batch statistics are taken over it.
+        kl_coef: replaces `objective.kl.coef` for a KL in the reward (adaptive coefficient).
+
+    Returns:
+        (B, T), float64 if the log-probs are, else float32.
+
+    Raises:
+        ValueError: the batch lacks a field the objective needs (`Objective.needs`).
+    """
+    with torch.no_grad():
+        tokens = index_tokens(batch, trained_mask(objective, batch))
+        rewards = trajectory_rewards(objective.reward, batch, tokens)  # (J,)
+        kl = _kl_in_reward(objective, batch, tokens, kl_coef)  # (N,)
+        credit = objective.credit
+        if credit.kind == "gae":
+            advantages, _ = gae(objective, batch, tokens, rewards, kl)
+        elif credit.kind == "token":
+            advantages = _returns_to_go(objective, batch, tokens, rewards, kl)
+        elif credit.kind == "turn":
+            advantages = _turn_advantages(objective, batch, tokens, rewards)[tokens.unit] - kl
+        elif credit.kind == "gigpo":
+            advantages = _gigpo(objective, credit, batch, tokens, rewards)[tokens.unit] - kl
+        else:
+            outcome = _outcome_advantages(objective, batch, tokens, rewards)
+            advantages = outcome[tokens.trajectory] - kl
+        if objective.distill.where == "advantage":
+            advantages = advantages - distill_penalty(objective, batch, tokens)
+        groups = _groups_of_trajectories(batch, tokens)
+        advantages = whiten(objective.whiten, advantages, tokens, groups)
+        return tokens.scatter(advantages).to(wide(batch.rollout_logprobs).dtype)
+
+
+def value_targets(objective: Objective, batch: Batch, *, kl_coef: float | None = None) -> Tensor:
+    """The critic's targets: lambda-returns of `values` (B, T), 0 where nothing is trained."""
+    if objective.credit.kind != "gae":
+        raise ValueError("only credit.kind = 'gae' has a critic to train")
+    with torch.no_grad():
+        tokens = index_tokens(batch, trained_mask(objective, batch))
+        rewards = trajectory_rewards(objective.reward, batch, tokens)
+        kl = _kl_in_reward(objective, batch, tokens, kl_coef)
+        _, returns = gae(objective, batch, tokens, rewards, kl)
+        return tokens.scatter(returns).to(wide(batch.rollout_logprobs).dtype)
+
+
+# rewards ------------------------------------------------------------------------------------------
+
+
+def trajectory_rewards(spec: Reward, batch: Batch, tokens: TokenIndex) -> Tensor:
+    """(J,) float64: each trajectory's shaped reward; nan where it has none."""
+    if spec.weights is None or spec.combine == "normalize_then_sum":
+        rewards = batch.rewards.double()
+    else:
+        rewards = (reward_columns(spec, batch).nan_to_num(0.0)).sum(1)
+    rewards = torch.where(scored(spec, batch), rewards, torch.nan)
+    one_per_trajectory = rewards[tokens.row_of]
+    same = one_per_trajectory[tokens.trajectory_of_row]
+    if not ((same == rewards) | (same.isnan() & rewards.isnan())).all():
+        raise ValueError("rows that share a trajectory must have the same reward")
+    return shape_rewards(spec, one_per_trajectory, batch, tokens)
+
+
+def shape_rewards(spec: Reward, rewards: Tensor, batch: Batch, tokens: TokenIndex) -> Tensor:
+    """(J,) scaled, clipped, zeroed where truncated, minus the overlong penalty."""
+    rewards = rewards * spec.scale + spec.bias
+    if spec.clip is not None:
+        rewards = rewards.clamp(-spec.clip, spec.clip)
+    if spec.truncated == "zero":
+        truncated = field_of(batch, "truncated", "reward.truncated = 'zero'")[tokens.row_of]
+        rewards = torch.where(truncated.bool() & ~rewards.isnan(), 0, rewards)
+    if spec.overlong is not None:
+        sampled = (batch.loss_mask != 0).sum(1)
+        lengths = torch.zeros_like(tokens.lengths).index_add(0, tokens.trajectory_of_row, sampled)
+        rewards = rewards + overlong_penalty(spec.overlong, lengths)
+    return rewards
+
+
+def overlong_penalty(spec: Overlong, lengths: Tensor) -> Tensor:
+    """The soft punishment of DAPO (2503.14476, eq. 13).
+
+    Args:
+        lengths: (J,) sampled tokens; tool tokens do not count.
+
+    Returns:
+        (J,) float64 in [-factor, 0], below that beyond `max_tokens` where `cap` is off.
+    """
+    start = spec.max_tokens - spec.buffer_tokens
+    excess = ((lengths.double() - start) / spec.buffer_tokens).clamp(min=0)
+    return -spec.factor * (excess.clamp(max=1) if spec.cap else excess)
+
+
+def reward_columns(spec: Reward, batch: Batch) -> Tensor:
+    """(B, K) float64: weighted components in the order of `spec.weights`, nan where missing."""
+    components = field_of(batch, "reward_components", "reward.weights").double()
+    names, weights = list(batch.reward_names), spec.weights or {}
+    if unknown := [name for name in weights if name not in names]:
+        raise ValueError(
+            f"reward.weights names {', '.join(unknown)}, but the environment's reward components "
+            f"are {', '.join(names) or 'none'}"
+        )
+    if ignored := [name for name in names if name not in weights]:
+        raise ValueError(
+            f"reward component {', '.join(ignored)} has no weight; add it to reward.weights, with "
+            "0 to ignore it"
+        )
+    columns = [components[:, names.index(name)] * weight for name, weight in weights.items()]
+    return torch.stack(columns, 1)
+
+
+def _kl_in_reward(
+    objective: Objective, batch: Batch, tokens: TokenIndex, kl_coef: float | None
+) -> Tensor:
+    """(N,) what the KL subtracts from each trained token's reward."""
+    spec = objective.kl
+    if spec.where != "reward":
+        return torch.zeros(len(tokens.position), dtype=torch.float64, device=tokens.position.device)
+    policy = tokens.compress(_sampled_logprobs(batch)).double()
+    base = tokens.compress(base_logprobs(spec.base, batch)).double()
+    return (spec.coef if kl_coef is None else kl_coef) * kl_estimate(spec, policy, base)
+
+
+def base_logprobs(name: str, batch: Batch) -> Tensor:
+    """(B, T) the log-probs that `kl.base` names."""
+    if name == "rollout":
+        return batch.rollout_logprobs
+    return field_of(batch, f"{name}_logprobs", f"kl.base = '{name}'")
+
+
+def _sampled_logprobs(batch: Batch) -> Tensor:
+    """(B, T) the sampled tokens' log-probs before the update: the trainer's if they are known."""
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+
+
+def distill_penalty(objective: Objective, batch: Batch, tokens: TokenIndex) -> Tensor:
+    """(N,) coef * sum_k discount^k (log pi - log teacher) of this and later tokens."""
+    teacher = field_of(batch, "teacher_logprobs", "distill.where = 'advantage'")
+    gap = tokens.compress(_sampled_logprobs(batch)).double() - tokens.compress(teacher).double()
+    spec = objective.distill
+    return spec.coef * tokens.unpad(suffix_sum(tokens.pad(gap), spec.discount))
+
+
+# credit -------------------------------------------------------------------------------------------
+
+
+def turn_rewards(spec: Reward, batch: Batch, tokens: TokenIndex, rewards: Tensor) -> Tensor:
+    """(U,) reward of each turn; whatever the turns' own rewards do not add up to (the outcome, a
+    penalty, the reward of a turn without tokens) lies on the trajectory's last turn."""
+    last = tokens.last_token_of_unit()
+    owner = tokens.trajectory[last]  # (U,)
+    placed = torch.zeros(len(last), dtype=torch.float64, device=last.device)
+    if batch.turn_rewards is not None:
+        by_turn = batch.turn_rewards.double()
+        placed = by_turn[tokens.row_of[owner], tokens.turn[last]] * spec.scale
+    totals = torch.zeros_like(rewards).index_add(0, owner, placed)
+    final = tokens.unit[tokens.last_token()]  # the last turn of each trajectory with tokens
+    residual = (rewards - totals)[owner[final]]
+    return placed.index_add(0, final, residual)
+
+
+def token_rewards(
+    reward_at: str, spec: Reward, batch: Batch, tokens: TokenIndex, rewards: Tensor
+) -> Tensor:
+    """(N,) reward of each trained token: on the last token of its turn, or of the trajectory."""
+    placed = torch.zeros(len(tokens.position), dtype=torch.float64, device=rewards.device)
+    if reward_at == "end":
+        last = tokens.last_token()
+        return placed.index_copy(0, last, rewards[tokens.trajectory[last]])
+    per_turn = turn_rewards(spec, batch, tokens, rewards)
+    return placed.index_copy(0, tokens.last_token_of_unit(), per_turn)
+
+
+def turn_returns(gamma: float, per_turn: Tensor, tokens: TokenIndex) -> Tensor:
+    """(U,) discounted sum of the rewards of this and later turns, one gamma per turn."""
+    owner = tokens.trajectory[tokens.first_token_of_unit()]
+    counts = torch.bincount(owner, minlength=tokens.num_trajectories)
+    number = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
+    padded = per_turn.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
+    padded[owner, number] = per_turn
+    return suffix_sum(padded, gamma)[owner, number]
+
+
+def gae(
+    objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor, kl: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(N,) advantages and (N,) value targets. The next value is that of the next *trained* token.
+
+    Source: 1506.02438, eq. 16; separate lambdas and length-adaptive lambda 2504.05118.
+    """
+    spec = objective.credit
+    assert spec.kind == "gae"
+    values = tokens.compress(field_of(batch, "values", "credit.kind = 'gae'")).double()
+    reward = token_rewards(spec.reward_at, objective.reward, batch, tokens, rewards) - kl
+    padded = tokens.pad(values)
+    following = torch.zeros_like(padded)
+    following[:, :-1] = padded[:, 1:]
+    delta = tokens.pad(reward) + spec.gamma * following - padded
+    lam: float | Tensor = spec.lam
+    if spec.length_alpha > 0:
+        lengths = tokens.lengths.double().clamp(min=1)
+        lam = (1 - 1 / (spec.length_alpha * lengths)).clamp(min=0)[:, None]
+    advantages = suffix_sum(delta, spec.gamma * lam)
+    lam_value = lam if spec.lam_value is None else spec.lam_value
+    returns = suffix_sum(delta, spec.gamma * lam_value) + padded
+    return tokens.unpad(advantages), tokens.unpad(returns)
+
+
+def _returns_to_go(
+    objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor, kl: Tensor
+) -> Tensor:
+    """(N,) discounted rewards-to-go minus the baseline."""
+    spec = objective.credit
+    assert spec.kind == "token"
+    reward = token_rewards(spec.reward_at, objective.reward, batch, tokens, rewards) - kl
+    returns = tokens.unpad(suffix_sum(tokens.pad(reward), spec.gamma))
+    if objective.baseline.kind == "given":
+        given = field_of(batch, "baselines", "baseline.kind = 'given'").double()
+        return returns - given[tokens.row_of][tokens.trajectory]
+    if objective.baseline.kind == "optimal_token":
+        return _optimal_token(batch, tokens, returns)
+    return returns
+
+
+def _optimal_token(batch: Batch, tokens: TokenIndex, returns: Tensor) -> Tensor:
+    """Minus, per rank of trained token, sum(G W) / sum(W) over the group, W the running sum of
+    1 - 2 pi + sum pi^2: the expected squared norm of the score so far. Where only one trajectory
+    of the group is that long, there is nothing to average and the baseline is 0."""
+    squares = field_of(batch, "sum_squared_probs", "baseline.kind = 'optimal_token'")
+    prob = torch.exp(tokens.compress(_sampled_logprobs(batch)).double())
+    energy = tokens.pad(1 - 2 * prob + tokens.compress(squares).double()).cumsum(1)
+    groups = _groups_of_trajectories(batch, tokens)
+    longest = energy.shape[1]
+    cell = groups[tokens.trajectory] * longest + tokens.rank  # (N,)
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    zeros = returns.new_zeros(num_groups * longest)
+    weight = tokens.unpad(energy)
+    weighted = zeros.index_add(0, cell, returns * weight)
+    total = zeros.index_add(0, cell, weight)
+    shared = zeros.index_add(0, cell, torch.ones_like(returns))
+    baseline = torch.where(shared > 1, weighted / (total + 1e-8), 0)
+    sizes = torch.bincount(groups, minlength=num_groups)
+    return torch.where(sizes[groups[tokens.trajectory]] > 1, returns - baseline[cell], 0)
+
+
+def _outcome_advantages(
+    objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor
+) -> Tensor:
+    """(J,) advantage of each trajectory; nan-free."""
+    groups = _groups_of_trajectories(batch, tokens)
+    lengths = tokens.lengths
+    if objective.reward.combine == "sum":
+        if objective.baseline.kind == "given":
+            given = field_of(batch, "baselines", "baseline.kind = 'given'").double()
+            return (rewards - given[tokens.row_of]).nan_to_num(0.0)
+        return normalise(objective.baseline, objective.scale, rewards, groups, lengths)
+    total = torch.zeros_like(rewards)
+    for name, weight in (objective.reward.weights or {}).items():
+        alone = objective.reward.model_copy(update={"weights": {name: 1.0}})
+        names = list(batch.reward_names)
+        if name not in names:
+            reward_columns(objective.reward, batch)  # raises with the names
+        column = field_of(batch, "reward_components", "reward.weights")[:, names.index(name)]
+        shaped = shape_rewards(alone, column.double()[tokens.row_of], batch, tokens)
+        total += weight * normalise(objective.baseline, objective.scale, shaped, groups, lengths)
+    return torch.where(rewards.isnan(), 0, total)
+
+
+def _turn_advantages(
+    objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor
+) -> Tensor:
+    """(U,) advantage of each turn from its discounted return."""
+    assert objective.credit.kind == "turn"
+    per_turn = turn_rewards(objective.reward, batch, tokens, rewards)
+    returns = turn_returns(objective.credit.gamma, per_turn, tokens)
+    first = tokens.first_token_of_unit()
+    owner = tokens.trajectory[first]
+    if objective.baseline.kind == "given":
+        given = field_of(batch, "baselines", "baseline.kind = 'given'").double()
+        return returns - given[tokens.row_of][owner]
+    groups = _groups_of_trajectories(batch, tokens)[owner]
+    if objective.baseline.key == "group_turn":
+        turn = tokens.turn[first]
+        groups = groups * (int(turn.max()) + 1 if len(turn) else 1) + turn
+        groups = torch.unique(groups, return_inverse=True)[1]
+    counts = torch.bincount(tokens.unit, minlength=len(owner))
+    return normalise(objective.baseline, objective.scale, returns, groups, counts)
+
+
+def _gigpo(
+    objective: Objective, spec: GigpoCredit, batch: Batch, tokens: TokenIndex, rewards: Tensor
+) -> Tensor:
+    """(U,) the weighted sum of episode and step advantages (2505.10978, eq. 8)."""
+    episode = _outcome_advantages(objective, batch, tokens, rewards)
+    per_turn = turn_rewards(objective.reward, batch, tokens, rewards)
+    returns = turn_returns(spec.gamma, per_turn, tokens)
+    first = tokens.first_token_of_unit()
+    owner = tokens.trajectory[first]
+    states = field_of(batch, "state_ids", "credit.kind = 'gigpo'")
+    keys = torch.stack(
+        [
+            _groups_of_trajectories(batch, tokens)[owner],
+            states[tokens.row_of[owner], tokens.turn[first]],
+        ]
+    )
+    anchors = torch.unique(keys, dim=1, return_inverse=True)[1]
+    counts = torch.bincount(tokens.unit, minlength=len(owner))
+    step = normalise(objective.baseline, objective.scale, returns, anchors, counts)
+    return spec.episode_weight * episode[owner] + spec.step_weight * step
+
+
+# baseline and scale -------------------------------------------------------------------------------
+
+
+def normalise(
+    baseline: Baseline, scale: Scale, values: Tensor, groups: Tensor, lengths: Tensor
+) -> Tensor:
+    """Subtract each group's baseline and divide by its scale.
+
+    Args:
+        values: (U,) float64 returns; nan is left out of every statistic.
+        groups: (U,) int64 from 0 without gaps.
+        lengths: (U,) trained tokens, the weights of `weighting = "token"`.
+
+    Returns:
+        (U,) float64; 0 for nan, for a group of one, and for a group without variance.
+    """
+    known = ~values.isnan()
+    values = torch.where(known, values, 0)
+    everything = torch.zeros_like(groups)
+    shared = everything if baseline.key == "batch" else groups
+    if baseline.kind == "none":
+        centred = values
+    elif baseline.kind == "second_best":
+        centred = _lead_over_second(values, groups, known)
+    else:
+        weights = lengths.double() if baseline.weighting == "token" else torch.ones_like(values)
+        centred = _centred(baseline, values, shared, torch.where(known, weights, 0))
+    if baseline.kind != "none":
+        centred = torch.where(_has_variance(values, shared, known, baseline.tolerance), centred, 0)
+    scaled = _scaled(scale, values, centred, groups, known)
+    return torch.where(known, scaled, 0)
+
+
+def _centred(baseline: Baseline, values: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    total, weight = _group_sum(weights * values, groups), _group_sum(weights, groups)
+    if baseline.kind == "leave_one_out":
+        total, weight = total - weights * values, weight - weights
+    return values - torch.where(weight > 0, total / weight, 0)
+
+
+def _lead_over_second(values: Tensor, groups: Tensor, known: Tensor) -> Tensor:
+    """The best value of each group minus the second, at the best; 0 at all others."""
+    order = torch.argsort(torch.where(known, values, -torch.inf), descending=True, stable=True)
+    order = order[torch.argsort(groups[order], stable=True)]
+    value, group, counted = values[order], groups[order], known[order]
+    first = torch.ones_like(counted)
+    first[1:] = group[1:] != group[:-1]
+    lead = torch.zeros_like(value)
+    pair = first[:-1] & ~first[1:] & counted[1:]
+    lead[:-1] = torch.where(pair, value[:-1] - value[1:], 0)
+    return torch.zeros_like(values).index_copy(0, order, lead)
+
+
+def _has_variance(values: Tensor, groups: Tensor, known: Tensor, tolerance: float) -> Tensor:
+    """(U,) bool: the group's known values differ by more than the tolerance."""
+    size = int(groups.max()) + 1 if len(groups) else 0
+    highest = values.new_full((size,), -torch.inf)
+    highest = highest.scatter_reduce(0, groups, torch.where(known, values, -torch.inf), "amax")
+    lowest = values.new_full((size,), torch.inf)
+    lowest = lowest.scatter_reduce(0, groups, torch.where(known, values, torch.inf), "amin")
+    return ((highest - lowest) > tolerance)[groups]
+
+
+def _scaled(scale: Scale, values: Tensor, centred: Tensor, groups: Tensor, known: Tensor) -> Tensor:
+    if scale.kind == "none":
+        return centred
+    if scale.kind == "success_rate":
+        rate = ((values != 0) & known).sum() / known.sum().clamp(min=1)
+        return torch.where(rate > 0, centred / rate, 0)
+    if scale.kind == "mean":
+        counts = _group_sum(known.double(), groups).clamp(min=1)
+        mean = _group_sum(values, groups) / counts
+        return torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1), 0)
+    within = groups if scale.level == "group" else torch.zeros_like(groups)
+    source = centred if scale.of == "centred" else values
+    var = _variance(source, within, known.double(), scale.ddof)
+    return centred / _divisor(var, scale.eps, scale.eps_mode)
+
+
+def _divisor(var: Tensor, eps: float, mode: str) -> Tensor:
+    if mode == "sqrt":
+        return (var + eps).sqrt()
+    if mode == "max":
+        return var.sqrt().clamp(min=eps)
+    return var.sqrt() + eps
+
+
+def _variance(values: Tensor, groups: Tensor, weights: Tensor, ddof: int) -> Tensor:
+    """(U,) variance of each value's group; 0 where fewer than ddof + 1 values are known."""
+    count = _group_sum(weights, groups)
+    mean = _group_sum(weights * values, groups) / count.clamp(min=1)
+    squares = _group_sum(weights * (values - mean).square(), groups)
+    return squares / (count - ddof).clamp(min=1)
+
+
+def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """(U,) the sum over each value's group."""
+    size = int(groups.max()) + 1 if len(groups) else 0
+    return values.new_zeros(size).index_add(0, groups, values)[groups]
+
+
+def _groups_of_trajectories(batch: Batch, tokens: TokenIndex) -> Tensor:
+    """(J,) int64 from 0 without gaps."""
+    return torch.unique(batch.group_ids[tokens.row_of], return_inverse=True)[1]
+
+
+# whitening ----------------------------------------------------------------------------------------
+
+
+def whiten(spec: Whiten, advantages: Tensor, tokens: TokenIndex, groups: Tensor) -> Tensor:
+    """Normalise finished advantages over the step.
+
+    Args:
+        advantages: (N,) float64 at the trained tokens.
+        groups: (J,) int64.
+
+    Returns:
+        (N,)
+    """
+    if spec.mean == "none" and spec.std == "none":
+        return advantages
+    if spec.unit == "sequence":
+        counts = tokens.lengths.double()
+        zeros = torch.zeros_like(counts)
+        values = zeros.index_add(0, tokens.trajectory, advantages) / counts.clamp(min=1)
+        weights, group = (counts > 0).double(), groups
+    else:
+        values, weights = advantages, torch.ones_like(advantages)
+        group = groups[tokens.trajectory]
+    shift, divisor = torch.zeros_like(values), torch.ones_like(values)
+    if spec.mean != "none":
+        within = group if spec.mean == "group" else torch.zeros_like(group)
+        shift = _group_sum(weights * values, within) / _group_sum(weights, within).clamp(min=1)
+    if spec.std != "none":
+        within = group if spec.std == "group" else torch.zeros_like(group)
+        var = _variance(values, within, weights, spec.ddof)
+        if spec.eps_mode == "max":
+            divisor = var.clamp(min=spec.eps).sqrt()
+        else:
+            divisor = _divisor(var, spec.eps, spec.eps_mode)
+    if spec.unit == "sequence":
+        shift, divisor = shift[tokens.trajectory], divisor[tokens.trajectory]
+    return (advantages - shift) / divisor
+
+
+# metrics ------------------------------------------------------------------------------------------
+
+
+def advantage_metrics(objective: Objective, batch: Batch) -> dict[str, Metric]:
+    """What the step's rewards look like: groups without variance and reward statistics.
+
+    Call it once on the whole step (or on shares that hold whole groups).
+    """
+    with torch.no_grad():
+        _, row_of = trajectory_rows(batch)
+        groups = torch.unique(batch.group_ids[row_of], return_inverse=True)[1]
+        known = scored(objective.reward, batch)[row_of]
+        rewards = batch.rewards.double()[row_of]
+        if objective.reward.weights is not None:
+            rewards = reward_columns(objective.reward, batch).nan_to_num(0.0).sum(1)[row_of]
+        rewards = torch.where(known, rewards, 0)
+        varied = _has_variance(rewards, groups, known, objective.baseline.tolerance)
+        num_groups = int(groups.max()) + 1 if len(groups) else 0
+        with_variance = torch.unique(groups[varied]).numel()
+        return {
+            "group/zero_variance_fraction": Metric(
+                "mean", (num_groups - with_variance, num_groups)
+            ),
+            "reward/mean": Metric("mean", (rewards.sum(), known.sum())),
+            "reward/unscored_fraction": Metric("mean", ((~known).sum(), len(known))),
+        }

@@ -1,0 +1,149 @@
+"""The tensors of one optimizer step, as every function of the objective reads them.
+
+B rows, T columns. A row is one sample; columns are all positions of a padded row, or the trained
+tokens only, left-aligned: nothing depends on which, because everything goes by `loss_mask`.
+Fields with suffix (B, T) are undefined where the mask is 0 and are never read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """One optimizer step, or with `select` the rows of one micro-batch."""
+
+    loss_mask: Tensor
+    """(B, T) bool or number: non-zero where the policy sampled the token."""
+    rewards: Tensor
+    """(B,) the trajectory's reward, equal in all its rows; nan where it could not be scored."""
+    group_ids: Tensor
+    """(B,) int64: trajectories of one task share a number. Any sizes, any order."""
+    rollout_logprobs: Tensor
+    """(B, T) of the inference engine, at sampling."""
+    trajectory_ids: Tensor | None = None
+    """(B,) int64: rows of one trajectory share a number; none: every row is a trajectory."""
+    turn_ids: Tensor | None = None
+    """(B, T) int64, from 0; none: contiguous runs of the mask are the turns."""
+    old_logprobs: Tensor | None = None
+    """(B, T) of the trainer before the update; none: the live ones, detached (first use)."""
+    ref_logprobs: Tensor | None = None  # (B, T) of the reference policy
+    teacher_logprobs: Tensor | None = None  # (B, T)
+    values: Tensor | None = None
+    """(B, T) of the critic before the update, V at the state in which the token was sampled."""
+    policy_versions: Tensor | None = None  # (B, T) int64: version that sampled the token
+    current_version: int | None = None
+    """Version of the policy that is being updated."""
+    reward_components: Tensor | None = None
+    """(B, K) unweighted parts of the reward; nan where a component has no answer."""
+    reward_names: Sequence[str] = ()
+    """Names of the K components."""
+    turn_rewards: Tensor | None = None
+    """(B, M) reward of each turn of the trajectory, indexed by turn id, 0 beyond its turns."""
+    state_ids: Tensor | None = None
+    """(B, M) int64 hash of the state in which each turn began, indexed by turn id (GiGPO)."""
+    truncated: Tensor | None = None  # (B,) bool: cut by a limit
+    baselines: Tensor | None = None
+    """(B,) a reward to compare with, such as that of a greedy answer (ReMax)."""
+    sum_squared_probs: Tensor | None = None
+    """(B, T) sum over the vocabulary of squared probabilities (optimal token baseline)."""
+    old_entropy: Tensor | None = None
+    """(B, T) entropy of the policy before the update (top_entropy mask)."""
+    advantages: Tensor | None = None  # (B, T), set from compute_advantages
+    returns: Tensor | None = None  # (B, T), the critic's targets, set by prepare
+    weights: Tensor | None = None  # (B, T), set from loss_weights
+    distill_weights: Tensor | None = None  # (B, T), set by prepare
+    step_mask: Tensor | None = None
+    """(B, T) bool, set by prepare: product of the masks that need the whole step."""
+    kl_cov_mask: Tensor | None = None  # (B, T) bool, set by prepare
+    off_policy_scale: Tensor | None = None
+    """(B,) set by prepare: 1 / mean weight of the step, in every row."""
+
+    def __post_init__(self) -> None:
+        if self.loss_mask.dim() != 2:
+            raise ValueError(f"loss_mask must be (B, T), got shape {tuple(self.loss_mask.shape)}")
+        rows, columns = self.loss_mask.shape
+        for name, shape in _SHAPES.items():
+            tensor = getattr(self, name)
+            expected = (rows, columns)[: len(shape)] if shape != "BM" else (rows,)
+            if tensor is not None and tuple(tensor.shape[: len(expected)]) != expected:
+                raise ValueError(
+                    f"{name} must be ({', '.join(shape)}) with B, T = {rows}, {columns}, got shape "
+                    f"{tuple(tensor.shape)}"
+                )
+
+    @property
+    def num_rows(self) -> int:
+        return self.loss_mask.shape[0]
+
+    def select(self, rows: Tensor | Sequence[int] | slice, num_columns: int | None = None) -> Batch:
+        """The batch of some rows, with `num_columns` first columns (all when not given).
+
+        What was computed over the whole step (`advantages`, `weights`, ...) comes along, so that
+        losses of micro-batches add up to the step's.
+        """
+        index: Tensor | slice
+        if isinstance(rows, slice):
+            index = rows
+        else:
+            index = torch.as_tensor(rows, dtype=torch.long, device=self.loss_mask.device)
+        selected = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                value = value[index]
+                if _SHAPES[field.name] == "BT" and num_columns is not None:
+                    value = value[:, :num_columns]
+            selected[field.name] = value
+        return Batch(**selected)
+
+
+_SHAPES = {
+    "loss_mask": "BT",
+    "rewards": "B",
+    "group_ids": "B",
+    "rollout_logprobs": "BT",
+    "trajectory_ids": "B",
+    "turn_ids": "BT",
+    "old_logprobs": "BT",
+    "ref_logprobs": "BT",
+    "teacher_logprobs": "BT",
+    "values": "BT",
+    "policy_versions": "BT",
+    "reward_components": "BM",
+    "turn_rewards": "BM",
+    "state_ids": "BM",
+    "truncated": "B",
+    "baselines": "B",
+    "sum_squared_probs": "BT",
+    "old_entropy": "BT",
+    "advantages": "BT",
+    "returns": "BT",
+    "weights": "BT",
+    "distill_weights": "BT",
+    "step_mask": "BT",
+    "kl_cov_mask": "BT",
+    "off_policy_scale": "B",
+}
+
+
+def field_of(batch: Batch, name: str, needed_by: str) -> Tensor:
+    """A field of the batch that an objective cannot do without.
+
+    Raises:
+        ValueError: the batch was built without it.
+    """
+    tensor = getattr(batch, name)
+    if tensor is None:
+        raise ValueError(f"{needed_by} needs Batch.{name}, which this batch was built without")
+    return tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it came so."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -1,0 +1,307 @@
+"""The loss of one micro-batch: ratio, surrogate, trust masks, weights, KL, entropy, distillation.
+
+The trainer calls, once per optimizer step on everything that step learns from,
+
+    batch = prepare(objective, batch)
+
+and then for each micro-batch, with gradient,
+
+    output = policy_loss(objective, batch.select(rows), logprobs)
+    output.loss.backward()
+
+Losses are sums of `term * weight` with weights of the whole step, so they add up over micro-batches
+and ranks to the same loss and gradient for every split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.advantages import base_logprobs, compute_advantages, value_targets
+from agentrl.algo.aggregate import StepTotals, loss_weights, trained_mask, weights_of
+from agentrl.algo.batch import Batch, field_of, wide
+from agentrl.algo.kl import kl_estimate
+from agentrl.algo.metrics import Metric
+from agentrl.algo.ratio import anchor_logprobs, old_logprobs, policy_log_ratio
+from agentrl.algo.segments import row_mean
+from agentrl.algo.surrogates import surrogate_loss
+from agentrl.algo.trust import (
+    STEP_WIDE,
+    keep_mask,
+    kl_cov_tokens,
+    off_policy_scale,
+    off_policy_weights,
+    step_mask,
+)
+
+if TYPE_CHECKING:
+    from agentrl.algo.objective import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    loss: Tensor
+    """0-d with gradient; add those of all micro-batches."""
+    metrics: dict[str, Metric]
+    """Parts that `reduce_metrics` turns into numbers over any set of micro-batches."""
+
+
+def prepare(
+    objective: Objective,
+    batch: Batch,
+    *,
+    kl_coef: float | None = None,
+    totals: StepTotals | None = None,
+    selection_logprobs: Tensor | None = None,
+) -> Batch:
+    """The batch with everything that must be known about the whole step.
+
+    Sets `advantages`, `weights`, and where the objective needs them `returns`, `distill_weights`,
+    `step_mask`, `kl_cov_mask` and `off_policy_scale`.
+
+    Args:
+        batch: the whole optimizer step.
+        kl_coef: replaces `objective.kl.coef` for a KL in the reward.
+        totals: counts of the whole step where the batch is a share of it (see `loss_weights`).
+        selection_logprobs: (B, T) log-probs by which covariance masks choose tokens;
+            `old_logprobs` when not given.
+
+    Raises:
+        ValueError: the batch lacks a field the objective needs.
+    """
+    mask = trained_mask(objective, batch)
+    batch = replace(batch, advantages=compute_advantages(objective, batch, kl_coef=kl_coef))
+    batch = replace(batch, weights=loss_weights(objective, batch, totals))
+    if objective.needs_critic:
+        batch = replace(batch, returns=value_targets(objective, batch, kl_coef=kl_coef))
+    if objective.distill.where == "loss":
+        distill = weights_of(objective.distill.aggregate, batch, mask, totals)
+        batch = replace(batch, distill_weights=distill)
+    if any(spec.kind in STEP_WIDE for spec in objective.trust):
+        batch = replace(batch, step_mask=step_mask(objective, batch, mask, selection_logprobs))
+    if objective.surrogate.kind == "kl_cov":
+        chosen = kl_cov_tokens(objective.surrogate.fraction, batch, mask, selection_logprobs)
+        batch = replace(batch, kl_cov_mask=chosen)
+    if objective.off_policy.normalize != "none" and objective.off_policy.level != "none":
+        scale = off_policy_scale(objective.off_policy, batch, mask)
+        batch = replace(batch, off_policy_scale=scale)
+    return batch
+
+
+def policy_loss(
+    objective: Objective,
+    batch: Batch,
+    logprobs: Tensor,
+    entropy: Tensor | None = None,
+    *,
+    kl_coef: float | None = None,
+) -> LossOutput:
+    """The micro-batch's share of the step's loss.
+
+    Args:
+        batch: a selection of rows of a batch whose `advantages` and `weights` are set.
+        logprobs: (B, T) live log-probs of the sampled tokens, with gradient; read only where the
+            mask is non-zero.
+        entropy: (B, T) live entropy, with gradient; required by an entropy bonus, else only
+            measured.
+        kl_coef: replaces `objective.kl.coef` for a KL in the loss (adaptive coefficient).
+
+    Raises:
+        ValueError: the batch lacks a field the objective needs, or was not prepared.
+    """
+    mask = trained_mask(objective, batch)
+    advantages = field_of(batch, "advantages", "policy_loss (compute_advantages sets it)")
+    weights = field_of(batch, "weights", "policy_loss (loss_weights sets it)")
+    logprobs = torch.where(mask, wide(logprobs), 0)
+    advantages = torch.where(mask, advantages, 0).to(logprobs.dtype)
+    weights = weights.to(logprobs.dtype)
+    old = torch.where(mask, old_logprobs(batch, logprobs), 0)
+    anchor = torch.where(mask, anchor_logprobs(objective.ratio, batch, logprobs), 0)
+    metrics: dict[str, Metric] = {}
+
+    token_log_ratio = logprobs - anchor
+    log_ratio = policy_log_ratio(objective.ratio, token_log_ratio, logprobs, mask, batch.turn_ids)
+    if objective.ratio.mean_advantage:
+        advantages = torch.where(mask, row_mean(advantages, mask), 0)
+    loss = surrogate_loss(
+        objective.surrogate, log_ratio, logprobs, advantages, mask, batch.kl_cov_mask
+    )
+
+    kept = mask
+    for number, spec in enumerate(objective.trust):
+        if spec.kind in STEP_WIDE:
+            keep = field_of(batch, "step_mask", f"the {spec.kind} mask (prepare sets it)")
+        else:
+            keep = keep_mask(spec, batch, mask, old, logprobs, advantages)
+        repeated = sum(other.kind == spec.kind for other in objective.trust[:number])
+        name = f"{spec.kind}_{repeated + 1}" if repeated else spec.kind
+        metrics[f"policy/masked_{name}"] = _mean(mask & ~keep, mask)
+        kept = kept & keep
+    if objective.off_policy.level != "none":
+        factor, raw = off_policy_weights(objective.off_policy, batch, old, mask)
+        loss = loss * factor
+        metrics["policy/off_policy_ratio_max"] = _max(raw, mask)
+        changed = raw != factor if objective.off_policy.normalize == "none" else ~mask
+        metrics["policy/off_policy_truncated"] = _mean(changed, mask)
+    policy = (torch.where(kept, loss, 0) * weights).sum()
+    total = policy
+    metrics["loss/policy"] = _sum(policy)
+
+    if objective.kl.where == "loss":
+        base = torch.where(mask, base_logprobs(objective.kl.base, batch), 0).to(logprobs.dtype)
+        importance = None
+        if objective.kl.gradient == "unbiased":
+            bound = objective.ratio.log_clamp
+            importance = torch.exp((logprobs - old).clamp(-bound, bound))
+        kl = torch.where(mask, kl_estimate(objective.kl, logprobs, base, importance), 0)
+        coef = objective.kl.coef if kl_coef is None else kl_coef
+        penalty = coef * (kl * weights).sum()
+        total = total + penalty
+        metrics["loss/kl"] = _sum(penalty)
+        metrics["policy/kl_ref"] = _mean(kl, mask)
+    if entropy is not None:
+        metrics["policy/entropy"] = _mean(entropy, mask)
+    if objective.entropy.coef != 0:
+        if entropy is None:
+            raise ValueError("entropy.coef needs the live entropy; pass it to policy_loss")
+        bonus = -objective.entropy.coef * (torch.where(mask, wide(entropy), 0) * weights).sum()
+        total = total + bonus
+        metrics["loss/entropy"] = _sum(bonus)
+    if objective.distill.where == "loss":
+        component = _distill_component(objective, batch, logprobs, anchor, mask)
+        total = total + component
+        metrics["loss/distill"] = _sum(component)
+
+    metrics |= _policy_metrics(objective, batch, mask, kept, logprobs, old, log_ratio, advantages)
+    return LossOutput(total, metrics)
+
+
+def _distill_component(
+    objective: Objective, batch: Batch, logprobs: Tensor, anchor: Tensor, mask: Tensor
+) -> Tensor:
+    """-sg[log teacher - log pi] pi / anchor over tokens whose probability did not collapse."""
+    spec = objective.distill
+    teacher = field_of(batch, "teacher_logprobs", "distill.where = 'loss'").to(logprobs.dtype)
+    weights = field_of(batch, "distill_weights", "distill.where = 'loss' (prepare sets it)")
+    gap = (torch.where(mask, teacher, 0) - logprobs).detach()
+    bound = objective.ratio.log_clamp
+    loss = -gap * torch.exp((logprobs - anchor).clamp(-bound, bound))
+    kept = mask
+    if spec.max_drop is not None:
+        kept = mask & (torch.exp(logprobs.detach()) - torch.exp(anchor) >= -spec.max_drop)
+    return spec.coef * (torch.where(kept, loss, 0) * weights.to(loss.dtype)).sum()
+
+
+def value_loss(objective: Objective, batch: Batch, values: Tensor) -> LossOutput:
+    """The critic's loss over the same token weights as the policy's.
+
+    Args:
+        batch: a selection of a prepared batch; `values` are those before the update, `returns` the
+            targets.
+        values: (B, T) live, with gradient.
+    """
+    spec = objective.critic
+    mask = trained_mask(objective, batch)
+    values = torch.where(mask, wide(values), 0)
+    old = torch.where(mask, field_of(batch, "values", "value_loss"), 0).to(values.dtype)
+    target = torch.where(mask, field_of(batch, "returns", "value_loss (prepare sets it)"), 0)
+    target = target.to(values.dtype)
+    weights = field_of(batch, "weights", "value_loss (loss_weights sets it)").to(values.dtype)
+
+    def error(prediction: Tensor) -> Tensor:
+        if spec.loss == "huber":
+            # Scaled so that small errors cost their square, like mse.
+            return 2 * torch.nn.functional.huber_loss(
+                prediction, target, reduction="none", delta=spec.huber_delta
+            )
+        return (prediction - target).square()
+
+    loss = error(values)
+    clipped = torch.zeros_like(mask)
+    if spec.value_clip is not None:
+        near = old + (values - old).clamp(-spec.value_clip, spec.value_clip)
+        near_loss = error(near)
+        clipped = near_loss > loss
+        loss = torch.maximum(loss, near_loss)
+    total = spec.factor * (torch.where(mask, loss, 0) * weights).sum()
+    metrics = {
+        "loss/value": _sum(total),
+        "critic/clip_fraction": _mean(clipped, mask),
+        "critic/value_mean": _mean(values, mask),
+        "critic/return_mean": _mean(target, mask),
+        "critic/squared_error": _mean((values - target).square(), mask),
+    }
+    return LossOutput(total, metrics)
+
+
+# metrics ------------------------------------------------------------------------------------------
+
+
+def _policy_metrics(
+    objective: Objective,
+    batch: Batch,
+    mask: Tensor,
+    kept: Tensor,
+    logprobs: Tensor,
+    old: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+) -> dict[str, Metric]:
+    with torch.no_grad():
+        ratio = torch.exp(log_ratio)
+        x = (logprobs - old).clamp(-20, 20)
+        sampled = torch.where(mask, batch.rollout_logprobs, 0).to(logprobs.dtype)
+        gap = logprobs - sampled
+        importance = torch.where(mask, torch.exp(gap.clamp(-20, 20)), 0).double()
+        metrics = {
+            "policy/ratio_max": _max(ratio, mask),
+            "policy/kl_old_new": _mean(torch.exp(x) - 1 - x, mask),
+            "policy/rollout_train_logprob_diff_max": _max(gap.abs(), mask),
+            "policy/rollout_train_logprob_diff_mean": _mean(gap.abs(), mask),
+            "policy/ess": Metric(
+                "ess", (importance.sum(), importance.square().sum(), mask.sum().double())
+            ),
+            "policy/trained_fraction": _mean(kept, mask),
+            "advantage/mean": _mean(advantages, mask),
+            "advantage/abs_mean": _mean(advantages.abs(), mask),
+            "advantage/max": _max(advantages, mask),
+            "advantage/min": Metric("min", (torch.where(mask, advantages, torch.inf).amin(),))
+            if mask.numel()
+            else Metric("min", (float("inf"),)),
+            "advantage/zero_fraction": _mean(advantages == 0, mask),
+        }
+        bounds = _clip_bounds(objective)
+        if bounds is not None:
+            low, high = bounds
+            # Only where the clip takes the gradient away: above for A > 0, below for A < 0.
+            metrics["policy/clip_fraction_high"] = _mean((ratio > high) & (advantages > 0), mask)
+            metrics["policy/clip_fraction_low"] = _mean((ratio < low) & (advantages < 0), mask)
+        return metrics
+
+
+def _clip_bounds(objective: Objective) -> tuple[float, float] | None:
+    spec = objective.surrogate
+    if spec.kind == "clip":
+        return 1 - spec.low, 1 + spec.high
+    if spec.kind == "cispo":
+        return spec.low, spec.high
+    return None
+
+
+def _sum(value: Tensor) -> Metric:
+    return Metric("sum", (value.detach().double(),))
+
+
+def _mean(values: Tensor, mask: Tensor) -> Metric:
+    masked = torch.where(mask, values.detach().double(), 0)
+    return Metric("mean", (masked.sum(), mask.sum().double()))
+
+
+def _max(values: Tensor, mask: Tensor) -> Metric:
+    if mask.numel() == 0:
+        return Metric("max", (float("-inf"),))
+    return Metric("max", (torch.where(mask, values.detach(), -torch.inf).amax(),))

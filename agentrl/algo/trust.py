@@ -1,0 +1,307 @@
+"""Masks that leave tokens out of the policy gradient, and detached off-policy weights.
+
+A mask is a product with the others; it changes numerators only, unless
+`aggregate.denominator = "kept"`. Three kinds by what they need:
+
+    live       the forward pass: opsm, dppo_tv, dppo_kl
+    known      stored log-probs only, row by row: ratio, veto, staleness
+    step-wide  stored values of the whole step, set by `prepare`: m2, clip_cov, top_entropy
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.batch import Batch, field_of, wide
+from agentrl.algo.segments import row_mean, row_sum, turn_reduce
+
+if TYPE_CHECKING:
+    from agentrl.algo.objective import (
+        ClipCovMask,
+        DppoKlMask,
+        DppoTvMask,
+        M2Mask,
+        Objective,
+        OffPolicy,
+        OpsmMask,
+        RatioMask,
+        StalenessMask,
+        TrustMask,
+        VetoMask,
+    )
+
+_LOG_CLAMP = 20.0
+_LIVE = ("opsm", "dppo_tv", "dppo_kl")
+STEP_WIDE = ("m2", "clip_cov", "top_entropy")
+
+
+def keep_mask(
+    spec: TrustMask,
+    batch: Batch,
+    mask: Tensor,
+    old: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+) -> Tensor:
+    """(B, T) bool: tokens that a live or known mask keeps.
+
+    Args:
+        mask: (B, T) bool, trained tokens.
+        old: (B, T) log-probs before the update.
+        logprobs: (B, T) live; only values are read.
+    """
+    live = logprobs.detach()
+    if spec.kind in _LIVE:
+        anchor = batch.rollout_logprobs if spec.anchor == "rollout" else old  # type: ignore[union-attr]
+        anchor = anchor.to(live.dtype)
+        if spec.kind == "opsm":
+            return opsm_mask(spec, live, anchor, advantages, mask)
+        if spec.kind == "dppo_tv":
+            return dppo_tv_mask(spec, live, anchor, advantages)
+        if spec.kind == "dppo_kl":
+            return dppo_kl_mask(spec, live, anchor, advantages)
+    return known_mask(spec, batch, mask, old)
+
+
+def known_mask(spec: TrustMask, batch: Batch, mask: Tensor, old: Tensor) -> Tensor:
+    """(B, T) bool of one mask that needs no forward pass."""
+    gap = wide(old) - wide(batch.rollout_logprobs).to(wide(old).dtype)
+    if spec.kind == "ratio":
+        return ratio_mask(spec, gap, mask, batch.turn_ids)
+    if spec.kind == "veto":
+        return veto_mask(spec, gap, mask)
+    if spec.kind == "staleness":
+        return staleness_mask(spec, batch)
+    raise ValueError(f"mask {spec.kind!r} needs the whole step; call prepare on it first")
+
+
+def known_masks(objective: Objective, batch: Batch, mask: Tensor) -> Tensor:
+    """(B, T) bool: product of all known and step-wide masks, for `denominator = "kept"`."""
+    kept = mask
+    for spec in objective.trust:
+        if spec.kind in STEP_WIDE:
+            kept = kept & step_mask(objective, batch, mask)
+        elif spec.kind == "staleness":
+            kept = kept & staleness_mask(spec, batch)
+        else:
+            old = field_of(batch, "old_logprobs", "aggregate.denominator = 'kept'")
+            kept = kept & known_mask(spec, batch, mask, old)
+    return kept
+
+
+def opsm_mask(
+    spec: OpsmMask, logprobs: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2): drop negative tokens of rows that moved away."""
+    moved = row_mean(anchor - logprobs, mask) > spec.max_kl
+    return ~((advantages < 0) & moved)
+
+
+def dppo_tv_mask(spec: DppoTvMask, logprobs: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    """Binary total variation (2602.04879): keep while p - q is inside the bounds."""
+    change = torch.exp(logprobs) - torch.exp(anchor)
+    high = torch.inf if spec.high is None else spec.high
+    low = torch.inf if spec.low is None else spec.low
+    if spec.side == "both":
+        return (change <= high) & (change >= -low)
+    return torch.where(advantages > 0, change <= high, change >= -low)
+
+
+def dppo_kl_mask(spec: DppoKlMask, logprobs: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    """Binary KL(q, p) (2602.04879): drop tokens beyond the bound that move further away."""
+    p, q = torch.exp(logprobs), torch.exp(anchor)
+    # Probabilities within rounding of 0 or 1 must not turn 0 log 0 into nan.
+    tiny = 1e-8
+    kl = q * torch.log((q + tiny) / (p + tiny))
+    kl = kl + (1 - q) * torch.log(((1 - q).clamp(min=0) + tiny) / ((1 - p).clamp(min=0) + tiny))
+    away = torch.where(advantages > 0, p > q, p < q)
+    return ~(away & (kl > spec.max_kl))
+
+
+def ratio_mask(
+    spec: RatioMask, gap: Tensor, mask: Tensor, turn_ids: Tensor | None = None
+) -> Tensor:
+    """Keep where the mismatch statistic lies within [low, high].
+
+    Args:
+        gap: (B, T) log pi_old - log mu.
+    """
+    x = gap.clamp(-_LOG_CLAMP, _LOG_CLAMP)
+    if spec.statistic == "ratio":
+        statistic = _over(spec, x, mask, turn_ids).clamp(-_LOG_CLAMP, _LOG_CLAMP)
+        low = -math.inf if not spec.low else math.log(spec.low)
+        high = math.inf if spec.high is None else math.log(spec.high) if spec.high else -math.inf
+        return (statistic >= low) & (statistic <= high)
+    if spec.statistic == "abs":
+        value = x.abs()
+    elif spec.statistic == "k2":
+        value = 0.5 * x.square()
+    else:
+        value = torch.exp(x) - 1 - x
+    statistic = _over(spec, value, mask, turn_ids)
+    kept = statistic >= (spec.low or 0)
+    return kept if spec.high is None else kept & (statistic <= spec.high)
+
+
+def _over(spec: RatioMask, values: Tensor, mask: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """(B, T) or (B, 1): the statistic of each token's unit."""
+    if spec.level == "token":
+        return values
+    if spec.level == "turn":
+        return turn_reduce(values, mask, turn_ids, spec.over)
+    if spec.over == "max":
+        highest = torch.where(mask, values, -torch.inf).amax(1, keepdim=True)
+        return torch.where(mask.any(1, keepdim=True), highest, 0)
+    return (row_mean if spec.over == "mean" else row_sum)(values, mask)
+
+
+def veto_mask(spec: VetoMask, gap: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1): rows without a single token outside [low, high]."""
+    outside = gap < (math.log(spec.low) if spec.low > 0 else -math.inf)
+    if spec.high is not None:
+        outside = outside | (gap > math.log(spec.high))
+    return ~(outside & mask).any(1, keepdim=True)
+
+
+def staleness_mask(spec: StalenessMask, batch: Batch) -> Tensor:
+    """(B, T): tokens sampled at most `max_gap` versions before the current one."""
+    versions = field_of(batch, "policy_versions", "the staleness mask")
+    if batch.current_version is None:
+        raise ValueError("the staleness mask needs Batch.current_version")
+    return batch.current_version - versions <= spec.max_gap
+
+
+# step-wide ----------------------------------------------------------------------------------------
+
+
+def step_mask(
+    objective: Objective, batch: Batch, mask: Tensor, logprobs: Tensor | None = None
+) -> Tensor:
+    """(B, T) bool: product of the masks that need the whole step. Call it on the whole step."""
+    kept = mask.clone()
+    for spec in objective.trust:
+        if spec.kind == "m2":
+            kept &= m2_mask(spec, batch, mask)
+        elif spec.kind == "top_entropy":
+            entropy = field_of(batch, "old_entropy", "the top_entropy mask")
+            if mask.any():
+                # kthvalue rather than quantile, which refuses more than 2^24 elements
+                values = entropy[mask].double().sort().values
+                threshold = _quantile_of_sorted(values, spec.quantile)
+                kept &= entropy >= threshold
+        elif spec.kind == "clip_cov":
+            kept &= ~clip_cov_tokens(spec, batch, mask, logprobs)
+    return kept
+
+
+def _quantile_of_sorted(values: Tensor, quantile: float) -> Tensor:
+    """The linearly interpolated quantile of ascending values."""
+    at = quantile * (len(values) - 1)
+    below, above = math.floor(at), math.ceil(at)
+    return values[below] + (at - below) * (values[above] - values[below])
+
+
+def m2_mask(spec: M2Mask, batch: Batch, mask: Tensor) -> Tensor:
+    """(B, T): the largest set of trained tokens, smallest (log mu - log pi_old)^2 first, whose mean
+    is below the bound; at least one token (2510.01161, algorithm 1)."""
+    old = field_of(batch, "old_logprobs", "the m2 mask")
+    squares = (wide(old).double() - batch.rollout_logprobs.double()).square()[mask]
+    if len(squares) == 0:
+        return mask
+    ordered, order = squares.sort(stable=True)
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    # Means of ascending values ascend, so the kept tokens are a prefix.
+    num_kept = max(int((means < spec.max_second_moment).sum()), 1)
+    chosen = torch.zeros_like(squares, dtype=torch.bool)
+    chosen[order[:num_kept]] = True
+    kept = torch.zeros_like(mask)
+    kept[mask] = chosen
+    return kept
+
+
+def covariances(batch: Batch, mask: Tensor, logprobs: Tensor | None) -> Tensor:
+    """(N,) float64 at the trained tokens in row order: (A - mean A)(log pi - mean log pi)
+    (2505.22617, eq. 9), means over the step's trained tokens."""
+    advantages = field_of(batch, "advantages", "a covariance").double()[mask]
+    if logprobs is None:
+        logprobs = field_of(batch, "old_logprobs", "a covariance")
+    policy = logprobs.double()[mask]
+    return (advantages - advantages.mean()) * (policy - policy.mean())
+
+
+def clip_cov_tokens(
+    spec: ClipCovMask, batch: Batch, mask: Tensor, logprobs: Tensor | None = None
+) -> Tensor:
+    """(B, T) bool: the tokens that Clip-Cov drops."""
+    cov = covariances(batch, mask, logprobs)
+    inside = (cov >= spec.low) & (cov <= spec.high)
+    cov = torch.where(inside, cov, -torch.inf)
+    most = min(int(spec.fraction * len(cov)), int(inside.sum()))
+    return _largest(cov, most, mask)
+
+
+def kl_cov_tokens(
+    fraction: float, batch: Batch, mask: Tensor, logprobs: Tensor | None = None
+) -> Tensor:
+    """(B, T) bool: the tokens that pay KL-Cov's penalty, at least one."""
+    cov = covariances(batch, mask, logprobs)
+    most = min(max(int(fraction * len(cov)), 1), len(cov))
+    return _largest(cov, most, mask)
+
+
+def _largest(values: Tensor, count: int, mask: Tensor) -> Tensor:
+    """(B, T) bool true at the `count` largest of the packed values (N,); ties by position."""
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    chosen[values.argsort(descending=True, stable=True)[:count]] = True
+    result = torch.zeros_like(mask)
+    result[mask] = chosen
+    return result
+
+
+# off-policy weights -------------------------------------------------------------------------------
+
+
+def off_policy_weights(
+    spec: OffPolicy, batch: Batch, old: Tensor, mask: Tensor, scaled: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(weights, raw ratios), both (B, T) without gradient, 1 and 0 where the mask is 0.
+
+    Args:
+        old: (B, T) log-probs before the update.
+        scaled: divide by the step's mean weight, which `prepare` has set.
+    """
+    gap = torch.where(mask, (wide(old) - batch.rollout_logprobs.to(wide(old).dtype)).detach(), 0)
+    if spec.level == "sequence_product":
+        gap = row_sum(gap, mask).expand_as(gap)
+    elif spec.level == "sequence_geometric":
+        gap = row_mean(gap, mask).expand_as(gap)
+    elif spec.level == "turn":
+        gap = turn_reduce(gap, mask, batch.turn_ids, "mean")
+    ratio = torch.exp(gap.clamp(-_LOG_CLAMP, _LOG_CLAMP))
+    low = 0.0 if spec.low is None else spec.low
+    high = torch.inf if spec.high is None else spec.high
+    if spec.outside == "clamp":
+        weights = ratio.clamp(low, high)
+    else:
+        weights = torch.where((ratio >= low) & (ratio <= high), ratio, 0)
+    if spec.normalize != "none" and scaled:
+        scale = field_of(batch, "off_policy_scale", "off_policy.normalize (call prepare)")
+        weights = weights * scale.to(weights.dtype)[:, None]
+    return torch.where(mask, weights, 1), torch.where(mask, ratio, 0)
+
+
+def off_policy_scale(spec: OffPolicy, batch: Batch, mask: Tensor) -> Tensor:
+    """(B,) 1 / mean weight over the step's trained tokens, or over its rows that have any."""
+    old = field_of(batch, "old_logprobs", "off_policy.normalize")
+    weights, _ = off_policy_weights(spec, batch, old, mask, scaled=False)
+    weights = weights.double()
+    if spec.normalize == "token":
+        mean = torch.where(mask, weights, 0).sum() / mask.sum().clamp(min=1)
+    else:
+        occupied = mask.any(1)
+        mean = row_mean(weights, mask)[:, 0].sum() / occupied.sum().clamp(min=1)
+    return (1 / torch.where(mean > 0, mean, 1)).expand(mask.shape[0]).clone()

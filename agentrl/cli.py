@@ -1,0 +1,246 @@
+"""The `agentrl` command. Handlers import what they need, so that `--help` stays quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl import __version__
+from agentrl.errors import AgentRLError
+
+if TYPE_CHECKING:
+    from agentrl.config import RunConfig
+
+_OVERRIDES = (
+    "Any key of the run file can be set on the command line as --section.key value, for example "
+    "--run.seed 2 --rollout.group_size 16 --objective.preset dapo. "
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status (2 for wrong input, 130 when interrupted)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not getattr(arguments, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides = rest
+    try:
+        return arguments.handler(arguments)
+    except AgentRLError as error:
+        for line in str(error).splitlines() or [repr(error)]:
+            print(f"agentrl: error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("agentrl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentrl",
+        description="A Gym for language-model agents and the trainer that learns from it.",
+        epilog="Start with: agentrl train examples/quickstart/run.toml",
+    )
+    parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_eval(commands)
+    _add_sft(commands)
+    _add_report(commands)
+    _add_doctor(commands)
+    from agentrl.algo.cli import add_algo_commands
+    from agentrl.env.cli import add_env_commands
+
+    add_env_commands(commands)
+    add_algo_commands(commands)
+    return parser
+
+
+class _TrainHelp(argparse.Action):
+    """--help with every key of the configuration; reading it needs pydantic, so only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.print_help()
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        from agentrl.config import valid_keys
+
+        table = Table(title="Keys of a run file", title_justify="left", box=None, pad_edge=False)
+        for heading in ("key", "default", "meaning"):
+            table.add_column(heading, overflow="fold")
+        section = ""
+        for key, (default, meaning) in valid_keys().items():
+            if key.split(".")[0] != section:
+                section = key.split(".")[0]
+                table.add_section()
+            table.add_row(f"--{key}", escape(default), escape(meaning))
+        print()
+        Console().print(table)
+        parser.exit()
+
+
+def _add_run_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_file", type=Path, metavar="RUN.toml", help="configuration of the run")
+    command.add_argument("-h", "--help", action=_TrainHelp, nargs=0, help="show this help")
+    command.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and stop"
+    )
+    command.set_defaults(takes_overrides=True)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "train",
+        help="train a policy in an environment",
+        description="Train a policy with reinforcement learning. " + _OVERRIDES,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_run_file(command)
+    command.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint of the run directory; an error if there is none",
+    )
+    command.add_argument("--quiet", action="store_true", help="one line per step, no live display")
+    command.set_defaults(handler=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = _load(arguments, ["--run.resume=true"] if arguments.resume else [])
+    if arguments.dry_run:
+        print(config.to_toml(), end="")
+        return 0
+    from agentrl.train.loop import train
+
+    train(config, quiet=arguments.quiet)
+    return 0
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "eval",
+        help="measure a policy: avg@k and pass@k with confidence intervals",
+        description=(
+            "Play the first tasks of eval.split and report avg@k and unbiased pass@k with "
+            "confidence intervals. The policy is model.path, a checkpoint, or a server "
+            "(--inference.backend vllm|openai --inference.urls URL). " + _OVERRIDES
+        ),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_run_file(command)
+    command.add_argument(
+        "--checkpoint",
+        metavar="DIR|latest",
+        help="a checkpoint directory, or `latest` of the run directory, instead of model.path",
+    )
+    command.add_argument("--out", type=Path, help="write result and trajectories to this directory")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(handler=_eval)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    config = _load(arguments, [])
+    if arguments.dry_run:
+        print(config.to_toml(), end="")
+        return 0
+    from agentrl.evaluate import evaluate_command
+
+    return evaluate_command(
+        config, checkpoint=arguments.checkpoint, out=arguments.out, as_json=arguments.json
+    )
+
+
+def _add_sft(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "sft",
+        help="cold start: fine-tune on demonstrations",
+        description=(
+            "Supervised fine-tuning on JSONL demonstrations, one "
+            '{"messages": [...], "tools": [...]} per line. Dialogues are tokenised exactly as '
+            "rollouts are; only assistant turns are trained."
+        ),
+    )
+    command.add_argument("demonstrations", type=Path, metavar="DEMOS.jsonl")
+    command.add_argument("--model", required=True, help="model to start from (directory or name)")
+    command.add_argument("--out", type=Path, required=True, help="directory for the tuned model")
+    command.add_argument("--epochs", type=int, default=1)
+    command.add_argument("--batch-size", type=int, default=32, help="dialogues per update")
+    command.add_argument("--learning-rate", type=float, default=1e-5)
+    command.add_argument("--warmup-steps", type=int, default=10)
+    command.add_argument("--token-budget", type=int, default=8192, help="tokens per micro-batch")
+    command.add_argument("--max-tokens", type=int, default=4096, help="longer dialogues are dropped")
+    command.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    command.add_argument(
+        "--save-dtype", default="float32", choices=["float32", "bfloat16"], help="of the result"
+    )
+    command.add_argument("--seed", type=int, default=1, help="order of the dialogues")
+    command.set_defaults(handler=_sft)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from agentrl.train.sft import sft
+
+    sft(
+        arguments.demonstrations,
+        model_path=arguments.model,
+        out=arguments.out,
+        num_epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        learning_rate=arguments.learning_rate,
+        warmup_steps=arguments.warmup_steps,
+        token_budget=arguments.token_budget,
+        max_tokens=arguments.max_tokens,
+        device=arguments.device,
+        save_dtype=arguments.save_dtype,
+        seed=arguments.seed,
+    )
+    return 0
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "report",
+        help="write report.html of a run again",
+        description="Write a run's self-contained report.html from its metrics and trajectories.",
+    )
+    command.add_argument("run_dir", type=Path)
+    command.set_defaults(handler=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from agentrl.view.report import report_run
+
+    print(report_run(arguments.run_dir))
+    return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="check this machine, and a run file, before a run",
+        description="Check Python, packages, devices, disk and, with a run file, its model, chat "
+        "template, environment and servers. Exit status 1 when something must be fixed.",
+        allow_abbrev=False,
+    )
+    command.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
+    command.set_defaults(handler=_doctor, takes_overrides=True)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from agentrl.doctor import doctor
+
+    return doctor(arguments.run_file, arguments.overrides)
+
+
+def _load(arguments: argparse.Namespace, extra: list[str]) -> RunConfig:
+    from agentrl.config import load_config
+
+    return load_config(arguments.run_file, arguments.overrides + extra)

@@ -1,0 +1,410 @@
+"""Every knob of a run: one TOML file, any key overridable as `--section.key value`.
+
+Sections mirror the packages. Unknown keys are errors that name the file, the dotted key and the
+closest valid key. This module imports no torch, so that `--help` and `--dry-run` are quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import annotated_types
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from agentrl.algo import Objective
+from agentrl.errors import ConfigError
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, annotated_types.Gt(0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
+    )
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Names the run directory `runs/<name>` and the run in experiment trackers."""
+    dir: Path | None = None
+    """Run directory; `runs/<name>` when not given."""
+    seed: NonNegativeInt = 1
+    """Every random choice of a run follows from it: task order, environments, sampling, dropout."""
+    num_steps: PositiveInt = 100
+    """Batches of rollouts to train on."""
+    save_every: PositiveInt = 10
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept. Two, so that a damaged newest one costs a few steps only."""
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations on `eval.split`; 0 never evaluates during training."""
+    resume: bool = False
+    """Continue from the newest checkpoint in the run directory; an error if there is none."""
+    force_resume: bool = False
+    """Resume although the dataset, model, group size or another identity of the run changed."""
+
+    @property
+    def path(self) -> Path:
+        return self.dir or Path("runs") / self.name
+
+
+class ModelSection(Section):
+    path: str
+    """Directory in Hugging Face layout, or a model name on its hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations. Log-probabilities are float32 always."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time, far less memory."""
+
+
+class EnvSection(Section):
+    id: str = "math"
+    """A registered environment, or `module:Class`, or `path/to/env.py:Class`."""
+    url: Annotated[list[str], Field(default_factory=list)]
+    """Environment servers (`agentrl env serve`), comma-separated; none plays in this process."""
+    token: str | None = Field(default=None, repr=False)
+    """Bearer token of those servers; AGENTRL_ENV_TOKEN is read when not given."""
+    split: str = "train"
+    """Split whose tasks are trained on."""
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """Passed to the environment, which checks it; see `agentrl env info ID`."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return _split_commas(value)
+
+
+class RolloutSection(Section):
+    groups_per_step: PositiveInt = 8
+    """Tasks of one step."""
+    group_size: PositiveInt = 8
+    """Trajectories of one task; they share a baseline."""
+    max_concurrent: PositiveInt = 256
+    """Episodes in flight."""
+    max_turns: PositiveInt = 8
+    """Turns of an episode; the environment may end it earlier."""
+    max_turn_tokens: PositiveInt = 512
+    """Tokens sampled in one turn."""
+    max_context_tokens: PositiveInt = 4096
+    """Tokens of a trajectory, prompt and observations included."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The trainer divides its logits by the same number."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Below 1 the sampled log-probabilities are renormalised and the trainer's are not: refused
+    until the engine reports its sampling masks."""
+    top_k: int = -1
+    """-1 keeps every token; anything else is refused for the same reason."""
+    history: Literal["auto", "append_only", "fork"] = "auto"
+    """How later turns are rendered; `auto` follows the chat template's self-test."""
+    template: dict[str, JsonValue] = Field(default_factory=dict)
+    """Extra variables for the chat template, such as `enable_thinking`."""
+    turn_timeout_s: Seconds = 600.0
+    """Deadline of one turn's generation."""
+    step_timeout_s: Seconds = 60.0
+    """Deadline of one environment step (and of reset)."""
+    episode_timeout_s: Seconds = 1800.0
+    """Deadline of a whole episode."""
+    max_waves: PositiveInt = 1
+    """How often groups that a filter dropped are replaced within a step; 1 trains on what is left.
+    DAPO's dynamic sampling is 4 or more together with `objective`'s zero-variance filter."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal (their advantage is zero): DAPO's dynamic sampling."""
+    max_staleness: Literal[0] = 0
+    """Steps by which the sampling policy may lag behind the trained one. The embedded engine
+    shares the trainer's weights, so it is synchronous: 0."""
+
+    @model_validator(mode="after")
+    def _no_truncated_sampling(self) -> RolloutSection:
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                "top_p < 1 or top_k > 0 makes the sampled log-probabilities differ from the "
+                "trainer's; set top_p = 1 and top_k = -1, and use temperature instead"
+            )
+        return self
+
+
+class InferenceSection(Section):
+    backend: Literal["embedded", "vllm", "openai"] = "embedded"
+    """`embedded`: transformers' continuous batching on the trainer's own weights.
+    `vllm`: token ids over HTTP, for `agentrl eval`. `openai`: any chat server, for `agentrl eval`."""
+    urls: Annotated[list[str], Field(default_factory=list)]
+    """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`."""
+    model: str = "policy"
+    """Name under which those servers know the model."""
+    token: str | None = Field(default=None, repr=False)
+    """Bearer token of those servers; OPENAI_API_KEY is read for the `openai` backend."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return _split_commas(value)
+
+    @model_validator(mode="after")
+    def _servers_have_urls(self) -> InferenceSection:
+        if self.backend != "embedded" and not self.urls:
+            raise ValueError(f"backend {self.backend!r} needs inference.urls")
+        return self
+
+
+class TrainSection(Section):
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak of the schedule."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, over all optimizer steps of the run."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Of AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    token_budget: PositiveInt = 8192
+    """Tokens of one micro-batch. Changes memory and speed, never the gradient."""
+    num_epochs: PositiveInt = 1
+    """Passes over a batch of rollouts."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps per pass; groups are split evenly."""
+    max_nonfinite_steps: PositiveInt = 5
+    """Consecutive updates skipped for a non-finite gradient before the run stops."""
+
+
+class EvalSection(Section):
+    split: str = "test"
+    """Split that is evaluated."""
+    num_tasks: PositiveInt = 64
+    """First tasks of the split."""
+    samples_per_task: PositiveInt = 1
+    """Trajectories per task, the k of avg@k."""
+    pass_k: list[PositiveInt] = Field(default_factory=lambda: [1])
+    """k of the unbiased pass@k estimates; each at most samples_per_task."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    success_threshold: float = 1.0
+    """Reward from which a trajectory counts as passed."""
+
+    @field_validator("pass_k", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return [value] if isinstance(value, int) else _split_commas(value)
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> EvalSection:
+        if max(self.pass_k, default=1) > self.samples_per_task:
+            raise ValueError(
+                f"pass_k = {self.pass_k} needs samples_per_task >= {max(self.pass_k)}, "
+                f"which is {self.samples_per_task}"
+            )
+        return self
+
+
+class TrackSection(Section):
+    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Where metrics go besides metrics.jsonl; needs `pip install 'agentrl[track]'`."""
+    project: str = "agentrl"
+    """Project name in wandb and trackio."""
+    log_trajectories: bool = True
+    """Keep every trajectory under `trajectories/`."""
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return _split_commas(value)
+
+
+class RunConfig(Section):
+    """A run, as read from TOML. `model.path` is the only key without a default."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    inference: InferenceSection = Field(default_factory=lambda: InferenceSection.model_validate({}))
+    objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
+    """The objective's stages; `preset` names a starting point, other keys override it."""
+    train: TrainSection = Field(default_factory=TrainSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
+    track: TrackSection = Field(default_factory=TrackSection)
+
+    @model_validator(mode="after")
+    def _groups_make_sense(self) -> RunConfig:
+        if self.rollout.group_size == 1 and self.objective.needs_groups:
+            raise ValueError(
+                "rollout.group_size = 1 leaves a group baseline nothing to compare with, every "
+                "advantage would be 0; set rollout.group_size to 2 or more (8 is usual), or choose "
+                "an objective without a group baseline"
+            )
+        if self.train.num_minibatches > self.rollout.groups_per_step:
+            raise ValueError(
+                f"train.num_minibatches = {self.train.num_minibatches} exceeds "
+                f"rollout.groups_per_step = {self.rollout.groups_per_step}"
+            )
+        return self
+
+    def to_toml(self) -> str:
+        """The resolved configuration as TOML that loads back to an equal one; tokens left out."""
+        data = self.model_dump(
+            mode="json", exclude={"env": {"token"}, "inference": {"token"}}, exclude_none=True
+        )
+        return _toml_tables(data)
+
+
+def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
+    """Read a TOML file and apply `--section.key value` overrides.
+
+    Relative `model.path` values that exist beside the file are taken from there, so that a run
+    file works from any directory.
+
+    Raises:
+        ConfigError: one line per problem: the file (or the command line), the dotted key, what is
+            wrong, and the closest valid key.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    from_command_line = apply_overrides(data, overrides)
+    _resolve_beside(data, path)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            dotted = ".".join(str(part) for part in problem["loc"])
+            typed = any(dotted == key or dotted.startswith(f"{key}.") for key in from_command_line)
+            source = f"--{dotted}" if typed else f"{path}: {dotted}" if dotted else str(path)
+            lines.append(f"{source}: {_explain(problem, dotted)}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
+    """Write `--a.b value` and `--a.b=value` pairs into `data`; returns the dotted keys set.
+
+    Values are read as TOML where they are valid TOML (numbers, booleans, lists), else as text.
+    A bare `--a.b` means true.
+    """
+    keys: set[str] = set()
+    position = 0
+    while position < len(overrides):
+        argument = overrides[position]
+        position += 1
+        if not argument.startswith("--") or len(argument) < 3:
+            raise ConfigError(f"unexpected argument {argument!r}; overrides look like --run.seed 2")
+        key, has_value, text = argument[2:].partition("=")
+        if not has_value:
+            if position < len(overrides) and not overrides[position].startswith("--"):
+                text = overrides[position]
+                position += 1
+            else:
+                text = "true"
+        key = key.replace("-", "_")
+        target = data
+        *parents, last = key.split(".")
+        for parent in parents:
+            inner = target.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--{key}: {parent} is not a section")
+            target = inner
+        target[last] = _parse_value(text)
+        keys.add(key)
+    return keys
+
+
+def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """Every dotted key with its default and its description, in the order of definition."""
+    keys: dict[str, tuple[str, str]] = {}
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys |= valid_keys(inner, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            shown = "required" if field.is_required() else json.dumps(default, default=str)
+            keys[f"{prefix}{name}"] = (shown, " ".join((field.description or "").split()))
+    return keys
+
+
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _parse_value(text: str) -> JsonValue:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
+    """A relative `model.path` in the file means "beside the file" where that directory exists."""
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        beside = path.parent / str(model["path"])
+        if not Path(str(model["path"])).exists() and beside.exists():
+            model["path"] = str(beside)
+
+
+def _explain(problem: object, dotted: str) -> str:
+    kind, message = problem["type"], problem["msg"]  # type: ignore[index]
+    if kind == "extra_forbidden":
+        keys = list(valid_keys())
+        sections = list(RunConfig.model_fields)
+        candidates = keys + sections
+        if close := difflib.get_close_matches(dotted, candidates, n=1, cutoff=0.5):
+            return f"unknown key; did you mean {close[0]}?"
+        leaf = dotted.rsplit(".", 1)[-1]
+        by_leaf = [key for key in keys if key.rsplit(".", 1)[-1] == leaf]
+        if by_leaf:
+            return f"unknown key; did you mean {by_leaf[0]}?"
+        return f"unknown key; sections are {', '.join(sections)} (see agentrl train --help)"
+    if kind == "missing":
+        return "missing; this key has no default"
+    return message.removeprefix("Value error, ")
+
+
+def _toml_tables(data: dict[str, JsonValue], prefix: str = "") -> str:
+    """A nested dict as TOML tables; JSON scalars and lists are valid TOML values."""
+    scalars = {k: v for k, v in data.items() if not isinstance(v, dict)}
+    tables = {k: v for k, v in data.items() if isinstance(v, dict)}
+    text = "".join(f"{_toml_key(k)} = {_toml_value(v)}\n" for k, v in scalars.items())
+    for name, table in tables.items():
+        full = f"{prefix}{_toml_key(name)}"
+        text += f"\n[{full}]\n{_toml_tables(table, full + '.')}"
+    return text
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+
+
+def _toml_value(value: JsonValue) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items())
+        return "{ " + inner + " }"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,438 @@
+"""The author's side: one class is an environment, in this process or behind a server.
+
+    @register("adder")
+    class Adder(Environment):
+        def splits(self):
+            return {"train": None}
+
+        def get(self, split, index):
+            return Task(f"{split}/{index}", f"What is {index} + 1?", reference=index + 1)
+
+        @tool(terminal=True)
+        def answer(self, number: int) -> float:
+            return float(number == self.task.reference)
+
+Lifecycle. For every distinct configuration of a class in a process, `load_shared(config)` runs
+once and one instance, the *source*, answers `splits` and `get` for all sessions. Each session then
+has an instance of its own: `reset`, any number of `step`s, `close`. The framework never runs two of
+those at once on one instance.
+
+Every method below may be `def` or `async def`, except `splits`, `get`, `load_shared` and
+`close_shared`, which are `def`. Plain `def` methods run in a bounded pool of threads, never on the
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentrl.env.tools import tools_of
+from agentrl.env.workers import WorkerPool, default_pool
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
+
+Observation = str | list[Message] | None
+"""What the agent is shown: a text (one user message), messages, or nothing."""
+
+_NOT_LOADED = object()
+
+Answer = StepResult | Observation
+"""What a step returns."""
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _quick(method: M) -> M:
+    """Mark a `def` of the framework that cannot block, so that it needs no thread."""
+    method.__agentrl_quick__ = True  # type: ignore[attr-defined]
+    return method
+
+
+class EnvConfig(BaseModel):
+    """Base of an environment's nested `Config`: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(slots=True)
+class Episode:
+    """What happened so far in one session. Reward methods read it."""
+
+    task: Task
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+    """The first prompt, then each turn's assistant message and the observation it led to."""
+    actions: list[Action] = field(default_factory=list)
+    """One per turn."""
+    reward: float = 0.0
+    """Sum over the turns so far, without the `@reward` components."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, JSON] = field(default_factory=dict)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.actions)
+
+    @property
+    def last_text(self) -> str:
+        """What the agent wrote in its last turn, outside tool calls."""
+        return self.actions[-1].text if self.actions else ""
+
+
+@dataclass(slots=True, frozen=True)
+class Finish:
+    """What `Environment.finish` was told."""
+
+    reward: float
+    info: dict[str, JSON]
+    truncated: bool
+
+
+class Environment:
+    """Base class of all environments."""
+
+    id: ClassVar[str] = ""
+    """Set by `@register`."""
+    max_sessions: ClassVar[int] = 256
+    """Live sessions a process accepts; set by `@register`."""
+    Config: ClassVar[type[BaseModel]] = EnvConfig
+    """Override with a nested `class Config(EnvConfig)`."""
+    reset_timeout_s: ClassVar[float] = 120.0
+    """Deadline of `reset`, and of `load_shared` before it, where the caller names none."""
+    step_timeout_s: ClassVar[float] = 60.0
+    """Deadline of a step where the caller names none."""
+    cancel_safe: ClassVar[bool] = False
+    """True promises that an instance may be used further after a method of it ran into its
+    deadline. An `async def` method was cancelled at an `await` then; a `def` method *goes on in
+    its thread*, because a thread cannot be stopped. Without the promise a step that ran out of
+    time ends the session with `step_timeout`, and so does a `def` tool that passed its own
+    `timeout_s`. (An `async def` tool that passed its own is simply reported to the agent.)"""
+    system_prompt: str | None = None
+    """Put before the first prompt as a system message."""
+
+    def __init__(
+        self, config: dict[str, JSON] | BaseModel | None = None, *, shared: object = _NOT_LOADED
+    ) -> None:
+        """Do not override; set up an episode's state in `reset`.
+
+        Raises:
+            ConfigError: `config` has unknown keys or wrong values.
+        """
+        self.config: Any = load_config(type(self), config)
+        self._shared = shared
+        self._episode: Episode | None = None
+        self._finish: Finish | None = None
+        self._rng = random.Random(0)
+        self._workers: WorkerPool | None = None
+
+    # What an author defines
+
+    @classmethod
+    def load_shared(cls, config: Any) -> Any:
+        """Load what all sessions of a configuration share (a dataset, an index, a model client).
+
+        Runs once, in a thread; its result is `self.shared` on every instance and must be safe to
+        use from several threads.
+        """
+        return None
+
+    @classmethod
+    def close_shared(cls, shared: Any) -> None:
+        """Free what `load_shared` returned, when the process is done with this configuration."""
+
+    def splits(self) -> dict[str, int | None]:
+        """Names of the task sets and their sizes; None: tasks are generated without end."""
+        return {}
+
+    def get(self, split: str, index: int) -> Task:
+        """Task `index` (from 0) of a split: the same arguments give the same task, always.
+
+        Called on the source instance, possibly from several threads at once. `split` is one of
+        `splits()` and `index` within its size.
+        """
+        raise EnvError(f"{type(self).__name__} has splits but defines no get(split, index)")
+
+    @_quick
+    def reset(self, task: Task, *, seed: int) -> Observation | Awaitable[Observation]:
+        """Start an episode and return its first prompt: a text or messages.
+
+        `self.task`, `self.rng` and `self.metrics` are ready when it is called. By default the
+        task's own prompt.
+        """
+        return task.prompt
+
+    @_quick
+    def step(self, action: Action) -> Answer | Awaitable[Answer]:
+        """Answer one action; the default is `run_tools`.
+
+        Free-form environments override it and return an observation, ending the episode with
+        `self.finish`, or a whole `StepResult`. `@reward` components are added to the result that
+        ends the episode either way.
+        """
+        return self.run_tools(action)
+
+    @_quick
+    def on_text(self, text: str) -> Observation | Awaitable[Observation]:
+        """Answer a turn without tool calls: return an observation, or call `self.finish`.
+
+        By default it ends the episode, unless the environment has a terminal tool: then the agent
+        is told to use the tools.
+        """
+        tools = tools_of(type(self))
+        if any(each.terminal for each in tools.values()):
+            return f"Call one of the tools: {', '.join(tools)}."
+        self.finish()
+        return None
+
+    @_quick
+    def close(self) -> Awaitable[None] | None:
+        """Free what the session holds. Called once: when its episode ended or was given up."""
+
+    # What an author uses
+
+    @property
+    def shared(self) -> Any:
+        """What `load_shared` returned."""
+        if self._shared is _NOT_LOADED:  # an instance made by hand, as in an author's unit test
+            self._shared = type(self).load_shared(self.config)
+        return self._shared
+
+    @property
+    def episode(self) -> Episode:
+        if self._episode is None:
+            raise RuntimeError(f"{type(self).__name__} has no episode before reset")
+        return self._episode
+
+    @property
+    def task(self) -> Task:
+        return self.episode.task
+
+    @property
+    def rng(self) -> random.Random:
+        """The episode's random numbers; they follow from the seed alone."""
+        return self._rng
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The episode's running totals, reported with every step; add your own.
+
+        The framework counts `tool_calls`, `tool_errors` (a tool raised or ran out of time) and
+        `invalid_calls` (unreadable, of an unknown tool, or with wrong arguments).
+        """
+        return self.episode.metrics
+
+    def finish(
+        self,
+        reward: float | None = None,
+        info: dict[str, JSON] | None = None,
+        *,
+        truncated: bool = False,
+    ) -> None:
+        """End the episode with this turn.
+
+        Args:
+            reward: added to the `@reward` components.
+            info: reported with the last step.
+            truncated: a limit of the environment cut the episode, not the task's own end.
+
+        Raises:
+            EnvError: the episode was finished before, or `reward` is not a finite number.
+        """
+        if self._finish is not None:
+            raise EnvError(f"{type(self).__name__}.finish() was called twice in one episode")
+        number = 0.0 if reward is None else to_finite(reward, "finish(reward=)")
+        self._finish = Finish(number, dict(info or {}), truncated)
+
+    async def run_tools(self, action: Action) -> Observation:
+        """Run the action's tool calls in order; one tool message each. Text goes to `on_text`.
+
+        Whatever the agent did wrong (an unreadable call, an unknown tool, arguments that do not
+        validate) is answered, never raised. So is an exception of a tool, with its class and
+        message, unless it is an `EnvError` (`GraderError` among them), which ends the session.
+        Calls after one that ended the episode are not run.
+        """
+        if action.parse_error is not None:
+            self._count("invalid_calls")
+            return f"Your tool call could not be read: {action.parse_error}."
+        if not action.tool_calls:
+            return await self.call(self.on_text, action.text)
+        messages: list[Message] = []
+        for call in action.tool_calls:
+            if self._finish is None:
+                content = await self._run_tool(call)
+            else:
+                content = "Not run: the episode had ended."
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            )
+        return messages
+
+    def to_messages(self, first: Observation) -> list[Message]:
+        """The first prompt as messages: what `reset` returned, after `system_prompt` if any."""
+        messages = to_observation(first, "reset()")
+        if self.system_prompt and not (messages and messages[0]["role"] == "system"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    async def call(
+        self,
+        method: Callable[..., Any],
+        /,
+        *args: object,
+        timeout_s: float | None = None,
+        **kwargs: object,
+    ) -> Any:
+        """Call a `def` (in a worker thread) or `async def` function and wait for its result.
+
+        Raises:
+            TimeoutError: `timeout_s` passed. An `async def` was cancelled, a `def` abandoned.
+        """
+        if hasattr(method, "__agentrl_quick__"):
+            returned = method(*args, **kwargs)
+            return await returned if inspect.isawaitable(returned) else returned
+        if not inspect.iscoroutinefunction(method):
+            workers = self._workers or default_pool()
+            async with asyncio.timeout(timeout_s):
+                return await workers.run(method, *args, **kwargs)
+        if timeout_s is None:
+            return await method(*args, **kwargs)
+        async with asyncio.timeout(timeout_s):
+            return await method(*args, **kwargs)
+
+    async def _run_tool(self, call: ToolCall) -> str:
+        tools = tools_of(type(self))
+        tool = tools.get(call.name)
+        if tool is None:
+            self._count("invalid_calls")
+            return f"There is no tool '{call.name}'. The tools are: {', '.join(tools) or 'none'}."
+        arguments = tool.validate(call.arguments)
+        if isinstance(arguments, str):
+            self._count("invalid_calls")
+            return f"Wrong arguments for {tool.name}: {arguments}."
+        self._count("tool_calls")
+        method = getattr(self, tool.name)
+        started = asyncio.get_running_loop().time()
+        try:
+            returned = await self.call(method, timeout_s=tool.timeout_s, **arguments)
+        except EnvError:
+            raise
+        except Exception as error:  # an answer to the agent by contract, see the docstring
+            self._count("tool_errors")
+            elapsed = asyncio.get_running_loop().time() - started
+            if isinstance(error, TimeoutError) and elapsed >= (tool.timeout_s or math.inf):
+                if not (self.cancel_safe or inspect.iscoroutinefunction(method)):
+                    raise EnvError(
+                        f"tool {tool.name} passed its timeout_s={tool.timeout_s:g} and goes on in "
+                        "its thread; make it async, give its blocking call a timeout, or declare "
+                        "the environment cancel_safe",
+                        code="step_timeout",
+                        status=504,
+                    ) from error
+                return f"{tool.name} ran out of time ({tool.timeout_s:g} s)."
+            return f"{tool.name} failed: {describe(error, self.task)}"
+        if tool.terminal:
+            if self._finish is None:
+                self.finish(returned)
+            return ""
+        return to_content(returned)
+
+    def _count(self, metric: str) -> None:
+        self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
+
+
+def load_config(environment: type[Environment], config: dict[str, JSON] | BaseModel | None) -> Any:
+    """The environment's `Config` with these values.
+
+    Raises:
+        ConfigError: an unknown key or a wrong value; it names the key.
+    """
+    if isinstance(config, environment.Config):
+        return config
+    values = config.model_dump() if isinstance(config, BaseModel) else (config or {})
+    try:
+        return environment.Config.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        )
+        known = ", ".join(environment.Config.model_fields) or "none"
+        raise ConfigError(
+            f"configuration of environment {environment.id or environment.__name__}: {problems} "
+            f"(its keys: {known})"
+        ) from error
+
+
+def to_observation(value: Any, source: str) -> list[Message]:
+    """Messages from what an author returned.
+
+    Raises:
+        EnvError: it is neither a text, nor messages with a role and a text, nor None.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("content"), str)
+        and message.get("role") in ("system", "user", "assistant", "tool")
+        for message in value
+    ):
+        return value
+    raise EnvError(
+        f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
+        f"it returned {_short(repr(value))}"
+    )
+
+
+def to_content(value: Any) -> str:
+    """A tool's return value as the text of its message."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, BaseModel):
+        return value.model_dump_json()
+    try:
+        return msgspec.json.encode(value).decode()
+    except TypeError as error:
+        raise EnvError(
+            f"a tool returned a {type(value).__name__}, which is neither text nor JSON"
+        ) from error
+
+
+def to_finite(value: Any, source: str) -> float:
+    """A finite float from a number an author gave.
+
+    Raises:
+        EnvError: it is no number, NaN or infinite.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EnvError(f"{source} must be a number, not {_short(repr(value))}") from error
+    if not math.isfinite(number):
+        raise EnvError(f"{source} is {number}: rewards and metrics must be finite")
+    return number
+
+
+def describe(error: BaseException, task: Task | None) -> str:
+    """One line about an exception: its class and message, without the task's reference answer."""
+    message = _short(" ".join(str(error).split()))
+    if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
+        message = message.replace(task.reference, "[reference]")
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _short(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."

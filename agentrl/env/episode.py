@@ -1,0 +1,123 @@
+"""One episode of one environment instance: the first prompt, the turns, the reward at the end."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from agentrl.env.base import (
+    Environment,
+    Episode,
+    Finish,
+    describe,
+    to_finite,
+    to_observation,
+)
+from agentrl.env.tools import rewards_of
+from agentrl.errors import EnvError, GraderError
+from agentrl.types import JSON, Action, Message, StepResult, Task
+
+
+async def start_episode(environment: Environment, task: Task, seed: int) -> list[Message]:
+    """Reset the instance to a task and return the first prompt."""
+    environment._episode = Episode(task, seed)
+    environment._finish = None
+    environment._rng = random.Random(seed)
+    first = await environment.call(environment.reset, task, seed=seed)
+    messages = environment.to_messages(first)
+    if not messages:
+        raise EnvError(f"reset() of {type(environment).__name__} returned an empty first prompt")
+    environment.episode.messages += messages
+    return messages
+
+
+async def take_turn(environment: Environment, action: Action) -> StepResult:
+    """Give the instance one action; if that ends the episode, run the reward methods once.
+
+    A turn that fails leaves `episode.actions` and `episode.messages` as they were.
+
+    Raises:
+        GraderError: a reward method raised or ran out of its time.
+        EnvError: the environment said so, or what it returned breaks the contract.
+    """
+    episode = environment.episode
+    num_actions, num_messages = len(episode.actions), len(episode.messages)
+    episode.actions.append(action)
+    episode.messages.append(_assistant_message(action))
+    try:
+        return await _take_turn(environment, episode, action)
+    except BaseException:
+        del episode.actions[num_actions:], episode.messages[num_messages:]
+        environment._finish = None
+        raise
+
+
+async def _take_turn(environment: Environment, episode: Episode, action: Action) -> StepResult:
+    answer = await environment.call(environment.step, action)
+    if not isinstance(answer, StepResult):
+        answer = StepResult(to_observation(answer, "step()"))
+    finish = environment._finish or Finish(0.0, {}, truncated=False)
+    result = StepResult(
+        observation=to_observation(answer.observation, "StepResult.observation"),
+        reward=to_finite(answer.reward, "StepResult.reward") + finish.reward,
+        terminated=answer.terminated or (environment._finish is not None and not finish.truncated),
+        truncated=answer.truncated or finish.truncated,
+        reward_components=_finite(answer.reward_components, "reward component"),
+        info={**answer.info, **finish.info},
+    )
+    episode.messages += result.observation
+    episode.reward += result.reward
+    episode.info.update(result.info)
+    episode.metrics.update(answer.metrics)
+    if result.terminated or result.truncated:
+        for name, mark in rewards_of(type(environment)).items():
+            value = await _grade(environment, name, mark.timeout_s)
+            result.reward_components[name] = value
+            result.reward += mark.weight * value
+    result.reward = to_finite(result.reward, "the reward")
+    result.metrics = _finite(episode.metrics, "metric")
+    _check_json(result.info, "info")
+    return result
+
+
+async def _grade(environment: Environment, name: str, timeout_s: float | None) -> float:
+    where = f"reward {type(environment).__name__}.{name}"
+    try:
+        value = await environment.call(
+            getattr(environment, name), environment.episode, timeout_s=timeout_s
+        )
+    except EnvError:
+        raise
+    except Exception as error:  # a grader that fails is not a wrong answer: say which it was
+        raise GraderError(f"{where} raised {describe(error, environment.task)}") from error
+    return to_finite(value, where)
+
+
+def _finite(numbers: dict[str, float], kind: str) -> dict[str, float]:
+    return {name: to_finite(value, f"{kind} '{name}'") for name, value in numbers.items()}
+
+
+def _check_json(value: JSON, where: str) -> None:
+    """JSON has no NaN; an encoder would turn it into null without a word."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise EnvError(f"{where} is {value}, which JSON cannot carry; leave it out")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_json(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            _check_json(item, f"{where}[{position}]")
+
+
+def _assistant_message(action: Action) -> Message:
+    message: Message = {"role": "assistant", "content": action.text}
+    if action.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in action.tool_calls
+        ]
+    return message

@@ -1,0 +1,134 @@
+"""Names of environments: registered ids, entry points, `module:Class`, `path/to/env.py:Class`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from agentrl.env.base import Environment
+from agentrl.errors import ConfigError
+
+E = TypeVar("E", bound=type[Environment])
+
+ENTRY_POINT_GROUP = "agentrl.environments"
+_registered: dict[str, type[Environment]] = {}
+
+
+def register(id: str, *, max_sessions: int = 256) -> Callable[[E], E]:
+    """Give an environment class its id and its share of a process.
+
+    Args:
+        id: letters, digits, `-`, `_` and `.`; it is part of URLs and metric names.
+        max_sessions: live sessions a process accepts of it; more are refused as `at_capacity`.
+
+    Raises:
+        ConfigError: the id is malformed or belongs to another class.
+    """
+    if not id or not id.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise ConfigError(f"environment id '{id}' may hold letters, digits, '-', '_' and '.' only")
+
+    def add(environment: E) -> E:
+        other = _registered.get(id)
+        if other is not None and _name(other) != _name(environment):
+            raise ConfigError(
+                f"environment id '{id}' is taken by {_name(other)}; choose another for "
+                f"{_name(environment)}"
+            )
+        environment.id = id
+        environment.max_sessions = max_sessions
+        _registered[id] = environment
+        return environment
+
+    return add
+
+
+def resolve(name: str) -> type[Environment]:
+    """The class behind a registered id, an installed entry point, or a `module:Class` string.
+
+    A class without `@register` gets its own name as id.
+
+    Raises:
+        ConfigError: nothing has that name, or its module cannot be imported.
+    """
+    if name in _registered:
+        return _registered[name]
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if entry_point.name == name:
+            return _load(name, entry_point.value)
+    if ":" in name:
+        return _load(name, name)
+    raise ConfigError(
+        f"no environment '{name}'; known are {', '.join(available()) or 'none'}. A class of your "
+        "own is named as module:Class or path/to/env.py:Class"
+    )
+
+
+def available() -> dict[str, str]:
+    """Every id `resolve` knows without a colon, and where its class stands. Imports nothing."""
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    known = {entry_point.name: entry_point.value for entry_point in entry_points}
+    known |= {id: _name(environment) for id, environment in _registered.items()}
+    return dict(sorted(known.items()))
+
+
+def _load(name: str, target: str) -> type[Environment]:
+    module_name, _, class_name = target.rpartition(":")
+    module = _import_file(module_name) if module_name.endswith(".py") else _import(module_name)
+    environment = getattr(module, class_name, None)
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+        raise ConfigError(
+            f"environment '{name}': {module_name} has no Environment class named '{class_name}'"
+        )
+    return with_id(environment, class_name if name == target else name)
+
+
+def with_id(environment: type[Environment], id: str | None = None) -> type[Environment]:
+    """The class, which gets an id now if `@register` gave it none: by default its name."""
+    if "id" not in vars(environment):  # an inherited one belongs to the base class
+        environment.id = id or environment.__name__
+    return environment
+
+
+def _import(module_name: str):
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"environment module {module_name} needs '{error.name}', which is not installed"
+            ) from error
+        hint = f"; a file is named as ./{module_name}.py:Class"
+        if not Path(f"{module_name}.py").exists():
+            hint = ""
+        raise ConfigError(f"no module named '{module_name}' can be imported{hint}") from error
+
+
+def _import_file(file_name: str):
+    path = Path(file_name).resolve()
+    if not path.is_file():
+        raise ConfigError(f"no environment file {path}")
+    # The name carries the path, so that two files called env.py do not replace each other.
+    module_name = f"agentrl_env_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _name(environment: type) -> str:
+    return f"{environment.__module__}:{environment.__qualname__}"

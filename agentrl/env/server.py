@@ -1,0 +1,448 @@
+"""The HTTP server: routes, limits and access, in front of a `SessionManager`.
+
+The two hot routes (create, step) read the raw body and answer ready bytes; FastAPI does the rest
+and describes all of it at `/openapi.json`.
+
+Access. With a token every route but `/healthz` asks for `Authorization: Bearer <token>`. A server
+on a loopback address answers only requests that name a loopback host, and no page of another
+origin, so that a website open in a browser on the same machine cannot reach it. A server on any
+other address does not start without a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentrl.env import protocol, registry
+from agentrl.env.base import Environment
+from agentrl.env.protocol import make_error
+from agentrl.env.session import SessionManager
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import JSON
+
+logger = logging.getLogger("agentrl.env")
+
+KEEP_ALIVE_S = 75
+"""Idle connections are kept this long; the client gives them up earlier."""
+MAX_BODY_BYTES = 8 * 2**20
+BODY_TIMEOUT_S = 30.0
+"""A request must have sent its body by then."""
+DRAIN_S = 5.0
+"""How long open sessions may go on after SIGTERM. With the shutdown after it, it stays within the
+10 s that container engines grant."""
+_SHUTDOWN_S = 3.0
+_JSON = "application/json"
+
+
+def make_app(
+    environments: Iterable[str | type[Environment]],
+    *,
+    token: str | None = None,
+    loopback_only: bool = True,
+    max_sessions: int | None = None,
+    worker_threads: int = 32,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    config: Mapping[str, Mapping[str, JSON]] | None = None,
+) -> FastAPI:
+    """An application that serves these environments, and no other, to whoever may ask.
+
+    Args:
+        environments: classes, or names for `agentrl.env.registry.resolve`.
+        token: what clients must present; None asks for nothing.
+        loopback_only: answer only requests for a loopback host, from no foreign origin.
+        max_sessions: live sessions over all environments.
+        worker_threads: threads for plain `def` methods of all sessions together.
+        max_body_bytes: larger requests are refused.
+        config: by environment id, what every session's configuration starts from.
+
+    Raises:
+        ConfigError: an environment cannot be found, or two have one id.
+    """
+    served: dict[str, type[Environment]] = {}
+    for each in environments:
+        environment = registry.resolve(each) if isinstance(each, str) else registry.with_id(each)
+        if served.setdefault(environment.id, environment) is not environment:
+            raise ConfigError(f"two environments have the id '{environment.id}'")
+
+    def resolve(env_id: str) -> type[Environment]:
+        if env_id not in served:
+            raise ConfigError(f"this server has no environment '{env_id}', but {', '.join(served)}")
+        return served[env_id]
+
+    manager = SessionManager(
+        resolve, max_sessions=max_sessions, worker_threads=worker_threads, config=config
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI):
+        yield
+        await manager.aclose(_SHUTDOWN_S)
+
+    app = FastAPI(
+        title="agentrl environments",
+        version=protocol.PROTOCOL_VERSION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.manager = manager
+    app.add_exception_handler(EnvError, _answer_env_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(Exception, _answer_bug)
+    app.add_middleware(
+        _Gate, token=token, loopback_only=loopback_only, max_body_bytes=max_body_bytes
+    )
+
+    @app.post(
+        "/v1/sessions",
+        status_code=201,
+        summary="Open and reset a group of sessions",
+        openapi_extra=_body_of(protocol.CreateRequest, protocol.CreateReply, 201),
+    )
+    async def create(request: Request) -> Response:
+        body = protocol.decode_request(
+            await _read_body(request, max_body_bytes), protocol.CreateRequest
+        )
+        reply = await manager.create(body, request.headers.get("Idempotency-Key"))
+        return _reply(protocol.encode(reply), 201)
+
+    @app.post(
+        "/v1/sessions/{session_id}/step",
+        summary="Take one step, exactly once",
+        openapi_extra=_body_of(protocol.StepRequest, protocol.StepReply),
+    )
+    async def step(session_id: str, request: Request) -> Response:
+        body = protocol.decode_request(
+            await _read_body(request, max_body_bytes), protocol.StepRequest
+        )
+        return _reply(await manager.step(session_id, body))
+
+    @app.get("/v1/sessions/{session_id}", openapi_extra=_body_of(None, protocol.SessionStatus))
+    async def status(session_id: str) -> Response:
+        return _reply(protocol.encode(manager.status(session_id)))
+
+    @app.delete("/v1/sessions/{session_id}", status_code=204)
+    async def delete(session_id: str) -> Response:
+        manager.delete(session_id)
+        return Response(status_code=204)
+
+    @app.post(
+        "/v1/sessions/{session_id}/renew",
+        summary="Hold a session that has nothing to do yet",
+        openapi_extra=_body_of(protocol.RenewRequest, protocol.SessionStatus),
+    )
+    async def renew(session_id: str, request: Request) -> Response:
+        raw = await _read_body(request, max_body_bytes)
+        body = protocol.decode_request(raw or b"{}", protocol.RenewRequest)
+        return _reply(protocol.encode(manager.renew(session_id, body.lease_s)))
+
+    @app.get("/v1/envs", openapi_extra=_body_of(None, protocol.EnvList))
+    async def environment_list() -> Response:
+        return _reply(protocol.encode(protocol.EnvList(list(served))))
+
+    @app.get("/v1/envs/{env_id}", openapi_extra=_body_of(None, protocol.EnvInfo))
+    async def info(env_id: str) -> Response:
+        return _reply(protocol.encode(await manager.info(env_id)))
+
+    @app.get("/v1/envs/{env_id}/tasks", openapi_extra=_body_of(None, protocol.TaskList))
+    async def tasks(
+        env_id: str,
+        split: str,
+        start: Annotated[int, Query(ge=0)] = 0,
+        stop: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        last = start + 20 if stop is None else stop
+        if last - start > 1000:
+            raise make_error("invalid_request", "ask for at most 1000 tasks at a time")
+        previews = await manager.preview(env_id, split, start, last)
+        return _reply(protocol.encode(protocol.TaskList(split, previews)))
+
+    @app.get("/healthz", openapi_extra=_body_of(None, protocol.Health))
+    async def healthz() -> Response:
+        state = "draining" if manager.draining else "ok"
+        health = protocol.Health(state, manager.num_live, manager.workers.num_abandoned)
+        return _reply(protocol.encode(health))
+
+    _describe(app)
+    return app
+
+
+def serve(
+    app: FastAPI,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8700,
+    token: str | None = None,
+    drain_s: float = DRAIN_S,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGINT, which stops it, or SIGTERM, which drains it first.
+
+    Args:
+        app: from `make_app`, with the same token.
+        port: 0 takes a free one.
+        drain_s: how long open sessions may go on after the signal.
+        ready: called with the server's URL once it listens.
+
+    Raises:
+        ConfigError: `host` is not a loopback address and there is no token, or the address is in
+            use.
+    """
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines: give --token or set "
+            f"{protocol.TOKEN_VARIABLE}, or bind --host 127.0.0.1"
+        )
+    listener = _bind(host, port)
+    name = f"[{host}]" if ":" in host else host
+    url = f"http://{name}:{listener.getsockname()[1]}"
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        date_header=False,
+        lifespan="on",
+        ws="none",
+    )
+    server = _Server(config, app.state.manager, drain_s)
+    if ready is not None:
+        ready(url)
+    with listener:
+        asyncio.run(server.serve(sockets=[listener]))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address stands for this machine alone."""
+    if host.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, except that SIGTERM drains the sessions before it stops; a second one does not."""
+
+    def __init__(self, config: uvicorn.Config, manager: SessionManager, drain_s: float) -> None:
+        super().__init__(config)
+        self._manager = manager
+        self._drain_s = drain_s
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._manager.draining or sig == signal.SIGINT:
+            super().handle_exit(sig, frame)
+            return
+        self._manager.draining = True
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        logger.info("draining: %d live sessions", self._manager.num_live)
+        await self._manager.drain(self._drain_s)
+        self.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, number)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}; choose another --port"
+        ) from None
+    return listener
+
+
+class _Gate:
+    """What every request passes: host, origin, token, protocol version and announced size."""
+
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, loopback_only: bool, max_body_bytes: int
+    ) -> None:
+        self._app = app
+        self._token = token.encode() if token else None
+        self._loopback_only = loopback_only
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        error = self._refuse(scope["path"], Headers(scope=scope))
+        if error is not None:
+            await _problem(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refuse(self, path: str, headers: Headers) -> EnvError | None:
+        if self._loopback_only:
+            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+            origin = headers.get("origin")
+            if not is_loopback(host):
+                return make_error("forbidden", f"this server answers on localhost, not as '{host}'")
+            if origin is not None and not is_loopback(urlsplit(origin).hostname or ""):
+                return make_error("forbidden", f"requests from the origin '{origin}' are refused")
+        if self._token is not None and path != "/healthz":
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
+                return make_error(
+                    "unauthorized",
+                    f"send the server's token as 'Authorization: Bearer ...' "
+                    f"(clients read it from {protocol.TOKEN_VARIABLE})",
+                )
+        version = headers.get(protocol.PROTOCOL_HEADER, protocol.PROTOCOL_VERSION)
+        if version != protocol.PROTOCOL_VERSION:
+            return make_error(
+                "invalid_request",
+                f"this server speaks protocol {protocol.PROTOCOL_VERSION}, not {version[:20]}",
+            )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            return _too_large(self._max_body_bytes)
+        return None
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise make_error("request_timeout", "the body did not arrive in time") from None
+    except ClientDisconnect:
+        raise make_error("request_timeout", "the client went away") from None
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> EnvError:
+    return make_error("payload_too_large", f"a request may have {limit} bytes at most")
+
+
+_HEADERS = {protocol.PROTOCOL_HEADER: protocol.PROTOCOL_VERSION}
+
+
+def _reply(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, _HEADERS, _JSON)
+
+
+def _problem(error: EnvError) -> Response:
+    headers = dict(_HEADERS)
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        headers["Connection"] = "close"  # the rest of the body is not going to be read
+    body = protocol.encode(protocol.to_problem(error))
+    return Response(body, error.status, headers, protocol.PROBLEM_TYPE)
+
+
+async def _answer_env_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, EnvError)
+    return _problem(error)
+
+
+async def _answer_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return _problem(make_error(codes.get(error.status_code, "invalid_request"), str(error.detail)))
+
+
+async def _answer_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors())
+    return _problem(make_error("invalid_request", problems))
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    # Starlette raises it again after this answer, so its trace reaches the log.
+    return _problem(make_error("env_error", f"internal error: {type(error).__name__}"))
+
+
+_REQUESTS = (protocol.CreateRequest, protocol.StepRequest, protocol.RenewRequest)
+_REPLIES = (
+    protocol.CreateReply,
+    protocol.StepReply,
+    protocol.SessionStatus,
+    protocol.EnvInfo,
+    protocol.EnvList,
+    protocol.TaskList,
+    protocol.Health,
+    protocol.Problem,
+)
+_REF = "#/components/schemas/{name}"
+
+
+def _body_of(
+    request: type[msgspec.Struct] | None, reply: type[msgspec.Struct], status: int = 200
+) -> dict[str, Any]:
+    """What FastAPI cannot see of a route that reads and answers raw bytes."""
+
+    def content(kind: type[msgspec.Struct], media_type: str = _JSON) -> dict[str, Any]:
+        return {"content": {media_type: {"schema": {"$ref": _REF.format(name=kind.__name__)}}}}
+
+    problem = content(protocol.Problem, protocol.PROBLEM_TYPE)
+    extra: dict[str, Any] = {
+        "responses": {
+            str(status): {"description": reply.__name__, **content(reply)},
+            "default": {"description": "Problem details", **problem},
+        }
+    }
+    if request is not None:
+        extra["requestBody"] = {"required": True, **content(request)}
+    return extra
+
+
+def _describe(app: FastAPI) -> None:
+    """Add the wire types to the OpenAPI document."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        _, schemas = msgspec.json.schema_components((*_REQUESTS, *_REPLIES), ref_template=_REF)
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,219 @@
+"""Tools: from a method's signature and docstring to an OpenAI function specification."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypeVar, get_type_hints, overload
+
+import msgspec
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
+from typing_extensions import TypedDict
+
+from agentrl.errors import ConfigError
+from agentrl.types import JSON, ToolSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(slots=True, frozen=True)
+class ToolMark:
+    """What `@tool` was told."""
+
+    timeout_s: float | None
+    terminal: bool
+
+
+@dataclass(slots=True, frozen=True)
+class RewardMark:
+    """What `@reward` was told."""
+
+    weight: float
+    timeout_s: float | None
+
+
+@overload
+def tool(method: F, /) -> F: ...
+@overload
+def tool(*, timeout_s: float | None = None, terminal: bool = False) -> Callable[[F], F]: ...
+def tool(method: Any = None, /, *, timeout_s: float | None = None, terminal: bool = False) -> Any:
+    """Offer a method (`def` or `async def`) to the agent.
+
+    The specification comes from the signature (`Annotated[int, Field(ge=1)]` is honoured) and the
+    docstring (a Google-style `Args:` section describes the parameters). Arguments are validated
+    before the call. What the method returns becomes the content of the tool message: a string as
+    it is, None as an empty one, anything else as JSON.
+
+    Args:
+        timeout_s: deadline of one call. The agent is told when it passes (see
+            `Environment.cancel_safe` for what that means for a `def` method).
+        terminal: the call ends the episode. Its return value, a number or None, is added to the
+            reward and is not shown to the agent.
+    """
+
+    def mark(function: F) -> F:
+        function.__agentrl_tool__ = ToolMark(timeout_s, terminal)  # type: ignore[attr-defined]
+        return function
+
+    return mark if method is None else mark(method)
+
+
+@overload
+def reward(method: F, /) -> F: ...
+@overload
+def reward(*, weight: float = 1.0, timeout_s: float | None = None) -> Callable[[F], F]: ...
+def reward(method: Any = None, /, *, weight: float = 1.0, timeout_s: float | None = None) -> Any:
+    """Make a method (`def` or `async def`) a named component of the reward.
+
+    It is called once, when the episode ends, with the `Episode`, and returns a finite number that
+    is reported under the method's name and added to the reward times `weight`. If it raises, or
+    `timeout_s` passes, the episode has no reward (`GraderError`), which is not a reward of 0.
+    """
+
+    def mark(function: F) -> F:
+        function.__agentrl_reward__ = RewardMark(weight, timeout_s)  # type: ignore[attr-defined]
+        return function
+
+    return mark if method is None else mark(method)
+
+
+@dataclass(slots=True, frozen=True)
+class Tool:
+    name: str
+    spec: ToolSpec
+    arguments: TypeAdapter[dict[str, Any]]
+    timeout_s: float | None
+    terminal: bool
+
+    def validate(self, arguments: dict[str, JSON]) -> dict[str, Any] | str:
+        """The keyword arguments of the call, or a sentence that says what is wrong with them."""
+        try:
+            return self.arguments.validate_python(arguments)
+        except ValidationError as error:
+            return "; ".join(
+                f"{'.'.join(str(part) for part in problem['loc']) or 'arguments'}: "
+                + _MESSAGES.get(problem["type"], problem["msg"])
+                for problem in error.errors(include_url=False, include_context=False)
+            )
+
+
+_MESSAGES = {"missing": "this argument is required", "extra_forbidden": "there is no such argument"}
+
+
+@functools.cache
+def tools_of(environment: type) -> dict[str, Tool]:
+    """The tools of an environment class by name, inherited ones first.
+
+    Raises:
+        ConfigError: a tool's signature has no specification.
+    """
+    return {
+        name: _make_tool(environment, name, method.__agentrl_tool__)
+        for name, method in _marked(environment, "__agentrl_tool__").items()
+    }
+
+
+@functools.cache
+def rewards_of(environment: type) -> dict[str, RewardMark]:
+    """The reward components of an environment class by name, inherited ones first."""
+    marked = _marked(environment, "__agentrl_reward__")
+    return {name: method.__agentrl_reward__ for name, method in marked.items()}
+
+
+def _marked(environment: type, mark: str) -> dict[str, Any]:
+    names = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
+    methods = {name: getattr(environment, name) for name in names}
+    return {name: method for name, method in methods.items() if hasattr(method, mark)}
+
+
+def _make_tool(environment: type, name: str, mark: ToolMark) -> Tool:
+    method = getattr(environment, name)
+    where = f"tool {environment.__name__}.{name}"
+    try:
+        hints = get_type_hints(method, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"{where}: {error}; annotate its parameters with names the module defines"
+        ) from error
+    description, described = _read_docstring(method)
+    fields: dict[str, Any] = {}
+    defaults: dict[str, object] = {}
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{where}: '{parameter}' cannot be passed by name; spell it out")
+        if parameter.name not in hints:
+            raise ConfigError(f"{where}: parameter '{parameter.name}' needs a type annotation")
+        if isinstance(parameter.default, FieldInfo):
+            raise ConfigError(
+                f"{where}: write `{parameter.name}: Annotated[type, Field(...)] = default`, "
+                "the default outside the Field"
+            )
+        hint = hints[parameter.name]
+        if parameter.default is not parameter.empty:
+            hint = NotRequired[hint]
+            defaults[parameter.name] = parameter.default
+        fields[parameter.name] = hint
+    make_type: Any = TypedDict  # type checkers know only its literal form
+    arguments = make_type(name, fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+    try:
+        adapter = TypeAdapter(arguments)
+        schema = _without_titles(adapter.json_schema())
+    except PydanticUserError as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+    schema.setdefault("properties", {})
+    for parameter_name, prop in schema["properties"].items():
+        if parameter_name in described:
+            prop.setdefault("description", described[parameter_name])
+        if parameter_name in defaults:
+            prop.setdefault("default", msgspec.to_builtins(defaults[parameter_name]))
+    function = {"name": name, "description": description, "parameters": schema}
+    return Tool(
+        name, {"type": "function", "function": function}, adapter, mark.timeout_s, mark.terminal
+    )
+
+
+def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+    """Drop pydantic's generated titles: they cost prompt tokens and say nothing new."""
+    schema.pop("title", None)
+    for key in ("properties", "$defs"):
+        for child in schema.get(key, {}).values():
+            _without_titles(child)
+    for key in ("items", "additionalProperties", "not"):
+        if isinstance(schema.get(key), dict):
+            _without_titles(schema[key])
+    for key in ("anyOf", "allOf", "oneOf", "prefixItems"):
+        for child in schema.get(key, ()):
+            _without_titles(child)
+    return schema
+
+
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
+
+
+def _read_docstring(method: Callable) -> tuple[str, dict[str, str]]:
+    """The text before the first section, and the entries of a Google-style `Args:` section."""
+    text, arguments, section = [], [], None
+    for line in (inspect.getdoc(method) or "").splitlines():
+        if match := _SECTION.match(line):
+            section = match[1]
+        elif section is None:
+            text.append(line)
+        elif section in ("Args", "Arguments", "Parameters"):
+            arguments.append(line)
+    described: dict[str, str] = {}
+    current = None
+    for line in textwrap.dedent("\n".join(arguments)).splitlines():
+        entry = re.match(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$", line)
+        if entry:
+            current = entry[1]
+            described[current] = entry[2]
+        elif current and line.strip():
+            described[current] = f"{described[current]} {line.strip()}".strip()
+    return "\n".join(text).strip(), described

@@ -1,0 +1,266 @@
+"""Measuring a policy: the first tasks of a split, k samples each, avg@k and pass@k.
+
+The same rollouts as in training, through the same driver: what is measured is what is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config import RunConfig
+from agentrl.env.client import EnvClient, connect
+from agentrl.errors import ConfigError, DataError
+from agentrl.rollout.driver import Limits, Policy, TokenPolicy
+from agentrl.rollout.log import TrajectoryLog
+from agentrl.rollout.render import Renderer
+from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource
+from agentrl.statistics import EvalStatistics, evaluation_statistics
+
+if TYPE_CHECKING:
+    from agentrl.inference.base import InferenceEngine
+
+
+def limits_of(config: RunConfig) -> Limits:
+    rollout = config.rollout
+    return Limits(
+        max_turns=rollout.max_turns,
+        turn_timeout_s=rollout.turn_timeout_s,
+        step_timeout_s=rollout.step_timeout_s,
+        episode_timeout_s=rollout.episode_timeout_s,
+    )
+
+
+def token_policy(
+    config: RunConfig, engine: InferenceEngine, renderer: Renderer, *, temperature: float
+) -> TokenPolicy:
+    return TokenPolicy(
+        engine=engine,
+        renderer=renderer,
+        max_turn_tokens=config.rollout.max_turn_tokens,
+        max_context_tokens=config.rollout.max_context_tokens,
+        temperature=temperature,
+    )
+
+
+async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | None:
+    """Number of tasks of a split; None without end.
+
+    Raises:
+        ConfigError: the environment has no such split.
+        DataError: the split is empty.
+    """
+    info = await env.info(config.env.id, config.env.config)
+    if split not in info.splits:
+        raise ConfigError(
+            f"environment {config.env.id!r} has no split {split!r}; it has "
+            f"{', '.join(sorted(info.splits))} (env.split, eval.split)"
+        )
+    size = info.splits[split]
+    if size == 0:
+        raise DataError(f"split {split!r} of environment {config.env.id!r} is empty")
+    return size
+
+
+async def evaluate(
+    config: RunConfig,
+    policy: Policy,
+    env: EnvClient,
+    *,
+    id_prefix: str = "eval-",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RolloutBatch:
+    """Play `eval.num_tasks` tasks of `eval.split`, `eval.samples_per_task` times each."""
+    size = await split_size(env, config, config.eval.split)
+    num_tasks = config.eval.num_tasks if size is None else min(size, config.eval.num_tasks)
+    scheduler = GroupScheduler(
+        policy,
+        env,
+        TaskSource(config.eval.split, size, config.run.seed, shuffle=False),
+        env_id=config.env.id,
+        env_config=config.env.config,
+        group_size=config.eval.samples_per_task,
+        max_concurrent=config.rollout.max_concurrent,
+        limits=limits_of(config),
+        seed=config.run.seed,
+        id_prefix=id_prefix,
+    )
+    return await scheduler.collect(num_tasks, on_progress=on_progress)
+
+
+def summarise(rollouts: RolloutBatch, config: RunConfig) -> EvalStatistics | None:
+    """Statistics over the samples that have a reward; None when none has.
+
+    A task whose samples failed in part counts with the rest, and limits the k of pass@k.
+    """
+    rewards = {
+        group.group_id: [t.reward for t in group.trajectories if t.trainable]
+        for group in rollouts.groups
+    }
+    rewards = {task: values for task, values in rewards.items() if values}
+    if not rewards:
+        return None
+    fewest = min(len(values) for values in rewards.values())
+    return evaluation_statistics(
+        rewards,
+        success_threshold=config.eval.success_threshold,
+        ks=[k for k in config.eval.pass_k if k <= fewest],
+    )
+
+
+def evaluate_command(
+    config: RunConfig, *, checkpoint: str | None, out: Path | None, as_json: bool
+) -> int:
+    """`agentrl eval`: evaluate, print a table or JSON, optionally keep the trajectories."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("eval"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("episodes"),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        bar = progress.add_task("eval", total=None)
+        rollouts = asyncio.run(
+            _evaluate_once(
+                config,
+                checkpoint,
+                lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+        )
+    statistics = summarise(rollouts, config)
+    if out is not None:
+        TrajectoryLog(out).append(0, rollouts.trajectories)
+    result = result_record(rollouts, statistics)
+    if out is not None:
+        (out / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print_table(config, result)
+    return 0 if statistics is not None else 1
+
+
+async def _evaluate_once(
+    config: RunConfig, checkpoint: str | None, on_progress: Callable[[int, int], None]
+) -> RolloutBatch:
+    env = connect(config.env.url or None, token=config.env.token)
+    try:
+        policy = _policy(config, checkpoint)
+        return await evaluate(config, policy, env, on_progress=on_progress)
+    finally:
+        await env.aclose()
+
+
+def _policy(config: RunConfig, checkpoint: str | None) -> Policy:
+    if config.inference.backend == "openai":
+        return _chat_policy(config)
+    from agentrl.train.checkpoint import latest_checkpoint
+    from agentrl.train.model import load_tokenizer
+
+    path = config.model.path
+    if checkpoint == "latest":
+        found = latest_checkpoint(config.run.path)
+        if found is None:
+            raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
+        path = str(found)
+    elif checkpoint is not None:
+        path = checkpoint
+    renderer = Renderer(
+        load_tokenizer(path),
+        history=config.rollout.history,
+        template_kwargs=config.rollout.template,
+    )
+    return token_policy(
+        config, _engine(config, path), renderer, temperature=config.eval.temperature
+    )
+
+
+def _engine(config: RunConfig, path: str) -> InferenceEngine:
+    if config.inference.backend == "vllm":
+        from agentrl.inference.vllm import VLLMEngine
+
+        return VLLMEngine(
+            config.inference.urls, model=config.inference.model, token=config.inference.token
+        )
+    from agentrl.inference.embedded import EmbeddedEngine
+    from agentrl.train.model import load_model
+    from agentrl.train.setup import resolve_device, resolve_dtype
+
+    model = load_model(
+        path, dtype=resolve_dtype(config.model.dtype), device=resolve_device(config.model.device)
+    )
+    return EmbeddedEngine(model, seed=config.run.seed)
+
+
+def _chat_policy(config: RunConfig) -> Policy:
+    try:
+        from openai import AsyncOpenAI
+    except ImportError:
+        raise ConfigError(
+            "inference.backend = 'openai' needs the openai package: pip install 'agentrl[eval]'"
+        ) from None
+    from agentrl.rollout.chat import ChatPolicy
+
+    base = config.inference.urls[0].rstrip("/")
+    client = AsyncOpenAI(
+        base_url=base if base.endswith("/v1") else f"{base}/v1",
+        api_key=config.inference.token or os.environ.get("OPENAI_API_KEY") or "none",
+        timeout=config.rollout.turn_timeout_s,
+    )
+    return ChatPolicy(
+        client, config.inference.model, config.rollout.max_turn_tokens, config.eval.temperature
+    )
+
+
+def result_record(rollouts: RolloutBatch, statistics: EvalStatistics | None) -> dict:
+    """The evaluation as JSON: estimates with their intervals, and how many samples failed."""
+    from collections import Counter
+
+    errors = Counter(t.error.code for t in rollouts.trajectories if t.error)
+    record: dict = {
+        "num_tasks": len(rollouts.groups),
+        "num_samples": len(rollouts.trajectories),
+        "num_failed": sum(errors.values()),
+        "errors": dict(errors),
+        "first_error": next((t.error.message for t in rollouts.trajectories if t.error), None),
+    }
+    if statistics is not None:
+        record["confidence"] = statistics.confidence
+        record[f"avg@{statistics.samples_per_task}"] = _interval(statistics.average)
+        for k, estimate in statistics.pass_at.items():
+            record[f"pass@{k}"] = _interval(estimate)
+    return record
+
+
+def _interval(estimate: object) -> dict:
+    return {name: getattr(estimate, name) for name in ("value", "low", "high", "standard_error")}
+
+
+def _print_table(config: RunConfig, result: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        f"{config.env.id}, split {config.eval.split}: {result['num_tasks']} tasks, "
+        f"{result['num_samples']} samples, {result['num_failed']} failed"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("figure", "value", "95% interval (over tasks)"):
+        table.add_column(heading)
+    for name, entry in result.items():
+        if "@" in name:
+            shown = "-" if entry["low"] is None else f"{entry['low']:.3f} to {entry['high']:.3f}"
+            table.add_row(name, f"{entry['value']:.3f}", shown)
+    console = Console()
+    console.print(table)
+    if result["num_failed"]:
+        console.print(f"failed: {result['errors']}; first: {result['first_error']}", markup=False)

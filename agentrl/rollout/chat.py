@@ -1,0 +1,102 @@
+"""A policy behind any OpenAI-compatible chat server, for evaluation only.
+
+The server templates and tokenises, so there are no ids and no log-probabilities to learn from;
+the trajectory holds messages and rewards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.errors import InferenceError
+from agentrl.rollout.parse import assistant_message, parse_action
+from agentrl.types import Action, Message, ParseStatus, ToolCall, ToolSpec, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+@dataclass(slots=True, frozen=True)
+class ChatPolicy:
+    client: AsyncOpenAI
+    model: str
+    max_turn_tokens: int
+    temperature: float
+
+    def read(
+        self, trajectory: Trajectory, observation: list[Message], tools: list[ToolSpec]
+    ) -> bool:
+        return True
+
+    async def act(self, trajectory: Trajectory, tools: list[ToolSpec]) -> Action:
+        import openai
+
+        messages: Any = [_wire_message(message) for message in trajectory.messages]
+        try:
+            completion = await self.client.chat.completions.create(
+                model=self.model,
+                messages=messages,
+                temperature=self.temperature,
+                max_tokens=self.max_turn_tokens,
+                **({"tools": tools} if tools else {}),  # pyright: ignore[reportArgumentType]
+            )
+        except openai.OpenAIError as error:
+            raise InferenceError(f"{self.client.base_url}: {error}") from error
+        choice = completion.choices[0]
+        text = choice.message.content or ""
+        if choice.message.tool_calls:
+            action, status = _from_tool_calls(text, choice.message.tool_calls)
+        else:
+            # A server without a tool parser leaves the calls in the text.
+            action, status = parse_action(text, call_id_prefix=f"t{len(trajectory.turns)}")
+        trajectory.messages.append(assistant_message(action))
+        trajectory.turns.append(
+            Turn(
+                branch=0,
+                start=0,
+                num_tokens=completion.usage.completion_tokens if completion.usage else 0,
+                finish_reason="length" if choice.finish_reason == "length" else "stop",
+                parse_status=status,
+            )
+        )
+        return action
+
+    def reserve(self, num_episodes: int) -> None:
+        """A server batches by itself."""
+
+    def release(self, num_episodes: int = 1) -> None:
+        """A server batches by itself."""
+
+
+def _from_tool_calls(text: str, calls: list[Any]) -> tuple[Action, ParseStatus]:
+    parsed = []
+    for index, call in enumerate(calls):
+        try:
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except msgspec.DecodeError as error:
+            arguments = error
+        if not isinstance(arguments, dict):
+            reason = f"tool call {index + 1}: arguments are not a JSON object ({arguments})"
+            return Action(text=text, parse_error=reason), "malformed"
+        parsed.append(ToolCall(id=call.id, name=call.function.name, arguments=arguments))
+    return Action(text=text, tool_calls=tuple(parsed)), "tool_calls"
+
+
+def _wire_message(message: Message) -> dict[str, Any]:
+    """OpenAI's wire wants a call's arguments as a JSON string; templates want the object."""
+    wire: dict[str, Any] = dict(message)
+    if "tool_calls" in message:
+        wire["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": msgspec.json.encode(call["function"]["arguments"]).decode(),
+                },
+            }
+            for call in wire["tool_calls"]
+        ]
+    return wire

@@ -1,0 +1,274 @@
+"""SPINE 1: an episode, from the first observation to the last reward.
+
+    reset -> [ read -> act -> step ]* -> record
+
+How this differs from the textbook loop "prompt in, text out":
+
+1. Token ids in, token ids out. The row that the engine reads is the row that the trainer learns
+   from; sampled ids are never decoded and tokenised again.
+2. Whatever the policy writes reaches the environment: a malformed tool call is an action with a
+   `parse_error`, and the environment answers it with an observation.
+3. A bad rollout is data, not a crash. This is the driver's trajectory boundary, the one place in
+   agentrl.rollout where arbitrary exceptions are caught; they are recorded with the stage in
+   which they happened, and the trajectory carries no gradient.
+4. Every wait has a deadline: one for a turn's generation, one for an environment step, one for
+   the episode. Every dispatched trajectory ends in exactly one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from agentrl.env.client import EnvClient, EnvSession
+from agentrl.errors import EnvError
+from agentrl.inference.base import InferenceEngine, SamplingParams
+from agentrl.rollout.parse import assistant_message, parse_action
+from agentrl.rollout.render import Renderer
+from agentrl.types import (
+    JSON,
+    Action,
+    Message,
+    StepResult,
+    StopReason,
+    TokenRow,
+    ToolSpec,
+    Trajectory,
+    TrajectoryError,
+    Turn,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Episode:
+    """What is played: one member of a group on one task."""
+
+    trajectory_id: str
+    group_id: str
+    env_id: str
+    split: str
+    index: int
+    seed: int
+    """The environment's randomness; the same for all members of a group."""
+    env_config: dict[str, JSON]
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    max_turns: int
+    turn_timeout_s: float
+    step_timeout_s: float
+    episode_timeout_s: float
+
+
+class Policy(Protocol):
+    """Who acts. `TokenPolicy` below is the one that can be trained."""
+
+    def read(
+        self, trajectory: Trajectory, observation: list[Message], tools: list[ToolSpec]
+    ) -> bool:
+        """Take in what the environment said; False when the context has no room for a turn."""
+        ...
+
+    async def act(self, trajectory: Trajectory, tools: list[ToolSpec]) -> Action:
+        """Append one turn to the trajectory and return what it does."""
+        ...
+
+    def reserve(self, num_episodes: int) -> None: ...
+
+    def release(self, num_episodes: int = 1) -> None: ...
+
+
+async def play(
+    episode: Episode,
+    policy: Policy,
+    env: EnvClient,
+    limits: Limits,
+    record: Callable[[Trajectory], None],
+) -> None:
+    """Play one episode and call `record` exactly once with how it went, cancelled or not."""
+    trajectory = Trajectory(
+        trajectory_id=episode.trajectory_id,
+        group_id=episode.group_id,
+        env_id=episode.env_id,
+        task_id=f"{episode.split}/{episode.index}",
+        seed=episode.seed,
+    )
+    session: EnvSession | None = None
+    stage: Literal["reset", "render", "generate", "step"] = "reset"
+    started = time.perf_counter()
+    deadline = asyncio.timeout(limits.episode_timeout_s)
+    try:
+        async with deadline:
+            async with asyncio.timeout(limits.step_timeout_s):
+                session = await env.session(
+                    episode.env_id,
+                    split=episode.split,
+                    index=episode.index,
+                    seed=episode.seed,
+                    config=episode.env_config,
+                )
+            trajectory.task_id = session.task_id
+            observation = session.messages
+            trajectory.messages += observation
+
+            while trajectory.stop_reason is None:
+                stage = "render"
+                if not policy.read(trajectory, observation, session.tools):
+                    trajectory.stop_reason = StopReason.CONTEXT_LENGTH
+                    break
+
+                stage = "generate"
+                turn_started = time.perf_counter()
+                async with asyncio.timeout(limits.turn_timeout_s):
+                    action = await policy.act(trajectory, session.tools)
+                turn = trajectory.turns[-1]
+                turn.generate_s = time.perf_counter() - turn_started
+
+                stage = "step"
+                turn_started = time.perf_counter()
+                result = await session.step(action, timeout_s=limits.step_timeout_s)
+                turn.step_s = time.perf_counter() - turn_started
+                observation = result.observation
+                _add_result(trajectory, turn, result)
+                if trajectory.stop_reason is None and len(trajectory.turns) >= limits.max_turns:
+                    trajectory.stop_reason = StopReason.MAX_TURNS
+    except asyncio.CancelledError:
+        trajectory.stop_reason = StopReason.CANCELLED
+        trajectory.error = TrajectoryError(stage, "cancelled", "the run was stopped")
+        raise
+    except TimeoutError:
+        what = "episode" if deadline.expired() else "turn" if stage == "generate" else "step"
+        trajectory.stop_reason = StopReason.TIMEOUT
+        trajectory.error = TrajectoryError(
+            stage, f"{what}_timeout", f"rollout.{what}_timeout_s passed during {stage}"
+        )
+    except Exception as error:
+        trajectory.stop_reason = StopReason.ERROR
+        trajectory.error = TrajectoryError(stage, _code(error), str(error) or repr(error))
+    finally:
+        trajectory.total_s = time.perf_counter() - started
+        record(trajectory)
+        if session is not None:
+            # A server that is gone took the session with it; the record above stands.
+            with contextlib.suppress(EnvError):
+                await session.close()
+
+
+@dataclass(slots=True, frozen=True)
+class TokenPolicy:
+    """The policy that is trained: an engine that samples ids, and the renderer around it."""
+
+    engine: InferenceEngine
+    renderer: Renderer
+    max_turn_tokens: int
+    """Sampled tokens of one turn."""
+    max_context_tokens: int
+    """Length of a token row, prompt included."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+    def read(
+        self, trajectory: Trajectory, observation: list[Message], tools: list[ToolSpec]
+    ) -> bool:
+        """Extend the newest token row by what the policy reads next; fork it if the past changed.
+
+        Raises:
+            ValueError: the first prompt alone fills the context.
+        """
+        renderer, turn_id = self.renderer, len(trajectory.turns)
+        if turn_id == 0:
+            row = TokenRow()
+            row.append_context(renderer.prompt(observation, tools), turn_id)
+            trajectory.branches.append(row)
+            if len(row) >= self.max_context_tokens:
+                raise ValueError(
+                    f"the prompt has {len(row)} tokens, which leaves no room within "
+                    f"rollout.max_context_tokens = {self.max_context_tokens}; raise it"
+                )
+            return True
+        row, last = trajectory.branches[-1], trajectory.turns[-1]
+        if renderer.history == "append_only" or renderer.keeps_history(
+            trajectory.messages, len(observation), tools
+        ):
+            closed = last.finish_reason == "stop" and row.token_ids[-1] == renderer.close_token_id
+            row.append_context(renderer.suffix(observation, closed=closed), turn_id)
+        else:
+            # The template rewrote what the policy had seen. The old row keeps its sampled tokens;
+            # in the new one everything up to here is context: no token is trained twice.
+            whole = renderer.prompt(trajectory.messages, tools)
+            row = TokenRow(
+                branch_of=len(trajectory.branches) - 1,
+                fork_at=_common_prefix(row.token_ids, whole),
+            )
+            row.append_context(whole, turn_id)
+            trajectory.branches.append(row)
+        return len(row) < self.max_context_tokens
+
+    async def act(self, trajectory: Trajectory, tools: list[ToolSpec]) -> Action:
+        row, turn_id = trajectory.branches[-1], len(trajectory.turns)
+        start = len(row)
+        generation = await self.engine.generate(
+            f"{trajectory.trajectory_id}-t{turn_id:03d}",
+            row.token_ids,
+            SamplingParams(
+                max_tokens=min(self.max_turn_tokens, self.max_context_tokens - start),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                stop_token_ids=self.renderer.stop_token_ids,
+            ),
+        )
+        row.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn_id)
+        text = self.renderer.decode(generation.token_ids)
+        action, status = parse_action(text, call_id_prefix=f"t{turn_id}")
+        trajectory.messages.append(assistant_message(action))
+        trajectory.turns.append(
+            Turn(
+                branch=len(trajectory.branches) - 1,
+                start=start,
+                num_tokens=len(generation.token_ids),
+                finish_reason=generation.finish_reason,
+                parse_status=status,
+            )
+        )
+        return action
+
+    def reserve(self, num_episodes: int) -> None:
+        self.engine.reserve(num_episodes)
+
+    def release(self, num_episodes: int = 1) -> None:
+        self.engine.release(num_episodes)
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    for position, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return position
+    return min(len(a), len(b))
+
+
+def _add_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> None:
+    turn.reward, turn.reward_components = result.reward, result.reward_components
+    trajectory.messages += result.observation
+    trajectory.reward += result.reward
+    for name, value in result.reward_components.items():
+        trajectory.reward_components[name] = trajectory.reward_components.get(name, 0.0) + value
+    trajectory.metrics.update(result.metrics)
+    trajectory.info.update(result.info)
+    if result.terminated:
+        trajectory.stop_reason = StopReason.TERMINATED
+    elif result.truncated:
+        trajectory.stop_reason = StopReason.ENV_TRUNCATED
+
+
+def _code(error: Exception) -> str:
+    if isinstance(error, EnvError):
+        return error.code
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()

@@ -1,0 +1,272 @@
+"""Messages to tokens, append-only: what the model sampled is never tokenised again.
+
+The first prompt comes from the tokenizer's own chat template. Every later observation becomes a
+token *suffix*: the conversation is rendered with a dummy assistant turn in place of the sampled
+one, and everything from that dummy's close token on is cut out and tokenised. The sampled ids in
+front of it stay as they were, so the prompt of turn k is bit for bit the row that will be trained.
+
+That is exact only where the template itself is append-only. Some edit the past (a thinking
+template that drops earlier reasoning). `Renderer` tests its template once, at start-up: it builds
+dialogues of two to four turns, with and without tools, both ways and compares the ids. A template
+that fails is rendered whole for every turn instead, and a changed past forks a new branch
+(see `rollout.driver`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from agentrl.errors import ConfigError
+from agentrl.types import JSON, Message, ToolSpec
+
+HistoryMode = Literal["append_only", "fork"]
+
+# Never produced by a tokenizer's merges across its borders and never meaningful to a template.
+_SENTINEL = "agentrl-dummy-turn"
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that rollouts use."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+
+    def apply_chat_template(
+        self,
+        conversation: list[Message],
+        *,
+        tools: list[ToolSpec] | None,
+        add_generation_prompt: bool,
+        tokenize: Literal[False],
+        **kwargs: JSON,
+    ) -> str: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def keeps_history(
+        self, messages: list[Message], num_observed: int, tools: list[ToolSpec]
+    ) -> bool:
+        """Whether the template still renders everything before the newest observation as it did.
+
+        Compares renderings with renderings, never with sampled text: a tool call that the template
+        would space differently is no edit of the past.
+
+        Args:
+            messages: the dialogue, ending with an assistant turn and `num_observed` messages.
+        """
+        answered = messages[: len(messages) - num_observed]
+        asked = self._text(answered[:-1], tools, generation_prompt=True)
+        with_turn = self._text(answered, tools, generation_prompt=False)
+        whole = self._text(messages, tools, generation_prompt=True)
+        return with_turn.startswith(asked) and whole.startswith(with_turn)
+
+    def assistant_turn(self, message: Message) -> list[int]:
+        """The ids a policy would have sampled for this assistant message, close token included.
+
+        Raises:
+            ValueError: the template renders nothing between the two ends of the turn.
+        """
+        dialogue: list[Message] = [{"role": "user", "content": "x"}]
+        before = self._text(dialogue, [], generation_prompt=True)
+        whole = self._text([*dialogue, message], [], generation_prompt=False)
+        if not whole.startswith(before):
+            raise ValueError(
+                "the chat template does not put an assistant turn behind its generation prompt"
+            )
+        ids = self._encode(whole[len(before) :])
+        return ids[: ids.index(self.close_token_id) + 1]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Renderer:
+    """Renders one model's dialogues.
+
+    Attributes:
+        close_token_id: the token that ends an assistant turn in the template. Sampling stops
+            there; it stays in the row, with mask 1, because the policy sampled it.
+        history: `append_only` or `fork`, what the self-test found.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        history: Literal["auto", "append_only", "fork"] = "auto",
+        template_kwargs: dict[str, JSON] | None = None,
+    ) -> None:
+        """
+        Args:
+            history: `auto` follows the self-test; the others force a mode. Forcing `append_only`
+                keeps what the template would have dropped in the model's context.
+            template_kwargs: extra variables for the template, such as `enable_thinking`.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or its turns have no close token.
+        """
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; add `chat_template` to its "
+                "tokenizer_config.json (or a chat_template.jinja beside it), or choose an "
+                "instruction-tuned model"
+            )
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
+        self.close_token_id = self._find_close_token()
+        self.history: HistoryMode = history if history != "auto" else self._self_test()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn: the template's close token and the tokenizer's end token."""
+        return tuple(
+            sorted({self.close_token_id, self.tokenizer.eos_token_id or self.close_token_id})
+        )
+
+    def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
+        """The whole dialogue as token ids, ending where the assistant is to begin."""
+        return self._encode(self._text(messages, tools, generation_prompt=True))
+
+    def suffix(self, observation: list[Message], *, closed: bool) -> list[int]:
+        """Tokens between a sampled assistant turn and the next one.
+
+        Args:
+            closed: the sampled turn ended with the close token. Otherwise (stopped by length, or
+                by another stop token) the template's own close token comes first.
+        """
+        ids = self._after_dummy_turn(observation)
+        return ids[1:] if closed else ids
+
+    def keeps_history(
+        self, messages: list[Message], num_observed: int, tools: list[ToolSpec]
+    ) -> bool:
+        """Whether the template still renders everything before the newest observation as it did.
+
+        Compares renderings with renderings, never with sampled text: a tool call that the template
+        would space differently is no edit of the past.
+
+        Args:
+            messages: the dialogue, ending with an assistant turn and `num_observed` messages.
+        """
+        answered = messages[: len(messages) - num_observed]
+        asked = self._text(answered[:-1], tools, generation_prompt=True)
+        with_turn = self._text(answered, tools, generation_prompt=False)
+        whole = self._text(messages, tools, generation_prompt=True)
+        return with_turn.startswith(asked) and whole.startswith(with_turn)
+
+    def assistant_turn(self, message: Message) -> list[int]:
+        """The ids a policy would have sampled for this assistant message, close token included.
+
+        Raises:
+            ValueError: the template renders nothing between the two ends of the turn.
+        """
+        dialogue: list[Message] = [{"role": "user", "content": "x"}]
+        before = self._text(dialogue, [], generation_prompt=True)
+        whole = self._text([*dialogue, message], [], generation_prompt=False)
+        if not whole.startswith(before):
+            raise ValueError(
+                "the chat template does not put an assistant turn behind its generation prompt"
+            )
+        ids = self._encode(whole[len(before) :])
+        return ids[: ids.index(self.close_token_id) + 1]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Sampled ids as text, special tokens included (tool-call tags may be special), without
+        the stop tokens at the end."""
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self.stop_token_ids:
+            end -= 1
+        return self.tokenizer.decode(token_ids[:end], skip_special_tokens=False)
+
+    def _text(
+        self, messages: list[Message], tools: list[ToolSpec], *, generation_prompt: bool
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **self.template_kwargs,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _after_dummy_turn(self, observation: list[Message]) -> list[int]:
+        """Ids from the dummy turn's close token to the next turn's first sampled position."""
+        dummy: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": _SENTINEL},
+        ]
+        text = self._text(dummy + observation, [], generation_prompt=True)
+        tail = text[text.index(_SENTINEL) + len(_SENTINEL) :]
+        return self._encode(tail)
+
+    def _find_close_token(self) -> int:
+        ids = self._after_dummy_turn([{"role": "user", "content": "x"}])
+        # The closing tag must be one token, or "the turn is over" could be sampled in pieces.
+        text = self.tokenizer.decode(ids[:1], skip_special_tokens=False)
+        with_special = self.tokenizer.decode(ids[:1], skip_special_tokens=True)
+        if not text or text == with_special:
+            raise ConfigError(
+                "the chat template does not close an assistant turn with one special token "
+                f"(it continues with {text!r}); use a template that does, such as ChatML's "
+                "<|im_end|>"
+            )
+        return ids[0]
+
+    def _self_test(self) -> HistoryMode:
+        tools: list[ToolSpec] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "lookup",
+                    "description": "Look a word up.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"word": {"type": "string"}},
+                        "required": ["word"],
+                    },
+                },
+            }
+        ]
+        for used in ([], tools):
+            for num_turns in (2, 3, 4):
+                if not self._append_only(num_turns, used):
+                    return "fork"
+        return "append_only"
+
+    def _append_only(self, num_turns: int, tools: list[ToolSpec]) -> bool:
+        """Whether incremental and whole rendering agree on one dialogue."""
+        messages: list[Message] = [{"role": "user", "content": "Where is it?"}]
+        row = self.prompt(messages, tools)
+        for turn in range(num_turns - 1):
+            assistant, observation = _example_turn(turn, bool(tools))
+            whole = self._text([*messages, assistant], tools, generation_prompt=False)
+            ids = self._encode(whole)
+            if ids[: len(row)] != row or self.close_token_id not in ids[len(row) :]:
+                return False
+            sampled = ids[len(row) : ids.index(self.close_token_id, len(row)) + 1]
+            row = row + sampled + self.suffix([observation], closed=True)
+            messages += [assistant, observation]
+            if row != self.prompt(messages, tools):
+                return False
+        return True
+
+
+def _example_turn(turn: int, with_tools: bool) -> tuple[Message, Message]:
+    """An assistant turn that thinks, and what follows it: a tool's answer or a user's."""
+    content = f"<think>\nstep {turn}\n</think>\n\nPart {turn}."
+    if not with_tools:
+        return (
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": f"And then {turn}?"},
+        )
+    call: dict[str, JSON] = {
+        "id": f"call_{turn}",
+        "type": "function",
+        "function": {"name": "lookup", "arguments": {"word": f"w{turn}"}},
+    }
+    return (
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": f"found {turn}", "tool_call_id": f"call_{turn}"},
+    )

@@ -1,0 +1,186 @@
+"""Which episodes are played when: tasks in a seeded order, groups of G, filters with refill.
+
+The order of tasks depends on the seed and the data position only, so a resumed run continues with
+the task that an uninterrupted one would have taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentrl.env.client import EnvClient
+from agentrl.errors import DataError
+from agentrl.rollout.driver import Episode, Limits, Policy, play
+from agentrl.types import JSON, Group, Trajectory
+
+KeepGroup = Callable[[Group], str | None]
+"""Returns None to keep a group, or the reason for which it is dropped."""
+
+
+@dataclass(slots=True)
+class TaskSource:
+    """Task indices of one split, each epoch in a new seeded order."""
+
+    split: str
+    size: int | None
+    """Number of tasks; None for a generator without end, whose index is the position itself."""
+    seed: int
+    position: int = 0
+    """Tasks handed out since the start of the run; saved in checkpoints."""
+    shuffle: bool = True
+
+    def next_index(self) -> int:
+        """The next task's index; advances the position."""
+        position, self.position = self.position, self.position + 1
+        if self.size is None:
+            return position
+        if self.size < 1:
+            raise DataError(f"split {self.split!r} is empty; name another with env.split")
+        epoch, offset = divmod(position, self.size)
+        if not self.shuffle:
+            return offset
+        return int(_epoch_order(self.seed, epoch, self.size)[offset])
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(size)
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """What one call of `collect` played."""
+
+    groups: list[Group]
+    """Groups that passed the filter, in dispatch order."""
+    trajectories: list[Trajectory]
+    """Every trajectory that was dispatched, dropped groups included, in dispatch order."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Filtered groups by reason."""
+
+
+def stable_seed(*parts: JSON) -> int:
+    """A 31-bit seed from its parts, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class GroupScheduler:
+    """Plays groups of episodes, at most `max_concurrent` episodes at a time."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        env: EnvClient,
+        source: TaskSource,
+        *,
+        env_id: str,
+        env_config: dict[str, JSON],
+        group_size: int,
+        max_concurrent: int,
+        limits: Limits,
+        seed: int,
+        id_prefix: str = "",
+    ) -> None:
+        self.policy = policy
+        self.env = env
+        self.source = source
+        self.env_id = env_id
+        self.env_config = env_config
+        self.group_size = group_size
+        self.max_concurrent = max_concurrent
+        self.limits = limits
+        self.seed = seed
+        self.id_prefix = id_prefix
+
+    async def collect(
+        self,
+        num_groups: int,
+        *,
+        keep: KeepGroup | None = None,
+        max_waves: int = 1,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> RolloutBatch:
+        """Play groups until `num_groups` passed the filter.
+
+        Args:
+            keep: the filter; None keeps every group.
+            max_waves: how often dropped groups are replaced by new ones, the first play included.
+                With 1 a batch may come back smaller.
+            on_progress: called with (episodes ended, episodes dispatched).
+        """
+        batch = RolloutBatch([], [])
+        for _ in range(max_waves):
+            episodes = [
+                episode
+                for _ in range(num_groups - len(batch.groups))
+                for episode in self._next_group()
+            ]
+            trajectories = await self._play_all(episodes, on_progress, len(batch.trajectories))
+            batch.trajectories += trajectories
+            for start in range(0, len(trajectories), self.group_size):
+                members = trajectories[start : start + self.group_size]
+                group = Group(members[0].group_id, members[0].task_id, members)
+                reason = keep(group) if keep else None
+                if reason is None:
+                    batch.groups.append(group)
+                else:
+                    batch.dropped[reason] += 1
+            if len(batch.groups) >= num_groups:
+                break
+        return batch
+
+    def _next_group(self) -> list[Episode]:
+        position = self.source.position
+        index = self.source.next_index()
+        group_id = f"{self.id_prefix}g{position:07d}"
+        return [
+            Episode(
+                trajectory_id=f"{group_id}-m{member:03d}",
+                group_id=group_id,
+                env_id=self.env_id,
+                split=self.source.split,
+                index=index,
+                seed=stable_seed(self.seed, self.source.split, position),
+                env_config=self.env_config,
+            )
+            for member in range(self.group_size)
+        ]
+
+    async def _play_all(
+        self,
+        episodes: list[Episode],
+        on_progress: Callable[[int, int], None] | None,
+        num_before: int,
+    ) -> list[Trajectory]:
+        """Play the episodes; the result is in their order, whatever order they ended in."""
+        waiting = deque(episodes)
+        ended: dict[str, Trajectory] = {}
+
+        def record(trajectory: Trajectory) -> None:
+            ended[trajectory.trajectory_id] = trajectory
+            if on_progress:
+                on_progress(num_before + len(ended), num_before + len(episodes))
+
+        async def worker() -> None:
+            # The seat reserved below passes from one episode to the next, so that the engine's
+            # batches depend on which episodes are alive and not on when they arrived.
+            try:
+                while waiting:
+                    await play(waiting.popleft(), self.policy, self.env, self.limits, record)
+            finally:
+                self.policy.release()
+
+        num_workers = min(self.max_concurrent, len(episodes))
+        self.policy.reserve(num_workers)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_workers):
+                tasks.create_task(worker())
+        return [ended[episode.trajectory_id] for episode in episodes]

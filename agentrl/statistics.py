@@ -1,0 +1,202 @@
+"""What an evaluation may claim: avg@k, pass@k and their confidence intervals. No torch.
+
+Tasks are drawn from a benchmark's population and samples are drawn for each task, so samples of one
+task resemble each other and tasks are the independent units. Every interval here is clustered by
+task: 64 tasks with 16 samples each are 64 observations of the benchmark, not 1024. Treating them as
+1024 makes intervals up to four times too narrow, and "significant" differences out of noise.
+
+Both figures are the mean over tasks of one number per task, and get an interval for such a mean:
+
+* Rewards of 0 and 1, and pass@k: the score interval (Wilson, 1927) with the effective sample size
+  p(1 - p) / SE^2, where SE is the standard error over tasks, and Student's t quantile with
+  num_tasks - 1 degrees of freedom (Dean and Pagano, 2015, "Evaluating confidence interval methods
+  for binomial proportions in clustered surveys"; the truncation of the effective size follows Korn
+  and Graubard, 1998). It stays within [0, 1], is not symmetric near the ends, and does not shrink
+  to nothing when every task agrees, where a bootstrap over tasks and the normal interval do.
+* Other rewards: mean +- t * SE over tasks (Miller, 2024, "Adding error bars to evals").
+
+One task gives no interval: nothing in the data says how much tasks differ. With fewer than about
+ten tasks all such intervals are rough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from agentrl.errors import DataError
+
+
+@dataclass(slots=True, frozen=True)
+class Estimate:
+    """A mean over tasks with its confidence interval."""
+
+    value: float
+    low: float | None
+    """Lower end of the interval; None with a single task."""
+    high: float | None
+    standard_error: float | None
+    """Over tasks; None with a single task."""
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(slots=True, frozen=True)
+class EvalStatistics:
+    """The result of `evaluation_statistics`."""
+
+    num_tasks: int
+    num_samples: int
+    """Samples over all tasks."""
+    samples_per_task: int
+    """The k of avg@k: the smallest number of samples of any task."""
+    confidence: float
+    average: Estimate
+    """avg@k: the mean reward of a task, averaged over tasks; every task counts once."""
+    pass_at: dict[int, Estimate]
+    """pass@k by k: the chance that at least one of k samples of a task passes."""
+
+
+def evaluation_statistics(
+    rewards: Mapping[str, Sequence[float]],
+    *,
+    success_threshold: float = 1.0,
+    ks: Iterable[int] = (1,),
+    confidence: float = 0.95,
+) -> EvalStatistics:
+    """Summarise an evaluation.
+
+    Args:
+        rewards: task id -> rewards of its samples. Samples without a reward (an error of the
+            grader) must be left out and reported beside the result.
+        success_threshold: a sample passes if its reward is at least this.
+        ks: the k of pass@k; none may exceed the number of samples of any task.
+        confidence: of the two-sided intervals.
+
+    Raises:
+        DataError: no tasks, a task without samples, a reward that is not finite, or a k larger than
+            the number of samples of a task (leaving that task out would change the benchmark).
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, not {confidence}")
+    if not rewards:
+        raise DataError("no task was evaluated: there is nothing to summarise")
+    for task_id, values in rewards.items():
+        if len(values) == 0:
+            raise DataError(f"task {task_id} has no sample with a reward; leave it out and say so")
+        if not all(math.isfinite(value) for value in values):
+            raise DataError(f"task {task_id} has a reward that is not finite: {list(values)}")
+    num_samples = [len(values) for values in rewards.values()]
+    task_means = np.array([np.mean(values) for values in rewards.values()], np.float64)
+    binary = all(value in (0, 1) for values in rewards.values() for value in values)
+    num_passed = [
+        sum(value >= success_threshold for value in values) for values in rewards.values()
+    ]
+    pass_estimates = {}
+    for k in sorted(set(ks)):
+        if k < 1 or k > min(num_samples):
+            raise DataError(
+                f"pass@{k} needs at least {max(k, 1)} samples of every task (and k >= 1); the "
+                f"smallest task has {min(num_samples)}"
+            )
+        per_task = np.array(
+            [pass_at_k(n, c, k) for n, c in zip(num_samples, num_passed, strict=True)]
+        )
+        # A task with n samples says at most as much about pass@k as n // k separate tries of k.
+        most = sum(n // k for n in num_samples)
+        pass_estimates[k] = proportion_estimate(per_task, most, confidence)
+    return EvalStatistics(
+        num_tasks=len(rewards),
+        num_samples=sum(num_samples),
+        samples_per_task=min(num_samples),
+        confidence=confidence,
+        average=(
+            proportion_estimate(task_means, sum(num_samples), confidence)
+            if binary
+            else mean_estimate(task_means, confidence)
+        ),
+        pass_at=pass_estimates,
+    )
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples passes, from n >= k samples of
+    which c passed: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, equation 1).
+
+    `1 - (1 - c/n)**k` would be biased, and the share of tasks solved in k tries is the special case
+    n = k with more noise.
+    """
+    if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"no pass@{k} from {num_passed} passed of {num_samples} samples")
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def mean_estimate(task_values: np.ndarray, confidence: float = 0.95) -> Estimate:
+    """Mean over tasks with Student's t interval. `task_values` is float64 [num_tasks]."""
+    value = float(np.mean(task_values))
+    if len(task_values) < 2:
+        return Estimate(value, None, None, None)
+    standard_error = _standard_error(task_values)
+    half = student_t_quantile(0.5 + confidence / 2, len(task_values) - 1) * standard_error
+    return Estimate(value, value - half, value + half, standard_error)
+
+
+def proportion_estimate(
+    task_values: np.ndarray, max_effective_size: int, confidence: float = 0.95
+) -> Estimate:
+    """Mean over tasks of values in [0, 1] with the clustered score interval (module docstring).
+
+    Args:
+        task_values: float64 [num_tasks], the estimated proportion of each task.
+        max_effective_size: the effective sample size is at most this, however alike the tasks
+            happen to be: the number of samples, were they independent.
+    """
+    value = float(np.mean(task_values))
+    num_tasks = len(task_values)
+    if num_tasks < 2:
+        return Estimate(value, None, None, None)
+    standard_error = _standard_error(task_values)
+    if value in (0.0, 1.0):
+        # All tasks agree at an end. The samples within a task may be copies of each other for all
+        # the data says, so each task counts once.
+        size = float(num_tasks)
+    elif standard_error > 0:
+        size = min(value * (1 - value) / standard_error**2, float(max_effective_size))
+    else:
+        size = float(max_effective_size)
+    quantile = student_t_quantile(0.5 + confidence / 2, num_tasks - 1)
+    shrink = quantile**2 / size
+    centre = (value + shrink / 2) / (1 + shrink)
+    half = math.sqrt(shrink * value * (1 - value) + shrink**2 / 4) / (1 + shrink)
+    low = 0.0 if value == 0.0 else max(0.0, centre - half)
+    high = 1.0 if value == 1.0 else min(1.0, centre + half)
+    return Estimate(value, low, high, standard_error)
+
+
+@lru_cache(maxsize=256)
+def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
+    """Upper quantile (probability >= 0.5) of Student's t, to about 6 digits.
+
+    With t = sqrt(df) * tan(angle) the density becomes cos(angle)**(df - 1) on [0, pi/2), whose
+    cumulative sum is inverted on a grid: no gamma function, no scipy.
+    """
+    if not 0.5 <= probability < 1 or degrees_of_freedom < 1:
+        raise ValueError(f"no quantile at {probability} with {degrees_of_freedom} degrees")
+    # Nearly all mass lies within some standard deviations of 0, and the angle's is 1/sqrt(df).
+    widest = min(math.pi / 2, 40 / math.sqrt(degrees_of_freedom))
+    angles = np.linspace(0.0, widest, 200_001)
+    density = np.cos(angles) ** (degrees_of_freedom - 1)
+    cumulative = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    angle = np.interp(2 * probability - 1, cumulative / cumulative[-1], angles)
+    return math.sqrt(degrees_of_freedom) * math.tan(float(angle))
+
+
+def _standard_error(task_values: np.ndarray) -> float:
+    return float(np.std(task_values, ddof=1) / math.sqrt(len(task_values)))

@@ -1,0 +1,123 @@
+"""From trajectories to the tensors of one step, and what a step's rollouts looked like."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from agentrl.algo import Batch
+from agentrl.rollout.scheduler import RolloutBatch
+from agentrl.types import Group, Sample, Trajectory, samples_of
+
+
+def trainable_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Samples of the trajectories that ended without an error, in dispatch order.
+
+    A trajectory that failed (environment, grader, engine, deadline) has no reward; it is left out
+    of its group's baseline and of the gradient.
+    """
+    return [
+        sample
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.trainable
+        for sample in samples_of(trajectory)
+    ]
+
+
+def make_batch(samples: Sequence[Sample], *, current_version: int) -> Batch:
+    """The samples as tensors: B rows, T columns, one column per *trained* token, left-aligned.
+
+    Observation and prompt tokens have no column at all; the objective's stages go by the mask and
+    the turn ids, so nothing changes but memory.
+
+    Args:
+        samples: at least one.
+        current_version: of the policy that is about to be updated.
+    """
+    num_rows, width = len(samples), max(sample.num_trained for sample in samples)
+    num_turns = max(len(sample.turn_rewards) for sample in samples)
+    names = sorted({name for sample in samples for name in sample.reward_components})
+    mask = np.zeros((num_rows, width), bool)
+    logprobs = np.zeros((num_rows, width), np.float32)
+    turn_ids = np.zeros((num_rows, width), np.int64)
+    versions = np.zeros((num_rows, width), np.int64)
+    turn_rewards = np.zeros((num_rows, num_turns), np.float32)
+    components = np.full((num_rows, len(names)), np.nan, np.float32)
+    for row, sample in enumerate(samples):
+        trained = np.flatnonzero(sample.loss_mask)
+        columns = slice(0, len(trained))
+        mask[row, columns] = True
+        logprobs[row, columns] = sample.rollout_logprobs[trained]
+        turn_ids[row, columns] = sample.turn_ids[trained]
+        versions[row, columns] = sample.policy_versions[trained]
+        turn_rewards[row, : len(sample.turn_rewards)] = sample.turn_rewards
+        for column, name in enumerate(names):
+            components[row, column] = sample.reward_components.get(name, np.nan)
+    return Batch(
+        loss_mask=torch.from_numpy(mask),
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
+        group_ids=_numbered([sample.group_id for sample in samples]),
+        trajectory_ids=_numbered([sample.trajectory_id for sample in samples]),
+        rollout_logprobs=torch.from_numpy(logprobs),
+        turn_ids=torch.from_numpy(turn_ids),
+        policy_versions=torch.from_numpy(versions),
+        current_version=current_version,
+        turn_rewards=torch.from_numpy(turn_rewards),
+        reward_components=torch.from_numpy(components) if names else None,
+        reward_names=names,
+        truncated=torch.tensor([sample.truncated for sample in samples]),
+    )
+
+
+def zero_variance(group: Group) -> str | None:
+    """Drop a group whose rewards are all equal, or of which nothing can be trained."""
+    rewards = [t.reward for t in group.trajectories if t.trainable]
+    if not rewards:
+        return "failed"
+    return "zero_variance" if max(rewards) - min(rewards) <= 1e-6 else None
+
+
+def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """What the step's rollouts looked like; every dispatched trajectory counts."""
+    trajectories = rollouts.trajectories
+    scored = [t for t in trajectories if t.trainable]
+    turns = [turn for t in trajectories for turn in t.turns]
+    rewards = np.asarray([t.reward for t in scored], np.float64)
+    metrics = {
+        "reward/mean": float(rewards.mean()) if scored else float("nan"),
+        "reward/std": float(rewards.std()) if scored else float("nan"),
+        "rollout/trajectories": len(trajectories),
+        "rollout/tokens": sum(t.num_sampled_tokens for t in trajectories),
+        "rollout/turns": _mean([len(t.turns) for t in trajectories]),
+        "rollout/tokens_per_trajectory": _mean([t.num_sampled_tokens for t in trajectories]),
+        "rollout/truncated_fraction": _mean([t.truncated for t in trajectories]),
+        "rollout/malformed_fraction": _mean([t.parse_status == "malformed" for t in turns]),
+        "rollout/error_fraction": _mean([t.error is not None for t in trajectories]),
+        "rollout/dropped_groups": sum(rollouts.dropped.values()),
+    }
+    for name in sorted({name for t in scored for name in t.reward_components}):
+        values = [t.reward_components[name] for t in scored if name in t.reward_components]
+        metrics[f"reward/{name}"] = _mean(values)
+    for name in sorted({name for t in scored for name in t.metrics}):
+        metrics[f"env/{name}"] = _mean([t.metrics[name] for t in scored if name in t.metrics])
+    for code, count in sorted(error_codes(trajectories).items()):
+        metrics[f"error/{code}"] = count
+    return metrics
+
+
+def error_codes(trajectories: Sequence[Trajectory]) -> Counter[str]:
+    return Counter(t.error.code for t in trajectories if t.error is not None)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def _numbered(names: Sequence[str]) -> torch.Tensor:
+    """Names as numbers in the order in which they first occur."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names])

@@ -1,0 +1,176 @@
+"""Log-probabilities and entropy at trained positions, without the logits of a whole batch.
+
+The language-model head is the widest layer of a small model, and most positions of an agent's
+trajectory (prompt, tool output) are not trained. Hidden states are therefore gathered before the
+head, and the head runs in chunks of positions. The backward pass needs the softmax of each chunk:
+as many as fit in `keep_bytes` are kept (3 matrix products per chunk in all), the others are
+computed again (4), so memory is traded for time smoothly.
+
+    z = (h W^T + b) / temperature        logp = z[target] - logsumexp(z)
+    dlogp/dz = onehot(target) - p        dentropy/dz = -p (log p + entropy)
+"""
+
+from __future__ import annotations
+
+import torch
+
+KEEP_BYTES = 512 * 2**20
+"""Default memory for kept softmax chunks, per call."""
+
+# Logits of one chunk. On a CPU a chunk should live in its caches, and stay below the size from
+# which the allocator returns memory to the system after every use; a GPU wants large products.
+_CHUNK_BYTES = {"cpu": 8 * 2**20}
+_CHUNK_BYTES_ELSEWHERE = 512 * 2**20
+_MIN_CHUNK_TOKENS = 64
+
+
+def trained_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+    keep_bytes: int = KEEP_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log softmax(logits / temperature) of the target tokens, natural logarithm.
+
+    Differentiable in `hidden`, `weight` and `bias` through both results; an entropy that the loss
+    does not use costs nothing in the backward pass. Under `torch.no_grad()` nothing is kept.
+
+    Args:
+        hidden: (Q, H) states after the final norm, at the positions that predict the targets.
+        weight: (V, H) of the head; `bias` (V,).
+        targets: (Q,) int64.
+        temperature: of the sampling distribution, above 0.
+        with_entropy: also return the entropy of the distribution at each position, in nats.
+        chunk_tokens: positions whose logits exist at once; None chooses by vocabulary and device.
+        keep_bytes: memory for softmax chunks kept for the backward pass.
+
+    Returns:
+        logprobs (Q,) and entropy (Q,) or None; float32 (float64 for float64 `hidden`).
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    if chunk_tokens is None:
+        chunk_bytes = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ELSEWHERE)
+        chunk_tokens = max(_MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight.shape[0]))
+    if not torch.is_grad_enabled():
+        keep_bytes = 0
+    logprobs, entropy = _TrainedLogprobs.apply(
+        hidden, weight, bias, targets, temperature, with_entropy, chunk_tokens, keep_bytes
+    )
+    return logprobs, entropy if with_entropy else None
+
+
+class _TrainedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, with_entropy, chunk_tokens, keep_bytes
+    ):
+        results = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_empty(len(targets), dtype=results)
+        entropy = hidden.new_empty(len(targets) if with_entropy else 0, dtype=results)
+        kept: list[torch.Tensor] = []
+        for number, start in enumerate(range(0, len(targets), chunk_tokens)):
+            chunk = slice(start, start + chunk_tokens)
+            logits = _logits(hidden[chunk], weight, bias, temperature)  # (C, V)
+            # With S = sum exp(z - top), the largest probability is 1 / S: it gives the
+            # normaliser without another pass over exponentials.
+            top = logits.amax(-1)
+            target_logits = logits.gather(1, targets[chunk, None]).squeeze(1)
+            probs = logits.softmax(-1)
+            log_sum = -probs.amax(-1).log()
+            logprobs[chunk] = (target_logits - top) - log_sum
+            if with_entropy:
+                logits.sub_(top[:, None])
+                entropy[chunk] = log_sum - torch.linalg.vecdot(probs, logits)
+            del logits
+            probs = probs.to(hidden.dtype)
+            # Only a leading run of chunks is kept: the last, shorter one may fit where its
+            # predecessor did not, and would then be taken for it.
+            if len(kept) == number and probs.nbytes <= keep_bytes:
+                keep_bytes -= probs.nbytes
+                kept.append(probs)
+        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, entropy, *kept)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, targets, logprobs, entropy, *kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(logprobs)
+        grad_logprobs = grad_logprobs / ctx.temperature
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy / ctx.temperature
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Sums over many chunks: in float32 whatever the weights' type.
+        grad_weight = torch.zeros_like(weight, dtype=logprobs.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=logprobs.dtype) if needs_bias else None
+
+        for number, start in enumerate(range(0, len(targets), ctx.chunk_tokens)):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            states, goals = hidden[chunk], targets[chunk, None]
+            if number < len(kept):
+                probs = kept[number]
+            else:
+                probs = _logits(states, weight, bias, ctx.temperature).softmax(-1)
+            grad = -grad_logprobs[chunk, None]
+            grad_logits = probs * grad.to(probs.dtype)  # (C, V)
+            # 1 - p[target] from the log-probability: exact where p is rounded or close to 1.
+            at_target = grad * torch.expm1(logprobs[chunk, None])
+            grad_logits.scatter_(1, goals, at_target.to(probs.dtype))
+            if grad_entropy is not None:
+                spread = torch.special.xlogy(probs, probs).addcmul_(
+                    probs, entropy[chunk, None].to(probs.dtype)
+                )
+                grad_logits.addcmul_(spread, grad_entropy[chunk, None].to(probs.dtype), value=-1)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.t(), states)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=grad_bias.dtype)
+
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """(C, V) in at least float32: 16-bit logits would carry errors of 0.03 into log-probs."""
+    logits = _product(hidden, weight.t())
+    if bias is not None:
+        logits += bias
+    if temperature != 1.0:
+        logits /= temperature
+    return logits
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A matrix product that is accumulated and returned in at least float32."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right)

@@ -1,0 +1,381 @@
+"""SPINE 2: a run, from the first rollout to the last checkpoint.
+
+    rollout -> batch -> update -> metrics -> checkpoint        once per step
+
+How this differs from the textbook loop:
+
+1. The trainer learns on the ids the engine sampled; a batch holds arrays, never text.
+2. The loss of an update is one weighted sum over all its tokens. The weights are computed before
+   it is cut into micro-batches, so the cut changes memory and speed and nothing else.
+3. With the embedded engine the sampler reads the trainer's own weights: there is no sync to wait
+   for, and the log-probs of sampler and trainer agree to rounding, which every step measures.
+4. Everything random derives from the seed and from names (task, member, turn), not from what
+   happened before, so a killed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl.algo import Batch
+from agentrl.config import RunConfig
+from agentrl.env.client import EnvClient, connect
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.evaluate import evaluate, limits_of, split_size, summarise, token_policy
+from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.rollout.log import TrajectoryLog
+from agentrl.rollout.render import Renderer
+from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource, stable_seed
+from agentrl.train import checkpoint
+from agentrl.train.batch import (
+    error_codes,
+    make_batch,
+    rollout_metrics,
+    trainable_samples,
+    zero_variance,
+)
+from agentrl.train.metrics import MetricsWriter
+from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
+from agentrl.train.optimizer import Learner
+from agentrl.train.setup import (
+    interruptible,
+    resolve_device,
+    resolve_dtype,
+    run_directory,
+    seed_everything,
+)
+from agentrl.train.update import update_policy
+from agentrl.types import JSON
+from agentrl.view.display import Display
+from agentrl.view.report import report_run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run is made of. Everything that changes from step to step is in a checkpoint."""
+
+    config: RunConfig
+    run_dir: Path
+    tokenizer: PreTrainedTokenizerBase
+    learner: Learner
+    reference: PreTrainedModel | None
+    engine: EmbeddedEngine
+    renderer: Renderer
+    env: EnvClient
+    source: TaskSource
+    scheduler: GroupScheduler
+    fingerprint: dict[str, JSON]
+
+
+def train(config: RunConfig, *, quiet: bool = False) -> Path:
+    """Do a whole run; returns its directory.
+
+    Raises:
+        AgentRLError: with the reason and the remedy. Whatever was saved before stays valid.
+    """
+    return asyncio.run(_train(config, quiet=quiet))
+
+
+async def _train(config: RunConfig, *, quiet: bool) -> Path:
+    env = connect(config.env.url or None, token=config.env.token)
+    try:
+        run = await _assemble(config, env)
+        last_step = _restore(run) if config.run.resume else 0
+        with (
+            MetricsWriter(
+                run.run_dir,
+                config.track.sinks,
+                resume_step=last_step if config.run.resume else None,
+                name=config.run.name,
+                project=config.track.project,
+                config=config.model_dump(mode="json", exclude={"env": {"token"}}),
+            ) as metrics_writer,
+            Display(config.run.num_steps, title=config.run.name, quiet=quiet) as display,
+            interruptible() as interrupted,
+            ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer") as trainer_thread,
+        ):
+            log = TrajectoryLog(run.run_dir, resume_step=last_step)
+            await _steps(
+                run, last_step, metrics_writer, log, display, interrupted, trainer_thread
+            )
+    finally:
+        await env.aclose()
+    report = report_run(run.run_dir)
+    print(f"run directory {run.run_dir}, report {report}")
+    return run.run_dir
+
+
+async def _steps(
+    run: Run,
+    last_step: int,
+    metrics_writer: MetricsWriter,
+    log: TrajectoryLog,
+    display: Display,
+    interrupted: asyncio.Event,
+    trainer_thread: ThreadPoolExecutor,
+) -> None:
+    config, learner = run.config, run.learner
+    in_thread = asyncio.get_running_loop().run_in_executor
+    saved_step = last_step
+    for step in range(last_step + 1, config.run.num_steps + 1):
+        # Rollout: the current policy plays groups of episodes.
+        started = time.perf_counter()
+        position = run.source.position
+        rollouts = await _unless(
+            interrupted,
+            run.scheduler.collect(
+                config.rollout.groups_per_step,
+                keep=zero_variance if config.rollout.drop_zero_variance else None,
+                max_waves=config.rollout.max_waves,
+                on_progress=lambda done, total: display.phase("rollout", done, total),
+            ),
+        )
+        if rollouts is None:  # interrupted: these tasks are played again on resume
+            run.source.position = position
+            step -= 1
+            break
+        if config.track.log_trajectories:
+            log.append(step, rollouts.trajectories)
+        metrics = rollout_metrics(rollouts) | {"time/rollout_s": time.perf_counter() - started}
+        _require_some_success(rollouts, step)
+
+        # Learn: one batch, one or more optimizer updates.
+        started = time.perf_counter()
+        samples = trainable_samples(rollouts.groups)
+        if samples:
+            batch = make_batch(samples, current_version=learner.num_updates)
+            try:
+                metrics |= await in_thread(
+                    trainer_thread,
+                    lambda: update_policy(
+                        learner,
+                        samples,  # noqa: B023 - awaited within the iteration
+                        batch,  # noqa: B023
+                        config.objective,
+                        config.train,
+                        temperature=config.rollout.temperature,
+                        reference=run.reference,
+                        seed=stable_seed(config.run.seed, step),  # noqa: B023
+                        on_progress=lambda done, total: display.phase("train", done, total),
+                    ),
+                )
+            except TrainingError:
+                _save_failed_batch(run.run_dir, step, batch)
+                raise
+        # Sync: the engine shares the weights, so all there is to tell is their version.
+        run.engine.policy_version = learner.num_updates
+        seconds = time.perf_counter() - started
+        num_tokens = sum(len(sample) for sample in samples)
+        metrics |= {
+            "train/samples": len(samples),
+            "train/tokens": num_tokens,
+            "train/policy_version": learner.num_updates,
+            "time/train_s": seconds,
+            "train/tokens_per_s": num_tokens / seconds,
+        }
+        metrics.setdefault("loss/policy", 0.0)
+        metrics.setdefault("loss/kl", 0.0)
+
+        if config.run.eval_every and step % config.run.eval_every == 0:
+            metrics |= await _evaluate(run, step, display)
+        metrics_writer.write(step, metrics)
+        display.step(step, metrics)
+        if step % config.run.save_every == 0 or step == config.run.num_steps:
+            saved_step = _save(run, step, display)
+        if interrupted.is_set():
+            break
+    else:
+        return
+    if interrupted.is_set():
+        if step > saved_step:
+            _save(run, step, display)
+        display.note(f"stopped after step {step}; continue with --resume")
+
+
+async def _assemble(config: RunConfig, env: EnvClient) -> Run:
+    """Build everything, in the order in which a mistake is cheapest to report."""
+    if config.inference.backend != "embedded":
+        raise ConfigError(
+            f"inference.backend = {config.inference.backend!r} can be evaluated against, but not "
+            "trained with: nothing would update its weights; use the embedded backend"
+        )
+    if config.objective.needs_critic:
+        raise ConfigError(
+            "the objective's credit 'gae' needs a critic, which agentrl train does not have yet; "
+            "choose a preset without one, such as grpo (agentrl algo list)"
+        )
+    split = config.env.split
+    size = await split_size(env, config, split)
+    tokenizer = load_tokenizer(config.model.path)
+    renderer = Renderer(
+        tokenizer, history=config.rollout.history, template_kwargs=config.rollout.template
+    )
+    run_dir = run_directory(config)
+    checkpoint.clean_leftovers(run_dir)
+    seed_everything(config.run.seed)
+    device, dtype = resolve_device(config.model.device), resolve_dtype(config.model.dtype)
+    model = load_model(config.model.path, dtype=dtype, device=device)
+    set_gradient_checkpointing(model, config.model.gradient_checkpointing)
+    reference = None
+    if "ref_logprobs" in config.objective.needs():
+        reference = load_model(config.model.path, dtype=dtype, device=device).requires_grad_(False)
+    updates_per_step = config.train.num_epochs * config.train.num_minibatches
+    learner = Learner(
+        model, config.train, total_updates=config.run.num_steps * updates_per_step
+    )
+    engine = EmbeddedEngine(model, seed=config.run.seed)
+    source = TaskSource(split, size, config.run.seed)
+    scheduler = GroupScheduler(
+        token_policy(config, engine, renderer, temperature=config.rollout.temperature),
+        env,
+        source,
+        env_id=config.env.id,
+        env_config=config.env.config,
+        group_size=config.rollout.group_size,
+        max_concurrent=config.rollout.max_concurrent,
+        limits=limits_of(config),
+        seed=config.run.seed,
+    )
+    fingerprint: dict[str, JSON] = {
+        "run.seed": config.run.seed,
+        "model.path": config.model.path,
+        "model.dtype": config.model.dtype,
+        "model.parameters": sum(p.numel() for p in model.parameters()),
+        "env.id": config.env.id,
+        "env.split": split,
+        "env.tasks": size,
+        "env.config": dict(config.env.config),
+        "rollout.groups_per_step": config.rollout.groups_per_step,
+        "rollout.group_size": config.rollout.group_size,
+        "rollout.temperature": config.rollout.temperature,
+        "objective": config.objective.model_dump(mode="json"),
+        "train.learning_rate": config.train.learning_rate,
+        "train.num_minibatches": config.train.num_minibatches,
+        "train.num_epochs": config.train.num_epochs,
+    }
+    return Run(
+        config,
+        run_dir,
+        tokenizer,
+        learner,
+        reference,
+        engine,
+        renderer,
+        env,
+        source,
+        scheduler,
+        fingerprint,
+    )
+
+
+def _restore(run: Run) -> int:
+    """Load the newest good checkpoint; returns its step."""
+    state = checkpoint.resume(
+        run.run_dir,
+        fingerprint=run.fingerprint,
+        model=run.learner.model,
+        optimizer=run.learner.optimizer,
+        force=run.config.run.force_resume,
+    )
+    run.source.position = int(state.data_position["position"])
+    run.learner.num_updates = state.policy_version
+    run.learner.num_skipped = int(state.extra["num_skipped"])
+    run.learner.num_skipped_in_a_row = int(state.extra["num_skipped_in_a_row"])
+    run.engine.policy_version = state.policy_version
+    return state.step
+
+
+def _save(run: Run, step: int, display: Display) -> int:
+    """Write a checkpoint; a full disk is a warning, because the run itself is still good."""
+    display.phase("checkpoint", 0, 1)
+    learner = run.learner
+    state = checkpoint.capture_state(
+        step=step,
+        policy_version=learner.num_updates,
+        fingerprint=run.fingerprint,
+        model=learner.model,
+        optimizer=learner.optimizer,
+        data_position={"position": run.source.position},
+        extra={
+            "num_skipped": learner.num_skipped,
+            "num_skipped_in_a_row": learner.num_skipped_in_a_row,
+        },
+        tokenizer=run.tokenizer,
+    )
+    try:
+        checkpoint.save_checkpoint(run.run_dir, state, keep=run.config.run.keep_checkpoints)
+    except checkpoint.CheckpointNotSaved as error:
+        logger.warning("%s", error)
+        display.note(f"warning: {error}")
+    return step
+
+
+async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
+    config = run.config
+    rollouts = await evaluate(
+        config,
+        token_policy(config, run.engine, run.renderer, temperature=config.eval.temperature),
+        run.env,
+        id_prefix=f"eval{step:06d}-",
+        on_progress=lambda done, total: display.phase("eval", done, total),
+    )
+    statistics = summarise(rollouts, config)
+    if statistics is None:
+        return {"eval/error_fraction": 1.0}
+    metrics = {
+        f"eval/avg@{statistics.samples_per_task}": statistics.average.value,
+        "eval/error_fraction": sum(error_codes(rollouts.trajectories).values())
+        / len(rollouts.trajectories),
+    }
+    return metrics | {f"eval/pass@{k}": e.value for k, e in statistics.pass_at.items()}
+
+
+async def _unless(interrupted: asyncio.Event, work) -> RolloutBatch | None:
+    """The result of `work`, or None if the interruption came first; then `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    signal = asyncio.ensure_future(interrupted.wait())
+    await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
+    signal.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+        return None
+    return task.result()
+
+
+def _require_some_success(rollouts: RolloutBatch, step: int) -> None:
+    """Stop when nothing at all could be played: that is a broken setup, not a bad policy.
+
+    Raises:
+        TrainingError: every trajectory of the step failed; names the most common reason.
+    """
+    failed = [t for t in rollouts.trajectories if t.error is not None]
+    if failed and len(failed) == len(rollouts.trajectories):
+        code, count = error_codes(failed).most_common(1)[0]
+        example = next(t.error for t in failed if t.error and t.error.code == code)
+        raise TrainingError(
+            f"all {len(failed)} trajectories of step {step} failed, {count} of them during "
+            f"{example.stage} with {code}: {example.message}"
+        )
+
+
+def _save_failed_batch(run_dir: Path, step: int, batch: Batch) -> None:
+    """Keep what the optimizer could not digest, for a post-mortem."""
+    tensors = {
+        name: value.contiguous()
+        for name in ("loss_mask", "rewards", "group_ids", "rollout_logprobs", "advantages")
+        if (value := getattr(batch, name)) is not None
+    }
+    save_file(tensors, run_dir / "failed_batch.safetensors")
+    (run_dir / "failed_batch.json").write_text(json.dumps({"step": step}) + "\n")

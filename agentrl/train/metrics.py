@@ -1,0 +1,303 @@
+"""Metrics of a run: one JSON object per optimizer step in `metrics.jsonl`, and optional trackers.
+
+    {"step": 12, "reward/mean": 0.4375, "train/loss": -0.0021, ...}
+
+The file is the record: floats round-trip exactly, every line reaches the disk whole before the next
+step starts, and a resumed run continues it as if it had never been interrupted. TensorBoard, wandb
+and trackio are copies of it for the eye.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, SupportsFloat
+
+from agentrl.errors import ConfigError, DataError
+from agentrl.types import JSON
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+NUM_NON_FINITE = "log/num_non_finite"
+"""Key that counts the values of a line that were NaN or infinite; absent when there were none."""
+
+SinkName = Literal["tensorboard", "wandb", "trackio"]
+
+
+class Sink(Protocol):
+    """A copy of the metrics somewhere else."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends to `run_dir/metrics.jsonl` and to every sink. A context manager.
+
+    Args:
+        run_dir: created if missing.
+        sinks: names of trackers.
+        resume_step: continue a run whose checkpoint is of this step: later lines, and a last line
+            that a kill cut short, are removed first. None starts a new file.
+        name, project: how the run is called in wandb and trackio.
+        config: the run's configuration, shown there.
+
+    Raises:
+        ConfigError: a sink's package is not installed, or a new run finds an old file.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        sinks: Iterable[SinkName] = (),
+        resume_step: int | None = None,
+        *,
+        name: str | None = None,
+        project: str = "agentrl",
+        config: Mapping[str, JSON] | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = self.run_dir / METRICS_FILE
+        if resume_step is not None:
+            _truncate(self.path, resume_step)
+        elif self.path.exists() and self.path.stat().st_size:
+            raise ConfigError(
+                f"{self.path} already holds the metrics of a run; continue it with --resume, or "
+                "choose another --run.dir"
+            )
+        self._sinks = [
+            make_sink(
+                sink,
+                self.run_dir,
+                resume_step=resume_step,
+                name=name or self.run_dir.name,
+                project=project,
+                config=dict(config or {}),
+            )
+            for sink in sinks
+        ]
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Append one step. Values are numbers, or anything `float()` takes such as 0-d arrays.
+
+        JSON has no NaN and no infinity: such a value becomes null and is counted under
+        `log/num_non_finite`; sinks do not receive it.
+        """
+        line: dict[str, JSON] = {"step": step}
+        num_non_finite = 0
+        for key, value in metrics.items():
+            number = value if type(value) is int else float(value)
+            if math.isfinite(number):
+                line[key] = number
+            else:
+                line[key] = None
+                num_non_finite += 1
+        if num_non_finite:
+            line[NUM_NON_FINITE] = num_non_finite
+        # One unbuffered write: a kill leaves a whole line or, at worst, a last one without its
+        # newline, which readers drop.
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        os.fsync(self._file.fileno())
+        finite: dict[str, float] = {
+            key: value
+            for key, value in line.items()
+            if key != "step" and isinstance(value, int | float)
+        }
+        for sink in self._sinks:
+            sink.log(step, finite)
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of `run_dir/metrics.jsonl` in order: `step` (int) and numbers, null as None.
+
+    A last line without its newline (the run was killed, or is just writing it) is left out.
+
+    Raises:
+        DataError: the file is missing, or a line is not a metrics object; names the line.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: is {run_dir} a run directory?") from None
+    return _parse(path, content)
+
+
+def _parse(path: Path, content: bytes) -> list[dict[str, Any]]:
+    lines = content.split(b"\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise DataError(f"{path}:{number} is not a metrics line: it has no integer 'step'")
+        rows.append(row)
+    return rows
+
+
+def _truncate(path: Path, resume_step: int) -> None:
+    """Keep the lines of steps up to `resume_step`, byte for byte, in one atomic replacement."""
+    if not path.exists():
+        logger.warning("%s is missing: the metrics up to step %d are lost", path, resume_step)
+        return
+    content = path.read_bytes()
+    rows = _parse(path, content)
+    kept = [
+        line
+        for line, row in zip(content.split(b"\n"), rows, strict=False)
+        if row["step"] <= resume_step
+    ]
+    new = b"".join(line + b"\n" for line in kept)
+    if new == content:
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(new)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def make_sink(
+    sink: SinkName,
+    run_dir: Path,
+    *,
+    resume_step: int | None,
+    name: str,
+    project: str,
+    config: dict[str, JSON],
+) -> Sink:
+    """Open a tracker under `run_dir`. See `MetricsWriter`."""
+    if sink == "tensorboard":
+        return TensorBoardSink(run_dir, resume_step)
+    if sink == "wandb":
+        return WandbSink(run_dir, resume_step, name, project, config)
+    if sink == "trackio":
+        return TrackioSink(run_dir, resume_step, name, project, config)
+    raise ConfigError(
+        f"track.sinks: unknown sink {sink!r}; there are 'tensorboard', 'wandb' and 'trackio'"
+    )
+
+
+class TensorBoardSink:
+    """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir`."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", error) from error
+        # purge_step tells TensorBoard to hide what the killed run wrote after the checkpoint.
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A wandb run whose identity is kept in `run_dir/wandb_id`, so that resuming continues it.
+
+    Every setting of wandb's own (WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, ...) holds. Only when no
+    mode is set and nobody is logged in, it runs offline instead of asking on the terminal; `wandb
+    sync` uploads it later.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        resume_step: int | None,
+        name: str,
+        project: str,
+        config: dict[str, JSON],
+    ) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing("wandb", error) from error
+        id_file = run_dir / "wandb_id"
+        if resume_step is None or not id_file.exists():
+            id_file.write_text(secrets.token_hex(8))
+        mode = None
+        if "WANDB_MODE" not in os.environ and wandb.api.api_key is None:
+            mode = "offline"
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=id_file.read_text().strip(),
+            dir=str(run_dir),
+            config=config,
+            resume="allow",
+            mode=mode,
+        )
+        # wandb's own step may not go back, which a resumed run does; its plots can use any key.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """A trackio run, kept where trackio keeps its data (TRACKIO_DIR)."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        resume_step: int | None,
+        name: str,
+        project: str,
+        config: dict[str, JSON],
+    ) -> None:
+        try:
+            import trackio  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing("trackio", error) from error
+        resume = "never" if resume_step is None else "allow"
+        self._run = trackio.init(project=project, name=name, config=config, resume=resume)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _missing(package: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"track.sinks: {package} is not installed ({error}); run pip install 'agentrl[track]'"
+    )

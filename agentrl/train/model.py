@@ -1,0 +1,253 @@
+"""The policy as a transformers model: loading it, and its log-probs on packed rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from agentrl.errors import ConfigError
+from agentrl.train.attention import ATTENTION_NAME, packed_kwargs, require_full_attention
+from agentrl.train.head import trained_logprobs
+from agentrl.train.plan import MicroBatch, pack
+from agentrl.types import Sample
+
+_DROPOUT_KEY = re.compile(r"dropout|_pdrop$")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that can render chats.
+
+    Args:
+        path: a local directory, or a name on the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing there, no tokenizer in it, or a tokenizer without a chat template.
+    """
+    _require_model_files(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {path} has no readable tokenizer ({_first_line(error)}); save one into it "
+            "with tokenizer.save_pretrained"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of model {path} has no chat template; choose an instruction-tuned "
+            "model, or add a chat_template.jinja file to its directory"
+        )
+    return tokenizer
+
+
+def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """Load a causal language model whose forward pass accepts packed rows.
+
+    The model comes in training mode; its configuration has no dropout, so old and live log-probs
+    are computed by the same function. Gradient checkpointing is off.
+
+    Args:
+        path: a local directory, or a name on the Hugging Face hub.
+
+    Raises:
+        ConfigError: nothing there, no chat template, or a model the trainer cannot be exact on
+            (see `require_supported` and `require_exact`).
+    """
+    load_tokenizer(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        require_supported(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {path} cannot be loaded ({_first_line(error)}); it must hold a config.json of "
+            "a causal language model and its safetensors weights"
+        ) from error
+    if not model._supports_attention_backend:
+        raise ConfigError(
+            f"{type(model).__name__} does not look its attention function up by name; choose a "
+            "model that supports transformers' AttentionInterface"
+        )
+    model.to(torch.device(device))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    model.train()
+    require_exact(model)
+    return model
+
+
+def require_supported(config: PretrainedConfig) -> None:
+    """Refuse models on which the trainer's log-probs would differ from the engine's.
+
+    Raises:
+        ConfigError: attention other than full causal attention, dropout, or capped logits.
+    """
+    require_full_attention(config)
+    for key, value in config.to_dict().items():
+        if _DROPOUT_KEY.search(key) and isinstance(value, int | float) and value > 0:
+            raise ConfigError(
+                f"{config.model_type} sets {key} = {value}, but the policy that learns must be the "
+                f"policy that sampled; set {key} to 0 in the model's config.json"
+            )
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if getattr(config, key, None):
+            raise ConfigError(
+                f"{config.model_type} sets {key} = {getattr(config, key)}, which the trainer's "
+                "head does not compute; choose a model without capped logits"
+            )
+
+
+def require_exact(model: PreTrainedModel) -> None:
+    """Compare the packed path with the model's own forward pass on two short segments.
+
+    Families differ in what surrounds attention and head (scaled or capped logits, layers that do
+    not hand keyword arguments on); whatever the trainer does not know of shows here.
+
+    Raises:
+        ConfigError: the log-probs differ by more than rounding.
+    """
+    vocab_size = _head(model).weight.shape[0]
+    segments = [torch.arange(13, 13 + 7919 * length, 7919) % vocab_size for length in (9, 6)]
+    samples = [_bare_sample(ids.numpy()) for ids in segments]
+    with torch.no_grad():
+        try:
+            logprobs, _ = sample_logprobs(model, pack(samples, [0, 1]), temperature=1.0)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{type(model).__name__} cannot run on packed rows ({_first_line(error)}); choose "
+                "a plain decoder such as Qwen3 or Llama"
+            ) from error
+        expected = [
+            model(ids[None].to(model.device))
+            .logits[0, :-1]
+            .float()
+            .log_softmax(-1)
+            .gather(1, ids[1:, None].to(model.device))
+            .squeeze(1)
+            for ids in segments
+        ]
+    difference = (logprobs - torch.cat(expected)).abs().mean().item()
+    # A 16-bit model's own logits are rounded to about 1/256 of their size.
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not difference < tolerance:
+        raise ConfigError(
+            f"log-probs of {type(model).__name__} on packed rows differ from its own forward pass "
+            f"by {difference:.2g}: the family scales its logits or attends in a way the trainer "
+            "does not know; choose a plain decoder such as Qwen3 or Llama"
+        )
+
+
+def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
+    """Recompute each layer's activations in the backward pass: about a third more time, and
+    activation memory that grows with one layer instead of all."""
+    if enabled:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def backbone_hidden(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
+    """Hidden states of every packed position after the final norm: (N, hidden_size)."""
+    device = model.device
+    segments = packed_kwargs(micro.segment_lengths)
+    output = model.get_decoder()(
+        input_ids=torch.from_numpy(micro.input_ids)[None].to(device),
+        position_ids=torch.from_numpy(micro.position_ids)[None].to(device),
+        use_cache=False,
+        **segments,
+    )
+    return output.last_hidden_state[0]
+
+
+def sample_logprobs(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of a micro-batch's trained tokens under the model, on the model's device.
+
+    Args:
+        temperature: the one the tokens were sampled with.
+
+    Returns:
+        logprobs (Q,) float32 and, if asked for, the entropy (Q,) float32 in nats; both with
+        gradients unless under `torch.no_grad()`.
+    """
+    head = _head(model)
+    hidden = backbone_hidden(model, micro)
+    return trained_logprobs(
+        hidden[torch.from_numpy(micro.trained_index).to(hidden.device)],
+        head.weight,
+        torch.from_numpy(micro.targets).to(hidden.device),
+        bias=head.bias,
+        temperature=temperature / _logit_factor(model.config),
+        with_entropy=with_entropy,
+    )
+
+
+def trained_matrix(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    """Values (Q,) of trained tokens as a matrix (num_rows, max_trained), padded with 0."""
+    matrix = values.new_zeros(micro.num_rows, micro.max_trained)
+    index = (torch.from_numpy(micro.row_of), torch.from_numpy(micro.column_of))
+    return matrix.index_put(tuple(part.to(values.device) for part in index), values)
+
+
+def _head(model: PreTrainedModel) -> torch.nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__} has no linear language-model head; choose a causal language "
+            "model such as Qwen3 or Llama"
+        )
+    return head
+
+
+def _logit_factor(config: PretrainedConfig) -> float:
+    """What the family multiplies its logits with after the head."""
+    factor = getattr(config, "logit_scale", None)  # Cohere
+    if factor is None and config.model_type.startswith("granite"):
+        factor = 1.0 / config.logits_scaling
+    return 1.0 if factor is None else factor
+
+
+def _bare_sample(token_ids: np.ndarray) -> Sample:
+    """Every token after the first is trained; nothing else is known."""
+    return Sample(
+        token_ids=token_ids,
+        loss_mask=(np.arange(len(token_ids)) > 0).astype(np.uint8),
+        rollout_logprobs=np.zeros(len(token_ids), np.float32),
+        policy_versions=np.zeros(len(token_ids), np.int32),
+        turn_ids=np.zeros(len(token_ids), np.int32),
+        trajectory_id="",
+        group_id="",
+        reward=0.0,
+        turn_rewards=np.zeros(1, np.float32),
+    )
+
+
+def _require_model_files(path: str) -> None:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"model directory {path} has no config.json; is it a model?")
+    elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise ConfigError(
+            f"model directory {path} does not exist; give an existing directory or a Hugging Face "
+            "name such as Qwen/Qwen3-0.6B"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,113 @@
+"""What a run needs before its first step: a directory, a device, seeds, a way to be interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+
+
+def run_directory(config: RunConfig) -> Path:
+    """Create or find the run directory and write `config.toml` into it.
+
+    A new run never touches an old one: `runs/<name>` that is in use becomes `runs/<name>-2`, and
+    so on; an explicit `run.dir` in use is an error. `run.resume` takes the newest of them.
+
+    Raises:
+        ConfigError: the directory is in use, or nothing is there to resume.
+    """
+    candidates = _numbered(config)
+    used = [path for path in candidates if (path / "metrics.jsonl").exists()]
+    if config.run.resume:
+        if not used:
+            raise ConfigError(
+                f"--resume: no run under {config.run.path}; start it without --resume, or name "
+                "its directory with --run.dir"
+            )
+        run_dir = used[-1]
+    elif config.run.dir is not None and used:
+        raise ConfigError(
+            f"{config.run.dir} already holds a run; continue it with --resume, or choose another "
+            "--run.dir"
+        )
+    else:
+        run_dir = candidates[-1] if used else config.run.path
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = run_dir / ".config.toml.partial"
+    partial.write_text(config.to_toml())
+    os.replace(partial, run_dir / "config.toml")
+    return run_dir
+
+
+def _numbered(config: RunConfig) -> list[Path]:
+    """The directories that exist for this name, in order, and the next free one."""
+    first = config.run.path
+    if config.run.dir is not None:
+        return [first]
+    paths, number = [first], 1
+    while paths[-1].exists():
+        number += 1
+        paths.append(first.with_name(f"{first.name}-{number}"))
+    return paths
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one.
+
+    Raises:
+        ConfigError: a GPU was asked for and torch sees none.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device = 'cuda', but torch sees no GPU; install a CUDA build of torch, or set "
+            "model.device = 'cpu'"
+        )
+    return torch.device(device)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def interruptible() -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second ends the process as usual."""
+    requested = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def first() -> None:
+        requested.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, first)
+    except (RuntimeError, ValueError, NotImplementedError):
+        # Not the main thread, or a platform without signals: nothing can be asked for.
+        yield requested
+        return
+    try:
+        yield requested
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

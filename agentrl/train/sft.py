@@ -1,0 +1,190 @@
+"""Supervised fine-tuning on demonstrations: the cold start that reinforcement learning begins from.
+
+Dialogues are tokenised turn by turn through the rollout's renderer, so a demonstration has the
+same ids, turn borders included, as a rollout of the same words would have. Only assistant turns
+are trained, each with its close token.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl.config import TrainSection
+from agentrl.errors import ConfigError, DataError
+from agentrl.rollout.render import Renderer
+from agentrl.train.model import load_model, load_tokenizer, sample_logprobs
+from agentrl.train.optimizer import Learner
+from agentrl.train.plan import pack, plan_micro_batches
+from agentrl.train.setup import resolve_device, resolve_dtype
+from agentrl.types import Message, Sample, TokenRow, ToolSpec
+
+
+@dataclass(slots=True, frozen=True)
+class SFTResult:
+    first_loss: float
+    last_loss: float
+    """Mean negative log-likelihood per trained token of the first and last update, nats."""
+    num_updates: int
+    num_dropped: int
+    """Dialogues longer than max_tokens."""
+
+
+def sft(
+    demonstrations: Path,
+    *,
+    model_path: str,
+    out: Path,
+    num_epochs: int = 1,
+    batch_size: int = 32,
+    learning_rate: float = 1e-5,
+    warmup_steps: int = 10,
+    token_budget: int = 8192,
+    max_tokens: int = 4096,
+    device: str = "auto",
+    save_dtype: str = "float32",
+    seed: int = 1,
+) -> SFTResult:
+    """Tune a model on demonstrations and save it, tokenizer included, to `out`.
+
+    Raises:
+        DataError: the file is missing or empty, or a line of it is not a dialogue.
+        ConfigError: the model cannot be loaded.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is not empty; remove it or choose another directory")
+    tokenizer = load_tokenizer(model_path)
+    renderer = Renderer(tokenizer)
+    samples = []
+    for number, (messages, tools) in enumerate(read_demonstrations(demonstrations), 1):
+        samples.append(dialogue_to_sample(renderer, messages, tools, f"line-{number}"))
+    kept = [sample for sample in samples if len(sample) <= max_tokens]
+    if not kept:
+        raise DataError(
+            f"{demonstrations}: all {len(samples)} dialogues are longer than --max-tokens "
+            f"{max_tokens}; raise it"
+        )
+    model = load_model(model_path, dtype=resolve_dtype("float32"), device=resolve_device(device))
+    updates_per_epoch = -(-len(kept) // batch_size)
+    learner = Learner(
+        model,
+        TrainSection(
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            lr_schedule="cosine",
+            betas=(0.9, 0.95),
+        ),
+        total_updates=num_epochs * updates_per_epoch,
+    )
+    losses: list[float] = []
+    with Progress(
+        TextColumn("sft"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TimeRemainingColumn(),
+    ) as progress:
+        bar = progress.add_task("sft", total=num_epochs * updates_per_epoch, loss=float("nan"))
+        for epoch in range(num_epochs):
+            order = list(range(len(kept)))
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+            for start in range(0, len(order), batch_size):
+                batch = [kept[index] for index in order[start : start + batch_size]]
+                losses.append(_update(learner, batch, token_budget))
+                progress.update(bar, advance=1, loss=losses[-1])
+    _save(model, tokenizer, out, save_dtype)
+    return SFTResult(losses[0], losses[-1], len(losses), len(samples) - len(kept))
+
+
+def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]]:
+    """Dialogues of a JSONL file, each `{"messages": [...], "tools": [...]}` (tools optional).
+
+    Raises:
+        DataError: naming file, line and what is wrong.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    dialogues = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{path}:{number}: not valid JSON: {error}") from None
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if not isinstance(messages, list) or not messages:
+            raise DataError(f'{path}:{number}: no "messages"; a line is {{"messages": [...]}}')
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise DataError(f'{path}:{number}: every message needs "role" and "content"')
+        if messages[0]["role"] == "assistant" or not any(
+            message["role"] == "assistant" for message in messages
+        ):
+            raise DataError(
+                f"{path}:{number}: a dialogue starts with another role and holds at least one "
+                "assistant message"
+            )
+        dialogues.append((messages, row.get("tools") or []))
+    if not dialogues:
+        raise DataError(f"{path}: the file is empty")
+    return dialogues
+
+
+def dialogue_to_sample(
+    renderer: Renderer, messages: list[Message], tools: list[ToolSpec], name: str
+) -> Sample:
+    """One dialogue as a token row: assistant turns with mask 1, everything else with 0.
+
+    Messages after the last assistant turn are left out: nothing of them would be trained.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    row = TokenRow()
+    row.append_context(renderer.prompt(messages[: turns[0]], tools), 0)
+    for turn_id, index in enumerate(turns):
+        ids = renderer.assistant_turn(messages[index])
+        row.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn_id)
+        if turn_id + 1 < len(turns):
+            observation = messages[index + 1 : turns[turn_id + 1]]
+            row.append_context(renderer.suffix(observation, closed=True), turn_id + 1)
+    return Sample(
+        **row.arrays(),
+        trajectory_id=name,
+        group_id=name,
+        reward=0.0,
+        turn_rewards=np.zeros(len(turns), np.float32),
+    )
+
+
+def _update(learner: Learner, batch: list[Sample], token_budget: int) -> float:
+    num_trained = sum(sample.num_trained for sample in batch)
+    total = 0.0
+    for rows in plan_micro_batches([len(sample) for sample in batch], token_budget):
+        logprobs, _ = sample_logprobs(learner.model, pack(batch, rows), temperature=1.0)
+        loss = -logprobs.sum() / num_trained
+        loss.backward()
+        total += float(loss.detach())
+    learner.step()
+    return total if np.isfinite(total) else float("nan")
+
+
+def _save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: str
+) -> None:
+    """Write the model directory under a hidden name and rename it, so that it is whole or absent."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.to(resolve_dtype(dtype)).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)

@@ -1,0 +1,163 @@
+"""What the terminal display and the report have in common: which metrics matter, how to write
+their numbers, and curves as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+KEY_METRICS: dict[str, str] = {
+    "reward/mean": "reward",
+    "reward/std": "reward std",
+    "loss/policy": "loss",
+    "loss/kl": "kl",
+    "policy/kl": "kl",
+    "policy/entropy": "entropy",
+    "train/grad_norm": "grad norm",
+    "rollout/error_fraction": "errors",
+    "rollout/truncated_fraction": "truncated",
+    "train/tokens_per_s": "tokens/s",
+}
+"""Metric -> short name, most telling first. Those that a run does not have are skipped."""
+
+REWARD = "reward/mean"
+
+
+def number(value: object) -> float | None:
+    """`value` as a finite float, else None (a missing, null or non-finite metric)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def series(metrics: Sequence[Mapping[str, object]], key: str) -> list[tuple[int, float]]:
+    """(step, value) of every line of metrics.jsonl that has a finite `key`."""
+    points = []
+    for row in metrics:
+        value, step = number(row.get(key)), row.get("step")
+        if value is not None and isinstance(step, int):
+            points.append((step, value))
+    return points
+
+
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average without the start-up bias towards the first value.
+
+    The weights of the past are weight**age, normalised by their sum (the debiasing of Adam,
+    Kingma and Ba, 2015, section 3).
+    """
+    total = normaliser = 0.0
+    result = []
+    for value in values:
+        total = weight * total + (1 - weight) * value
+        normaliser = weight * normaliser + (1 - weight)
+        result.append(total / normaliser)
+    return result
+
+
+def short_number(value: float) -> str:
+    """At most 4 significant digits and about 7 characters: 0.4375, -0.0021, 1.2e-06, 12.4k."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    if size < 10:
+        return f"{value:.4f}".rstrip("0").rstrip(".") if size < 1 else f"{value:.3g}"
+    if size < 1000:
+        return f"{value:.3g}" if size < 100 else f"{value:.0f}"
+    for unit, scale in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        if size < 999.5 * scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3:07 (minutes:seconds), 2:03:07."""
+    whole = max(0, round(seconds))
+    minutes, secs = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{secs:02d}"
+    return f"{minutes}:{secs:02d}" if minutes else f"{secs} s"
+
+
+def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
+    """About `target` round numbers (1, 2 or 5 times a power of ten) that span [low, high]."""
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    raw = (high - low) / max(1, target - 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def binned(values: Sequence[float], num_bins: int) -> list[float]:
+    """`values` averaged into at most `num_bins` neighbours of nearly equal size."""
+    if len(values) <= num_bins:
+        return list(values)
+    edges = [round(index * len(values) / num_bins) for index in range(num_bins + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def text_plot(
+    points: Sequence[tuple[int, float]], *, width: int, height: int, ascii_only: bool = False
+) -> list[str]:
+    """A line plot of (step, value) as `height` lines of text plus an axis, `width` columns wide.
+
+    Braille characters give 2 x 4 dots per character; with `ascii_only` one star per character.
+    Returns [] without two points.
+    """
+    if len(points) < 2 or height < 2:
+        return []
+    values = [value for _, value in points]
+    ticks = nice_ticks(min(values), max(values), target=max(2, height // 2))
+    low, high = ticks[0], ticks[-1]
+    labels = {round((high - t) / (high - low) * (height - 1)): short_number(t) for t in ticks}
+    margin = max(len(label) for label in labels.values())
+    columns = max(2, width - margin - 2)
+    across, down = (1, 1) if ascii_only else (2, 4)
+    dots = _line_dots(values, low, high, columns * across, height * down)
+    corner, side, flat = ("+", "|", "-") if ascii_only else ("└", "┤", "─")
+    lines = []
+    for row in range(height):
+        cells = "".join(_cell(dots, row, column, ascii_only) for column in range(columns))
+        edge = side if row in labels or ascii_only else "│"
+        lines.append(f"{labels.get(row, ''):>{margin}} {edge}{cells}".rstrip())
+    first, last = str(points[0][0]), f"step {points[-1][0]}"
+    lines.append(f"{'':>{margin}} {corner}{flat * columns}")
+    lines.append(f"{'':>{margin}}  {first}{last:>{columns - len(first)}}")
+    return lines
+
+
+def _line_dots(
+    values: Sequence[float], low: float, high: float, columns: int, rows: int
+) -> set[tuple[int, int]]:
+    """(column, row) of every dot of the connected line, row 0 on top."""
+    values = binned(values, columns)
+    places = [
+        (
+            round(index * (columns - 1) / (len(values) - 1)),
+            round((high - value) / (high - low) * (rows - 1)),
+        )
+        for index, value in enumerate(values)
+    ]
+    dots = set(places)
+    for (x0, y0), (x1, y1) in pairwise(places):
+        length = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for i in range(length + 1):
+            dots.add((round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length)))
+    return dots
+
+
+def _cell(dots: set[tuple[int, int]], row: int, column: int, ascii_only: bool) -> str:
+    if ascii_only:
+        return "*" if (column, row) in dots else " "
+    # The bits of a braille pattern, by (column, row) within its 2 x 4 dots.
+    bits = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+    pattern = sum(
+        bits[x][y] for x in (0, 1) for y in range(4) if (2 * column + x, 4 * row + y) in dots
+    )
+    return chr(0x2800 + pattern) if pattern else " "

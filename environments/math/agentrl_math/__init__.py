@@ -1,0 +1,3 @@
+from agentrl_math.env import MathEnvironment
+
+__all__ = ["MathEnvironment"]

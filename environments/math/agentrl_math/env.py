@@ -1,0 +1,224 @@
+"""Math problems with one final answer, in a single turn or with a calculator.
+
+The task sets, the calculator and the grader stand in modules of their own; this one says how an
+episode goes. An agent's turn without a tool call is its final answer: it is graded and the episode
+ends. References are read by the grader only and never shown.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from agentrl.env.base import EnvConfig, Environment, load_config
+from agentrl.env.registry import register
+from agentrl.env.tools import tool
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import JSON, Action, Message, StepResult, Task
+from agentrl_math.calculator import calculate, show
+from agentrl_math.tasks import Arithmetic, Keys, TaskSet, load_rows
+from agentrl_rewards.math import Equivalence, extract_answer, grade_async
+
+DEFAULT_INSTRUCTION = "Put the final answer on the last line, after `####`."
+
+
+class MathConfig(EnvConfig):
+    """Where tasks come from, how they are asked and how answers are judged."""
+
+    source: str | dict[str, str] = "arithmetic"
+    """`arithmetic` (generated), `sample` (ten word problems), a .jsonl or .parquet file, a folder
+    of them (one split per file), a table from split to file, or a Hugging Face name such as
+    `openai/gsm8k`."""
+    subset: str | None = None
+    """Configuration of a Hugging Face dataset; `main` for openai/gsm8k."""
+    input_key: str = "question"
+    """Column with the question: a text, or chat messages that end with the user's."""
+    label_key: str = "answer"
+    """Column with the reference: bare, after `####`, or in `\\boxed{}`."""
+    metadata_key: str | None = None
+    """Column with an object, or its JSON text, that becomes the task's metadata."""
+
+    operators: str = "+-*"
+    """Arithmetic: any of `+`, `-` and `*`."""
+    min_digits: int = Field(1, ge=1, le=50)
+    digits: int = Field(2, ge=1, le=50)
+    """Arithmetic: each number has `min_digits` to `digits` digits, every length equally often."""
+    num_tasks: int | None = Field(None, ge=1)
+    """Arithmetic: size of the `train` split; None is endless."""
+    num_test_tasks: int = Field(200, ge=1)
+    """Arithmetic: size of the `test` split."""
+    seed: int = 0
+    """Arithmetic: another seed draws other tasks, of the same disjoint splits."""
+
+    instruction: str = DEFAULT_INSTRUCTION
+    """Put under every question, after an empty line; an empty text leaves the bare question."""
+    system_prompt: str | None = None
+
+    tools: bool = False
+    """Offer a calculator; the agent may then use several turns."""
+    max_tool_calls: int = Field(8, ge=1)
+    """Further calls are answered by a request for the final answer."""
+
+    equivalence: Equivalence | None = None
+    """What equals the reference: `literal`, `numeric` or `symbolic` (see agentrl_rewards.math).
+    None: literal for arithmetic, so that the question is no answer; numeric for `sample` and
+    openai/gsm8k; else symbolic."""
+    require_marker: bool = True
+    """False judges the whole text where it holds no `####`, `\\boxed{}` or `<answer>`."""
+    format_weight: float = Field(0.0, ge=0.0, le=1.0)
+    """Reward for a marked answer, right or wrong; 1.0 is the reward for a right one."""
+    grade_timeout_s: float = Field(2.0, gt=0, le=30)
+    """Deadline of one symbolic comparison."""
+
+    @field_validator("operators")
+    @classmethod
+    def _known_operators(cls, operators: str) -> str:
+        if not operators or set(operators) - set("+-*"):
+            raise ValueError(f"'{operators}' must be one or more of + - *")
+        return operators
+
+    @model_validator(mode="after")
+    def _digits_in_order(self) -> MathConfig:
+        if self.min_digits > self.digits:
+            raise ValueError(f"min_digits {self.min_digits} is above digits {self.digits}")
+        return self
+
+
+@register("math", max_sessions=4096)
+class MathEnvironment(Environment):
+    Config = MathConfig
+
+    def __new__(cls, config: Any = None, *, shared: object = None) -> MathEnvironment:
+        # Tools belong to a class, so the configuration chooses between two.
+        if cls is MathEnvironment and load_config(cls, config).tools:
+            return object.__new__(CalculatorMathEnvironment)
+        return super().__new__(cls)
+
+    @classmethod
+    def load_shared(cls, config: MathConfig) -> TaskSet:
+        """The task set of a configuration.
+
+        Raises:
+            ConfigError: a package that grading or loading needs is missing, or the source is odd.
+            DataError: the source can't be read or breaks the row format.
+        """
+        if equivalence_of(config) == "symbolic" and not importlib.util.find_spec("math_verify"):
+            raise ConfigError(
+                "symbolic grading needs math-verify: pip install 'agentrl[math]', or set "
+                "equivalence to 'numeric'"
+            )
+        if config.source == "arithmetic":
+            return Arithmetic(
+                config.operators,
+                config.min_digits,
+                config.digits,
+                config.num_tasks,
+                config.num_test_tasks,
+                config.seed,
+            )
+        keys = Keys(config.input_key, config.label_key, config.metadata_key)
+        return load_rows(config.source, config.subset, keys)
+
+    def splits(self) -> dict[str, int | None]:
+        return self.shared.splits()
+
+    def get(self, split: str, index: int) -> Task:
+        return self.shared.get(split, index)
+
+    async def reset(self, task: Task, *, seed: int) -> list[Message]:
+        if isinstance(task.reference, bool) or not isinstance(task.reference, str | int | float):
+            raise EnvError(
+                f"task {task.id} needs a reference answer: a text or a number",
+                code="invalid_request",
+                status=422,
+            )
+        self.system_prompt = self.config.system_prompt
+        if isinstance(task.prompt, str):
+            messages: list[Message] = [{"role": "user", "content": task.prompt}]
+        else:
+            messages = [message.copy() for message in task.prompt]
+        if self.config.instruction:
+            messages[-1]["content"] += f"\n\n{self.config.instruction}"
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        return await self._judge(action.text)
+
+    async def _judge(self, text: str) -> StepResult:
+        """Grade the final answer and end the episode.
+
+        Raises:
+            GraderError: the grader failed; the episode has no reward.
+        """
+        result = await grade_async(
+            text,
+            str(self.task.reference),
+            equivalence=equivalence_of(self.config),
+            require_marker=self.config.require_marker,
+            deadline_s=self.config.grade_timeout_s,
+        )
+        marked = float(extract_answer(text) is not None)
+        info: dict[str, JSON] = {"extracted": result.extracted, "method": result.method}
+        return StepResult(
+            observation=[],
+            reward=result.score + self.config.format_weight * marked,
+            terminated=True,
+            reward_components={"correct": result.score, "format": marked},
+            info=info,
+        )
+
+
+class CalculatorMathEnvironment(MathEnvironment):
+    """What `MathEnvironment` makes when `tools` is set."""
+
+    async def reset(self, task: Task, *, seed: int) -> list[Message]:
+        self._num_calls = 0
+        return await super().reset(task, seed=seed)
+
+    @tool
+    async def calculator(
+        self,
+        expression: Annotated[str, Field(description="for example (3 + 4) * 2.5 / 7")],
+    ) -> str:
+        """Calculate an arithmetic expression exactly: + - * / // % ** and parentheses."""
+        return show(calculate(expression))
+
+    async def step(self, action: Action) -> StepResult:
+        if not action.tool_calls and action.parse_error is None:
+            return await self._judge(action.text)
+        left = self.config.max_tool_calls - self._num_calls
+        num_calls = max(len(action.tool_calls), 1)  # an unreadable call counts too
+        self._num_calls += num_calls
+        if left >= num_calls:
+            return StepResult(observation=await self._run(action))
+        request = (
+            f"Not run: all {self.config.max_tool_calls} tool calls are used up. "
+            "Reply with the final answer."
+        )
+        if action.parse_error is not None:
+            return StepResult(observation=[{"role": "user", "content": request}])
+        messages = []
+        if left > 0:
+            messages = await self._run(replace(action, tool_calls=action.tool_calls[:left]))
+        for call in action.tool_calls[max(left, 0) :]:
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": request}
+            )
+        return StepResult(observation=messages)
+
+    async def _run(self, action: Action) -> list[Message]:
+        observation = await self.run_tools(action)
+        if isinstance(observation, str):
+            return [{"role": "user", "content": observation}]
+        return observation or []
+
+
+def equivalence_of(config: MathConfig) -> Literal["literal", "numeric", "symbolic"]:
+    if config.equivalence is not None:
+        return config.equivalence
+    if config.source == "arithmetic":
+        return "literal"
+    return "numeric" if config.source in ("sample", "openai/gsm8k") else "symbolic"

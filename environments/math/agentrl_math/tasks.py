@@ -1,0 +1,306 @@
+"""Where math tasks come from: generated arithmetic, JSONL or parquet files, Hugging Face data.
+
+A task set answers `splits()` and `get(split, index)`; the same arguments give the same task.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from agentrl.errors import ConfigError, DataError
+from agentrl.types import JSON, Task
+from agentrl_rewards.math import MAX_REFERENCE_CHARS, extract_answer
+
+SAMPLE_FILE = Path(__file__).with_name("sample.jsonl")
+DEFAULT_SUBSETS = {"openai/gsm8k": "main"}
+
+
+class TaskSet(Protocol):
+    def splits(self) -> dict[str, int | None]: ...
+
+    def get(self, split: str, index: int) -> Task: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Arithmetic:
+    """Sums, differences and products of two whole numbers, `347*28=?`, made on demand.
+
+    Task `index` of a split is drawn from a generator seeded with (seed, split, index). Which split
+    a problem belongs to follows from the problem itself, so `train` and `test` share none whatever
+    the seed and the sizes; a+b and b+a count as one problem.
+    """
+
+    operators: str
+    min_digits: int
+    max_digits: int
+    num_tasks: int | None
+    num_test_tasks: int
+    seed: int
+
+    def splits(self) -> dict[str, int | None]:
+        return {"train": self.num_tasks, "test": self.num_test_tasks}
+
+    def get(self, split: str, index: int) -> Task:
+        rng = random.Random(f"{self.seed}/{split}/{index}")
+        while True:
+            left, operator, right = self._draw(rng)
+            if is_test_problem(left, operator, right) == (split == "test"):
+                break
+        value = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        digits = max(len(str(left)), len(str(right)))
+        return Task(
+            id=f"{split}/{index}",
+            prompt=f"{left}{operator}{right}=?",
+            reference=str(value),
+            metadata={"operator": operator, "digits": digits},
+        )
+
+    def _draw(self, rng: random.Random) -> tuple[int, str, int]:
+        left, right = (self._draw_number(rng) for _ in range(2))
+        return left, rng.choice(self.operators), right
+
+    def _draw_number(self, rng: random.Random) -> int:
+        digits = rng.randint(self.min_digits, self.max_digits)
+        return rng.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+
+
+def is_test_problem(left: int, operator: str, right: int) -> bool:
+    """One problem in ten, by a checksum that no seed moves."""
+    if operator in "+*":
+        left, right = sorted((left, right))
+    return zlib.crc32(f"{left}{operator}{right}".encode()) % 10 == 0
+
+
+@dataclass(slots=True, frozen=True)
+class Rows:
+    """Tasks read from files or a Hugging Face dataset, in their order."""
+
+    tasks: dict[str, list[Task]]
+
+    def splits(self) -> dict[str, int | None]:
+        return {split: len(tasks) for split, tasks in self.tasks.items()}
+
+    def get(self, split: str, index: int) -> Task:
+        return self.tasks[split][index]
+
+
+@dataclass(slots=True, frozen=True)
+class Keys:
+    """Which columns of a row hold what."""
+
+    input_key: str
+    label_key: str
+    metadata_key: str | None
+
+
+def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> Rows:
+    """Load every task of a source.
+
+    Args:
+        source: `sample`; a `.jsonl` or `.parquet` file (split `train`); a folder of such files,
+            one split per file name (`train.jsonl`, `test-00000-of-00002.parquet`); a dictionary
+            from split to file; or a Hugging Face dataset name, `owner/name`.
+        subset: configuration of a Hugging Face dataset.
+
+    Raises:
+        ConfigError: `source` is none of these, or a package it needs is not installed.
+        DataError: a file or dataset can't be read, is empty, or a row lacks a column; the message
+            names the file and the line.
+    """
+    if source == "sample":
+        return Rows({"train": _read_file(SAMPLE_FILE, "train", keys)})
+    if isinstance(source, dict):
+        if not source:
+            raise ConfigError("source: name at least one split, as in {train = 'train.jsonl'}")
+        return Rows({split: _read_file(Path(name), split, keys) for split, name in source.items()})
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _read_folder(path, keys)
+    if path.suffix in (".jsonl", ".parquet"):
+        return Rows({"train": _read_file(path, "train", keys)})
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        return _read_hub(source, subset or DEFAULT_SUBSETS.get(source), keys)
+    raise ConfigError(
+        f"source '{source}' is neither 'arithmetic' nor 'sample', nor an existing folder, nor a "
+        ".jsonl or .parquet file, nor a Hugging Face dataset name such as openai/gsm8k"
+    )
+
+
+def _read_folder(folder: Path, keys: Keys) -> Rows:
+    tasks: dict[str, list[Task]] = {}
+    suffixes: dict[str, str] = {}
+    files = (path for path in sorted(folder.iterdir()) if path.suffix in (".jsonl", ".parquet"))
+    for path in files:
+        split = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+        if suffixes.setdefault(split, path.suffix) != path.suffix:
+            raise DataError(
+                f"{folder} holds split '{split}' as .jsonl and as .parquet; remove one of them"
+            )
+        tasks[split] = tasks.get(split, [])
+        tasks[split] += _read_file(path, split, keys, first_index=len(tasks[split]))
+    if not tasks:
+        raise DataError(f"folder {folder} holds no .jsonl or .parquet file, such as train.jsonl")
+    return Rows(tasks)
+
+
+def _read_file(path: Path, split: str, keys: Keys, first_index: int = 0) -> list[Task]:
+    path = path.expanduser()
+    if not path.is_file():
+        raise DataError(f"task file {path} does not exist; source is relative to {Path.cwd()}")
+    if path.suffix == ".jsonl":
+        rows = _jsonl_rows(path)
+    elif path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    else:
+        raise DataError(f"task file {path} must end in .jsonl or .parquet")
+    return _to_tasks(rows, str(path), split, keys, first_index)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not JSON ({error}); every line must be one JSON object"
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}, line {number}: a {type(row).__name__}; every line must be one JSON "
+                    "object"
+                )
+            yield f"line {number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = _import("pyarrow.parquet", "parquet files", "agentrl[math]")
+    try:
+        table = parquet.read_table(path)
+    except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
+        raise DataError(f"{path} can't be read as parquet: {error}") from error
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"row {number}", row
+
+
+def _read_hub(name: str, subset: str | None, keys: Keys) -> Rows:
+    datasets = _import("datasets", "Hugging Face datasets", "agentrl[train]")
+    try:
+        loaded = datasets.load_dataset(name, subset)
+    # Offline, missing, gated, and "pick a configuration" all arrive as one of these two.
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"Hugging Face dataset {name} can't be loaded ({reason}). Without a network, download "
+            "it elsewhere and set source to the folder of its JSONL or parquet files; if it has "
+            "several configurations, set subset"
+        ) from error
+    return Rows(
+        {
+            split: _to_tasks(
+                ((f"row {number}", row) for number, row in enumerate(rows, start=1)),
+                f"Hugging Face dataset {name}, split {split}",
+                split,
+                keys,
+            )
+            for split, rows in loaded.items()
+        }
+    )
+
+
+def _import(module: str, purpose: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{purpose} need {module.partition('.')[0]}: pip install '{extra}'"
+        ) from error
+
+
+def _to_tasks(
+    rows: Iterable[tuple[str, dict[str, Any]]],
+    where: str,
+    split: str,
+    keys: Keys,
+    first_index: int = 0,
+) -> list[Task]:
+    tasks = [
+        Task(
+            id=f"{split}/{index}",
+            prompt=_prompt(row, f"{where}, {place}", keys),
+            reference=_reference(row, f"{where}, {place}", keys),
+            metadata=_metadata(row, f"{where}, {place}", keys),
+        )
+        for index, (place, row) in enumerate(rows, start=first_index)
+    ]
+    if not tasks:
+        raise DataError(f"{where} holds no tasks")
+    return tasks
+
+
+def _column(row: dict[str, Any], key: str, option: str, where: str) -> Any:
+    if row.get(key) is None:
+        problem = f"column '{key}' is empty" if key in row else f"there is no column '{key}'"
+        raise DataError(f"{where}: {problem}; set {option} to one of: {', '.join(row) or 'none'}")
+    return row[key]
+
+
+def _prompt(row: dict[str, Any], where: str, keys: Keys) -> Any:
+    prompt = _column(row, keys.input_key, "input_key", where)
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict)
+        and message.get("role") in ("system", "user", "assistant")
+        and isinstance(message.get("content"), str)
+        for message in prompt
+    )
+    if is_chat and prompt and prompt[-1]["role"] == "user":
+        return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    raise DataError(
+        f"{where}: column '{keys.input_key}' must be a text, or chat messages that end with the "
+        f"user's, not {str(prompt)[:80]!r}"
+    )
+
+
+def _reference(row: dict[str, Any], where: str, keys: Keys) -> str:
+    label = _column(row, keys.label_key, "label_key", where)
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise DataError(
+            f"{where}: column '{keys.label_key}' must be a text or a number, not "
+            f"{str(label)[:80]!r}"
+        )
+    reference = extract_answer(str(label)) or str(label).strip()
+    if not 0 < len(reference) <= MAX_REFERENCE_CHARS:
+        raise DataError(
+            f"{where}: column '{keys.label_key}' must state a final answer (bare, or after ####, "
+            f"or in \\boxed{{}}) of at most {MAX_REFERENCE_CHARS} characters"
+        )
+    return reference
+
+
+def _metadata(row: dict[str, Any], where: str, keys: Keys) -> dict[str, JSON]:
+    if keys.metadata_key is None:
+        return {}
+    metadata = _column(row, keys.metadata_key, "metadata_key", where)
+    if isinstance(metadata, str):
+        try:
+            metadata = orjson.loads(metadata)
+        except orjson.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: column '{keys.metadata_key}' is a text but not JSON ({error})"
+            ) from error
+    if not isinstance(metadata, dict):
+        raise DataError(f"{where}: column '{keys.metadata_key}' must be an object or its JSON text")
+    return metadata

@@ -1,0 +1,208 @@
+"""The killable half of the math grader: a program that compares two answers with math-verify.
+
+Started by `agentrl_rewards.math_pool` as a file (`python -P math_worker.py`), never imported, so
+the user's `__main__` is not run again and no multiprocessing start method matters.
+
+    caller  --request line-->  supervisor  --request line-->  child (forked, limited, disposable)
+            <--reply line----              <--reply line----
+
+The supervisor imports math-verify once and never parses an answer itself. Its child does, under
+RLIMIT_AS and RLIMIT_CPU. A child that misses the request's deadline gets SIGKILL and the next one
+is forked from the warm supervisor in milliseconds. Every request gets exactly one reply:
+
+    {"answer": str, "reference": str, "deadline_s": float}
+    -> {"equal": bool}                  the comparison ran to its end
+    -> {"error": str}                   it did not: deadline, crash, memory, an exception
+
+The first line is `{"ready": true}`, or `{"error": str}` when math-verify is not installed. End of
+input ends the supervisor, and the supervisor's end ends the child, so a caller that is killed
+leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+CHECKS_PER_CHILD = 500
+"""sympy keeps caches, so a child is replaced after this many checks."""
+
+Compare = Callable[[str, str], bool]
+
+
+def read_lines(fd: int) -> Iterator[bytes]:
+    """Lines of a pipe as they arrive, until its other end is closed."""
+    buffer = b""
+    while chunk := os.read(fd, 65536):
+        buffer += chunk
+        while (end := buffer.find(b"\n")) >= 0:
+            yield buffer[:end]
+            buffer = buffer[end + 1 :]
+
+
+def send(fd: int, message: dict[str, object]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def load_compare() -> Compare:
+    """Import math-verify and run it once, so that forked children find its tables built.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.CRITICAL)
+    config = (LatexExtractionConfig(),)
+
+    def parsed(latex: str) -> list:
+        # Wrapped as one box, the whole text is parsed or nothing is; the default would fall back
+        # to the last number it finds, and "1, 2, 3" would equal 3. No timeout here: math-verify's
+        # own needs the main thread and can't stop C code; the supervisor's SIGKILL can.
+        return parse(
+            "\\boxed{" + latex + "}",
+            extraction_config=config,
+            fallback_mode="no_fallback",
+            extraction_mode="first_match",
+            parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+        )
+
+    def compare(answer: str, reference: str) -> bool:
+        gold, prediction = parsed(reference), parsed(answer)
+        if not gold or not prediction:
+            return False
+        return bool(verify(gold, prediction, timeout_seconds=None, raise_on_error=True))
+
+    compare("\\frac{1}{2}+x", "x+0.5")
+    return compare
+
+
+def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int) -> None:
+    """Answer requests until the supervisor closes the pipe or the child has grown old."""
+    if sys.platform == "linux":  # elsewhere the kernel refuses or ignores it
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for count, line in enumerate(read_lines(read_fd), start=1):
+        request = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = math.ceil(used.ru_utime + used.ru_stime + request["deadline_s"]) + 1
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
+        try:
+            reply: dict[str, object] = {
+                "equal": compare(request["answer"], request["reference"]),
+                "recycle": count >= CHECKS_PER_CHILD,
+            }
+        # Whatever the algebra system throws is one answer's problem: the caller reports it as a
+        # grader error, and this child is replaced in case its state is damaged.
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"[:500], "recycle": True}
+        send(write_fd, reply)
+        if reply["recycle"]:
+            return
+
+
+class Child:
+    """A forked process that does the comparing, with one pipe to it and one from it."""
+
+    def __init__(self, compare: Compare, memory_bytes: int, close_fds: tuple[int, ...]) -> None:
+        child_read, self.write_fd = os.pipe()
+        self.read_fd, child_write = os.pipe()
+        self.exit_status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                for fd in (*close_fds, self.write_fd, self.read_fd):
+                    os.close(fd)
+                serve_child(child_read, child_write, compare, memory_bytes)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(child_read)
+        os.close(child_write)
+
+    def alive(self) -> bool:
+        if self.exit_status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.exit_status = status if pid else None
+        return self.exit_status is None
+
+    def kill(self) -> int:
+        """Kill, reap and close; the wait status as `os.waitpid` gives it."""
+        if self.exit_status is None:
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still this child's
+            self.exit_status = os.waitpid(self.pid, 0)[1]
+        os.close(self.write_fd)
+        os.close(self.read_fd)
+        return self.exit_status
+
+    def ask(self, line: bytes, deadline_s: float) -> dict[str, object]:
+        """Send one request; the reply, or why there is none (then the child must be killed)."""
+        end = time.monotonic() + deadline_s
+        try:
+            os.write(self.write_fd, line + b"\n")  # shorter than a pipe's buffer: never blocks
+        except BrokenPipeError:
+            return {"error": "the comparing process died before the check", "recycle": True}
+        poll = select.poll()
+        poll.register(self.read_fd, select.POLLIN)
+        poll.register(0, 0)  # reports only that the caller is gone
+        data = b""
+        while not data.endswith(b"\n"):
+            left_s = end - time.monotonic()
+            events = poll.poll(math.ceil(left_s * 1000)) if left_s > 0 else []
+            if not events:
+                return {"error": f"no result within {deadline_s:g} s", "recycle": True}
+            if any(fd == 0 for fd, _ in events):
+                self.kill()
+                sys.exit()
+            chunk = os.read(self.read_fd, 65536)
+            if not chunk:
+                return {"error": "the comparing process died during the check", "recycle": True}
+            data += chunk
+        return json.loads(data)
+
+
+def main() -> None:
+    memory_bytes = int(sys.argv[1])
+    reply_fd = os.dup(1)
+    os.dup2(2, 1)  # a stray print must not end up between the replies
+    try:
+        compare = load_compare()
+    except ImportError as error:
+        send(reply_fd, {"error": f"{error}: install it with `pip install 'agentrl[math]'`"})
+        return
+    child = Child(compare, memory_bytes, (0, reply_fd))
+    send(reply_fd, {"ready": True})
+    for line in read_lines(0):
+        if not child.alive():
+            child.kill()
+            child = Child(compare, memory_bytes, (0, reply_fd))
+        reply = child.ask(line, json.loads(line)["deadline_s"])
+        if reply.pop("recycle"):
+            status = child.kill()
+            # SIGKILL is also how a late child is stopped, so only another signal says more.
+            if (
+                "error" in reply
+                and os.WIFSIGNALED(status)
+                and os.WTERMSIG(status) != signal.SIGKILL
+            ):
+                reply["error"] = f"{reply['error']} ({signal.strsignal(os.WTERMSIG(status))})"
+            child = Child(compare, memory_bytes, (0, reply_fd))
+        send(reply_fd, reply)
+    child.kill()
+
+
+if __name__ == "__main__":
+    main()

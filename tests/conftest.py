@@ -1,0 +1,21 @@
+"""Shared by all tests: helper modules in this directory, real data where it is present."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real tasks: GSM8K and SQuAD rows. AGENTRL_DATA, or `../shared/data` beside the checkout."""
+    path = Path(os.environ.get("AGENTRL_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"no task data at {path}; set AGENTRL_DATA to a directory with gsm8k/")
+    return path

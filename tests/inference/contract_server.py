@@ -1,0 +1,217 @@
+"""A real, tiny inference server with vLLM's two token endpoints, for tests.
+
+It samples from a real model with plain forward passes, one token after the other without a cache,
+so its log-probabilities are a reference for the engines' cached ones. Defaults it fills in when a
+parameter is missing are vLLM's, so a client that relies on them is caught. Faults are switched on
+per request: each entry of `faults` is consumed by one request, after the probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import torch
+from aiohttp import web
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE = 48
+CONTEXT = 96
+
+
+def make_model(seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A two-layer Qwen3 with random weights, large enough to make its distribution uneven."""
+    torch.manual_seed(seed)
+    settings: dict = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**settings | overrides)).eval()
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int], temperature: float = 1.0
+) -> list[float]:
+    """log softmax(logits / temperature) of `token_ids` after `prompt_ids`, in one forward pass."""
+    model.eval()
+    logits = model(input_ids=torch.tensor([prompt_ids + token_ids])).logits[0].float()
+    logprobs = torch.log_softmax(logits[len(prompt_ids) - 1 : -1] / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+@dataclass
+class ContractServer:
+    model: PreTrainedModel
+    scale_out: bool = True
+    """Offer the generate endpoint (`--enable-scale-out`)."""
+    processed_logprobs: bool = True
+    api_key: str | None = None
+    weight_version: str | None = None
+    """Label in the version spans; None omits them."""
+    version_spans: list[dict] | None = None
+    faults: list[str] = field(default_factory=list)
+    retry_after: str | None = "0.05"
+
+    url: str = ""
+    bodies: list[dict] = field(default_factory=list)
+    """Every body a request sent, with its path under `path`; the probe's too."""
+    disconnects: int = 0
+    """Requests whose client went away before the answer."""
+
+    async def serve_generate(self, request: web.Request) -> web.StreamResponse:
+        if not self.scale_out:
+            return _problem(403, "scale-out endpoints are disabled")
+        body = await self._read(request)
+        parameters = body["sampling_params"]
+        return await self._answer(request, body["request_id"], body["token_ids"], parameters)
+
+    async def serve_completion(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        body.setdefault("max_tokens", 16)
+        body.setdefault("top_k", 20)
+        return await self._answer(request, "", body["prompt"], body)
+
+    async def _read(self, request: web.Request) -> dict:
+        body = json.loads(await request.read())
+        self.bodies.append({"path": request.path} | body)
+        return body
+
+    async def _answer(
+        self, request: web.Request, request_id: str, prompt_ids: list[int], parameters: dict
+    ) -> web.StreamResponse:
+        key = request.headers.get("Authorization")
+        if self.api_key is not None and key != f"Bearer {self.api_key}":
+            return _problem(401, "Unauthorized")
+        if len(prompt_ids) >= CONTEXT:
+            return _problem(400, f"maximum context length is {CONTEXT} tokens")
+        is_probe = request_id.startswith("probe-") or parameters.get("ignore_eos", False)
+        fault = self.faults.pop(0) if self.faults and not is_probe else None
+        if fault in ("429", "503"):
+            headers = {} if self.retry_after is None else {"Retry-After": self.retry_after}
+            return _problem(int(fault), "too many requests", headers)
+        if fault == "500":
+            return _problem(500, "EngineCore died")
+        if fault == "reset":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault == "hang":
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.disconnects += 1
+                raise
+        payload = self._payload(request.path, prompt_ids, parameters, fault)
+        text = json.dumps(payload)  # writes a NaN as vLLM's JSON never should: NaN
+        if fault == "cut":  # announces more than it sends
+            response = web.StreamResponse(headers={"Content-Length": str(len(text))})
+            await response.prepare(request)
+            await response.write(text[: len(text) // 2].encode())
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        if fault == "malformed":
+            text = text[: len(text) // 2]
+        return web.Response(text=text, content_type="application/json")
+
+    def _payload(
+        self, path: str, prompt_ids: list[int], parameters: dict, fault: str | None
+    ) -> dict:
+        tokens, logprobs, reason = self._sample(prompt_ids, parameters)
+        shown: list[float | None] = list(logprobs)
+        if fault == "nan":
+            shown[0] = float("nan")
+        if fault == "null":
+            shown[-1] = None
+        if fault == "positive":
+            shown[0] = 0.5
+        if fault == "short":
+            shown = shown[:-1]
+        if fault == "reason":
+            reason = "error"
+        choice: dict = {"index": 0, "token_ids": tokens, "finish_reason": reason}
+        if path == "/v1/completions":
+            choice["logprobs"] = {"token_logprobs": shown, "tokens": [""] * len(tokens)}
+            choice["prompt_token_ids"] = prompt_ids
+            if fault == "prompt":
+                choice["prompt_token_ids"] = [1, *prompt_ids]
+            choice["text"] = ""
+        else:
+            choice["logprobs"] = {
+                "content": [
+                    {"token_id": t, "logprob": x, "rank": 1}
+                    for t, x in zip(tokens, shown, strict=False)
+                ]
+            }
+            if self.version_spans is not None:
+                choice["weight_versions"] = self.version_spans
+            elif self.weight_version is not None:
+                span = {"version": self.weight_version, "start": 0, "end": len(tokens)}
+                choice["weight_versions"] = [span]
+        if fault == "missing":
+            del choice["logprobs"]
+        if fault == "empty":
+            return {"choices": []}
+        return {"id": "answer", "choices": [choice]}
+
+    def _sample(
+        self, prompt_ids: list[int], parameters: dict
+    ) -> tuple[list[int], list[float], str]:
+        generator = torch.Generator().manual_seed(parameters.get("seed") or 0)
+        temperature = parameters.get("temperature", 1.0)
+        divisor = temperature or 1.0
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for _ in range(min(parameters["max_tokens"], CONTEXT - len(prompt_ids))):
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([prompt_ids + tokens])).logits[0, -1]
+            processed = torch.log_softmax(logits / divisor, dim=-1)
+            if temperature == 0:
+                token = int(processed.argmax())
+            else:
+                token = int(torch.multinomial(processed.exp(), 1, generator=generator))
+            reported = processed if self.processed_logprobs else torch.log_softmax(logits, dim=-1)
+            tokens.append(token)
+            logprobs.append(float(reported[token]))
+            if token in parameters.get("stop_token_ids", ()):
+                return tokens, logprobs, "stop"
+        return tokens, logprobs, "length"
+
+
+def _problem(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response(
+        {"error": {"message": message, "code": status}}, status=status, headers=headers
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(server: ContractServer, port: int = 0) -> AsyncIterator[ContractServer]:
+    """Serve on a loopback port, known as `server.url`, until the block ends."""
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", server.serve_generate)
+    app.router.add_post("/v1/completions", server.serve_completion)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    address = runner.addresses[0]
+    server.url = f"http://127.0.0.1:{address[1]}"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()

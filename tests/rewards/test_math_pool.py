@@ -1,0 +1,395 @@
+"""The killable processes: deadlines, crashes, orphans, and every way of being called."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import GraderError
+from agentrl_rewards import math_pool
+from agentrl_rewards.math import grade, math_reward, math_reward_async
+from agentrl_rewards.math_pool import MathPool
+
+SLOW_ANSWER = "(x+y+z+w)^{500}"
+"""Passes every guard and keeps the algebra system busy for minutes."""
+POLYNOMIAL = ("(x+1)^2", "x^2+2x+1")
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def pool():
+    pool = MathPool(2)
+    yield pool
+    pool.close()
+
+
+def supervisor_of(pool: MathPool) -> int:
+    (worker,) = pool._workers
+    return worker.process.pid
+
+
+def children_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def test_nothing_starts_before_the_first_check(pool):
+    assert pool.status().num_alive == 0
+    assert pool.check(*POLYNOMIAL) is True
+    assert pool.check("(x-1)^2", POLYNOMIAL[1]) is False
+    assert pool.status().num_alive == 1
+
+
+BOMBS = [
+    "9^{9^{9^{9}}}",
+    "9^9^9^9",
+    "9**9**9**9",
+    "10^{10^{10}}",
+    "((10^{999})^{999})^{999}",
+    "x^{x^{x^{x^{x}}}}",
+    "2^{99999999999}",
+    "100000000!",
+    r"\Gamma(10^{10})",
+    r"\binom{10^9}{5 \cdot 10^8}",
+    r"\sum_{i=1}^{1000000000} i",
+    r"\prod_{n=1}^{10^{9}} n",
+    r"\int_0^1 x^{x^{x^x}} dx",
+    "1e999999999",
+    "9" * 100_000,
+    "x" * 1_000_000,
+    "{" * 1000 + "1" + "}" * 1000,
+    "(" * 100 + "1" + ")" * 100,
+    r"\frac{1}{" * 25 + "2" + "}" * 25,
+    "__import__('os').system('touch {canary}')",
+    "exec(\"open('{canary}', 'w')\")",
+    r"(\sqrt{2}+\sqrt{3}+\sqrt{5}+\sqrt{7}+\sqrt{11}+\sqrt{13})^{20}",
+    SLOW_ANSWER,
+    r"\log_{2}(" * 20 + "3" + ")" * 20,
+]
+
+
+def test_bombs_end_in_time_and_cost_no_worker(pool, tmp_path):
+    canary = tmp_path / "executed"
+    pool.check(*POLYNOMIAL)  # the workers' start is not part of a check
+    supervisor = supervisor_of(pool)
+    refused = 0
+    for bomb in BOMBS:
+        text = f"\\boxed{{{bomb.replace('{canary}', str(canary))}}}"
+        started = time.monotonic()
+        try:
+            result = grade(text, "x^2+1", pool=pool)
+        except GraderError as error:
+            assert "no result within 2 s" in str(error)
+        else:
+            assert result.score == 0.0
+            refused += result.method == "refused"
+        assert time.monotonic() - started <= 2.5, bomb
+    assert refused >= 19
+    status = pool.status()
+    assert (status.num_alive, status.num_busy, status.num_killed) == (1, 0, 0)
+    assert supervisor_of(pool) == supervisor
+    assert pool.check(*POLYNOMIAL)
+    assert not canary.exists()
+
+
+def test_a_killed_check_frees_the_worker_for_the_next(pool):
+    with pytest.raises(GraderError, match=r"no result within 0\.2 s"):
+        pool.check(SLOW_ANSWER, "7", deadline_s=0.2)
+    started = time.monotonic()
+    assert pool.check(*POLYNOMIAL)
+    assert time.monotonic() - started < 1.5
+    assert pool.status().num_killed == 0
+
+
+@linux_only
+def test_sigkill_of_the_comparing_process_mid_check(pool):
+    pool.check(*POLYNOMIAL)
+    supervisor = supervisor_of(pool)
+    (child,) = children_of(supervisor)
+    with ThreadPoolExecutor(1) as executor:
+        check = executor.submit(pool.check, SLOW_ANSWER, "7", 20.0)
+        time.sleep(0.3)
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(GraderError, match="died during the check"):
+            check.result(timeout=5)
+    assert pool.check(*POLYNOMIAL)
+    assert supervisor_of(pool) == supervisor
+    assert pool.status().num_alive == 1
+
+
+@linux_only
+def test_sigkill_of_a_whole_worker_mid_check(pool):
+    pool.check(*POLYNOMIAL)
+    supervisor = supervisor_of(pool)
+    (child,) = children_of(supervisor)
+    with ThreadPoolExecutor(1) as executor:
+        check = executor.submit(pool.check, SLOW_ANSWER, "7", 3.0)
+        time.sleep(0.3)
+        os.kill(supervisor, signal.SIGKILL)
+        with pytest.raises(GraderError, match="worker process died"):
+            check.result(timeout=5)
+    assert pool.check(*POLYNOMIAL)
+    assert pool.status().num_killed == 1
+    assert pool.status().num_alive == 1
+    # its CPU limit ends the child that nobody can reach any more
+    wait_until(lambda: not is_running(child))
+
+
+@linux_only
+def test_sigkill_of_an_idle_worker_costs_no_check(pool):
+    pool.check(*POLYNOMIAL)
+    os.kill(supervisor_of(pool), signal.SIGKILL)
+    wait_until(lambda: pool.status().num_alive == 0)
+    assert pool.check(*POLYNOMIAL)
+    (child,) = children_of(supervisor_of(pool))
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: not is_running(child))
+    assert pool.check(*POLYNOMIAL)
+    assert pool.status().num_killed == 1
+
+
+def make_worker(tmp_path: Path, compare: str) -> Path:
+    """The real worker program with another comparison than math-verify's."""
+    source = math_pool.WORKER_FILE.read_text()
+    source = source.replace("compare = load_compare()", f"compare = lambda a, b: {compare}")
+    path = tmp_path / "worker.py"
+    path.write_text(source)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("compare", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("[0] * 10**12", "MemoryError"),
+        ("os._exit(3)", "died during the check"),
+        ("os.abort()", "Aborted"),
+        ("signal.raise_signal(signal.SIGSEGV)", "Segmentation fault"),
+        ("json.loads('[' * 100_000)", "RecursionError"),
+    ],
+)
+def test_a_crash_of_the_grader_is_an_error_not_a_wrong_answer(
+    pool, tmp_path, monkeypatch, compare, message
+):
+    monkeypatch.setattr(math_pool, "WORKER_FILE", make_worker(tmp_path, compare))
+    caught = None
+    for _ in range(2):  # the second finds a fresh process
+        with pytest.raises(GraderError, match=message) as caught:
+            grade(r"\boxed{\sqrt{2}}", r"\pi", pool=pool)
+    assert caught is not None and caught.value.code == "grader_error"
+    assert pool.status().num_alive == 1
+
+
+def test_a_stray_print_does_not_break_the_protocol(pool, tmp_path, monkeypatch):
+    worker = make_worker(tmp_path, "print('{\"equal\": true}', flush=True) or False")
+    monkeypatch.setattr(math_pool, "WORKER_FILE", worker)
+    assert pool.check("a", "b") is False
+
+
+def test_a_silent_worker_is_killed_from_outside(pool, tmp_path, monkeypatch):
+    source = math_pool.WORKER_FILE.read_text().replace(
+        "reply = child.ask(", "time.sleep(60); reply = child.ask("
+    )
+    path = tmp_path / "worker.py"
+    path.write_text(source)
+    monkeypatch.setattr(math_pool, "WORKER_FILE", path)
+    started = time.monotonic()
+    with pytest.raises(GraderError, match="silent"):
+        pool.check("a", "b", deadline_s=0.1)
+    assert time.monotonic() - started < 5
+    assert pool.status().num_alive == 0
+
+
+def test_a_missing_library_says_how_to_get_it(pool, tmp_path, monkeypatch):
+    source = math_pool.WORKER_FILE.read_text().replace("from math_verify", "from no_math_verify")
+    path = tmp_path / "worker.py"
+    path.write_text(source)
+    monkeypatch.setattr(math_pool, "WORKER_FILE", path)
+    for _ in range(3):  # a failed start gives its place back
+        with pytest.raises(GraderError, match=r"pip install 'agentrl\[math\]'"):
+            pool.check(*POLYNOMIAL)
+    assert pool.status().num_alive == 0
+
+
+def test_children_are_replaced_before_their_caches_grow(pool, tmp_path, monkeypatch):
+    source = math_pool.WORKER_FILE.read_text().replace(
+        "CHECKS_PER_CHILD = 500", "CHECKS_PER_CHILD = 3"
+    )
+    source = source.replace(
+        "compare = load_compare()", "compare = lambda a, b: os.getpid() == int(b)"
+    )
+    path = tmp_path / "worker.py"
+    path.write_text(source)
+    monkeypatch.setattr(math_pool, "WORKER_FILE", path)
+    pool.check("a", "0")
+    if sys.platform == "linux":
+        (first,) = children_of(supervisor_of(pool))
+        assert [pool.check("a", str(first)) for _ in range(4)] == [True, True, False, False]
+
+
+def test_from_many_threads(pool):
+    texts = [rf"\boxed{{(x+{i % 5})^2}}" for i in range(40)]
+    with ThreadPoolExecutor(8) as executor:
+        scores = list(executor.map(lambda text: grade(text, "x^2+4x+4", pool=pool).score, texts))
+    assert scores == [float(i % 5 == 2) for i in range(40)]
+    assert pool.status().num_alive == pool.num_workers
+    assert pool.status().num_busy == 0
+
+
+def test_from_asyncio_without_blocking_the_loop():
+    async def play() -> tuple[list[float], float]:
+        longest = 0.0
+        running = True
+
+        async def watch() -> None:
+            nonlocal longest
+            while running:
+                before = time.monotonic()
+                await asyncio.sleep(0.005)
+                longest = max(longest, time.monotonic() - before)
+
+        await math_reward_async(r"\boxed{(x+2)^2}", "x^2+4x+4")
+        watcher = asyncio.create_task(watch())
+        scores = await asyncio.gather(
+            *(math_reward_async(rf"\boxed{{(x+{i})^2}}", "x^2+4x+4") for i in range(6)),
+            math_reward_async("#### 18", "18"),
+        )
+        with pytest.raises(GraderError, match="no result"):
+            await math_reward_async(f"\\boxed{{{SLOW_ANSWER}}}", "7", deadline_s=0.5)
+        running = False
+        await watcher
+        return list(scores), longest
+
+    scores, longest = asyncio.run(play())
+    assert scores == [0, 0, 1, 0, 0, 0, 1]
+    assert longest < 0.3  # a check blocks for 0.5 s; the margin is for a busy machine
+
+
+def test_a_cancelled_check_gives_its_worker_back(pool):
+    async def play() -> None:
+        check = asyncio.create_task(pool.check_async(SLOW_ANSWER, "7", 0.5))
+        await asyncio.sleep(0.1)
+        check.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await check
+        assert await pool.check_async(*POLYNOMIAL)
+
+    asyncio.run(play())
+    wait_until(lambda: pool.status().num_busy == 0)
+
+
+def score(text: str) -> float:
+    return math_reward(text, "x^2+2x+1")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_from_a_process_pool(method):
+    assert score(r"\boxed{(x+1)^2}") == 1.0  # a forked child must not use the parent's workers
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(2, mp_context=context) as executor:
+        texts = [r"\boxed{(x+1)^2}", r"\boxed{(x-1)^2}"] * 3
+        assert list(executor.map(score, texts)) == [1.0, 0.0] * 3
+    assert score(r"\boxed{(1+x)^2}") == 1.0
+
+
+def run_script(source: str, tmp_path: Path, **kwargs) -> subprocess.CompletedProcess:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, **kwargs
+    )
+
+
+def test_from_a_script_without_a_main_guard(tmp_path):
+    # Named like modules the worker needs: the script's folder must not shadow them there either.
+    (tmp_path / "math_worker.py").write_text("raise SystemExit('the wrong file was run')")
+    done = run_script(
+        r"""
+        from agentrl_rewards.math import math_reward
+        print("once", math_reward(r"\boxed{(x+1)^2}", "x^2+2x+1"))
+        """,
+        tmp_path,
+    )
+    assert (done.stdout, done.returncode) == ("once 1.0\n", 0), done.stderr
+
+
+def test_secrets_of_the_environment_do_not_reach_the_worker(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTRL_SECRET", "hunter2")
+    monkeypatch.setattr(
+        math_pool, "WORKER_FILE", make_worker(tmp_path, "'AGENTRL_SECRET' in os.environ")
+    )
+    assert pool.check("a", "b") is False
+
+
+@linux_only
+def test_no_orphans_when_the_caller_is_killed_or_ends(tmp_path):
+    source = r"""
+        import json, os, signal, sys, threading, time
+        from pathlib import Path
+        from agentrl_rewards.math_pool import default_pool
+        pool = default_pool()
+        pool.check("(x+1)^2", "x^2+2x+1")
+        pids = [worker.process.pid for worker in pool._workers]
+        for pid in list(pids):
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        print(json.dumps(pids), flush=True)
+        if len(sys.argv) > 1:
+            threading.Thread(
+                target=pool.check, args=("(x+y+z+w)^{500}", "7", 20.0), daemon=True
+            ).start()
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(source))
+    for arguments in ([], ["killed mid-check"]):
+        done = subprocess.run(
+            [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=60
+        )
+        pids = json.loads(done.stdout)
+        assert len(pids) == 2
+        assert done.returncode == (-signal.SIGKILL if arguments else 0), done.stderr
+        wait_until(lambda pids=pids: not any(map(is_running, pids)), timeout_s=3)
+
+
+def test_close_ends_the_pool_and_its_checks(pool):
+    pool.check(*POLYNOMIAL)
+    with ThreadPoolExecutor(1) as executor:
+        check = executor.submit(pool.check, SLOW_ANSWER, "7", 20.0)
+        wait_until(lambda: pool.status().num_busy == 1)
+        pool.close()
+        with pytest.raises(GraderError):
+            check.result(timeout=5)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.check(*POLYNOMIAL)
+    assert pool.status().num_alive == 0
+
+
+def test_a_pool_needs_a_worker():
+    with pytest.raises(ValueError, match="num_workers"):
+        MathPool(0)

@@ -1,0 +1,332 @@
+"""Extraction, exact and symbolic equivalence, refusals: what scores 1 and what must not."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import DataError, GraderError
+from agentrl_rewards.math import (
+    MAX_ANSWER_CHARS,
+    extract_answer,
+    grade,
+    gsm8k_reference,
+    gsm8k_reward,
+    math_reward,
+    parse_number,
+    refusal,
+)
+
+DATA = Path(os.environ.get("AGENTRL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so\n#### 18", "18"),
+        ("#### 18\nthat is all", "18"),
+        (r"thus \boxed{18}.", "18"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed 7 follows", "7"),
+        (r"\fbox{7}", "7"),
+        ("<answer> 18 </answer>", "18"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        # the marker that ends last wins, whatever its kind
+        (r"#### 1" + "\n" + r"\boxed{2}", "2"),
+        (r"\boxed{1}" + "\n#### 2", "2"),
+        ("<answer>1</answer> \\boxed{2} <answer>3</answer>", "3"),
+        ("#### 1 #### 2", "2"),
+        (r"\boxed{1} and \boxed{2}", "2"),
+        # markers inside the winner are opened
+        (r"#### \boxed{5}.", "5"),
+        (r"<answer>#### 5</answer>", "5"),
+        (r"<answer>\boxed{\boxed{5}}</answer>", "5"),
+        # reasoning holds no final answer
+        ("<think>#### 3</think>#### 4", "4"),
+        ("#### 3</think>\\boxed{4}", "4"),
+        ("<think>#### 3</think>", None),
+        ("<think>maybe \\boxed{3}", None),
+        # no marker, one never closed, an empty one
+        ("the answer is 18", None),
+        (r"\boxed{18", None),
+        ("<answer>18", None),
+        ("#### 18\n####", None),
+        (r"\boxed{18} \boxed{}", None),
+        ("##### 18", None),
+        ("", None),
+    ],
+)
+def test_extraction(text, answer):
+    assert extract_answer(text) == answer
+
+
+@given(st.text(alphabet=st.sampled_from(list("#<>/answerboxed\\{} 1\n")), max_size=60))
+def test_extraction_returns_a_part_of_the_text(text):
+    answer = extract_answer(text)
+    assert answer is None or (answer and answer in text)
+
+
+@pytest.mark.parametrize(
+    "piece", ["x", "\\boxed{", "<answer>", "#### ", "{", "\\boxed ", "}", "\\", "<think>"]
+)
+def test_extraction_of_a_megabyte_is_linear(piece):
+    text = piece * (1_000_000 // len(piece))
+    started = time.perf_counter()
+    extract_answer(text)
+    assert time.perf_counter() - started < 2.5
+
+
+EQUIVALENT = [
+    # reference, answer
+    ("1000", "$1,000"),
+    ("1000", "1000.00"),
+    ("1000", "1{,}000"),
+    ("1000", r"1\,000"),
+    ("1000", "1e3"),
+    ("1500", r"1.5 \times 10^{3}"),
+    ("2000000", "2 million"),
+    ("1/2", "0.5"),
+    ("0.5", ".5"),
+    ("0.5", r"\frac12"),
+    ("0.5", r"\dfrac{1}{2}"),
+    ("2/3", "4/6"),
+    ("1.5", "1 1/2"),
+    ("1.5", r"1\frac{1}{2}"),
+    ("-1.5", r"-1\frac{1}{2}"),
+    ("0.5", "50%"),
+    ("1/2", r"50\%"),
+    ("50", "50%"),
+    ("50%", "50"),
+    ("50%", "0.5"),
+    ("7", "007"),
+    ("-5", "- 5"),
+    ("-5", "\u22125"),
+    ("-5", "-$5"),
+    ("5", "+5"),
+    ("5", "5."),
+    ("5", "(5)"),
+    ("5", "$5$"),
+    ("5", r"\$5"),
+    ("5", "**5**"),
+    ("5", r"\(5\)"),
+    ("5", "x = 5"),
+    ("5", "= 5"),
+    ("18", "18 dollars"),
+    ("18", "18 ducks per day."),
+    ("5", r"5\text{ cm}"),
+    ("5", r"5\,\mathrm{m}"),
+    ("5 cm", "5 centimeters"),
+    ("50 km/h", "50 kilometers per hour"),
+    ("90", r"90^\circ"),
+    ("90°", r"90^{\circ}"),
+    ("B", "(B)"),
+    ("Evelyn", r"\text{evelyn}"),
+    ("9" * 60, "9" * 60),
+]
+SYMBOLICALLY_EQUIVALENT = [
+    (r"x^2+2x+1", r"(x+1)^2"),
+    (r"\frac{\pi}{2}", r"\pi/2"),
+    (r"5\sqrt{2}", r"\sqrt{50}"),
+    (r"5\sqrt{2}", r"5\sqrt{2}\text{ cm}"),
+    ("4", r"2\sqrt{4}"),
+    ("7", "3+4"),
+    ("1,2", "2, 1"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("x>5", "5<x"),
+    (r"\pm 3", "3, -3"),
+    ("1024", "2^{10}"),
+    ("10", r"\binom{5}{2}"),
+    (r"e^{x^2}", r"e^{x\cdot x}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+]
+
+
+@pytest.mark.parametrize(("reference", "answer"), EQUIVALENT)
+def test_equivalent_without_algebra(reference, answer):
+    result = grade(f"#### {answer}", reference, equivalence="numeric")
+    assert result.score == 1.0
+    assert result.method in ("exact", "text")
+
+
+@pytest.mark.parametrize(("reference", "answer"), SYMBOLICALLY_EQUIVALENT)
+def test_equivalent_by_algebra(reference, answer):
+    result = grade(f"\\boxed{{{answer}}}", reference)
+    assert (result.score, result.method) == (1.0, "symbolic")
+
+
+WRONG = {
+    # kind: (reference, the policy's whole text)
+    "off by one": ("18", "#### 19"),
+    "sign": ("18", "#### -18"),
+    "swapped digits": ("18", "#### 81"),
+    "decimal shift": ("18", "#### 1.8"),
+    "shift by a thousand": ("18", "#### 18,000"),
+    "truncated number": ("1234", "#### 123"),
+    "extra digit": ("18", "#### 188"),
+    "empty text": ("18", ""),
+    "marker only": ("18", "#### "),
+    "empty box": ("18", r"\boxed{}"),
+    "no marker": ("18", "The answer is 18."),
+    "in the reasoning only": ("18", "<think>so #### 18</think>It was fun."),
+    "the last box is wrong": ("18", r"\boxed{18} no, \boxed{17}"),
+    "infinity in words": ("18", "#### infinity"),
+    "infinity in LaTeX": ("18", r"#### \infty"),
+    "nan": ("18", "#### nan"),
+    "unit only": ("18", "#### dollars"),
+    "another known unit": ("5 cm", "#### 5 km"),
+    "list that holds it": ("3", "#### 1, 2, 3"),
+    "tight list that holds it": ("3", "#### 1,2,3"),
+    "numbers side by side": ("3", "#### 1 2"),
+    "range": ("5", "#### 5-10"),
+    "range in words": ("5", "#### 5 to 10"),
+    "open range": ("5", r"\boxed{5\text{ or more}}"),
+    "inequality": ("5", r"\boxed{x > 5}"),
+    "alternatives": ("5", "#### 5 or 6"),
+    "any number": ("5", "#### any number"),
+    "python code": ("5", "#### print(5)"),
+    "python literal": ("5", "#### int('5')"),
+    "huge number": ("18", "#### " + "9" * 400),
+    "huge power of ten": ("18", "#### 1e999999999"),
+    "fullwidth digits": ("18", "#### \uff11\uff18"),
+    "arabic-indic digits": ("18", "#### \u0661\u0668"),
+    "superscript digit": ("9", "#### \u2079"),
+    "letter O for zero": ("10", "#### 1O"),
+    "percent of one half": ("0.5", "#### 0.5%"),
+    "fraction for percent": ("50", "#### 0.5"),
+    "half a percent": ("50%", "#### 0.5%"),
+    "fraction inverted": (r"\frac{1}{2}", r"\boxed{\frac{2}{1}}"),
+    "rounded third": ("1/3", "#### 0.333333"),
+    "mixed number misread": ("1.5", r"#### 11/2"),
+    "expression with another value": ("8", "#### 3+4"),
+    "with a variable": ("5", "#### 5x"),
+    "letter before": ("5", "#### a5"),
+    "scale word": ("5", "#### 5 million"),
+    "division by zero": ("1", "#### 1/0"),
+    "tuple in the wrong order": ("(1,2)", r"\boxed{(2,1)}"),
+    "wrong polynomial": ("x^2+2x+1", r"\boxed{(x-1)^2}"),
+    "another variable": ("x", r"\boxed{y}"),
+    "trivial equation": ("y=2x+1", r"\boxed{0=0}"),
+    "another choice": ("B", "#### (C)"),
+    "all choices": ("B", "#### A, B, C, D"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_answers_score_zero(kind):
+    reference, text = WRONG[kind]
+    result = grade(text, reference)
+    assert result.score == 0.0
+    # and the reference itself would have scored
+    assert math_reward(f"\\boxed{{{reference}}}", reference) == 1.0
+
+
+def test_the_question_is_no_answer_where_a_literal_is_asked_for():
+    assert math_reward("#### 347*28", "9716", equivalence="literal") == 0.0
+    assert math_reward("#### 12/4", "3", equivalence="literal") == 0.0
+    assert math_reward("#### 12/4", "3", equivalence="numeric") == 1.0
+    assert math_reward("#### 9,716.", "9716", equivalence="literal") == 1.0
+    assert math_reward("#### 347*28", "9716", equivalence="numeric") == 0.0
+
+
+def test_a_marker_may_be_optional():
+    assert math_reward("9716", "9716", require_marker=False) == 1.0
+    assert math_reward("<think>9716</think> 9715", "9716", require_marker=False) == 0.0
+    # a marker still wins when there is one, even an empty one
+    assert math_reward("9716 #### 9715", "9716", require_marker=False) == 0.0
+    assert grade("9716\n####", "9716", require_marker=False).method == "no_answer"
+    assert grade("  ", "9716", require_marker=False).method == "no_answer"
+
+
+def test_grade_says_how_it_came_about():
+    assert grade("#### 18 ducks", "18").method == "exact"
+    assert grade("#### 18 ducks", "18").extracted == "18 ducks"
+    assert grade("#### yes", "Yes").method == "text"
+    assert grade("#### 9^{9^{9}}", "18").method == "refused"
+    assert grade("18", "18").method == "no_answer"
+    long = grade("#### " + "x" * 5000, "18")
+    assert long.method == "refused" and long.extracted == "x" * MAX_ANSWER_CHARS
+
+
+@pytest.mark.parametrize("reference", ["", "  ", "x" * 3000])
+def test_an_unusable_reference_is_an_error_not_a_wrong_answer(reference):
+    with pytest.raises(GraderError, match="reference"):
+        grade("#### 5", reference)
+
+
+@given(st.fractions(min_value=-(10**30), max_value=10**30, max_denominator=10**12))
+def test_every_fraction_reads_back(value):
+    number = parse_number(f"{value.numerator}/{value.denominator}")
+    assert number is not None and number.value == value
+    if value >= 0:
+        whole, part = divmod(value.numerator, value.denominator)
+        mixed = parse_number(f"{whole} {part}/{value.denominator}")
+        assert mixed is not None and mixed.value == value
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**20), max_value=10**20))
+def test_every_decimal_reads_back_with_separators_and_units(value):
+    plain = f"{value:f}"
+    for text in (plain, f"{value:,f}", f"${plain}", f"{plain} apples", f"${value:,f}$"):
+        number = parse_number(text)
+        assert number is not None and number.value == Fraction(value), text
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_different_integers_are_never_equal(answer, reference):
+    assert math_reward(f"#### {answer}", str(reference)) == float(answer == reference)
+
+
+@given(st.text(max_size=40))
+def test_no_text_breaks_the_exact_path(text):
+    result = grade(text, "18", equivalence="numeric", require_marker=False)
+    assert result.score in (0.0, 1.0)
+    parse_number(text)
+    refusal(text)
+
+
+@pytest.mark.parametrize("answer", ["e^{x^2}", "x^{2n}", "10^{40}", "2^{3}3^{4}5^{6}", "f(x)=x^9"])
+def test_ordinary_powers_are_not_refused(answer):
+    assert refusal(answer) is None
+
+
+def test_gsm8k_reference_and_reward():
+    answer = "She sells 9 for <<9*2=18>>18.\n#### 1,018"
+    assert gsm8k_reference(answer) == "1,018"
+    assert gsm8k_reward("... #### 1018", answer) == 1.0
+    assert gsm8k_reward("... #### 18", answer) == 0.0
+    assert gsm8k_reward("1018", answer, require_marker=False) == 1.0
+    with pytest.raises(DataError, match="#### N"):
+        gsm8k_reference("no marker")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_gsm8k_gold_solution_scores_one(split):
+    path = DATA / "gsm8k" / f"{split}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"GSM8K is not at {path}; set AGENTRL_DATA to the folder that holds gsm8k/")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == {"train": 7473, "test": 1319}[split]
+    for row in rows:
+        reference = gsm8k_reference(row["answer"])
+        assert gsm8k_reward(row["answer"], row["answer"]) == 1.0
+        assert math_reward(row["answer"], row["answer"]) == 1.0
+        assert grade(f"\\boxed{{{reference}}}", reference).method == "exact"
+        wrong = str(int(reference.replace(",", "")) + 1)
+        assert gsm8k_reward(f"#### {wrong}", row["answer"]) == 0.0
+
+
+def test_importing_the_rewards_loads_neither_torch_nor_algebra():
+    code = (
+        "import sys, agentrl_rewards.math\n"
+        "print([m for m in ('torch', 'sympy', 'math_verify', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_for_tests import CHATML, DROPS_THINKING, NO_CLOSE_TOKEN, make_tokenizer
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.render import Renderer
+
+CHATML_RENDERER = Renderer(make_tokenizer(CHATML))
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+# Text that a template's own markers are made of must stay text of its message.
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), max_size=30)
+
+
+def test_the_self_test_tells_templates_apart():
+    assert CHATML_RENDERER.history == "append_only"
+    assert Renderer(make_tokenizer(DROPS_THINKING)).history == "fork"
+    forced = Renderer(make_tokenizer(DROPS_THINKING), history="append_only")
+    assert forced.history == "append_only"
+
+
+def test_unusable_tokenizers_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match="no chat template"):
+        Renderer(make_tokenizer(None))
+    with pytest.raises(ConfigError, match="close an assistant turn with one special token"):
+        Renderer(make_tokenizer(NO_CLOSE_TOKEN))
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_growing_a_row_equals_rendering_the_dialogue_whole(turns, with_tools):
+    renderer, tools = CHATML_RENDERER, [TOOL] if with_tools else []
+    messages = [{"role": "user", "content": "go"}]
+    row = renderer.prompt(messages, tools)
+    for said, heard in turns:
+        assistant = {"role": "assistant", "content": said}
+        observation = {"role": "tool" if with_tools else "user", "content": heard}
+        row = row + renderer.assistant_turn(assistant)
+        row = row + renderer.suffix([observation], closed=True)
+        messages += [assistant, observation]
+    whole = renderer.prompt(messages, tools)
+    tokenizer = renderer.tokenizer
+    # The same text always; the same ids unless a merge crosses the generation prompt's border,
+    # which sampling would never produce.
+    assert tokenizer.decode(row, skip_special_tokens=False) == tokenizer.decode(
+        whole, skip_special_tokens=False
+    )
+    if not any(said[:1].isspace() or not said for said, _ in turns):
+        assert row == whole
+
+
+def test_a_turn_cut_by_length_is_closed_by_the_template():
+    observation = [{"role": "user", "content": "more"}]
+    closed = CHATML_RENDERER.suffix(observation, closed=True)
+    cut = CHATML_RENDERER.suffix(observation, closed=False)
+    assert cut == [CHATML_RENDERER.close_token_id, *closed]
+
+
+def test_several_observations_in_one_suffix():
+    observations = [
+        {"role": "tool", "content": "one", "tool_call_id": "a"},
+        {"role": "tool", "content": "two", "tool_call_id": "b"},
+    ]
+    text = CHATML_RENDERER.tokenizer.decode(
+        CHATML_RENDERER.suffix(observations, closed=True), skip_special_tokens=False
+    )
+    assert text == (
+        "\n<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_decoding_drops_stop_tokens_at_the_end_only():
+    tokenizer = CHATML_RENDERER.tokenizer
+    end = CHATML_RENDERER.close_token_id
+    ids = tokenizer.encode("<tool_call>a", add_special_tokens=False)
+    assert CHATML_RENDERER.decode([*ids, end]) == "<tool_call>a"
+    assert CHATML_RENDERER.decode([end, *ids]) == "<|im_end|><tool_call>a"
