@@ -9,7 +9,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 TORCH_VERSION ?= 2.13.0
 RUN ?= examples/quickstart/run.toml
 
-.PHONY: quickstart test test-slow lint benchmarks model clean help
+.PHONY: quickstart test test-slow types benchmarks model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -28,10 +28,8 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m "slow and not docker and not vllm and not gpu and not network"
 
-## make lint         ruff and pyright
-lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+## make types        pyright on the library
+types: $(VENV)/.dev
 	$(BIN)/pyright
 
 ## make benchmarks   every performance claim, printed as a ratio

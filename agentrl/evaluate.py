@@ -54,7 +54,7 @@ async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | Non
         ConfigError: the environment has no such split.
         DataError: the split is empty.
     """
-    info = await env.info(config.env.id, config.env.config)
+    info = await env.info(config.env.id)
     if split not in info.splits:
         raise ConfigError(
             f"environment {config.env.id!r} has no split {split!r}; it has "

@@ -19,7 +19,8 @@ random float32 weights. Variants, each in a process of its own, one thread:
 
 Every ratio stands beside the largest gradient difference to `packed` (relative to the largest
 entry of each tensor) before the first update. Seconds are the process's CPU time, minimum over
-the steps; memory is the growth of the peak resident size over the loaded model.
+the steps, page faults included; memory is the growth of the peak resident size over the loaded
+model; tokens are those that go through the backbone, padding included.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ def run_variant(args: argparse.Namespace) -> None:
         lengths = [len(sample) for sample in samples]
         for rows in plan_micro_batches(lengths, args.token_budget):
             micro = pack(samples, rows)
+            nonlocal num_tokens
+            num_tokens += micro.num_tokens
             logprobs, _ = sample_logprobs(model, micro, temperature=1.0)
             rollout = np.concatenate([samples[row].rollout_logprobs for row in rows])
             rewards = np.asarray([samples[row].reward for row in rows], np.float32)
@@ -135,6 +138,8 @@ def run_variant(args: argparse.Namespace) -> None:
         for start in range(0, len(order), GROUP_SIZE):
             chosen = [samples[row] for row in order[start : start + GROUP_SIZE]]
             shape = (len(chosen), max(len(sample) for sample in chosen))
+            nonlocal num_tokens
+            num_tokens += shape[0] * shape[1]
             input_ids = torch.zeros(shape, dtype=torch.int64)
             attention_mask = torch.zeros(shape, dtype=torch.int64)
             loss_mask = torch.zeros(shape)
@@ -159,6 +164,7 @@ def run_variant(args: argparse.Namespace) -> None:
                 torch.where(mask > 0, logprobs, 0.0), rollout[:, 1:], rewards[:, None] * mask
             )
 
+    num_tokens = 0  # through the backbone, all steps
     losses = packed_losses if args.variant == "packed" else padded_losses
     loaded_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds, first_loss = [], None
@@ -181,7 +187,12 @@ def run_variant(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         seconds[-1] += time.process_time() - started
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = {"seconds": seconds, "loss": first_loss, "memory_mib": (peak_kib - loaded_kib) / 1024}
+    result = {
+        "seconds": seconds,
+        "loss": first_loss,
+        "memory_mib": (peak_kib - loaded_kib) / 1024,
+        "num_tokens": num_tokens // args.repeat,
+    }
     print(json.dumps(result))
 
 
@@ -197,7 +208,10 @@ def compare(vocab_size: int, args: argparse.Namespace) -> None:
         f"\nV={vocab_size}: {len(samples)} samples, {num_tokens} tokens, "
         f"{num_trained / num_tokens:.0%} trained, longest {max(len(s) for s in samples)}"
     )
-    print(f"{'variant':14} {'CPU s':>7} {'x packed':>9} {'+MiB':>6} {'gradient difference':>20}")
+    print(
+        f"{'variant':14} {'tokens':>7} {'CPU s':>7} {'x packed':>9} {'+MiB':>6} "
+        f"{'gradient diff':>14}"
+    )
 
     with tempfile.TemporaryDirectory() as directory:
         results, gradients = {}, {}
@@ -219,8 +233,9 @@ def compare(vocab_size: int, args: argparse.Namespace) -> None:
                 for name, gradient in gradients[variant].items()
             )
             print(
-                f"{variant:14} {best:7.2f} {best / reference:9.2f} "
-                f"{results[variant]['memory_mib']:6.0f} {difference:20.1e}",
+                f"{variant:14} {results[variant]['num_tokens']:7} {best:7.2f} "
+                f"{best / reference:9.2f} {results[variant]['memory_mib']:6.0f} "
+                f"{difference:14.1e}",
                 flush=True,
             )
 

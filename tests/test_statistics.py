@@ -104,6 +104,18 @@ def test_copies_of_a_sample_add_no_information():
     assert (one.value, one.low, one.high) == pytest.approx((many.value, many.low, many.high))
 
 
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_tasks_that_all_agree_count_once_each(reward):
+    """The interval of Wilson at an end reaches t^2 / (n + t^2) from it, with n tasks."""
+    found = evaluation_statistics({str(i): [reward] * 16 for i in range(20)}).average
+    reach = student_t_quantile(0.975, 19) ** 2
+    reach /= 20 + reach
+    assert found.low is not None and found.high is not None
+    assert (found.low, found.high) == pytest.approx(
+        (max(0, reward - reach), min(1, reward + reach))
+    )
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 4), min_size=2, max_size=30),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentrl.algo.aggregate import loss_weights as loss_weights
     from agentrl.algo.aggregate import step_totals as step_totals
     from agentrl.algo.batch import Batch as Batch
-    from agentrl.algo.describe import describe as describe
+    from agentrl.algo.explain import describe as describe
     from agentrl.algo.filters import GroupDecision as GroupDecision
     from agentrl.algo.filters import filter_mean_range as filter_mean_range
     from agentrl.algo.filters import filter_zero_variance as filter_zero_variance
@@ -54,7 +54,7 @@ _MODULE_OF = {
     "StepTotals": "aggregate",
     "advantage_metrics": "advantages",
     "compute_advantages": "advantages",
-    "describe": "describe",
+    "describe": "explain",
     "loss_weights": "aggregate",
     "merge_metrics": "metrics",
     "policy_loss": "loss",

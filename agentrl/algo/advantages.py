@@ -415,15 +415,21 @@ def _scaled(scale: Scale, values: Tensor, centred: Tensor, groups: Tensor, known
         return centred
     if scale.kind == "success_rate":
         rate = ((values != 0) & known).sum() / known.sum().clamp(min=1)
-        return torch.where(rate > 0, centred / rate, 0)
+        return _divide(centred, rate)
     if scale.kind == "mean":
         counts = _group_sum(known.double(), groups).clamp(min=1)
         mean = _group_sum(values, groups) / counts
-        return torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1), 0)
+        return _divide(centred, mean)
     within = groups if scale.level == "group" else torch.zeros_like(groups)
     source = centred if scale.of == "centred" else values
     var = _variance(source, within, known.double(), scale.ddof)
-    return centred / _divisor(var, scale.eps, scale.eps_mode)
+    return _divide(centred, _divisor(var, scale.eps, scale.eps_mode))
+
+
+def _divide(values: Tensor, divisor: Tensor) -> Tensor:
+    """The quotient, 0 where the divisor is not positive."""
+    positive = divisor > 0
+    return torch.where(positive, values / torch.where(positive, divisor, 1), 0)
 
 
 def _divisor(var: Tensor, eps: float, mode: str) -> Tensor:
@@ -482,21 +488,21 @@ def whiten(spec: Whiten, advantages: Tensor, tokens: TokenIndex, groups: Tensor)
         shift = _group_sum(weights * values, within) / _group_sum(weights, within).clamp(min=1)
     if spec.std != "none":
         within = group if spec.std == "group" else torch.zeros_like(group)
-        var = _variance(values, within, weights, spec.ddof)
+        var = _variance(values - shift, within, weights, spec.ddof)
         if spec.eps_mode == "max":
             divisor = var.clamp(min=spec.eps).sqrt()
         else:
             divisor = _divisor(var, spec.eps, spec.eps_mode)
     if spec.unit == "sequence":
         shift, divisor = shift[tokens.trajectory], divisor[tokens.trajectory]
-    return (advantages - shift) / divisor
+    return _divide(advantages - shift, divisor)
 
 
 # metrics ------------------------------------------------------------------------------------------
 
 
 def advantage_metrics(objective: Objective, batch: Batch) -> dict[str, Metric]:
-    """What the step's rewards look like: groups without variance and reward statistics.
+    """The share of groups without variance, and of trajectories without a reward.
 
     Call it once on the whole step (or on shares that hold whole groups).
     """
@@ -515,6 +521,5 @@ def advantage_metrics(objective: Objective, batch: Batch) -> dict[str, Metric]:
             "group/zero_variance_fraction": Metric(
                 "mean", (num_groups - with_variance, num_groups)
             ),
-            "reward/mean": Metric("mean", (rewards.sum(), known.sum())),
             "reward/unscored_fraction": Metric("mean", ((~known).sum(), len(known))),
         }

@@ -36,6 +36,7 @@ class Batch:
     teacher_logprobs: Tensor | None = None  # (B, T)
     values: Tensor | None = None
     """(B, T) of the critic before the update, V at the state in which the token was sampled."""
+    token_ids: Tensor | None = None  # (B, T) int64 (gibberish mask)
     policy_versions: Tensor | None = None  # (B, T) int64: version that sampled the token
     current_version: int | None = None
     """Version of the policy that is being updated."""
@@ -114,6 +115,7 @@ _SHAPES = {
     "ref_logprobs": "BT",
     "teacher_logprobs": "BT",
     "values": "BT",
+    "token_ids": "BT",
     "policy_versions": "BT",
     "reward_components": "BM",
     "turn_rewards": "BM",

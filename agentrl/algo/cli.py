@@ -30,7 +30,7 @@ def add_algo_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from agentrl.algo.describe import PRESET_NOTES
+    from agentrl.algo.explain import PRESET_NOTES
     from agentrl.algo.objective import PRESETS
 
     width = max(map(len, PRESETS))
@@ -40,7 +40,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from agentrl.algo.describe import describe
+    from agentrl.algo.explain import describe
     from agentrl.algo.objective import PRESETS
 
     if arguments.preset not in PRESETS:

@@ -31,6 +31,7 @@ def kl_estimate(
     """
     value = _weighted_value(spec, logprobs, base_logprobs, importance_ratio)
     if spec.gradient == "straight_through":
+        # Not clamped: a token that strayed far is pulled back all the more.
         k2 = 0.5 * (logprobs - base_logprobs).square()
         return k2 - k2.detach() + value.detach()
     return value
@@ -56,11 +57,11 @@ def _weighted_value(
         if importance_ratio is None:
             raise ValueError("kl.gradient = 'unbiased' needs the live ratio to the old policy")
         value = importance_ratio * value
+    if spec.gradient == "score":
+        value = torch.exp(logprobs - logprobs.detach()) * value
     bound = 10.0 if spec.kind == "low_var_kl" and spec.clamp_out is None else spec.clamp_out
     if bound is not None:
         value = value.clamp(-bound, bound)
-    if spec.gradient == "score":
-        value = torch.exp(logprobs - logprobs.detach()) * value
     return value
 
 

@@ -2,7 +2,7 @@
 
 The trainer calls, once per optimizer step on everything that step learns from,
 
-    batch = prepare(objective, batch)
+    prepare(objective, batch)
 
 and then for each micro-batch, with gradient,
 
@@ -15,7 +15,7 @@ and ranks to the same loss and gradient for every split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,13 +58,14 @@ def prepare(
     totals: StepTotals | None = None,
     selection_logprobs: Tensor | None = None,
 ) -> Batch:
-    """The batch with everything that must be known about the whole step.
+    """Store in the batch everything that must be known about the whole step; returns the batch.
 
-    Sets `advantages`, `weights`, and where the objective needs them `returns`, `distill_weights`,
-    `step_mask`, `kl_cov_mask` and `off_policy_scale`.
+    Sets `advantages` and `weights` unless they are set already (advantages of several mini-batches
+    belong to the whole batch of rollouts), and where the objective needs them `returns`,
+    `distill_weights`, `step_mask`, `kl_cov_mask` and `off_policy_scale`.
 
     Args:
-        batch: the whole optimizer step.
+        batch: everything one optimizer step learns from.
         kl_coef: replaces `objective.kl.coef` for a KL in the reward.
         totals: counts of the whole step where the batch is a share of it (see `loss_weights`).
         selection_logprobs: (B, T) log-probs by which covariance masks choose tokens;
@@ -74,21 +75,21 @@ def prepare(
         ValueError: the batch lacks a field the objective needs.
     """
     mask = trained_mask(objective, batch)
-    batch = replace(batch, advantages=compute_advantages(objective, batch, kl_coef=kl_coef))
-    batch = replace(batch, weights=loss_weights(objective, batch, totals))
-    if objective.needs_critic:
-        batch = replace(batch, returns=value_targets(objective, batch, kl_coef=kl_coef))
+    if batch.advantages is None:
+        batch.advantages = compute_advantages(objective, batch, kl_coef=kl_coef)
+    if batch.weights is None:
+        batch.weights = loss_weights(objective, batch, totals)
+    if objective.needs_critic and batch.returns is None:
+        batch.returns = value_targets(objective, batch, kl_coef=kl_coef)
     if objective.distill.where == "loss":
-        distill = weights_of(objective.distill.aggregate, batch, mask, totals)
-        batch = replace(batch, distill_weights=distill)
+        batch.distill_weights = weights_of(objective.distill.aggregate, batch, mask, totals)
     if any(spec.kind in STEP_WIDE for spec in objective.trust):
-        batch = replace(batch, step_mask=step_mask(objective, batch, mask, selection_logprobs))
+        batch.step_mask = step_mask(objective, batch, mask, selection_logprobs)
     if objective.surrogate.kind == "kl_cov":
-        chosen = kl_cov_tokens(objective.surrogate.fraction, batch, mask, selection_logprobs)
-        batch = replace(batch, kl_cov_mask=chosen)
+        fraction = objective.surrogate.fraction
+        batch.kl_cov_mask = kl_cov_tokens(fraction, batch, mask, selection_logprobs)
     if objective.off_policy.normalize != "none" and objective.off_policy.level != "none":
-        scale = off_policy_scale(objective.off_policy, batch, mask)
-        batch = replace(batch, off_policy_scale=scale)
+        batch.off_policy_scale = off_policy_scale(objective.off_policy, batch, mask)
     return batch
 
 
@@ -163,6 +164,10 @@ def policy_loss(
         total = total + penalty
         metrics["loss/kl"] = _sum(penalty)
         metrics["policy/kl_ref"] = _mean(kl, mask)
+    elif objective.kl.where == "reward":
+        base = torch.where(mask, base_logprobs(objective.kl.base, batch), 0).to(logprobs.dtype)
+        measured = kl_estimate(objective.kl, logprobs.detach(), base)
+        metrics["policy/kl_ref"] = _mean(measured, mask)
     if entropy is not None:
         metrics["policy/entropy"] = _mean(entropy, mask)
     if objective.entropy.coef != 0:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -110,7 +110,8 @@ class Stage(BaseModel):
             if name in AMBIGUOUS_NAMES:
                 first, second = AMBIGUOUS_NAMES[name]
                 raise ValueError(f"{name!r} means two things: write {first}, or {second}")
-        optional = {name for name, field in cls.model_fields.items() if field.default is None}
+        fields = cls.model_fields.items()
+        optional = {name for name, field in fields if type(None) in get_args(field.annotation)}
         return {
             name: None if value == "none" and name in optional else value
             for name, value in data.items()
@@ -131,7 +132,7 @@ class Stage(BaseModel):
 
 
 class Overlong(Stage):
-    """DAPO's soft punishment (2503.14476, eq. 13): 0 up to max_tokens - buffer_tokens, then linear."""
+    """DAPO's soft punishment (2503.14476, eq. 13): linear in the tokens beyond a length."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     """Sampled tokens of a trajectory at which the penalty is full."""
@@ -464,6 +465,20 @@ class VetoMask(Stage):
     high: Positive | None = None
 
 
+class GibberishMask(Stage):
+    """Reject a whole row that holds rare tokens sampled against all odds (SSR-GRPO, prime-rl).
+
+    Late entries of a vocabulary are rare words of rare scripts; sampled with a probability below
+    that of a uniform draw, they are the trace of a broken engine or a collapsed policy.
+    """
+
+    kind: Literal["gibberish"] = "gibberish"
+    min_token_id: Annotated[int, Field(ge=0)] = 100_000
+    """Ids from here on count as rare."""
+    max_logprob: Annotated[float, Field(le=0)] = -14.0
+    """Rare tokens sampled below this log-prob are gibberish; -14 is e^-2 of one in 151936."""
+
+
 class TopEntropyMask(Stage):
     """Train only tokens whose entropy reaches the step's quantile (2506.01939)."""
 
@@ -501,6 +516,7 @@ TrustMask = Annotated[
     | M2Mask
     | RatioMask
     | VetoMask
+    | GibberishMask
     | TopEntropyMask
     | StalenessMask
     | ClipCovMask,
@@ -548,8 +564,8 @@ class Kl(Stage):
     `score`: the value times e^(log pi - sg log pi)."""
     base: Literal["ref", "rollout", "old"] = "ref"
     """Whose log-probs stand for ref."""
-    clamp_in: Positive | None = None
-    """x is clamped to +- this first."""
+    clamp_in: Positive | None = 20.0
+    """x is clamped to +- this first; no gradient beyond. None may overflow in float32."""
     clamp_out: Positive | None = None
     """The value is clamped to +- this; no gradient beyond."""
     target: Positive | None = None
@@ -710,6 +726,8 @@ class Objective(Stage):
             fields.add("baselines")
         if self.reward.weights is not None or self.reward.combine == "normalize_then_sum":
             fields.add("reward_components")
+        if "gibberish" in kinds:
+            fields.add("token_ids")
         if "top_entropy" in kinds:
             fields.add("old_entropy")
         if "staleness" in kinds or self.ratio.anchor == "loglinear":
@@ -832,15 +850,18 @@ def _contradictions(o: Objective) -> list[tuple[bool, str]]:
             "reward.combine = 'normalize_then_sum' needs reward.weights",
         ),
         (
-            o.whiten.mean == "group" and o.whiten.unit == "token",
+            o.whiten.mean == "group" and o.whiten.std == "none" and o.whiten.unit == "token",
             "a group mean over tokens weighs long trajectories more and is no baseline; set "
             "baseline.kind = 'mean' (Dr.GRPO) or 'leave_one_out' (RLOO) with whiten.mean = 'none', "
             "or whiten.unit = 'sequence'",
         ),
         (
-            o.whiten.mean == "none" and o.whiten.std != "none" and not (statistics or per_token),
-            "whiten.std without a mean divides by the spread around zero; set whiten.mean = "
-            f"'{o.whiten.std}'",
+            o.whiten.mean == "none"
+            and o.whiten.std != "none"
+            and o.baseline.kind == "none"
+            and o.credit.kind != "gae",
+            "whiten.std divides by the spread around a mean that nothing subtracts; set "
+            f"whiten.mean = '{o.whiten.std}', or a baseline",
         ),
         (
             clip is not None and clip.cap is not None and clip.cap <= 1 + clip.high,

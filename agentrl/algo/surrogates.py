@@ -43,7 +43,7 @@ def surrogate_loss(
             weight = torch.where((ratio > spec.low) & (ratio < spec.high), ratio, 0)
         return -weight * advantages * logprobs
     if spec.kind == "sapo":
-        tau = torch.where(advantages > 0, spec.tau_positive, spec.tau_negative).to(log_ratio.dtype)
+        tau = _either(advantages > 0, spec.tau_positive, spec.tau_negative, log_ratio)
         return -(4 / tau) * torch.sigmoid(tau * (torch.exp(log_ratio) - 1)) * advantages
     if spec.kind == "logprob":
         return -advantages * logprobs
@@ -74,7 +74,7 @@ def clip_loss(spec: ClipSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
 
 def gmpo_loss(spec: GmpoSurrogate, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """-A exp(mean of log-ratios clipped on the side A pushes to) (2507.20673, eq. 4)."""
-    sign = torch.where(advantages < 0, -1.0, 1.0).to(log_ratio.dtype)
+    sign = _either(advantages < 0, -1.0, 1.0, log_ratio)
     clipped = log_ratio.clamp(-spec.low, spec.high)
     one_sided = sign * torch.minimum(sign * log_ratio, sign * clipped)
     return -advantages * torch.exp(row_mean(one_sided, mask))
@@ -86,7 +86,12 @@ def vespo_loss(
     """-sg[phi(w)] A log pi with w the product of the row's ratios, kept in [1e-8, e^20]."""
     log_w = row_sum(log_ratio.detach(), mask).clamp(-18.420680743952367, 20.0)
     positive = advantages >= 0
-    k = torch.where(positive, spec.k_positive, spec.k_negative)
-    lam = torch.where(positive, spec.lam_positive, spec.lam_negative)
+    k = _either(positive, spec.k_positive, spec.k_negative, log_ratio)
+    lam = _either(positive, spec.lam_positive, spec.lam_negative, log_ratio)
     log_phi = lam + k * log_w - lam * torch.exp(log_w)
-    return -torch.exp(log_phi).to(logprobs.dtype) * advantages * logprobs
+    return -torch.exp(log_phi) * advantages * logprobs
+
+
+def _either(condition: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
+    """Numbers in the width of `like`; where() of two Python numbers would round to float32."""
+    return torch.full_like(like, otherwise).masked_fill(condition, value)

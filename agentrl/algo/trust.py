@@ -4,7 +4,7 @@ A mask is a product with the others; it changes numerators only, unless
 `aggregate.denominator = "kept"`. Three kinds by what they need:
 
     live       the forward pass: opsm, dppo_tv, dppo_kl
-    known      stored log-probs only, row by row: ratio, veto, staleness
+    known      stored values only, row by row: ratio, veto, gibberish, staleness
     step-wide  stored values of the whole step, set by `prepare`: m2, clip_cov, top_entropy
 """
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ClipCovMask,
         DppoKlMask,
         DppoTvMask,
+        GibberishMask,
         M2Mask,
         Objective,
         OffPolicy,
@@ -74,8 +75,15 @@ def known_mask(spec: TrustMask, batch: Batch, mask: Tensor, old: Tensor) -> Tens
         return ratio_mask(spec, gap, mask, batch.turn_ids)
     if spec.kind == "veto":
         return veto_mask(spec, gap, mask)
+    return stored_mask(spec, batch, mask)
+
+
+def stored_mask(spec: TrustMask, batch: Batch, mask: Tensor) -> Tensor:
+    """(B, T) or (B, 1) bool of one mask that needs no log-probs of the trainer."""
     if spec.kind == "staleness":
         return staleness_mask(spec, batch)
+    if spec.kind == "gibberish":
+        return gibberish_mask(spec, batch, mask)
     raise ValueError(f"mask {spec.kind!r} needs the whole step; call prepare on it first")
 
 
@@ -85,8 +93,8 @@ def known_masks(objective: Objective, batch: Batch, mask: Tensor) -> Tensor:
     for spec in objective.trust:
         if spec.kind in STEP_WIDE:
             kept = kept & step_mask(objective, batch, mask)
-        elif spec.kind == "staleness":
-            kept = kept & staleness_mask(spec, batch)
+        elif spec.kind in ("staleness", "gibberish"):
+            kept = kept & stored_mask(spec, batch, mask)
         else:
             old = field_of(batch, "old_logprobs", "aggregate.denominator = 'kept'")
             kept = kept & known_mask(spec, batch, mask, old)
@@ -153,7 +161,7 @@ def _over(spec: RatioMask, values: Tensor, mask: Tensor, turn_ids: Tensor | None
         return values
     if spec.level == "turn":
         return turn_reduce(values, mask, turn_ids, spec.over)
-    if spec.over == "max":
+    if spec.over == "max" and mask.shape[1] > 0:
         highest = torch.where(mask, values, -torch.inf).amax(1, keepdim=True)
         return torch.where(mask.any(1, keepdim=True), highest, 0)
     return (row_mean if spec.over == "mean" else row_sum)(values, mask)
@@ -165,6 +173,13 @@ def veto_mask(spec: VetoMask, gap: Tensor, mask: Tensor) -> Tensor:
     if spec.high is not None:
         outside = outside | (gap > math.log(spec.high))
     return ~(outside & mask).any(1, keepdim=True)
+
+
+def gibberish_mask(spec: GibberishMask, batch: Batch, mask: Tensor) -> Tensor:
+    """(B, 1): rows without a rare token that the sampler itself found next to impossible."""
+    ids = field_of(batch, "token_ids", "the gibberish mask")
+    odd = (ids >= spec.min_token_id) & (batch.rollout_logprobs < spec.max_logprob)
+    return ~(odd & mask).any(1, keepdim=True)
 
 
 def staleness_mask(spec: StalenessMask, batch: Batch) -> Tensor:

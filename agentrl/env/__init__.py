@@ -1,18 +1,23 @@
-"""Environments: what an author writes, how a process serves it, how a rollout plays it."""
+"""Environments: what an author writes, how a process serves it, how a rollout plays it.
 
+Names are loaded when they are first used, so that this package costs nothing to import.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from agentrl.env.base import EnvConfig, Environment, Episode, Observation
-from agentrl.env.registry import register, resolve
-from agentrl.env.tools import reward, tool
-from agentrl.types import Action, Message, StepResult, Task, ToolCall
-
 if TYPE_CHECKING:
-    from agentrl.env.client import connect, make
+    from agentrl.env.base import EnvConfig, Environment, Episode, Observation
+    from agentrl.env.client import EnvClient, EnvSession, connect, make
+    from agentrl.env.registry import register, resolve
+    from agentrl.env.tools import reward, tool
+    from agentrl.types import Action, Message, StepResult, Task, ToolCall
 
 __all__ = [
     "Action",
+    "EnvClient",
     "EnvConfig",
+    "EnvSession",
     "Environment",
     "Episode",
     "Message",
@@ -28,10 +33,19 @@ __all__ = [
     "tool",
 ]
 
+_MODULES = {
+    "agentrl.env.base": ("EnvConfig", "Environment", "Episode", "Observation"),
+    "agentrl.env.client": ("EnvClient", "EnvSession", "connect", "make"),
+    "agentrl.env.registry": ("register", "resolve"),
+    "agentrl.env.tools": ("reward", "tool"),
+    "agentrl.types": ("Action", "Message", "StepResult", "Task", "ToolCall"),
+}
+
 
 def __getattr__(name: str) -> object:
-    if name in ("connect", "make"):  # they load the session manager, which authors do not need
-        from agentrl.env import client
-
-        return getattr(client, name)
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(import_module(module), name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -58,9 +58,10 @@ def _quick(method: M) -> M:
 
 
 class EnvConfig(BaseModel):
-    """Base of an environment's nested `Config`: unknown keys are errors."""
+    """Base of an environment's nested `Config`: unknown keys are errors, and the docstring under a
+    field is its description."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 @dataclass(slots=True)
@@ -195,7 +196,10 @@ class Environment:
 
     @_quick
     def close(self) -> Awaitable[None] | None:
-        """Free what the session holds. Called once: when its episode ended or was given up."""
+        """Free what the session holds. Called once: when its episode ended or was given up.
+
+        After a step that ran out of time it is called while a `def` method may still be running.
+        """
 
     # What an author uses
 

@@ -211,7 +211,9 @@ class Http:
                 f"environment server {self.url} did not answer within {timeout_s:.1f} s"
             ) from error
         except aiohttp.ClientError as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            number = getattr(cause, "errno", None)
+            reason = os.strerror(number) if number else str(error) or type(error).__name__
             raise EnvUnavailable(
                 f"environment server {self.url} cannot be reached ({reason}); start it with "
                 "`agentrl env serve ID`, or check the URL"
@@ -262,7 +264,7 @@ class _Session:
         async def attempt(remaining: float) -> StepReply:
             return await transport.step(self.id, request, remaining)
 
-        reply = await _retry(attempt, timeout_s + GRACE_S)
+        reply = await _retry(attempt, timeout_s)
         self._step = reply.step
         self._used = asyncio.get_running_loop().time()
         return protocol.from_step_reply(reply)
@@ -365,7 +367,7 @@ class Client:
 
             return await self._on_a_server(create)
 
-        sessions = await _retry(attempt, timeout_s + GRACE_S)
+        sessions = await _retry(attempt, timeout_s)
         if self._renewer is None:
             self._renewer = self._spawn(self._renew())
         return sessions
@@ -418,14 +420,15 @@ async def _delete(transport: _Transport, session_id: str) -> None:
 
 
 async def _retry(attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
-    """Repeat a call that failed on the way, or met a full server, until its deadline."""
+    """Repeat a call that failed on the way, or met a full server, until its deadline. `attempt`
+    is told how long it may take."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout_s
     unreachable_since: float | None = None
     pause = 0.05
     while True:
         try:
-            return await attempt(deadline - clock())
+            return await attempt(deadline + GRACE_S - clock())
         except EnvError as error:
             if not error.retryable or error.code not in _RETRIED:
                 raise

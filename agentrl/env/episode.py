@@ -8,7 +8,6 @@ import random
 from agentrl.env.base import (
     Environment,
     Episode,
-    Finish,
     describe,
     to_finite,
     to_observation,
@@ -54,21 +53,27 @@ async def take_turn(environment: Environment, action: Action) -> StepResult:
 
 async def _take_turn(environment: Environment, episode: Episode, action: Action) -> StepResult:
     answer = await environment.call(environment.step, action)
-    if not isinstance(answer, StepResult):
-        answer = StepResult(to_observation(answer, "step()"))
-    finish = environment._finish or Finish(0.0, {}, truncated=False)
-    result = StepResult(
-        observation=to_observation(answer.observation, "StepResult.observation"),
-        reward=to_finite(answer.reward, "StepResult.reward") + finish.reward,
-        terminated=answer.terminated or (environment._finish is not None and not finish.truncated),
-        truncated=answer.truncated or finish.truncated,
-        reward_components=_finite(answer.reward_components, "reward component"),
-        info={**answer.info, **finish.info},
-    )
+    if isinstance(answer, StepResult):
+        result = StepResult(
+            observation=to_observation(answer.observation, "StepResult.observation"),
+            reward=to_finite(answer.reward, "StepResult.reward"),
+            terminated=bool(answer.terminated),
+            truncated=bool(answer.truncated),
+            reward_components=_finite(answer.reward_components, "reward component"),
+            info=dict(answer.info),
+        )
+        episode.metrics.update(answer.metrics)
+    else:
+        result = StepResult(to_observation(answer, "step()"))
+    finish = environment._finish
+    if finish is not None:
+        result.reward += finish.reward
+        result.info.update(finish.info)
+        result.truncated = result.truncated or finish.truncated
+        result.terminated = result.terminated or not finish.truncated
     episode.messages += result.observation
     episode.reward += result.reward
     episode.info.update(result.info)
-    episode.metrics.update(answer.metrics)
     if result.terminated or result.truncated:
         for name, mark in rewards_of(type(environment)).items():
             value = await _grade(environment, name, mark.timeout_s)

@@ -12,9 +12,11 @@ other address does not start without a token.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +29,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.env import protocol, registry
@@ -51,6 +51,8 @@ DRAIN_S = 5.0
 10 s that container engines grant."""
 _SHUTDOWN_S = 3.0
 _JSON = "application/json"
+_STEP_PATH = "/v1/sessions/{session_id}/step"
+_STEP = re.compile(r"/v1/sessions/([^/]+)/step")
 
 
 def make_app(
@@ -110,7 +112,11 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(Exception, _answer_bug)
     app.add_middleware(
-        _Gate, token=token, loopback_only=loopback_only, max_body_bytes=max_body_bytes
+        _Gate,
+        manager=manager,
+        token=token,
+        loopback_only=loopback_only,
+        max_body_bytes=max_body_bytes,
     )
 
     @app.post(
@@ -121,21 +127,10 @@ def make_app(
     )
     async def create(request: Request) -> Response:
         body = protocol.decode_request(
-            await _read_body(request, max_body_bytes), protocol.CreateRequest
+            await _read_body(request.receive, max_body_bytes), protocol.CreateRequest
         )
         reply = await manager.create(body, request.headers.get("Idempotency-Key"))
         return _reply(protocol.encode(reply), 201)
-
-    @app.post(
-        "/v1/sessions/{session_id}/step",
-        summary="Take one step, exactly once",
-        openapi_extra=_body_of(protocol.StepRequest, protocol.StepReply),
-    )
-    async def step(session_id: str, request: Request) -> Response:
-        body = protocol.decode_request(
-            await _read_body(request, max_body_bytes), protocol.StepRequest
-        )
-        return _reply(await manager.step(session_id, body))
 
     @app.get("/v1/sessions/{session_id}", openapi_extra=_body_of(None, protocol.SessionStatus))
     async def status(session_id: str) -> Response:
@@ -152,7 +147,7 @@ def make_app(
         openapi_extra=_body_of(protocol.RenewRequest, protocol.SessionStatus),
     )
     async def renew(session_id: str, request: Request) -> Response:
-        raw = await _read_body(request, max_body_bytes)
+        raw = await _read_body(request.receive, max_body_bytes)
         body = protocol.decode_request(raw or b"{}", protocol.RenewRequest)
         return _reply(protocol.encode(manager.renew(session_id, body.lease_s)))
 
@@ -213,7 +208,7 @@ def serve(
             f"{host} can be reached from other machines: give --token or set "
             f"{protocol.TOKEN_VARIABLE}, or bind --host 127.0.0.1"
         )
-    listener = _bind(host, port)
+    listener = listen(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
@@ -230,8 +225,8 @@ def serve(
     server = _Server(config, app.state.manager, drain_s)
     if ready is not None:
         ready(url)
-    with listener:
-        asyncio.run(server.serve(sockets=[listener]))
+    with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener]))
 
 
 def is_loopback(host: str) -> bool:
@@ -273,11 +268,14 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, or a ConfigError that says why there is none."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        # The protocol number matters: asyncio leaves Nagle's algorithm on where it is 0, and every
+        # answer then waits 40 ms for the client's delayed acknowledgement.
         listener = socket.socket(family, kind, number)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -291,12 +289,23 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 class _Gate:
-    """What every request passes: host, origin, token, protocol version and announced size."""
+    """What every request passes: host, origin, token, protocol version and announced size.
+
+    A step, which is called for every turn of every episode, is answered right here: the way through
+    FastAPI would cost more than the step.
+    """
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, loopback_only: bool, max_body_bytes: int
+        self,
+        app: ASGIApp,
+        *,
+        manager: SessionManager,
+        token: str | None,
+        loopback_only: bool,
+        max_body_bytes: int,
     ) -> None:
         self._app = app
+        self._manager = manager
         self._token = token.encode() if token else None
         self._loopback_only = loopback_only
         self._max_body_bytes = max_body_bytes
@@ -305,62 +314,97 @@ class _Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = self._refuse(scope["path"], Headers(scope=scope))
+        headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
+        error = self._refuse(scope["path"], headers)
         if error is not None:
             await _problem(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        elif scope["method"] == "POST" and (match := _STEP.fullmatch(scope["path"])):
+            await self._step(match[1], scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
-    def _refuse(self, path: str, headers: Headers) -> EnvError | None:
+    async def _step(self, session_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = protocol.decode_request(
+                await _read_body(receive, self._max_body_bytes), protocol.StepRequest
+            )
+            body = await self._manager.step(session_id, request)
+        except EnvError as error:
+            await _problem(error)(scope, receive, send)
+            return
+        headers = [*_RAW_HEADERS, (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _refuse(self, path: str, headers: dict[bytes, str]) -> EnvError | None:
         if self._loopback_only:
-            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-            origin = headers.get("origin")
-            if not is_loopback(host):
+            host, origin = headers.get(b"host", ""), headers.get(b"origin")
+            if not _names_loopback(f"//{host}"):
                 return make_error("forbidden", f"this server answers on localhost, not as '{host}'")
-            if origin is not None and not is_loopback(urlsplit(origin).hostname or ""):
+            if origin is not None and not _names_loopback(origin):
                 return make_error("forbidden", f"requests from the origin '{origin}' are refused")
         if self._token is not None and path != "/healthz":
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
+            scheme, _, given = headers.get(b"authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                given.encode("latin-1"), self._token
+            ):
                 return make_error(
                     "unauthorized",
                     f"send the server's token as 'Authorization: Bearer ...' "
                     f"(clients read it from {protocol.TOKEN_VARIABLE})",
                 )
-        version = headers.get(protocol.PROTOCOL_HEADER, protocol.PROTOCOL_VERSION)
+        version = headers.get(_PROTOCOL_KEY, protocol.PROTOCOL_VERSION)
         if version != protocol.PROTOCOL_VERSION:
             return make_error(
                 "invalid_request",
                 f"this server speaks protocol {protocol.PROTOCOL_VERSION}, not {version[:20]}",
             )
-        length = headers.get("content-length", "0")
+        length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
-            return _too_large(self._max_body_bytes)
+            return make_error(
+                "payload_too_large", f"a body may have {self._max_body_bytes} bytes at most"
+            )
         return None
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+@functools.lru_cache(maxsize=256)
+def _names_loopback(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
+async def _read_body(receive: Receive, limit: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        EnvError: `payload_too_large`, or `request_timeout` if it does not arrive.
+    """
     chunks: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise make_error("request_timeout", "the client went away")
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
                 if size > limit:
-                    raise _too_large(limit)
-                chunks.append(chunk)
+                    raise make_error("payload_too_large", f"a body may have {limit} bytes at most")
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
     except TimeoutError:
         raise make_error("request_timeout", "the body did not arrive in time") from None
-    except ClientDisconnect:
-        raise make_error("request_timeout", "the client went away") from None
-    return b"".join(chunks)
-
-
-def _too_large(limit: int) -> EnvError:
-    return make_error("payload_too_large", f"a request may have {limit} bytes at most")
 
 
 _HEADERS = {protocol.PROTOCOL_HEADER: protocol.PROTOCOL_VERSION}
+_PROTOCOL_KEY = protocol.PROTOCOL_HEADER.lower().encode()
+_RAW_HEADERS = [
+    (_PROTOCOL_KEY, protocol.PROTOCOL_VERSION.encode()),
+    (b"content-type", _JSON.encode()),
+]
 
 
 def _reply(body: bytes, status: int = 200) -> Response:
@@ -412,6 +456,7 @@ _REPLIES = (
     protocol.Health,
     protocol.Problem,
 )
+_STRING = {"type": "string"}
 _REF = "#/components/schemas/{name}"
 
 
@@ -436,11 +481,20 @@ def _body_of(
 
 
 def _describe(app: FastAPI) -> None:
-    """Add the wire types to the OpenAPI document."""
+    """Add the wire types and the step route to the OpenAPI document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
+        document["paths"][_STEP_PATH] = {
+            "post": {
+                "summary": "Take one step, exactly once",
+                "parameters": [
+                    {"name": "session_id", "in": "path", "required": True, "schema": _STRING}
+                ],
+                **_body_of(protocol.StepRequest, protocol.StepReply),
+            }
+        }
         _, schemas = msgspec.json.schema_components((*_REQUESTS, *_REPLIES), ref_template=_REF)
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return document

@@ -88,9 +88,12 @@ class _Creation:
 class _Turn:
     index: int
     action: Action
-    reply: asyncio.Future[bytes]
     previous: _Turn | None
     """The turn before, while this one runs."""
+    waiters: list[asyncio.Future[bytes]] = field(default_factory=list)
+    """One for each caller that waits, so that a caller who goes away disturbs no other."""
+    outcome: bytes | EnvError | None = None
+    """The encoded reply, or why there is none; None while the step runs."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -111,7 +114,8 @@ class _Session:
     turn: _Turn | None = None
     """The step that runs, or the last that ran."""
     stuck: asyncio.Task[None] | None = None
-    """A step that ran out of time in a `cancel_safe` environment."""
+    """A step that ran out of time in a `cancel_safe` environment; the next one waits until it has
+    stopped."""
     started: float = field(default_factory=time.monotonic)
     reward: float = 0.0
     retired: bool = False
@@ -119,7 +123,7 @@ class _Session:
 
     @property
     def busy(self) -> bool:
-        return self.turn is not None and not self.turn.reply.done()
+        return self.turn is not None and self.turn.outcome is None
 
 
 class SessionManager:
@@ -352,7 +356,7 @@ class SessionManager:
                     "step_conflict",
                     f"step {request.step} of this session was asked for with another action",
                 )
-            reply = protocol.decode_reply(await asyncio.shield(turn.reply), StepReply)
+            reply = protocol.decode_reply(await _outcome(turn), StepReply)
             reply.replayed = True
             return protocol.encode(reply)
         if request.step != session.step or session.busy:
@@ -363,26 +367,22 @@ class SessionManager:
             raise make_error(
                 "episode_done", "the episode is over; open a new session for another one"
             )
-        if session.stuck is not None and not session.stuck.done():
-            error = make_error("step_timeout", "the step that ran out of time has not stopped yet")
-            error.retryable, error.retry_after_s = True, 0.5
-            raise error
-        return await asyncio.shield(self._start_turn(session, action, request.timeout_s).reply)
+        return await _outcome(self._start_turn(session, action, request.timeout_s))
 
     def _start_turn(self, session: _Session, action: Action, timeout_s: float | None) -> _Turn:
         loop = asyncio.get_running_loop()
         seconds = min(timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
-        reply: asyncio.Future[bytes] = loop.create_future()
-        turn = _Turn(session.step, action, reply, previous=session.turn)
-        turn.task = self._spawn(self._run_turn(session, turn))
+        session.turn = turn = _Turn(session.step, action, previous=session.turn)
+        turn.task = loop.create_task(self._run_turn(session, turn))
         turn.timer = loop.call_later(seconds, self._expire_turn, session, turn, seconds)
-        reply.add_done_callback(_observe)
-        session.turn = turn
         return turn
 
     async def _run_turn(self, session: _Session, turn: _Turn) -> None:
         environment = session.environment
         try:
+            if session.stuck is not None:
+                await asyncio.wait({session.stuck})
+                session.stuck = None
             reply, body = await self._guard(
                 _answer(environment, turn.action, session.step + 1), environment, session.task
             )
@@ -391,47 +391,54 @@ class SessionManager:
             self._fail_turn(session, turn, error)
             return
         except asyncio.CancelledError:
-            if not turn.reply.done():
-                error = make_error("env_error", f"'{environment.id}' cancelled its own step")
-                self._fail_turn(session, turn, error)
+            error = make_error("env_error", f"'{environment.id}' cancelled its own step")
+            self._fail_turn(session, turn, error)
             raise
-        if turn.reply.done():  # the deadline had passed, or the session was closed
+        if turn.outcome is not None:  # the deadline had passed, or the session was closed
             return
         session.step += 1
         session.reward += reply.reward
         if reply.terminated or reply.truncated:
             session.status = "ended"
             self._retire(session, "terminated" if reply.terminated else "truncated")
-        self._settle(session, turn).set_result(body)
+        self._settle(session, turn, body)
 
     def _expire_turn(self, session: _Session, turn: _Turn, seconds: float) -> None:
-        if turn.reply.done():
+        if turn.outcome is not None:
             return
         error = make_error(
             "step_timeout", f"the step of '{session.environment.id}' took more than {seconds:g} s"
         )
         if session.environment.cancel_safe:
             error.retryable = True
-            session.turn, session.stuck = turn.previous, turn.task
-            self._settle(session, turn).set_exception(error)
+            session.turn, session.stuck = turn.previous, session.stuck or turn.task
+            self._settle(session, turn, error)
         else:
             self._fail_turn(session, turn, error)
         if turn.task is not None:
             turn.task.cancel()
 
     def _fail_turn(self, session: _Session, turn: _Turn, error: EnvError) -> None:
-        if turn.reply.done():
+        if turn.outcome is not None:
             return
         session.status = "failed"
         self._retire(session, error.code, error)
-        self._settle(session, turn).set_exception(error)
+        self._settle(session, turn, error)
 
-    def _settle(self, session: _Session, turn: _Turn) -> asyncio.Future[bytes]:
+    def _settle(self, session: _Session, turn: _Turn, outcome: bytes | EnvError) -> None:
         if turn.timer is not None:
             turn.timer.cancel()
         turn.timer = turn.previous = None
+        turn.outcome = outcome
+        for waiter in turn.waiters:
+            if waiter.done():  # its caller went away
+                continue
+            if isinstance(outcome, EnvError):
+                waiter.set_exception(outcome)
+            else:
+                waiter.set_result(outcome)
+        turn.waiters.clear()
         self._renew(session)
-        return turn.reply
 
     # Leases and the end of sessions
 
@@ -497,7 +504,7 @@ class SessionManager:
         turn = session.turn
         if turn is not None and session.busy:
             error = make_error("session_expired", "the session was closed while its step ran")
-            self._settle(session, turn).set_exception(error)
+            self._settle(session, turn, error)
             if turn.task is not None:
                 turn.task.cancel()
         self._retire(session, "abandoned" if how == "closed" else how)
@@ -706,6 +713,16 @@ async def _answer(environment: Environment, action: Action, step: int) -> tuple[
     of the environment."""
     reply = protocol.to_step_reply(await take_turn(environment, action), step)
     return reply, protocol.encode(reply)
+
+
+async def _outcome(turn: _Turn) -> bytes:
+    if turn.outcome is None:
+        waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        turn.waiters.append(waiter)
+        return await waiter
+    if isinstance(turn.outcome, EnvError):
+        raise turn.outcome
+    return turn.outcome
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

@@ -94,7 +94,7 @@ class Tool:
     def validate(self, arguments: dict[str, JSON]) -> dict[str, Any] | str:
         """The keyword arguments of the call, or a sentence that says what is wrong with them."""
         try:
-            return self.arguments.validate_python(arguments)
+            return self.arguments.validator.validate_python(arguments)
         except ValidationError as error:
             return "; ".join(
                 f"{'.'.join(str(part) for part in problem['loc']) or 'arguments'}: "

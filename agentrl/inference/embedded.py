@@ -80,7 +80,9 @@ def sample(
     max_batch_tokens: int = 32768,
     stopped: threading.Event | None = None,
 ) -> list[SampledTurn]:
-    """Sample one continuation of every request, in the order given.
+    """Sample one continuation of every request; results in the order given.
+
+    A result depends on the set of requests, never on their order.
 
     Args:
         stop_token_ids: end a turn, besides each request's own.
@@ -266,7 +268,7 @@ class EmbeddedEngine:
         self._seed = seed
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_batch_tokens = max_batch_tokens
-        self._vocab_size = model.get_input_embeddings().weight.shape[0]
+        self._vocab_size = model.get_input_embeddings().get_parameter("weight").shape[0]
         config = model.config.get_text_config()
         self._context: int | None = getattr(config, "max_position_embeddings", None)
         self._reserved = 0
@@ -364,7 +366,8 @@ class EmbeddedEngine:
         if self._round is not None or not self._pending or len(self._pending) < self._reserved:
             return
         loop = asyncio.get_running_loop()
-        current = _Round([self._pending[key] for key in sorted(self._pending)], threading.Event())
+        # In order of arrival, which is timing; `sample` orders requests by what they are.
+        current = _Round(list(self._pending.values()), threading.Event())
         self._pending = {}
         self._round = current
         work = self._thread.submit(

@@ -300,6 +300,8 @@ class VLLMEngine:
 
     def _parameters(self, request_id: str, sampling: SamplingParams) -> dict[str, JSON]:
         """Every sampling parameter: what is not sent, servers fill in differently."""
+        stop_token_ids: list[JSON] = []
+        stop_token_ids += sorted(self._stop_token_ids.union(sampling.stop_token_ids))
         parameters: dict[str, JSON] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -311,7 +313,7 @@ class VLLMEngine:
             "frequency_penalty": 0.0,
             "n": 1,
             "logprobs": 0,
-            "stop_token_ids": sorted(self._stop_token_ids.union(sampling.stop_token_ids)),
+            "stop_token_ids": stop_token_ids,
         }
         if self._seed is not None:
             parameters["seed"] = request_seed(self._seed, request_id)

@@ -149,8 +149,10 @@ async def play(
             stage, f"{what}_timeout", f"rollout.{what}_timeout_s passed during {stage}"
         )
     except Exception as error:
-        trajectory.stop_reason = StopReason.ERROR
-        trajectory.error = TrajectoryError(stage, _code(error), str(error) or repr(error))
+        code = _code(error)
+        late = code.endswith("_timeout")
+        trajectory.stop_reason = StopReason.TIMEOUT if late else StopReason.ERROR
+        trajectory.error = TrajectoryError(stage, code, str(error) or repr(error))
     finally:
         trajectory.total_s = time.perf_counter() - started
         record(trajectory)

@@ -21,7 +21,7 @@ KEEP_BYTES = 512 * 2**20
 # which the allocator returns memory to the system after every use; a GPU wants large products.
 _CHUNK_BYTES = {"cpu": 8 * 2**20}
 _CHUNK_BYTES_ELSEWHERE = 512 * 2**20
-_MIN_CHUNK_TOKENS = 64
+_MIN_CHUNK_TOKENS = 128
 
 
 def trained_logprobs(

@@ -106,6 +106,8 @@ async def _train(config: RunConfig, *, quiet: bool) -> Path:
             ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer") as trainer_thread,
         ):
             log = TrajectoryLog(run.run_dir, resume_step=last_step)
+            if not config.run.resume:
+                _save(run, 0, display)  # from here on, a kill at any moment can be resumed
             await _steps(
                 run, last_step, metrics_writer, log, display, interrupted, trainer_thread
             )
@@ -192,7 +194,7 @@ async def _steps(
         metrics_writer.write(step, metrics)
         display.step(step, metrics)
         if step % config.run.save_every == 0 or step == config.run.num_steps:
-            saved_step = _save(run, step, display)
+            saved_step = _save(run, step, display) or saved_step
         if interrupted.is_set():
             break
     else:
@@ -260,9 +262,10 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
         "rollout.group_size": config.rollout.group_size,
         "rollout.temperature": config.rollout.temperature,
         "objective": config.objective.model_dump(mode="json"),
-        "train.learning_rate": config.train.learning_rate,
-        "train.num_minibatches": config.train.num_minibatches,
-        "train.num_epochs": config.train.num_epochs,
+        # How an update is computed; memory settings such as token_budget may change.
+        "train": config.train.model_dump(
+            mode="json", exclude={"token_budget", "max_nonfinite_steps"}
+        ),
     }
     return Run(
         config,
@@ -296,8 +299,11 @@ def _restore(run: Run) -> int:
     return state.step
 
 
-def _save(run: Run, step: int, display: Display) -> int:
-    """Write a checkpoint; a full disk is a warning, because the run itself is still good."""
+def _save(run: Run, step: int, display: Display) -> int | None:
+    """Write a checkpoint; its step, or None where a full disk refused it.
+
+    That is a warning and no error: the run itself is still good, and so are older checkpoints.
+    """
     display.phase("checkpoint", 0, 1)
     learner = run.learner
     state = checkpoint.capture_state(
@@ -318,6 +324,7 @@ def _save(run: Run, step: int, display: Display) -> int:
     except checkpoint.CheckpointNotSaved as error:
         logger.warning("%s", error)
         display.note(f"warning: {error}")
+        return None
     return step
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +24,8 @@ from agentrl.train.head import trained_logprobs
 from agentrl.train.plan import MicroBatch, pack
 from agentrl.types import Sample
 
-_DROPOUT_KEY = re.compile(r"dropout|_pdrop$")
+# Dropout in the backbone; heads for classification and summaries do not run here.
+_DROPOUT_KEY = re.compile(r"^(?!classifier|summary).*(dropout|_pdrop$)")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -67,14 +70,26 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
     try:
         config = AutoConfig.from_pretrained(path)
         require_supported(config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        # The library's types do not know the pair that output_loading_info makes of the result.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model {path} cannot be loaded ({_first_line(error)}); it must hold a config.json of "
             "a causal language model and its safetensors weights"
         ) from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights of model {path} lack {len(missing)} tensors, first {missing[0]}, which "
+            "would start at random values; save the model again"
+        )
     if not model._supports_attention_backend:
         raise ConfigError(
             f"{type(model).__name__} does not look its attention function up by name; choose a "
@@ -92,13 +107,18 @@ def require_supported(config: PretrainedConfig) -> None:
     Raises:
         ConfigError: attention other than full causal attention, dropout, or capped logits.
     """
+    config = config.get_text_config()
     require_full_attention(config)
-    for key, value in config.to_dict().items():
-        if _DROPOUT_KEY.search(key) and isinstance(value, int | float) and value > 0:
-            raise ConfigError(
-                f"{config.model_type} sets {key} = {value}, but the policy that learns must be the "
-                f"policy that sampled; set {key} to 0 in the model's config.json"
-            )
+    dropout = [
+        key
+        for key, value in config.to_dict().items()
+        if _DROPOUT_KEY.search(key) and isinstance(value, int | float) and value > 0
+    ]
+    if dropout:
+        raise ConfigError(
+            f"{config.model_type} sets {', '.join(dropout)}, but the policy that learns must be "
+            "the policy that sampled; set them to 0 in the model's config.json"
+        )
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, key, None):
             raise ConfigError(
@@ -192,7 +212,7 @@ def sample_logprobs(
         head.weight,
         torch.from_numpy(micro.targets).to(hidden.device),
         bias=head.bias,
-        temperature=temperature / _logit_factor(model.config),
+        temperature=temperature / _logit_factor(model.config.get_text_config()),
         with_entropy=with_entropy,
     )
 
@@ -238,7 +258,7 @@ def _bare_sample(token_ids: np.ndarray) -> Sample:
 
 
 def _require_model_files(path: str) -> None:
-    directory = Path(path).expanduser()
+    directory = Path(path)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ConfigError(f"model directory {path} has no config.json; is it a model?")

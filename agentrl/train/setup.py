@@ -15,6 +15,7 @@ import torch
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.train.checkpoint import latest_checkpoint
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -27,7 +28,7 @@ def run_directory(config: RunConfig) -> Path:
         ConfigError: the directory is in use, or nothing is there to resume.
     """
     candidates = _numbered(config)
-    used = [path for path in candidates if (path / "metrics.jsonl").exists()]
+    used = [path for path in candidates if _holds_a_run(path)]
     if config.run.resume:
         if not used:
             raise ConfigError(
@@ -47,6 +48,11 @@ def run_directory(config: RunConfig) -> Path:
     partial.write_text(config.to_toml())
     os.replace(partial, run_dir / "config.toml")
     return run_dir
+
+
+def _holds_a_run(path: Path) -> bool:
+    metrics = path / "metrics.jsonl"
+    return latest_checkpoint(path) is not None or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _numbered(config: RunConfig) -> list[Path]:

@@ -11,8 +11,8 @@ KEY_METRICS: dict[str, str] = {
     "reward/mean": "reward",
     "reward/std": "reward std",
     "loss/policy": "loss",
-    "loss/kl": "kl",
-    "policy/kl": "kl",
+    "policy/kl_ref": "kl to ref",
+    "policy/kl_old_new": "kl",
     "policy/entropy": "entropy",
     "train/grad_norm": "grad norm",
     "rollout/error_fraction": "errors",
@@ -57,7 +57,7 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 def short_number(value: float) -> str:
-    """At most 4 significant digits and about 7 characters: 0.4375, -0.0021, 1.2e-06, 12.4k."""
+    """At most 4 significant digits and 7 to 9 characters: 0.4375, -0.0021, 1.2e-06, 12.4k."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -85,13 +85,15 @@ def duration(seconds: float) -> str:
 
 def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
     """About `target` round numbers (1, 2 or 5 times a power of ten) that span [low, high]."""
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
+    largest = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * largest, 1e-300):
+        # Flat, or not to be told apart from it.
+        low, high = low - max(0.5, 1e-6 * largest), high + max(0.5, 1e-6 * largest)
     raw = (high - low) / max(1, target - 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def binned(values: Sequence[float], num_bins: int) -> list[float]:

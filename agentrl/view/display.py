@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
+from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.view.curves import KEY_METRICS, REWARD, duration, number, short_number, text_plot
+from agentrl.view.escape import plain
 
 PHASES = {
     "rollout": ("rollout", "episodes"),
@@ -53,12 +55,12 @@ class Display:
         file: IO[str] | None = None,
     ) -> None:
         self.total_steps = total_steps
-        self.title = title
+        self.title = plain(title)
         self.quiet = quiet
         self.console = Console(file=file, highlight=False)
         self._live: Live | None = None
         self._lock = threading.Lock()
-        self._moved_handlers: list[tuple[logging.StreamHandler, IO[str]]] = []
+        self._moved_handlers: list[tuple[logging.StreamHandler, Any]] = []
         self._started = time.monotonic()
         self._step_ends: list[float] = []
         self._step = 0
@@ -87,7 +89,7 @@ class Display:
                 handler.setStream(stream)
             self._live.stop()
             self._live = None
-        if not self.quiet and kind is None:
+        if not self.quiet and (kind is None or self._step_ends):
             self._print_summary()
 
     def phase(self, name: str, done: int, total: int) -> None:
@@ -113,7 +115,7 @@ class Display:
     def note(self, line: str) -> None:
         """A line that stays: a warning, or where something was written."""
         if not self.quiet:
-            self.console.print(Text(line), soft_wrap=True)
+            self.console.print(Text(plain(line)), soft_wrap=True)
 
     # ------------------------------------------------------------------ the panel on a terminal
 
@@ -125,10 +127,15 @@ class Display:
                 parts.append(self._numbers(options.max_width - 4))
         yield Panel(
             Group(*parts),
-            title=Text(self.title, style="bold", overflow="ellipsis", no_wrap=True),
+            title=Text(
+                self.title,
+                style="bold",
+                no_wrap=True,
+                overflow="ellipsis" if self._unicode() else "crop",
+            ),
             title_align="left",
             border_style="dim",
-            box=self._box(),
+            box=box.ROUNDED if self._unicode() else box.ASCII,
         )
 
     def _progress(self) -> Table:
@@ -241,8 +248,3 @@ class Display:
 
     def _unicode(self) -> bool:
         return (self.console.encoding or "").lower().startswith("utf")
-
-    def _box(self):
-        from rich import box
-
-        return box.ROUNDED if self._unicode() else box.ASCII

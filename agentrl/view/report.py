@@ -1,9 +1,9 @@
 """`report.html`: a whole run in one file that opens anywhere, offline.
 
-Curves are SVG drawn here; a little script adds what the pointer shows. Everything in it that a model
-or an environment wrote is untrusted: it is escaped, control and direction characters are made
-visible, and the page's content security policy allows exactly the one script and the one style
-sheet of this module, by their hashes, and no network.
+Curves are SVG drawn here; a little script adds what the pointer shows. Everything in it that a
+model or an environment wrote is untrusted: it is escaped, control and direction characters are
+made visible, and the page's content security policy allows exactly the one script and the one
+style sheet of this module, by their hashes, and no network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from agentrl.view.curves import (
     short_number,
     smoothed,
 )
+from agentrl.view.escape import plain, visible
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""
@@ -37,12 +37,6 @@ MAX_MESSAGE_CHARS = 20_000
 MAX_TOKENS_SHOWN = 4_000
 MAX_CURVE_POINTS = 1_000
 """Longer curves are thinned to this many averaged points; a screen shows no more."""
-
-UNSAFE = re.compile(
-    # C0 without tab and newline, DEL, C1; direction controls; invisible characters and tags.
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff"
-    "\ud800-\udfff\U000e0000-\U000e007f]"
-)
 
 
 def write_report(
@@ -150,7 +144,7 @@ def report_html(
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{html.escape(_plain(title))}</title>\n<style>{style}</style>\n</head>\n"
+        f"<title>{html.escape(plain(title))}</title>\n<style>{style}</style>\n</head>\n"
         f'<body>\n<main>\n{"".join(body)}</main>\n<div id="tip"></div>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
@@ -161,26 +155,6 @@ def _csp_hash(content: str) -> str:
 
 
 # ---------------------------------------------------------------------------------- text
-
-
-def visible(text: str) -> str:
-    """`text` as inert HTML, with control, direction and invisible characters spelled out."""
-    parts, end = [], 0
-    for match in UNSAFE.finditer(text):
-        parts.append(html.escape(text[end : match.start()]))
-        parts.append(f'<span class="ctl">{_name(match.group())}</span>')
-        end = match.end()
-    parts.append(html.escape(text[end:]))
-    return "".join(parts)
-
-
-def _plain(text: str) -> str:
-    """The same for places that cannot hold markup."""
-    return UNSAFE.sub(lambda match: f"[{_name(match.group())}]", text)
-
-
-def _name(character: str) -> str:
-    return "ESC" if character == "\x1b" else f"U+{ord(character):04X}"
 
 
 def _shortened(text: str) -> str:
@@ -270,14 +244,13 @@ def _reward_section(metrics: Sequence[Mapping[str, object]]) -> str:
 
 
 def _metrics_section(metrics: Sequence[Mapping[str, object]]) -> str:
-    """Small multiples of every other metric that varies, by section; the rest as a list."""
+    """Small multiples of every other metric that varies, key metrics first; the rest as a list."""
     order = list(KEY_METRICS)
     keys = sorted(
         (key for key in _keys(metrics) if key != REWARD),
-        key=lambda key: order.index(key) if key in order else len(order),
+        key=lambda key: (order.index(key) if key in order else len(order), key),
     )
-    cards: dict[str, list[str]] = {}
-    constants = []
+    cards, constants = [], []
     for key in keys:
         points = series(metrics, key)
         if not points:
@@ -288,16 +261,12 @@ def _metrics_section(metrics: Sequence[Mapping[str, object]]) -> str:
                 f'<li><span>{visible(key)}</span><span class="value">{last}</span></li>'
             )
             continue
-        section = key.split("/")[0] if "/" in key else "other"
-        texts = {step: f"{_plain(key)} {short_number(value)}" for step, value in points}
-        cards.setdefault(section, []).append(
+        texts = {step: f"{plain(key)} {short_number(value)}" for step, value in points}
+        cards.append(
             f'<div class="card small"><div class="head"><span>{visible(key)}</span>'
             f'<span class="value">{last}</span></div>{_plot(points, texts, height=96)}</div>'
         )
-    parts = [
-        f'<h3>{visible(section)}</h3><div class="multiples">{"".join(group)}</div>'
-        for section, group in cards.items()
-    ]
+    parts = [f'<div class="multiples">{"".join(cards)}</div>'] if cards else []
     if constants:
         parts.append(f'<h3>constant</h3><ul class="constants card">{"".join(constants)}</ul>')
     return f"<h2>Metrics</h2>{''.join(parts)}" if parts else ""
@@ -318,8 +287,14 @@ def _plot(
     inner = height - top - bottom
     lows = [value for _, value in points] + [low for _, low, _ in band]
     highs = [value for _, value in points] + [high for _, _, high in band]
-    ticks = nice_ticks(min(lows), max(highs), target=6 if height > 150 else 3)
-    low, high = ticks[0], ticks[-1]
+    low, high = min(lows), max(highs)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
+    low, high = low - margin, high + margin
+    ticks: list[float] = []
+    for target in range(7 if height > 150 else 4, 12):
+        ticks = [tick for tick in nice_ticks(low, high, target) if low <= tick <= high]
+        if len(ticks) > 1:
+            break
     first, last = points[0][0], points[-1][0]
 
     def x(step: float) -> float:
@@ -360,11 +335,11 @@ def _plot(
         f"{'step ' if step == last else ''}{step}</text>"
         for step in dict.fromkeys(steps)
     )
-    hover = "|".join(f"{step}:{texts[step]}" for step, _ in points[-50_000:])
+    hover = "|".join(f"{step}:{texts[step].replace('|', '¦')}" for step, _ in points)
     return (
         f'<div class="plot"><svg class="axis" width="48" height="{height}">{labels}</svg>'
         f'<svg class="area" width="100%" height="{height}" data-first="{first}" '
-        f'data-last="{last}" data-points="{html.escape(hover.replace(chr(10), "&#10;"))}">{grid}'
+        f'data-last="{last}" data-points="{html.escape(hover)}">{grid}'
         f'<svg y="{top}" width="100%" height="{inner}" viewBox="0 0 1000 {inner}" '
         f'preserveAspectRatio="none">{curves}</svg>{below}'
         f'<line class="mark" x1="0" x2="0" y1="{top}" y2="{top + inner}"/></svg></div>'
@@ -425,32 +400,33 @@ def _trajectories_section(
     chosen = chosen_trajectories(trajectories)
     if not chosen:
         return ""
-    cards = []
-    for index, (step, why, trajectory) in enumerate(chosen):
-        open_ = (
-            " open" if index == len(chosen) - 1 or (why == "best" and step != chosen[0][0]) else ""
-        )
-        cards.append(_trajectory(step, why, trajectory, decode, open_))
+    last_step = chosen[-1][0]
+    cards = [
+        _trajectory(step, why, trajectory, decode, is_open=step == last_step and why == "best")
+        for step, why, trajectory in chosen
+    ]
     return f"<h2>Trajectories</h2>{''.join(cards)}"
 
 
 def _trajectory(
-    step: int, why: str, trajectory: Trajectory, decode: Decode | None, open_: str
+    step: int, why: str, trajectory: Trajectory, decode: Decode | None, *, is_open: bool
 ) -> str:
     reason = trajectory.stop_reason.value if trajectory.stop_reason else "running"
     facts = [
         f"{len(trajectory.turns)} turn{'' if len(trajectory.turns) == 1 else 's'}",
         f"{trajectory.num_sampled_tokens} tokens",
         reason.replace("_", " "),
-        f"task {_plain(trajectory.task_id)}",
+        f"task {plain(trajectory.task_id)}",
         *(
-            f"{_plain(name)} {short_number(value)}"
+            f"{plain(name)} {short_number(value)}"
             for name, value in trajectory.reward_components.items()
             if math.isfinite(value)
         ),
     ]
+    # What a failed episode summed up before it failed is not its reward.
+    reward = trajectory.reward if trajectory.error is None else math.nan
     summary = (
-        f'<span class="which">step {step}, {why}</span>{_reward(trajectory.reward, "reward ")}'
+        f'<span class="which">step {step}, {why}</span>{_reward(reward, "reward ")}'
         + "".join(f'<span class="faint">{html.escape(fact)}</span>' for fact in facts)
     )
     failure = ""
@@ -464,8 +440,8 @@ def _trajectory(
         if decode is not None
     )
     return (
-        f'<details class="card trajectory"{open_}><summary>{summary}</summary><div>'
-        f"{failure}{_messages(trajectory)}{tokens}</div></details>\n"
+        f'<details class="card trajectory"{" open" if is_open else ""}>'
+        f"<summary>{summary}</summary><div>{failure}{_messages(trajectory)}{tokens}</div></details>\n"
     )
 
 
@@ -500,7 +476,7 @@ def _message(message: Message, turn_number: int | None, turn: Turn | None) -> st
         by.append(f"<span>turn {turn_number}, {turn.num_tokens} tokens</span>")
         by.append(_reward(turn.reward, "reward "))
         if turn.finish_reason != "stop":
-            by.append(f'<span class="negative">{turn.finish_reason}</span>')
+            by.append(f'<span class="negative">{visible(turn.finish_reason)}</span>')
         if turn.parse_status == "malformed":
             by.append('<span class="negative">malformed tool call</span>')
     content = message.get("content")
@@ -520,15 +496,9 @@ def _token_row(row: TokenRow, branch: int, num_branches: int, decode: Decode) ->
             heading += f", forked from branch {row.branch_of} at token {row.fork_at}"
     texts = token_texts(row.token_ids, decode)
     half = MAX_TOKENS_SHOWN // 2
-    shown = range(len(row))
-    left_out = len(row) - 2 * half
-    spans = []
-    for position in shown:
-        if left_out > 0 and half <= position < len(row) - half:
-            if position == half:
-                spans.append(f'<span class="gap">... {left_out} tokens left out ...</span>')
-            continue
-        spans.append(_token(row, position, texts[position]))
+    spans = [_token(row, position, text) for position, text in enumerate(texts)]
+    if (left_out := len(row) - 2 * half) > 0:
+        spans[half:-half] = [f'<span class="gap">... {left_out} tokens left out ...</span>']
     return (
         f'<h3>{heading}</h3><div class="swatches"><span><i class="c0">prompt</i></span>'
         '<span><i class="c1">environment, template</i></span>'

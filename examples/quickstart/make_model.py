@@ -46,8 +46,8 @@ TOOLS = [
 
 
 def make_dialogue(rng: random.Random, guess_rate: float) -> dict:
-    """One demonstration on two numbers of one to three digits."""
-    a, b = (rng.randrange(10 ** rng.randint(0, 2), 10 ** rng.randint(3, 3)) for _ in range(2))
+    """One demonstration on two numbers of two or three digits."""
+    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in rng.choices((2, 3), k=2))
     operator = rng.choice("+-*")
     result = {"+": a + b, "-": a - b, "*": a * b}[operator]
     messages = [{"role": "user", "content": f"{a}{operator}{b}=?"}]

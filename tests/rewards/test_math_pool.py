@@ -197,11 +197,9 @@ def test_a_crash_of_the_grader_is_an_error_not_a_wrong_answer(
     pool, tmp_path, monkeypatch, compare, message
 ):
     monkeypatch.setattr(math_pool, "WORKER_FILE", make_worker(tmp_path, compare))
-    caught = None
     for _ in range(2):  # the second finds a fresh process
-        with pytest.raises(GraderError, match=message) as caught:
+        with pytest.raises(GraderError, match=message):
             grade(r"\boxed{\sqrt{2}}", r"\pi", pool=pool)
-    assert caught is not None and caught.value.code == "grader_error"
     assert pool.status().num_alive == 1
 
 

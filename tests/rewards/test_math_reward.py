@@ -79,9 +79,9 @@ def test_extraction_returns_a_part_of_the_text(text):
 )
 def test_extraction_of_a_megabyte_is_linear(piece):
     text = piece * (1_000_000 // len(piece))
-    started = time.perf_counter()
+    started = time.process_time()
     extract_answer(text)
-    assert time.perf_counter() - started < 2.5
+    assert time.process_time() - started < 2.5
 
 
 EQUIVALENT = [

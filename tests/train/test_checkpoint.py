@@ -44,6 +44,8 @@ FINGERPRINT = {
 class TinyPolicy(torch.nn.Module):
     """Embedding tied to the output layer, dropout, and a buffer: the shapes of a real policy."""
 
+    scale: torch.Tensor
+
     def __init__(self, vocabulary: int = 11, width: int = 6) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(vocabulary, width)
@@ -281,7 +283,7 @@ def test_a_state_without_an_exact_json_form_is_refused_by_name():
     run = Run()
     arguments = {"step": 0, "policy_version": 0, "model": run.model, "optimizer": run.optimizer}
     with pytest.raises(TypeError, match=r"extra\.when\[1\] is a set"):
-        capture_state(fingerprint={}, extra={"when": [1, {2}]}, **arguments)
+        capture_state(fingerprint={}, extra={"when": [1, {2}]}, **arguments)  # type: ignore
     # MultiStepLR keeps its milestones by integer; JSON would turn them to text in silence.
     scheduler = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [3, 5])
     with pytest.raises(TypeError, match="milestones has the key 3"):

@@ -50,7 +50,7 @@ def test_a_plan_wastes_less_than_half_of_its_budget(lengths, token_budget):
     plan = plan_micro_batches(lengths, token_budget)
     fills = sorted(sum(lengths[row] for row in rows) for rows in plan)
     # Two micro-batches that fit into one would have been one.
-    assert all(a + b > token_budget for a, b in zip(fills[:1], fills[1:2], strict=True))
+    assert len(fills) < 2 or fills[0] + fills[1] > token_budget
 
 
 @given(lengths_lists, st.integers(1, 80), st.randoms())

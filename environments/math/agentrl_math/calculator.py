@@ -1,4 +1,4 @@
-"""Fraction arithmetic on text an agent wrote: parsed, walked, bounded, never evaluated by Python."""
+"""Exact arithmetic on text an agent wrote: parsed, walked, bounded, never run by Python."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ class MathConfig(EnvConfig):
 
     operators: str = "+-*"
     """Arithmetic: any of `+`, `-` and `*`."""
-    min_digits: int = Field(1, ge=1, le=50)
-    digits: int = Field(2, ge=1, le=50)
+    min_digits: int = Field(default=1, ge=1, le=50)
+    digits: int = Field(default=2, ge=1, le=50)
     """Arithmetic: each number has `min_digits` to `digits` digits, every length equally often."""
-    num_tasks: int | None = Field(None, ge=1)
+    num_tasks: int | None = Field(default=None, ge=1)
     """Arithmetic: size of the `train` split; None is endless."""
-    num_test_tasks: int = Field(200, ge=1)
+    num_test_tasks: int = Field(default=200, ge=1)
     """Arithmetic: size of the `test` split."""
     seed: int = 0
     """Arithmetic: another seed draws other tasks, of the same disjoint splits."""
@@ -59,7 +59,7 @@ class MathConfig(EnvConfig):
 
     tools: bool = False
     """Offer a calculator; the agent may then use several turns."""
-    max_tool_calls: int = Field(8, ge=1)
+    max_tool_calls: int = Field(default=8, ge=1)
     """Further calls are answered by a request for the final answer."""
 
     equivalence: Equivalence | None = None
@@ -68,9 +68,9 @@ class MathConfig(EnvConfig):
     openai/gsm8k; else symbolic."""
     require_marker: bool = True
     """False judges the whole text where it holds no `####`, `\\boxed{}` or `<answer>`."""
-    format_weight: float = Field(0.0, ge=0.0, le=1.0)
+    format_weight: float = Field(default=0.0, ge=0.0, le=1.0)
     """Reward for a marked answer, right or wrong; 1.0 is the reward for a right one."""
-    grade_timeout_s: float = Field(2.0, gt=0, le=30)
+    grade_timeout_s: float = Field(default=2.0, gt=0, le=30)
     """Deadline of one symbolic comparison."""
 
     @field_validator("operators")

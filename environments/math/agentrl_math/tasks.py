@@ -123,7 +123,7 @@ def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> R
             raise ConfigError("source: name at least one split, as in {train = 'train.jsonl'}")
         return Rows({split: _read_file(Path(name), split, keys) for split, name in source.items()})
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():
         return _read_folder(path, keys)
     if path.suffix in (".jsonl", ".parquet"):
         return Rows({"train": _read_file(path, "train", keys)})

@@ -1,8 +1,8 @@
-"""An objective in words: its stages with their formulas, and where each preset comes from. No torch.
+"""An objective in words: its stages as formulas, and where each preset comes from. No torch.
 
-Notation: R_i reward of trajectory i, g its group, m_it 1 where token t was sampled, n_i = sum_t m_it,
-N = sum_i n_i over the step, B rows with a trained token; log-probs mu (engine, at sampling),
-old (trainer, before the update), pi (live), ref, T (teacher); sg[.] stops the gradient.
+Notation: R_i reward of trajectory i, g its group, n_i its trained tokens, N = sum_i n_i over the
+step, B rows with a trained token; log-probs mu (engine, at sampling), old (trainer, before the
+update), pi (live), ref, T (teacher); sg[.] stops the gradient.
 """
 
 from __future__ import annotations
@@ -114,10 +114,7 @@ PRESET_NOTES = {
     ),
     "opd": PresetNote(
         "On-policy distillation as an advantage",
-        (
-            "On-policy distillation of language models, arXiv:2306.13649",
-            "DAPO, arXiv:2503.14476 (token mean)",
-        ),
+        ("On-policy distillation of language models, arXiv:2306.13649",),
         "A stronger model exists for the same tokenizer. Rewards, if any, add to the teacher's "
         "signal.",
     ),
@@ -361,6 +358,9 @@ def _trust(spec: TrustMask) -> str:
     if spec.kind == "veto":
         high = "" if spec.high is None else f" or > {spec.high:g}"
         return f"drop rows with any old / mu < {spec.low:g}{high}"
+    if spec.kind == "gibberish":
+        rare = f"ids >= {spec.min_token_id} and log mu < {spec.max_logprob:g}"
+        return f"drop rows with any token of {rare}"
     if spec.kind == "top_entropy":
         return f"keep tokens whose entropy reaches the step's {spec.quantile:g} quantile"
     if spec.kind == "staleness":

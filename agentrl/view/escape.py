@@ -1,0 +1,34 @@
+"""Text that a model or an environment wrote, made harmless for a page and for a terminal."""
+
+from __future__ import annotations
+
+import html
+import re
+
+UNSAFE = re.compile(
+    # C0 without tab and newline, DEL, C1; direction controls; invisible characters and tags;
+    # lone surrogates, which no encoding can write.
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def visible(text: str) -> str:
+    """`text` as inert HTML, with control, direction and invisible characters spelled out."""
+    parts, end = [], 0
+    for match in UNSAFE.finditer(text):
+        parts.append(html.escape(text[end : match.start()]))
+        parts.append(f'<span class="ctl">{_name(match.group())}</span>')
+        end = match.end()
+    parts.append(html.escape(text[end:]))
+    return "".join(parts)
+
+
+def plain(text: str) -> str:
+    """The same for places that hold no markup: a terminal, a title, an attribute (which still has
+    to be escaped)."""
+    return UNSAFE.sub(lambda match: f"[{_name(match.group())}]", text)
+
+
+def _name(character: str) -> str:
+    return "ESC" if character == "\x1b" else f"U+{ord(character):04X}"

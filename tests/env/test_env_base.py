@@ -1,0 +1,278 @@
+"""What an author can rely on, without any session around it."""
+
+import asyncio
+import threading
+
+import pytest
+from sample_envs import FreeForm, Hello, Workshop
+
+from agentrl.env import Action, Environment, Task, ToolCall, reward, tool
+from agentrl.env.base import load_config
+from agentrl.env.episode import start_episode, take_turn
+from agentrl.errors import ConfigError, EnvError, GraderError
+
+
+def play(environment, *actions, task=None, seed=0):
+    """Play actions against a bare instance; strings are texts, tuples are (tool, arguments)."""
+
+    async def main():
+        chosen = task or environment.get("train", 3)
+        prompt = await start_episode(environment, chosen, seed)
+        return prompt, [await take_turn(environment, to_action(each)) for each in actions]
+
+    return asyncio.run(main())
+
+
+def to_action(each):
+    if isinstance(each, str):
+        return Action(text=each)
+    if isinstance(each, Action):
+        return each
+    calls = each if isinstance(each, list) else [each]
+    return Action(
+        tool_calls=tuple(ToolCall(f"c{n}", name, args) for n, (name, args) in enumerate(calls))
+    )
+
+
+def content(result):
+    return [message["content"] for message in result.observation]
+
+
+def test_hello_world_gives_its_reward():
+    prompt, (result,) = play(Hello(), ("answer", {"text": "4"}))
+    assert prompt == [{"role": "user", "content": "What is 3 + 1?"}]
+    assert (result.reward, result.terminated, result.truncated) == (1.0, True, False)
+    assert content(result) == [""]  # the reward is not shown
+    assert play(Hello(), ("answer", {"text": "5"}))[1][0].reward == 0.0
+
+
+def test_text_reminds_of_a_terminal_tool_and_otherwise_ends():
+    _, (reminded,) = play(Hello(), "four")
+    assert not reminded.terminated and "answer" in content(reminded)[0]
+
+    class Plain(Environment):
+        @reward
+        def right(self, episode):
+            return float(episode.last_text == episode.task.reference)
+
+    _, (ended,) = play(Plain(), "four", task=Task("t", "2+2?", "four"))
+    assert ended.terminated and ended.reward == 1.0 and ended.reward_components == {"right": 1.0}
+
+
+def test_system_prompt_and_messages_of_reset():
+    prompt, _ = play(Workshop())
+    assert [message["role"] for message in prompt] == ["system", "user"]
+    assert prompt[0]["content"] == "Use the tools."
+
+
+def test_random_numbers_follow_from_the_seed():
+    first, _ = play(Workshop(), seed=5)
+    assert play(Workshop(), seed=5)[0] == first
+    assert play(Workshop(), seed=6)[0] != first
+
+
+def test_calls_run_in_order_and_answer_each_id():
+    _, (result,) = play(Workshop(), [("add", {"number": 2}), ("add", {}), ("greet", {})])
+    assert content(result) == ['{"count":2}', '{"count":3}', "hello"]
+    assert [message["tool_call_id"] for message in result.observation] == ["c0", "c1", "c2"]
+    assert all(message["role"] == "tool" for message in result.observation)
+
+
+def test_calls_after_the_end_do_not_run():
+    environment = Workshop()
+    _, (result,) = play(environment, [("submit", {"value": 1}), ("add", {}), ("submit", {})])
+    assert environment.count == 0 and result.terminated
+    assert content(result)[1:] == ["Not run: the episode had ended."] * 2
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        (Action(parse_error="not valid JSON"), "not valid JSON"),
+        (("fly", {}), "There is no tool 'fly'"),
+        (("add", {"number": 1000}), "number: Input should be less than or equal to 100"),
+        (("add", {"number": "many"}), "number: Input should be a valid integer"),
+        (("add", {"n": 1}), "n: there is no such argument"),
+        (("submit", {}), "value: this argument is required"),
+    ],
+)
+def test_what_the_agent_did_wrong_is_an_observation(action, says):
+    environment = Workshop()
+    _, (result,) = play(environment, action)
+    assert says in content(result)[0]
+    assert not result.terminated and result.metrics == {"invalid_calls": 1.0}
+    assert environment.count == 0
+
+
+def test_an_unreadable_turn_runs_nothing():
+    environment = Workshop()
+    call = ToolCall("c", "add", {})
+    play(environment, Action(tool_calls=(call,), parse_error="second call is broken"))
+    assert environment.count == 0
+
+
+def test_arguments_are_converted_as_the_signature_says():
+    _, (result,) = play(Workshop(), ("add", {"number": "7"}))
+    assert content(result) == ['{"count":7}']
+
+
+def test_an_exception_of_a_tool_is_told_to_the_agent_without_the_reference():
+    _, (result,) = play(Workshop(), ("fail", {"message": "expected the secret here"}))
+    assert content(result) == ["fail failed: ValueError: expected [reference] here"]
+    assert result.metrics == {"tool_calls": 1.0, "tool_errors": 1.0}
+
+
+def test_a_grader_error_is_not_told_to_the_agent():
+    with pytest.raises(GraderError, match="the grader is gone"):
+        play(Workshop(), ("lose_grader", {}))
+
+
+def test_a_tool_that_returns_no_json_is_an_environment_error():
+    with pytest.raises(EnvError, match="neither text nor JSON"):
+        play(Workshop(), ("strange", {}))
+
+
+def test_def_methods_run_in_a_thread():
+    _, (result,) = play(Workshop(), ("thread_name", {}))
+    assert content(result) != [threading.current_thread().name]
+    assert content(result)[0].startswith("agentrl-env-worker")
+
+
+def test_a_tool_that_runs_out_of_its_time():
+    _, results = play(Workshop(), ("impatient", {"seconds": 5}), ("add", {}))
+    assert content(results[0]) == ["impatient ran out of time (0.05 s)."]
+    assert results[1].metrics == {"tool_calls": 2.0, "tool_errors": 1.0}
+
+
+def test_a_thread_that_runs_out_of_its_time_ends_the_session_unless_declared_safe():
+    class Safe(Workshop):
+        cancel_safe = True
+
+    with pytest.raises(EnvError, match="goes on in its thread") as caught:
+        play(Workshop(), ("impatient_thread", {}))
+    assert caught.value.code == "step_timeout"
+    _, (result,) = play(Safe(), ("impatient_thread", {}))
+    assert content(result) == ["impatient_thread ran out of time (0.05 s)."]
+    Workshop.release.set()
+    Workshop.release.clear()
+
+
+def test_reward_components_are_weighted_and_reported_one_by_one():
+    _, results = play(Workshop(), ("add", {}), ("submit", {"value": 2.0}))
+    assert results[0].reward_components == {}
+    assert results[1].reward_components == {"turns": 2.0, "is_grading_fine": 1.0}
+    assert results[1].reward == 2.0 + 0.5 * 2.0
+
+
+def test_a_reward_method_that_raises_is_a_grader_error():
+    with pytest.raises(GraderError, match=r"Workshop\.is_grading_fine raised ZeroDivisionError"):
+        play(Workshop(), ("add", {"number": 13}), ("submit", {"value": 1}))
+
+
+def test_a_reward_method_that_runs_out_of_time_is_a_grader_error():
+    class Slow(Environment):
+        @reward(timeout_s=0.02)
+        async def slow(self, episode):
+            await asyncio.sleep(5)
+
+    with pytest.raises(GraderError, match="TimeoutError"):
+        play(Slow(), "done", task=Task("t", "p"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "one", None])
+def test_a_component_must_be_a_finite_number(value):
+    class Odd(Environment):
+        @reward
+        def odd(self, episode):
+            return value
+
+    with pytest.raises(EnvError, match=r"reward Odd\.odd (is|must be)"):
+        play(Odd(), "done", task=Task("t", "p"))
+
+
+def test_free_form_results_pass_through():
+    _, results = play(FreeForm(), "1.5", "-2", "stop")
+    assert [result.reward for result in results] == [1.5, -2.0, 0.0]
+    assert results[1].metrics == {"largest": 1.5}
+    assert [result.terminated for result in results] == [False, False, True]
+
+
+def test_finish_can_truncate():
+    _, (result,) = play(FreeForm(), "cut")
+    assert (result.terminated, result.truncated, result.reward) == (False, True, 0.25)
+    assert result.info == {"why": "cut"} and content(result) == ["too long"]
+
+
+@pytest.mark.parametrize(("text", "says"), [("nan", "is nan"), ("inf", "is inf"), ("wrong", "7")])
+def test_what_a_step_returns_is_checked(text, says):
+    with pytest.raises(EnvError, match=says):
+        play(FreeForm(), text)
+
+
+def test_info_must_be_finite():
+    class Odd(Environment):
+        def on_text(self, text):
+            self.finish(0.0, {"deep": [{"x": float("inf")}]})
+
+    with pytest.raises(EnvError, match=r"info\.deep\[0\]\.x is inf"):
+        play(Odd(), "x", task=Task("t", "p"))
+
+
+def test_a_failed_turn_leaves_no_trace_in_the_episode():
+    environment = FreeForm()
+    with pytest.raises(EnvError):
+        play(environment, "1", "nan")
+    assert [action.text for action in environment.episode.actions] == ["1"]
+    assert [message["role"] for message in environment.episode.messages] == [
+        "user",
+        "assistant",
+        "user",
+    ]
+
+
+def test_finish_twice_is_an_error():
+    class Twice(Environment):
+        def on_text(self, text):
+            self.finish(1)
+            self.finish(2)
+
+    with pytest.raises(EnvError, match="twice"):
+        play(Twice(), "x", task=Task("t", "p"))
+
+
+def test_an_empty_first_prompt_is_an_error():
+    class Silent(Environment):
+        def reset(self, task, *, seed):
+            return None
+
+    with pytest.raises(EnvError, match="empty first prompt"):
+        play(Silent(), task=Task("t", "p"))
+
+
+def test_configuration_is_checked_and_the_error_names_the_key():
+    assert Workshop({"greeting": "hi"}).config.greeting == "hi"
+    with pytest.raises(ConfigError, match=r"workshop: greting: .*its keys: greeting"):
+        Workshop({"greting": "hi"})
+    with pytest.raises(ConfigError, match="slow_reset_s"):
+        load_config(Workshop, {"slow_reset_s": "soon"})
+    described = Workshop.Config.model_json_schema()["properties"]["greeting"]
+    assert described["description"] == "What `greet` says."
+
+
+def test_an_instance_made_by_hand_loads_what_is_shared():
+    _, (result,) = play(Workshop({"greeting": "hi"}), ("greet", {}))
+    assert content(result) == ["hi"]
+
+
+def test_a_subclass_inherits_and_overrides_tools():
+    class More(Hello):
+        @tool(terminal=True)
+        def answer(self, text: str) -> float:
+            return 7.0
+
+        @tool
+        def hint(self) -> str:
+            return "count"
+
+    _, results = play(More(), ("hint", {}), ("answer", {"text": "?"}))
+    assert content(results[0]) == ["count"] and results[1].reward == 7.0

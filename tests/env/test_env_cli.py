@@ -1,0 +1,161 @@
+"""`agentrl env`, as a process."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl.cli import main
+from agentrl.env import Action, ToolCall, connect
+
+ENVIRONMENTS = Path(__file__).with_name("sample_envs.py")
+HELLO = f"{ENVIRONMENTS}:Hello"
+WORKSHOP = f"{ENVIRONMENTS}:Workshop"
+
+
+@contextmanager
+def served(*arguments, **variables):
+    """A real `agentrl env serve` on a free port; yields the process and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl", "env", "serve", *arguments, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+    try:
+        line = process.stdout.readline()
+        assert " at http://127.0.0.1:" in line, line + process.stderr.read()
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def open_session(url, env="workshop", index=0):
+    body = {"env": env, "task": {"split": "train", "index": index}}
+    return httpx.post(f"{url}/v1/sessions", json=body)
+
+
+def test_a_server_process_from_start_to_sigterm():
+    with served(WORKSHOP, HELLO, "--max-sessions", "3") as (process, url):
+        assert httpx.get(f"{url}/v1/envs").json() == {"environments": ["workshop", "hello"]}
+        session = open_session(url).json()["sessions"][0]
+        step = f"{url}/v1/sessions/{session['id']}/step"
+
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 3
+        while httpx.get(f"{url}/healthz").json()["status"] != "draining":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        refused = open_session(url)
+        assert refused.status_code == 503 and refused.json()["code"] == "draining"
+        calls = [{"id": "c", "name": "submit", "arguments": {"value": 1}}]
+        done = httpx.post(step, json={"step": 0, "action": {"tool_calls": calls}})
+        assert done.json()["terminated"] and done.json()["reward"] == 1.5
+
+        started = time.monotonic()
+        assert process.wait(10) == 0
+        assert time.monotonic() - started < 3
+        log = process.stderr.read()
+        episode = json.loads(log[log.index("{") :].splitlines()[0])
+        assert episode["env"] == "workshop" and episode["outcome"] == "terminated"
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait_for_sessions(second):
+    with served(HELLO) as (process, url):
+        assert open_session(url, "hello").status_code == 201
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        started = time.monotonic()
+        process.send_signal(second)
+        process.wait(10)
+        assert time.monotonic() - started < 3
+
+
+def test_sigterm_ends_a_server_whose_environment_hangs():
+    with served(WORKSHOP) as (process, url):
+        session = open_session(url).json()["sessions"][0]
+        calls = [{"id": "c", "name": "hang", "arguments": {}}]
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/sessions/{session['id']}/step",
+                json={"step": 0, "action": {"tool_calls": calls}},
+                timeout=0.3,
+            )
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(12) == 0
+        assert time.monotonic() - started < 10
+
+
+def test_a_token_from_the_environment_and_configuration_from_the_command_line():
+    async def greet(url):
+        async with connect(url, token="t0k") as client:
+            session = await client.session("workshop", split="train", index=0)
+            action = Action(tool_calls=(ToolCall("c", "greet", {}),))
+            return (await session.step(action, timeout_s=5)).observation[0]["content"]
+
+    options = ("--config", "greeting=moin", "--config", '{"slow_reset_s": 0}')
+    with served(WORKSHOP, *options, AGENTRL_ENV_TOKEN="t0k") as (_, url):
+        assert open_session(url).status_code == 401
+        assert asyncio.run(greet(url)) == "moin"
+
+
+def run(capsys, *arguments):
+    status = main(["env", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_wrong_input_is_one_line_and_status_2(capsys, monkeypatch):
+    monkeypatch.delenv("AGENTRL_ENV_TOKEN", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, says in [
+            (
+                ("serve", "sample_envs:Hello", "--port", port),
+                f"127.0.0.1:{port}: Address already in use",
+            ),
+            (("serve", "sample_envs:Hello", "--host", "0.0.0.0"), "--token"),
+            (("serve", "nothing"), "no environment 'nothing'"),
+            (("serve", "sample_envs:Hello", "--config", "x=1"), "x: Extra inputs"),
+            (("serve", "sample_envs:Hello", "--config", "x"), "KEY=VALUE"),
+            (("serve", "sample_envs:Hello", "--config", "{x"), "not valid JSON"),
+            (("serve", "hello", "workshop", "--config", "x=1"), "one environment"),
+            (("info", "nothing"), "no environment 'nothing'"),
+        ]:
+            status, _, err = run(capsys, *arguments)
+            assert status == 2 and says in err and len(err.splitlines()) == 1, err
+
+
+def test_list_and_info(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, _ = run(capsys, "list")
+    assert status == 0 and "agentrl_math" in out
+    status, out, _ = run(capsys, "info", "sample_envs:Workshop")
+    assert status == 0
+    for shown in ("workshop", "1,000", "greet", "What `greet` says.", "at most 16 sessions"):
+        assert shown in out
+
+
+def test_help_explains_every_option(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["env", "serve", "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    for option in ("--host", "--port", "--token", "--max-sessions", "--worker-threads", "--config"):
+        assert option in out
+    assert "127.0.0.1" in out and "8700" in out

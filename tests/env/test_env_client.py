@@ -1,0 +1,474 @@
+"""The client: the same episode in-process and over HTTP, and what it does when things go wrong."""
+
+import asyncio
+import random
+import time
+
+import pytest
+from aiohttp import ClientSession, web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_envs import Hello, Workshop
+
+from agentrl.env import Action, Environment, Task, ToolCall, connect, make
+from agentrl.env import client as client_module
+from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
+
+
+def call(name, **arguments):
+    return Action(tool_calls=(ToolCall("c", name, arguments),))
+
+
+async def error_of(awaitable) -> EnvError:
+    with pytest.raises(EnvError) as caught:
+        await awaitable
+    return caught.value
+
+
+async def record(client, env, actions, **where):
+    """Everything an episode shows, errors included."""
+    session = await client.session(env, seed=11, **where)
+    seen = [session.task_id, session.messages, session.tools]
+    for action in actions:
+        try:
+            seen.append(await session.step(action, timeout_s=5))
+        except EnvError as error:
+            seen.append((type(error), error.code, error.status, error.retryable, str(error)))
+    await session.close()
+    return seen
+
+
+def both_ways(url, env, actions, **where):
+    async def main():
+        async with connect() as here, connect(url) as there:
+            return (
+                await record(here, env, actions, **where),
+                await record(there, env, actions, **where),
+            )
+
+    return asyncio.run(main())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4),
+    end=st.sampled_from(["stop", "cut", "wrong", "nan", "\ud800"]),
+)
+def test_an_episode_is_the_same_in_process_and_over_http(served, numbers, end):
+    actions = [Action(text=repr(number)) for number in numbers] + [Action(text=end)] * 2
+    here, there = both_ways(served, "free-form", actions, split="train", index=1)
+    assert here == there
+    rewards = [result.reward for result in here[3 : 3 + len(numbers)]]
+    assert list(map(repr, rewards)) == list(map(repr, numbers))  # the sign of zero too
+
+
+def test_tools_errors_and_tasks_are_the_same_in_process_and_over_http(served):
+    actions = [
+        call("add", number=2),
+        call("add", number="x"),
+        call("greet"),
+        Action(parse_error="not JSON"),
+        Action(text="plain"),
+        Action(tool_calls=(ToolCall("a", "add", {}), ToolCall("b", "fail", {"message": "é😀"}))),
+        call("lose_grader"),
+        call("add"),
+    ]
+    task = Task("mine", "do it", {"gold": [1, None]}, {"x": 1.5})
+    for where in ({"split": "train", "index": 7}, {"task": task}):
+        here, there = both_ways(served, "workshop", actions, **where)
+        assert here == there
+        assert here[-2][:2] == (GraderError, "grader_error")
+        assert here[-1][1] == "step_conflict"
+
+
+def test_groups_configuration_and_information(served):
+    async def main():
+        for client in (connect(), connect(served)):
+            async with client:
+                group = await client.group(
+                    "workshop", 3, split="train", index=0, config={"greeting": "hey"}
+                )
+                results = [await each.step(call("greet"), timeout_s=5) for each in group]
+                assert [result.observation[0]["content"] for result in results] == ["hey"] * 3
+                info = await client.info("workshop")
+                assert info.splits == {"train": 1000} and len(info.tools) > 5
+                assert (await error_of(client.info("nowhere"))).code == "not_found"
+                with pytest.raises(ConfigError, match="either split and index, or a task"):
+                    await client.session("hello", split="train")
+
+    asyncio.run(main())
+
+
+def test_nothing_is_shared_with_the_environment():
+    """What a caller does to a result, or to its own task, does not reach the environment."""
+
+    async def main():
+        async with connect() as client:
+            arguments = {"number": 1}
+            session = await client.session("workshop", split="train", index=0)
+            session.tools.clear()
+            session.messages.clear()
+            result = await session.step(
+                Action(tool_calls=(ToolCall("c", "add", arguments),)), timeout_s=5
+            )
+            result.observation.clear()
+            arguments["number"] = 99
+            other = await client.session("workshop", split="train", index=0)
+            assert other.tools and other.messages
+
+    asyncio.run(main())
+
+
+# Faults
+
+
+class Proxy:
+    """Passes requests on to a server, except that each may meet the next fault of the script."""
+
+    def __init__(self, url, faults):
+        self.target, self.faults, self.num_requests = url, list(faults), 0
+
+    async def __aenter__(self):
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        self.session = ClientSession()
+        self.runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+        await self.session.close()
+
+    async def handle(self, request):
+        self.num_requests += 1
+        fault = self.faults.pop(0) if self.faults else "none"
+        body = await request.read()
+        if fault == "drop before":
+            request.transport.close()
+            return web.Response()
+        if fault in ("503", "429"):
+            problem = f'{{"title":"","status":{fault},"detail":"busy","code":"at_capacity",'
+            problem += '"retryable":true,"retry_after_s":0.05}'
+            return web.Response(text=problem, status=int(fault), headers={"Agentrl-Protocol": "1"})
+        if fault == "bad gateway":
+            return web.Response(text="<html>", status=502)
+        if fault == "hang":
+            await asyncio.sleep(3)
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "host"}
+        async with self.session.request(
+            request.method, self.target + request.path_qs, data=body, headers=headers
+        ) as response:
+            content = await response.read()
+            if fault == "drop after":
+                request.transport.close()
+                return web.Response()
+            if fault == "half":
+                content = content[: len(content) // 2]
+            kept = ("agentrl-protocol", "content-type")
+            return web.Response(
+                body=content,
+                status=response.status,
+                headers={k: v for k, v in response.headers.items() if k.lower() in kept},
+            )
+
+
+FAULTS = ["drop before", "drop after", "503", "429", "bad gateway", "half"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_met_a_fault_is_taken_once(served, fault):
+    async def main():
+        async with Proxy(served, ["none", fault, fault]) as proxy, connect(proxy.url) as client:
+            session = await client.session("workshop", split="train", index=0)
+            first = await session.step(call("add", number=1), timeout_s=10)
+            second = await session.step(call("add", number=1), timeout_s=10)
+            assert first.observation[0]["content"] == '{"count":1}'
+            assert second.observation[0]["content"] == '{"count":2}'
+            assert proxy.num_requests == 1 + 3 + 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_create_that_met_a_fault_opens_once(serve_environments, fault):
+    async def main(url, manager):
+        async with Proxy(url, [fault]) as proxy, connect(proxy.url) as client:
+            await client.group("hello", 2, split="train", index=0)
+            assert manager.num_live == 2
+
+    with serve_environments(["hello"]) as (url, manager):
+        asyncio.run(main(url, manager))
+
+
+def test_a_third_of_requests_failing_loses_nothing(served):
+    """8 episodes of 10 steps, each through random faults: every count is exact."""
+    generator = random.Random(1)
+    script = [generator.choice(FAULTS) if generator.random() < 0.3 else "none" for _ in range(300)]
+
+    async def play(client, number):
+        session = await client.session("workshop", split="train", index=number)
+        for index in range(10):
+            result = await session.step(call("add", number=number), timeout_s=20)
+            assert result.observation[0]["content"] == f'{{"count":{number * (index + 1)}}}'
+        await session.close()
+
+    async def main():
+        async with Proxy(served, script) as proxy, connect(proxy.url) as client:
+            await asyncio.gather(*(play(client, number) for number in range(8)))
+            assert proxy.num_requests > 8 * 12
+
+    asyncio.run(main())
+
+
+def test_what_is_not_retryable_is_not_retried(served):
+    async def main():
+        async with Proxy(served, []) as proxy, connect(proxy.url) as client:
+            session = await client.session("workshop", split="train", index=0)
+            await error_of(session.step(call("lose_grader"), timeout_s=5))
+            assert proxy.num_requests == 2
+
+    asyncio.run(main())
+
+
+def test_the_deadline_bounds_retries_and_hanging_servers(served, monkeypatch):
+    monkeypatch.setattr(client_module, "GRACE_S", 0.2)
+
+    async def main():
+        async with Proxy(served, ["none"] + ["503"] * 100) as proxy, connect(proxy.url) as client:
+            session = await client.session("workshop", split="train", index=0)
+            started = time.monotonic()
+            error = await error_of(session.step(call("add"), timeout_s=0.3))
+            assert time.monotonic() - started < 1.5
+            assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"
+        async with Proxy(served, ["none", "hang"]) as proxy, connect(proxy.url) as client:
+            session = await client.session("workshop", split="train", index=0)
+            started = time.monotonic()
+            error = await error_of(session.step(call("add"), timeout_s=0.3))
+            assert time.monotonic() - started < 1.5
+            assert isinstance(error, EnvUnavailable) and "did not answer" in str(error)
+
+    asyncio.run(main())
+
+
+def test_an_unreachable_server_is_named_with_the_remedy(monkeypatch, unused_port):
+    monkeypatch.setattr(client_module, "UNREACHABLE_S", 0.2)
+
+    async def main():
+        async with connect(f"http://127.0.0.1:{unused_port}") as client:
+            return await error_of(client.session("hello", split="train", index=0))
+
+    started = time.monotonic()
+    error = asyncio.run(main())
+    assert isinstance(error, EnvUnavailable) and time.monotonic() - started < 3
+    assert f"127.0.0.1:{unused_port}" in str(error) and "agentrl env serve" in str(error)
+    assert "Connection refused" in str(error)
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_server_that_is_something_else_is_recognised():
+    async def html(request):
+        return web.Response(text="<html>hello</html>", content_type="text/html")
+
+    async def main():
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", html)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        async with connect(f"http://127.0.0.1:{port}") as client:
+            error = await error_of(client.info("hello"))
+        await runner.cleanup()
+        return error
+
+    assert "is no agentrl environment server" in str(asyncio.run(main()))
+    with pytest.raises(ConfigError, match="needs to be a URL"):
+        connect("localhost:8700")
+
+
+def test_a_token_is_sent(serve_environments, monkeypatch):
+    async def main(url, token=None):
+        async with connect(url, token=token) as client:
+            return await client.info("hello")
+
+    with serve_environments(["hello"], token="t0k") as (url, _):
+        assert asyncio.run(main(url, "t0k")).id == "hello"
+        monkeypatch.setenv("AGENTRL_ENV_TOKEN", "t0k")
+        assert asyncio.run(main(url)).id == "hello"
+        with pytest.raises(EnvError, match="Bearer") as caught:
+            asyncio.run(main(url, "wrong"))
+        assert caught.value.code == "unauthorized"
+
+
+def test_a_full_environment_is_waited_for():
+    async def main():
+        async with connect() as client:
+            held = [await client.session("workshop", split="train", index=0) for _ in range(16)]
+            waiting = asyncio.ensure_future(client.session("workshop", split="train", index=1))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await held[0].close()
+            assert (await waiting).task_id == "train/1"
+            error = await error_of(
+                client.session("workshop", split="train", index=1, timeout_s=0.2)
+            )
+            assert error.code == "at_capacity"
+
+    asyncio.run(main())
+
+
+def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_environments):
+    async def main(first, second, managers):
+        async with connect(f"{first},{second}") as client:
+            sessions = [
+                await client.session("workshop", split="train", index=number) for number in range(6)
+            ]
+            assert [manager.num_live for manager in managers] == [3, 3]
+            group = await client.group("workshop", 4, split="train", index=0)
+            assert sorted(manager.num_live for manager in managers) == [3, 7]
+            for session in sessions + group:  # each goes back to the one that opened it
+                await session.step(call("add"), timeout_s=5)
+            for session in sessions:
+                await session.close()
+
+    async def failover(dead, alive, manager):
+        async with connect([dead, alive]) as client:
+            started = time.monotonic()
+            for number in range(4):
+                await client.session("workshop", split="train", index=number)
+            assert manager.num_live == 4 and time.monotonic() - started < 3
+
+    with serve_environments(["workshop"]) as (second, other):
+        with serve_environments(["workshop"]) as (first, one):
+            asyncio.run(main(first, second, (one, other)))
+        deadline = time.monotonic() + 5
+        while other.num_live and time.monotonic() < deadline:
+            time.sleep(0.01)
+        asyncio.run(failover(first, second, other))
+
+
+def test_idle_sessions_are_kept_alive_by_a_living_client(served, monkeypatch):
+    monkeypatch.setattr(client_module, "LEASE_S", 0.3)
+
+    async def main():
+        async with connect(served) as client:
+            session = await client.session("workshop", split="train", index=0)
+            await asyncio.sleep(1.0)
+            result = await session.step(call("add"), timeout_s=5)
+            assert result.observation[0]["content"] == '{"count":1}'
+
+    asyncio.run(main())
+
+
+def test_a_dead_client_leaves_nothing_behind(serve_environments, monkeypatch):
+    monkeypatch.setattr(client_module, "LEASE_S", 0.2)
+
+    async def die(url):
+        client = connect(url)
+        await client.group("workshop", 3, split="train", index=0)
+        client._renewer.cancel()  # as if the process were gone: no renewal, no close
+        await client._servers[0].transport.aclose()
+
+    with serve_environments(["workshop"]) as (url, manager):
+        asyncio.run(die(url))
+        deadline = time.monotonic() + 5
+        while manager.num_live and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert manager.num_live == 0
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_cancelled_opening_frees_its_session(serve_environments, remote):
+    async def main(url, manager):
+        async with connect(url) as client:
+            manager = manager or client._servers[0].transport._manager
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await client.session(
+                        "workshop", split="train", index=0, config={"slow_reset_s": 0.3}
+                    )
+            assert manager.num_live == 1
+            deadline = time.monotonic() + 5
+            while manager.num_live and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert manager.num_live == 0
+
+    if not remote:
+        asyncio.run(main(None, None))
+        return
+    with serve_environments(["workshop"]) as (url, manager):
+        asyncio.run(main(url, manager))
+
+
+def test_a_cancelled_step_does_not_keep_close_from_freeing_the_session():
+    async def main():
+        async with connect() as client:
+            manager = client._servers[0].transport._manager
+            session = await client.session("workshop", split="train", index=0)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await session.step(call("wait", seconds=20), timeout_s=30)
+            await session.close()
+            await session.close()
+            deadline = time.monotonic() + 5
+            while manager.num_live and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert manager.num_live == 0
+
+    asyncio.run(main())
+
+
+# By hand
+
+
+def test_make_plays_one_session_at_a_time():
+    async def main():
+        env = make("workshop", greeting="hi")
+        with pytest.raises(EnvError, match="call reset"):
+            await env.step("x")
+        prompt = await env.reset()
+        assert prompt[1]["content"].startswith("task 0 ")
+        assert (await env.call("greet")).observation[0]["content"] == "hi"
+        assert await env.reset("train", 0) == prompt
+        again = await env.reset(task=Task("t", "mine"), seed=4)
+        assert again[1]["content"].startswith("mine ")
+        assert (await env.call("submit", value=1.0)).reward == 1.5
+        await env.close()
+
+    closed = Workshop.closed
+    asyncio.run(main())
+    assert Workshop.closed == closed + 3
+
+
+def test_make_has_a_synchronous_twin():
+    env = make(Hello).sync
+    assert env.reset("test", 2)[0]["content"] == "What is 2 + 1?"
+    assert env.step("three").terminated is False
+    assert env.call("answer", text="3").reward == 1.0
+    assert env.info().splits == {"train": None, "test": 3}
+    env.close()
+
+
+def test_make_takes_a_class_nobody_registered():
+    class Echo(Environment):
+        """Ten lines are plenty."""
+
+        def on_text(self, text):
+            self.finish(float(len(text)))
+
+    env = make(Echo).sync
+    env.reset(task=Task("t", "Say something."))
+    assert env.step("four").reward == 4.0
+    env.close()

@@ -1,0 +1,96 @@
+"""Names of environments."""
+
+import pytest
+from sample_envs import Hello
+
+from agentrl.env import Environment, register, resolve
+from agentrl.env.registry import available, with_id
+from agentrl.errors import ConfigError
+
+SOURCE = '''
+from agentrl.env import Environment, Task
+
+class Tiny(Environment):
+    """{doc}"""
+
+class NotOne:
+    pass
+'''
+
+
+def test_a_registered_class_is_found_by_its_id():
+    assert resolve("hello") is Hello
+    assert Hello.id == "hello" and Hello.max_sessions == 256
+    assert available()["hello"] == "sample_envs:Hello"
+
+
+def test_a_module_string_needs_no_registration():
+    assert resolve("sample_envs:Hello") is Hello
+    assert Hello.id == "hello"
+
+
+def test_files_of_the_same_name_do_not_replace_each_other(tmp_path):
+    found = []
+    for name in ("a", "b"):
+        path = tmp_path / name / "env.py"
+        path.parent.mkdir()
+        path.write_text(SOURCE.format(doc=name))
+        found.append(resolve(f"{path}:Tiny"))
+    assert [each.__doc__ for each in found] == ["a", "b"]
+    assert found[0].id == "Tiny"
+    assert resolve(f"{tmp_path}/a/env.py:Tiny") is found[0]
+
+
+def test_an_entry_point_gives_its_name(tmp_path, monkeypatch):
+    (tmp_path / "plugin_env.py").write_text(SOURCE.format(doc="plugged"))
+    info = tmp_path / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agentrl.environments]\ntiny = plugin_env:Tiny\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert available()["tiny"] == "plugin_env:Tiny"
+    assert resolve("tiny").id == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nothing", "no environment 'nothing'; known are .*hello"),
+        ("no_such_module:Env", "no module named 'no_such_module'"),
+        ("sample_envs:Nope", "no Environment class named 'Nope'"),
+        ("no_file.py:Env", "no environment file .*no_file.py"),
+    ],
+)
+def test_a_name_without_a_class_says_why(name, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(name)
+
+
+def test_a_file_without_the_class_and_one_that_needs_something(tmp_path, monkeypatch):
+    (tmp_path / "env.py").write_text(SOURCE.format(doc="x"))
+    with pytest.raises(ConfigError, match="no Environment class named 'NotOne'"):
+        resolve(f"{tmp_path}/env.py:NotOne")
+    (tmp_path / "needy_env.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="needs 'surely_not_installed'"):
+        resolve("needy_env:Env")
+    (tmp_path / "here.py").write_text("")
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"a file is named as \./here\.py:Class"):
+        resolve("here:Env")
+
+
+def test_ids_are_unique_and_well_formed():
+    with pytest.raises(ConfigError, match="'hello' is taken by sample_envs:Hello"):
+        register("hello")(type("Other", (Environment,), {}))
+    for bad in ("", "a b", "a/b", "ü/"):
+        with pytest.raises(ConfigError, match="may hold letters"):
+            register(bad)
+
+
+def test_a_subclass_does_not_inherit_the_id():
+    class Child(Hello):
+        pass
+
+    assert with_id(Child).id == "Child" and Hello.id == "hello"

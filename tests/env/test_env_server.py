@@ -1,0 +1,300 @@
+"""The HTTP side: routes, problems, limits and access, against a real server."""
+
+import asyncio
+import json
+import random
+import socket
+import time
+
+import httpx
+import pytest
+import sample_envs
+
+from agentrl.env.server import is_loopback, make_app, serve
+from agentrl.errors import ConfigError
+
+JSON = {"Content-Type": "application/json"}
+
+
+def open_session(http, env="workshop", **rest):
+    body = {"env": env, "task": {"split": "train", "index": 0}, **rest}
+    response = http.post("/v1/sessions", json=body)
+    assert response.status_code == 201, response.text
+    return response.json()["sessions"][0]
+
+
+def call(name, **arguments):
+    return {"tool_calls": [{"id": "c", "name": name, "arguments": arguments}]}
+
+
+def problem(response, status, code):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["agentrl-protocol"] == "1"
+    body = response.json()
+    assert body["code"] == code and body["status"] == status and body["title"]
+    return body
+
+
+@pytest.fixture
+def http(served):
+    with httpx.Client(base_url=served) as client:
+        yield client
+
+
+def test_an_episode_with_curl_like_requests(http):
+    session = open_session(http, seed=3, lease_s=20)
+    url = f"/v1/sessions/{session['id']}"
+    first = http.post(f"{url}/step", json={"step": 0, "action": call("add", number=2)})
+    assert first.headers["agentrl-protocol"] == "1"
+    assert first.json() == {
+        "step": 1,
+        "observation": [
+            {"role": "tool", "tool_call_id": "c", "name": "add", "content": '{"count":2}'}
+        ],
+        "reward": 0.0,
+        "terminated": False,
+        "truncated": False,
+        "reward_components": {},
+        "info": {},
+        "metrics": {"tool_calls": 1.0},
+        "replayed": False,
+    }
+    again = http.post(f"{url}/step", json={"step": 0, "action": call("add", number=2)})
+    assert again.json() == first.json() | {"replayed": True}
+    status = http.get(url).json()
+    assert status["step"] == 1 and status["status"] == "live" and status["env"] == "workshop"
+    renewed = http.post(f"{url}/renew", json={"lease_s": 500})
+    assert renewed.json()["lease_expires_at"] - time.time() > 400
+    assert http.post(f"{url}/renew").status_code == 200
+    assert [http.delete(url).status_code for _ in range(2)] == [204, 204]
+    gone = http.post(f"{url}/step", json={"step": 1, "action": {"text": "x"}})
+    problem(gone, 410, "session_expired")
+    problem(http.get(url), 410, "session_expired")
+
+
+def test_environments_and_tasks_are_listed_without_references(http):
+    assert "workshop" in http.get("/v1/envs").json()["environments"]
+    info = http.get("/v1/envs/workshop").json()
+    assert info["splits"] == {"train": 1000} and info["max_sessions"] == 16
+    assert info["tools"][0]["function"]["name"] == "greet"
+    tasks = http.get("/v1/envs/workshop/tasks", params={"split": "train", "start": 5, "stop": 7})
+    assert [task["index"] for task in tasks.json()["tasks"]] == [5, 6]
+    assert "secret" not in tasks.text
+    assert len(http.get("/v1/envs/hello/tasks?split=test").json()["tasks"]) == 3
+    problem(http.get("/v1/envs/hello/tasks?split=dev"), 422, "invalid_request")
+    problem(http.get("/v1/envs/hello/tasks"), 422, "invalid_request")
+    problem(http.get("/v1/envs/hello/tasks?split=test&start=-1"), 422, "invalid_request")
+    problem(http.get("/v1/envs/hello/tasks?split=train&stop=5000"), 422, "invalid_request")
+    problem(http.get("/v1/envs/nowhere"), 404, "not_found")
+
+
+def test_health_and_the_description(http):
+    assert http.get("/healthz").json()["status"] == "ok"
+    document = http.get("/openapi.json").json()
+    step = document["paths"]["/v1/sessions/{session_id}/step"]["post"]
+    body = step["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schemas = document["components"]["schemas"]
+    assert schemas[body.rsplit("/", 1)[1]]["required"] == ["step", "action"]
+    assert "Problem" in schemas and "Idempotency-Key" not in schemas
+    assert set(document["paths"]) == {
+        "/v1/sessions",
+        "/v1/sessions/{session_id}",
+        "/v1/sessions/{session_id}/step",
+        "/v1/sessions/{session_id}/renew",
+        "/v1/envs",
+        "/v1/envs/{env_id}",
+        "/v1/envs/{env_id}/tasks",
+        "/healthz",
+    }
+
+
+def test_a_repeated_create_opens_once(http):
+    body = {"env": "workshop", "task": {"split": "train", "index": 0}, "count": 2}
+    headers = {"Idempotency-Key": "k1"}
+    first, second = (http.post("/v1/sessions", json=body, headers=headers) for _ in range(2))
+    assert first.json() == second.json() and len(first.json()["sessions"]) == 2
+    other = http.post("/v1/sessions", json=body | {"count": 1}, headers=headers)
+    problem(other, 409, "idempotency_conflict")
+    for session in first.json()["sessions"]:
+        http.delete(f"/v1/sessions/{session['id']}")
+
+
+def test_problems_carry_the_code_and_whether_to_retry(http, serve_environments):
+    session = open_session(http)
+    url = f"/v1/sessions/{session['id']}/step"
+    grader = http.post(url, json={"step": 0, "action": call("lose_grader")})
+    assert problem(grader, 500, "grader_error")["detail"] == "the grader is gone"
+    problem(http.post("/v1/sessions/nope/step", json={"step": 0, "action": {}}), 404, "not_found")
+    problem(http.get("/v1/nothing"), 404, "not_found")
+    problem(http.put("/v1/sessions"), 405, "method_not_allowed")
+    timeout = {"step": 0, "action": call("wait", seconds=9), "timeout_s": 0.05}
+    session = open_session(http)
+    late = problem(
+        http.post(f"/v1/sessions/{session['id']}/step", json=timeout), 504, "step_timeout"
+    )
+    assert "retryable" not in late  # false is the default
+    with serve_environments(["hello"], max_sessions=1) as (url, _):
+        body = {"env": "hello", "task": {"split": "train", "index": 0}}
+        assert httpx.post(f"{url}/v1/sessions", json=body).status_code == 201
+        full = httpx.post(f"{url}/v1/sessions", json=body)
+        assert problem(full, 429, "at_capacity")["retryable"] is True
+        assert int(full.headers["retry-after"]) >= 1
+
+
+BAD_BODIES = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"1e400",
+    b"\xff\xfe",
+    b'{"step": "0", "action": {}}',
+    b'{"step": 0, "action": {"text": 5}}',
+    b'{"step": 0, "action": {"tool_calls": [{}]}}',
+    b'{"step": 0, "action": {}, "shell": "rm"}',
+    b'{"step": 0, "action": {}, "timeout_s": -1}',
+    b'{"step": 0, "action": {"text": "\\ud800"}}',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+]
+
+
+def test_bad_bodies_are_refused_and_change_nothing(http):
+    session = open_session(http)
+    generator = random.Random(0)
+    good = json.dumps({"step": 0, "action": call("add", number=1)}).encode()
+    broken = []
+    for _ in range(150):
+        body = bytearray(good)
+        for _ in range(generator.randint(1, 4)):
+            body[generator.randrange(len(body))] = generator.randrange(256)
+        broken.append(bytes(body[: generator.randint(0, len(body) - 1)]))
+    for path in (f"/v1/sessions/{session['id']}/step", "/v1/sessions"):
+        for body in BAD_BODIES + broken:
+            problem(http.post(path, content=body, headers=JSON), 422, "invalid_request")
+    for body in BAD_BODIES[1:]:
+        renew = http.post(f"/v1/sessions/{session['id']}/renew", content=body, headers=JSON)
+        problem(renew, 422, "invalid_request")
+    assert http.get(f"/v1/sessions/{session['id']}").json()["step"] == 0
+    for odd in ("%00", "..%2f..%2fhealthz", "a" * 5000, "%F0%9F"):
+        assert http.get(f"/v1/sessions/{odd}").status_code == 404
+    assert http.get("/healthz").json()["status"] == "ok"
+
+
+def test_large_bodies_are_refused(serve_environments):
+    with serve_environments(["workshop"], max_body_bytes=10_000) as (url, _):
+        with httpx.Client(base_url=url) as http:
+            session = open_session(http)
+            step = f"/v1/sessions/{session['id']}/step"
+            fits = {"step": 0, "action": {"text": "x" * 9_000}}
+            assert http.post(step, json=fits).status_code == 200
+            announced = {"step": 1, "action": {"text": "x" * 11_000}}
+            problem(http.post(step, json=announced), 413, "payload_too_large")
+            chunks = (b"x" * 1_000 for _ in range(50))
+            problem(http.post(step, content=chunks, headers=JSON), 413, "payload_too_large")
+        # a liar gets no further: the announced length is what the server reads
+        with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
+            raw.sendall(
+                b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Length: 9999999999\r\n\r\n"
+            )
+            assert b"413" in raw.recv(200)
+
+
+def test_a_body_that_does_not_arrive_is_given_up(serve_environments, monkeypatch):
+    monkeypatch.setattr("agentrl.env.server.BODY_TIMEOUT_S", 0.2)
+    with (
+        serve_environments(["hello"]) as (url, _),
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw,
+    ):
+        head = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        raw.sendall(head + b"{")
+        raw.settimeout(5)
+        assert b"408" in raw.recv(200)
+
+
+def test_a_token_is_asked_for_everywhere_but_on_healthz(serve_environments):
+    with (
+        serve_environments(["hello"], token="s3cret") as (url, _),
+        httpx.Client(base_url=url) as http,
+    ):
+        assert http.get("/healthz").status_code == 200
+        paths = ("/v1/envs", "/v1/sessions/x", "/openapi.json", "/nothing")
+        for token in (
+            None,
+            "Bearer",
+            "Bearer wrong",
+            "s3cret",
+            "Basic s3cret",
+            "Bearer s3cre",
+        ):
+            headers = {"Authorization": token} if token else {}
+            for path in paths:
+                refused = http.get(path, headers=headers)
+                problem(refused, 401, "unauthorized")
+                assert refused.headers["www-authenticate"] == "Bearer"
+                assert "s3cret" not in refused.text
+            refused = http.post("/v1/sessions/x/step", headers=headers, json={})
+            problem(refused, 401, "unauthorized")
+        good = {"Authorization": "bearer s3cret"}
+        assert http.get("/v1/envs", headers=good).status_code == 200
+
+
+def test_a_website_cannot_reach_a_server_on_this_machine(http):
+    for host in ("evil.example", "127.0.0.1.evil.example", "", "10.0.0.1:80", "[::2]", "[x"):
+        problem(http.get("/v1/envs", headers={"Host": host}), 403, "forbidden")
+    for origin in ("http://evil.example", "null", "https://localhost.evil.example", "http://[x"):
+        problem(http.get("/v1/envs", headers={"Origin": origin}), 403, "forbidden")
+        problem(http.post("/v1/sessions/x/step", headers={"Origin": origin}), 403, "forbidden")
+    for host in ("localhost", "LOCALHOST:1234", "127.0.0.1", "127.8.8.8:9", "[::1]:8700"):
+        assert http.get("/v1/envs", headers={"Host": host}).status_code == 200
+    assert http.get("/v1/envs", headers={"Origin": "http://localhost:3000"}).status_code == 200
+
+
+def test_another_protocol_version_is_refused(http):
+    refused = http.get("/v1/envs", headers={"Agentrl-Protocol": "2"})
+    assert "protocol 1" in problem(refused, 422, "invalid_request")["detail"]
+
+
+def test_a_blocking_environment_does_not_hold_up_the_server(http, served):
+    session = open_session(http)
+
+    async def main():
+        async with httpx.AsyncClient(base_url=served) as client:
+            slow = asyncio.create_task(
+                client.post(
+                    f"/v1/sessions/{session['id']}/step",
+                    json={"step": 0, "action": call("hang"), "timeout_s": 1.0},
+                    timeout=10,
+                )
+            )
+            await asyncio.sleep(0.05)
+            started = time.monotonic()
+            for _ in range(5):
+                assert (await client.get("/healthz")).status_code == 200
+            assert time.monotonic() - started < 0.7 and not slow.done()
+            problem(await slow, 504, "step_timeout")
+
+    asyncio.run(main())
+
+
+def test_a_server_off_loopback_needs_a_token():
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        assert not is_loopback(host)
+        with pytest.raises(ConfigError, match="AGENTRL_ENV_TOKEN"):
+            serve(make_app(["hello"]), host=host, port=0)
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: .*in use; choose another"):
+            serve(make_app(["hello"]), port=port)
+
+
+def test_two_environments_with_one_id_are_refused():
+    twin = type("Twin", (sample_envs.Hello,), {"id": "hello"})
+    with pytest.raises(ConfigError, match="two environments have the id 'hello'"):
+        make_app(["hello", twin])

@@ -1,0 +1,622 @@
+"""The rules of sessions: exactly once, deadlines, leases, capacity, errors."""
+
+import asyncio
+import gc
+import json
+import logging
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_envs import Workshop
+
+from agentrl.env import resolve
+from agentrl.env.protocol import (
+    CreateRequest,
+    InlineTask,
+    StepReply,
+    StepRequest,
+    TaskSpec,
+    WireAction,
+    WireCall,
+    decode_reply,
+)
+from agentrl.env.session import SessionManager
+from agentrl.errors import EnvError, EnvUnavailable, GraderError
+
+
+def run(test, **options):
+    """Run `test(manager)` and close the manager; nothing it started may be left."""
+
+    async def main():
+        manager = SessionManager(resolve, **options)
+        try:
+            await test(manager)
+        finally:
+            Workshop.release.set()
+            await manager.aclose()
+            Workshop.release.clear()
+        assert manager.num_live == 0 and not manager._background
+
+    asyncio.run(main())
+
+
+def create(env="workshop", index=0, split="train", **rest):
+    return CreateRequest(env, TaskSpec(split, index), **rest)
+
+
+async def open_one(manager, *args, **kwargs):
+    return (await manager.create(create(*args, **kwargs))).sessions[0]
+
+
+def call(name, **arguments):
+    return WireAction(tool_calls=[WireCall("c", name, arguments)])
+
+
+async def step(manager, session, index, action, timeout_s=None) -> StepReply:
+    body = await manager.step(session.id, StepRequest(index, action, timeout_s))
+    return decode_reply(body, StepReply)
+
+
+async def error_of(awaitable) -> EnvError:
+    with pytest.raises(EnvError) as caught:
+        await awaitable
+    return caught.value
+
+
+async def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        await asyncio.sleep(0.005)
+
+
+# Opening
+
+
+def test_create_resets_and_says_what_the_client_needs():
+    async def test(manager):
+        reply = (await manager.create(create(seed=5, lease_s=9.0))).sessions[0]
+        assert reply.task_id == "train/0" and reply.step == 0 and reply.lease_s == 9.0
+        assert abs(reply.lease_expires_at - time.time() - 9.0) < 1.0
+        assert [message["role"] for message in reply.observation] == ["system", "user"]
+        assert "add" in [tool["function"]["name"] for tool in reply.tools]
+        assert len(reply.id) >= 22  # 128 bits in base64
+
+    run(test)
+
+
+def test_a_group_starts_from_one_task_and_seed_and_goes_its_own_ways():
+    async def test(manager):
+        group = (await manager.create(create(count=4, seed=3))).sessions
+        assert len({session.id for session in group}) == 4
+        assert all(session.observation == group[0].observation for session in group)
+        for number, session in enumerate(group):
+            await step(manager, session, 0, call("add", number=number))
+        contents = [
+            (await step(manager, session, 1, call("add", number=0))).observation[0]["content"]
+            for session in group
+        ]
+        assert contents == [f'{{"count":{number}}}' for number in range(4)]
+
+    run(test)
+
+
+def test_what_sessions_share_is_loaded_once_per_configuration():
+    async def test(manager):
+        loads, closed = Workshop.loads, Workshop.shared_closed
+        await asyncio.gather(*(manager.create(create()) for _ in range(5)))
+        assert Workshop.loads == loads + 1
+        other = await open_one(manager, config={"greeting": "moin"})
+        assert Workshop.loads == loads + 2
+        reply = await step(manager, other, 0, call("greet"))
+        assert reply.observation[0]["content"] == "moin"
+        await manager.aclose()
+        assert Workshop.shared_closed == closed + 2
+
+    run(test)
+
+
+def test_configurations_nobody_uses_are_dropped(monkeypatch):
+    monkeypatch.setattr("agentrl.env.session._MAX_SOURCES", 3)
+
+    async def test(manager):
+        kept = await open_one(manager, config={"greeting": "kept"})
+        closed = Workshop.shared_closed
+        for number in range(6):
+            session = await open_one(manager, config={"greeting": str(number)})
+            manager.delete(session.id)
+            await until(lambda: manager.num_live == 1)
+        assert len(manager._sources) <= 3
+        await until(lambda: Workshop.shared_closed > closed)
+        reply = await step(manager, kept, 0, call("greet"))
+        assert reply.observation[0]["content"] == "kept"
+
+    run(test)
+
+
+def test_the_server_side_configuration_is_what_a_request_starts_from():
+    async def test(manager):
+        plain = await open_one(manager)
+        assert (await step(manager, plain, 0, call("greet"))).observation[0]["content"] == "ahoi"
+        own = await open_one(manager, config={"greeting": "hey"})
+        assert (await step(manager, own, 0, call("greet"))).observation[0]["content"] == "hey"
+
+    run(test, config={"workshop": {"greeting": "ahoi"}})
+
+
+def test_an_inline_task():
+    async def test(manager):
+        request = CreateRequest("workshop", TaskSpec(inline=InlineTask("mine", "do it")))
+        reply = (await manager.create(request)).sessions[0]
+        assert reply.task_id == "mine" and reply.observation[1]["content"].startswith("do it")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "says"),
+    [
+        (create("nowhere"), "not_found", "no environment 'nowhere'"),
+        (create(split="dev"), "invalid_request", "no split 'dev'; it has train"),
+        (create(index=1000), "invalid_request", "has 1000 tasks"),
+        (create(config={"x": 1}), "invalid_request", "x: Extra inputs"),
+        (create(count=17), "invalid_request", "never fits"),
+        (create(index=666), "env_error", "no such task in the file"),
+        (
+            CreateRequest("workshop", TaskSpec(inline=InlineTask("t", "bad")), count=3),
+            "env_error",
+            "reset failed",
+        ),
+        (create(config={"slow_reset_s": 5.0}, timeout_s=0.1), "reset_timeout", "ran out of time"),
+    ],
+)
+def test_a_session_that_cannot_be_opened_says_why_and_holds_no_slot(request_, code, says):
+    async def test(manager):
+        error = await error_of(manager.create(request_))
+        assert error.code == code and says in str(error)
+        await until(lambda: manager.num_live == 0)
+
+    run(test)
+
+
+def test_a_failed_loading_is_tried_again(monkeypatch):
+    fails = [True]
+    load = Workshop.load_shared.__func__
+
+    def flaky(cls, config):
+        if fails.pop():
+            raise OSError("disk on fire")
+        return load(cls, config)
+
+    monkeypatch.setattr(Workshop, "load_shared", classmethod(flaky))
+
+    async def test(manager):
+        error = await error_of(manager.create(create()))
+        assert error.code == "env_error" and "OSError: disk on fire" in str(error)
+        fails.append(False)
+        assert (await open_one(manager)).step == 0
+
+    run(test)
+
+
+def test_capacity_counts_live_environments_only():
+    async def test(manager):
+        group = (await manager.create(create(count=3))).sessions
+        error = await error_of(manager.create(create(count=2)))
+        assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"
+        assert error.retryable and error.retry_after_s
+        assert (await step(manager, group[0], 0, call("submit", value=1))).terminated
+        await until(lambda: manager.num_live == 2)  # the ended session only keeps its reply
+        await manager.create(create(count=2))
+        assert manager.num_live == 4
+
+    run(test, max_sessions=4)
+
+
+def test_an_environment_has_its_own_limit():
+    async def test(manager):
+        await manager.create(create(count=16))
+        assert (await error_of(manager.create(create()))).code == "at_capacity"
+        await manager.create(create("hello"))  # another environment's slots are its own
+
+    run(test)
+
+
+def test_a_repeated_create_opens_once():
+    async def test(manager):
+        request = create(count=2)
+        first, second = await asyncio.gather(
+            manager.create(request, "key"), manager.create(request, "key")
+        )
+        third = await manager.create(request, "key")
+        assert first == second == third and manager.num_live == 2
+        error = await error_of(manager.create(create(count=3), "key"))
+        assert error.code == "idempotency_conflict"
+        assert (await manager.create(request, "other")) != first
+
+    run(test)
+
+
+def test_a_create_that_failed_may_be_repeated_with_its_key():
+    async def test(manager):
+        full = await open_one(manager)
+        assert (await error_of(manager.create(create(), "key"))).code == "at_capacity"
+        manager.delete(full.id)
+        await until(lambda: manager.num_live == 0)
+        assert (await manager.create(create(), "key")).sessions
+
+    run(test, max_sessions=1)
+
+
+def test_draining_refuses_new_sessions_and_serves_the_open_ones():
+    async def test(manager):
+        session = await open_one(manager)
+        draining = asyncio.ensure_future(manager.drain(5.0))
+        await asyncio.sleep(0.01)
+        assert (await error_of(manager.create(create()))).code == "draining"
+        assert (await step(manager, session, 0, call("add"))).step == 1
+        assert not draining.done()
+        await step(manager, session, 1, call("submit", value=1))
+        await asyncio.wait_for(draining, 2)
+
+    run(test)
+
+
+# Exactly once
+
+
+def test_a_repeated_step_runs_once_and_gives_the_same_reply():
+    async def test(manager):
+        session = await open_one(manager)
+        first = await step(manager, session, 0, call("add", number=5))
+        again = await step(manager, session, 0, call("add", number=5), timeout_s=3.0)
+        assert not first.replayed and again.replayed
+        again.replayed = False
+        assert again == first
+        reply = await step(manager, session, 1, call("add", number=0))
+        assert reply.observation[0]["content"] == '{"count":5}'
+
+    run(test)
+
+
+def test_a_repeated_step_waits_for_the_one_that_runs():
+    async def test(manager):
+        session = await open_one(manager)
+        first, second = await asyncio.gather(
+            step(manager, session, 0, call("wait", seconds=0.05)),
+            step(manager, session, 0, call("wait", seconds=0.05)),
+        )
+        assert (first.replayed, second.replayed) == (False, True)
+        assert first.observation == second.observation
+        assert first.observation[0]["content"] == "waited, count 1"
+
+    run(test)
+
+
+def test_a_caller_who_goes_away_disturbs_nobody():
+    async def test(manager):
+        session = await open_one(manager)
+        leaver = asyncio.ensure_future(step(manager, session, 0, call("wait", seconds=0.05)))
+        stayer = asyncio.ensure_future(step(manager, session, 0, call("wait", seconds=0.05)))
+        await asyncio.sleep(0.01)
+        leaver.cancel()
+        assert (await stayer).observation[0]["content"] == "waited, count 1"
+        assert (await step(manager, session, 0, call("wait", seconds=0.05))).replayed
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("index", "action"), [(0, call("add", number=2)), (0, WireAction("x")), (2, call("add"))]
+)
+def test_another_action_or_index_is_a_conflict(index, action):
+    async def test(manager):
+        session = await open_one(manager)
+        await step(manager, session, 0, call("add", number=1))
+        error = await error_of(step(manager, session, index, action))
+        assert error.code == "step_conflict" and error.status == 409
+        reply = await step(manager, session, 1, call("add", number=0))
+        assert reply.observation[0]["content"] == '{"count":1}'
+
+    run(test)
+
+
+def test_a_lower_index_is_a_conflict():
+    async def test(manager):
+        session = await open_one(manager)
+        for index in range(3):
+            await step(manager, session, index, call("add"))
+        assert (await error_of(step(manager, session, 1, call("add")))).code == "step_conflict"
+        assert (await error_of(step(manager, session, 0, call("add")))).code == "step_conflict"
+
+    run(test)
+
+
+def test_after_the_end_there_are_replays_and_no_fresh_environment():
+    async def test(manager):
+        session = await open_one(manager)
+        last = await step(manager, session, 0, call("submit", value=2.0))
+        assert last.terminated and last.reward == 2.5
+        await until(lambda: manager.num_live == 0)
+        error = await error_of(step(manager, session, 1, call("add")))
+        assert error.code == "episode_done" and error.status == 409
+        assert (await step(manager, session, 0, call("submit", value=2.0))).reward == 2.5
+        assert manager.status(session.id).status == "ended"
+
+    run(test)
+
+
+def test_sessions_are_not_affected_by_each_other():
+    async def test(manager):
+        sessions = [await open_one(manager, index=n) for n in range(8)]
+
+        async def play(number, session):
+            for index in range(10):
+                reply = await step(manager, session, index, call("add", number=number))
+                assert reply.observation[0]["content"] == f'{{"count":{number * (index + 1)}}}'
+
+        await asyncio.gather(*(play(n, session) for n, session in enumerate(sessions)))
+
+    run(test)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(-2, 2), st.integers(0, 3), st.booleans()), min_size=1, max_size=15
+    )
+)
+def test_any_order_of_calls_executes_each_index_once(calls):
+    """Random offsets from the current index, random actions, some doubled: the count the
+    environment keeps is always that of the steps a model of the rules accepts."""
+
+    async def test(manager):
+        session = await open_one(manager)
+        index, count, taken = 0, 0, {}
+        for offset, number, doubled in calls:
+            wanted = index + offset
+            if wanted < 0:
+                continue
+            accepted = wanted == index or (wanted == index - 1 and taken[wanted] == number)
+            attempts = [
+                step(manager, session, wanted, call("add", number=number))
+                for _ in range(1 + doubled)
+            ]
+            outcomes = await asyncio.gather(*attempts, return_exceptions=True)
+            if not accepted:
+                assert all(getattr(each, "code", "") == "step_conflict" for each in outcomes)
+                continue
+            if wanted == index:
+                index, count, taken[wanted] = index + 1, count + number, number
+                assert [each.replayed for each in outcomes] == [False, True][: len(outcomes)]
+            else:
+                assert all(each.replayed for each in outcomes)
+            assert {each.step for each in outcomes} == {index}
+            content = f'{{"count":{count}}}'
+            assert all(each.observation[0]["content"] == content for each in outcomes)
+
+    run(test)
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("action", [call("wait", seconds=9), call("hang"), call("ignore_cancel")])
+def test_a_deadline_is_kept_whatever_the_environment_does(action):
+    async def test(manager):
+        session = await open_one(manager)
+        started = time.monotonic()
+        error = await error_of(step(manager, session, 0, action, timeout_s=0.1))
+        assert time.monotonic() - started < 0.6
+        assert error.code == "step_timeout" and error.status == 504 and not error.retryable
+        again = await error_of(step(manager, session, 0, action, timeout_s=0.1))
+        assert again.code == "step_timeout"
+        assert (await error_of(step(manager, session, 0, call("add")))).code == "step_conflict"
+        assert manager.status(session.id).status == "failed"
+        Workshop.release.set()
+        await until(lambda: manager.num_live == 0)
+
+    run(test)
+
+
+def test_a_cancel_safe_environment_lives_on_and_the_step_was_not_taken():
+    async def test(manager):
+        session = await open_one(manager, env="workshop-safe")
+        error = await error_of(step(manager, session, 0, call("wait", seconds=9), timeout_s=0.05))
+        assert error.code == "step_timeout" and error.retryable
+        reply = await step(manager, session, 0, call("wait", seconds=0.0))
+        assert reply.observation[0]["content"] == "waited, count 1" and reply.step == 1
+        error = await error_of(step(manager, session, 1, call("ignore_cancel"), timeout_s=0.05))
+        # as long as it has not stopped there is no second call into the same instance
+        for _ in range(2):
+            error = await error_of(step(manager, session, 1, call("add"), timeout_s=0.05))
+            assert error.code == "step_timeout"
+        reply = await step(manager, session, 1, call("add"), timeout_s=5.0)
+        assert reply.observation[0]["content"] == '{"count":2}' and reply.step == 2
+
+    run(test)
+
+
+def test_hung_threads_are_accounted_and_given_back():
+    async def test(manager):
+        session = await open_one(manager)
+        await error_of(step(manager, session, 0, call("hang"), timeout_s=0.05))
+        await until(lambda: manager.workers.num_abandoned == 1)
+        Workshop.release.set()
+        await until(lambda: manager.workers.num_abandoned == 0)
+
+    run(test)
+
+
+def test_a_slow_environment_does_not_hold_up_the_others():
+    async def test(manager):
+        slow, quick = await open_one(manager), await open_one(manager)
+        hanging = [asyncio.ensure_future(step(manager, slow, 0, call("hang"), timeout_s=1.0))]
+        started = time.monotonic()
+        for index in range(20):
+            await step(manager, quick, index, call("add"))
+        assert time.monotonic() - started < 0.8 and not hanging[0].done()
+        Workshop.release.set()
+        await hanging[0]
+
+    run(test)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "says"),
+    [
+        (call("leave"), "env_error", "raised SystemExit: 3"),
+        (call("cancel_itself"), "env_error", "cancelled its own step"),
+        (call("strange"), "env_error", "neither text nor JSON"),
+        (call("submit_nan"), "env_error", r"nan: rewards and metrics must be finite"),
+        (call("lose_grader"), "grader_error", "the grader is gone"),
+        (call("lose_backend"), "unavailable", "the search index is down"),
+    ],
+)
+def test_a_failed_step_fails_the_session_with_its_reason(action, code, says, caplog):
+    async def test(manager):
+        session = await open_one(manager)
+        error = await error_of(step(manager, session, 0, action))
+        assert error.code == code and says in str(error) and not error.retryable
+        assert isinstance(error, GraderError) == (code == "grader_error")
+        assert (await error_of(step(manager, session, 0, action))).code == code
+        await until(lambda: manager.num_live == 0)
+
+    run(test)
+
+
+def test_a_reward_method_that_raises_is_a_grader_error_at_the_boundary():
+    async def test(manager):
+        session = await open_one(manager)
+        await step(manager, session, 0, call("add", number=13))
+        error = await error_of(step(manager, session, 1, call("submit", value=1)))
+        assert isinstance(error, GraderError) and "ZeroDivisionError: unlucky" in str(error)
+
+    run(test)
+
+
+def test_every_episode_leaves_one_log_line(caplog):
+    caplog.set_level(logging.INFO, "agentrl.env")
+
+    async def test(manager):
+        ended, failed, left = [await open_one(manager, index=n, seed=n) for n in range(3)]
+        await step(manager, ended, 0, call("submit", value=1))
+        await error_of(step(manager, failed, 0, call("lose_grader")))
+        manager.delete(left.id)
+        for session in (ended, failed):
+            manager.delete(session.id)
+
+    run(test)
+    lines = [json.loads(record.message) for record in caplog.records if "{" in record.message]
+    assert [(line["task"], line["outcome"]) for line in lines] == [
+        ("train/0", "terminated"),
+        ("train/1", "grader_error"),
+        ("train/2", "abandoned"),
+    ]
+    assert lines[0]["reward"] == 1.5 and lines[0]["turns"] == 1 and lines[0]["seed"] == 0
+    assert "the grader is gone" in lines[1]["error"]
+
+
+# Leases and the end
+
+
+def test_a_lease_runs_out_and_its_session_is_closed():
+    async def test(manager):
+        closed = Workshop.closed
+        session = await open_one(manager, lease_s=0.05)
+        await until(lambda: manager.num_live == 0)
+        assert Workshop.closed == closed + 1
+        error = await error_of(step(manager, session, 0, call("add")))
+        assert error.code == "session_expired" and error.status == 410
+        manager.delete(session.id)  # still no error
+
+    run(test)
+
+
+def test_every_call_renews_and_a_running_step_holds_the_lease():
+    async def test(manager):
+        session = await open_one(manager, lease_s=0.15)
+        reply = await step(manager, session, 0, call("wait", seconds=0.4))
+        assert reply.step == 1
+        for _ in range(4):
+            await asyncio.sleep(0.08)
+            manager.status(session.id)
+        for _ in range(4):
+            await asyncio.sleep(0.08)
+            manager.renew(session.id, None)
+        assert (await step(manager, session, 1, call("add"))).step == 2
+        renewed = manager.renew(session.id, 50.0)
+        assert abs(renewed.lease_expires_at - time.time() - 50.0) < 1.0
+
+    run(test)
+
+
+def test_closing_is_idempotent_and_unknown_ids_are_unknown():
+    async def test(manager):
+        session = await open_one(manager)
+        manager.delete(session.id)
+        manager.delete(session.id)
+        assert (await error_of(step(manager, session, 0, call("add")))).code == "session_expired"
+        for stranger in ("", "x" * 22, session.id[:-1]):
+            with pytest.raises(EnvError) as caught:
+                manager.delete(stranger)
+            assert caught.value.code == "not_found"
+
+    run(test)
+
+
+def test_closing_cancels_the_step_that_runs():
+    async def test(manager):
+        session = await open_one(manager)
+        running = asyncio.ensure_future(step(manager, session, 0, call("wait", seconds=20)))
+        await asyncio.sleep(0.02)
+        manager.delete(session.id)
+        assert (await error_of(running)).code == "session_expired"
+        await until(lambda: manager.num_live == 0)
+
+    run(test)
+
+
+def test_a_thousand_episodes_leave_nothing_behind():
+    async def test(manager):
+        async def episode(number):
+            session = await open_one(manager, index=number % 10)
+            await step(manager, session, 0, call("add"))
+            if number % 3:
+                await step(manager, session, 1, call("submit", value=1))
+            manager.delete(session.id)
+
+        for start in range(0, 1000, 10):
+            await asyncio.gather(*(episode(start + n) for n in range(10)))
+            await until(lambda: manager.num_live == 0)
+        assert not manager._sessions
+        gc.collect()
+        left = sum(isinstance(each, Workshop) for each in gc.get_objects())
+        assert left <= 1 + 10  # the source, and what the last tasks still hold
+
+    run(test)
+
+
+# What may be seen
+
+
+def test_previews_hold_no_reference():
+    async def test(manager):
+        previews = await manager.preview("workshop", "train", 2, 4)
+        assert [(each.index, each.id, each.prompt) for each in previews] == [
+            (2, "train/2", "task 2"),
+            (3, "train/3", "task 3"),
+        ]
+        assert "secret" not in repr(previews)
+        assert await manager.preview("workshop", "train", 998, 2000)
+        info = await manager.info("workshop")
+        assert info.splits == {"train": 1000} and info.max_sessions == 16
+        assert info.description == "A tool for every way an environment can behave."
+        assert "greeting" in info.config_schema["properties"]
+
+    run(test)

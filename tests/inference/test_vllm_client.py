@@ -1,0 +1,362 @@
+"""The vLLM client against a real server that can be told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from contract_server import ContractServer, make_model, reference_logprobs, running
+
+from agentrl.errors import InferenceError
+from agentrl.inference.base import Generation, SamplingParams
+from agentrl.inference.vllm import VLLMEngine
+
+PROMPT = [3, 14, 15]
+SAMPLING = SamplingParams(max_tokens=6)
+
+
+@contextlib.asynccontextmanager
+async def client(*servers: ContractServer, **settings) -> AsyncIterator[VLLMEngine]:
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(running(server))
+        engine = VLLMEngine([server.url for server in servers], **settings)
+        stack.push_async_callback(engine.aclose)
+        yield engine
+
+
+def generate_one(server: ContractServer, sampling=SAMPLING, policy_version=0, **settings):
+    async def go() -> Generation:
+        async with client(server, **settings) as engine:
+            engine.policy_version = policy_version
+            return await asyncio.wait_for(engine.generate("g-m0", PROMPT, sampling), 20)
+
+    return asyncio.run(go())
+
+
+both_endpoints = pytest.mark.parametrize("scale_out", [True, False])
+
+
+@both_endpoints
+def test_every_parameter_is_sent_and_the_endpoint_is_chosen_once(scale_out):
+    server = ContractServer(make_model(), scale_out=scale_out, api_key="secret")
+
+    async def go():
+        async with client(server, token="secret", seed=1, stop_token_ids=(9,)) as engine:
+            await engine.start()
+            calls = [
+                engine.generate(f"g-m{i}", PROMPT, SamplingParams(4, 0.5, stop_token_ids=(2,)))
+                for i in range(5)
+            ]
+            await asyncio.gather(*calls)
+
+    asyncio.run(go())
+    path = "/inference/v1/generate" if scale_out else "/v1/completions"
+    sent = [body for body in server.bodies if body["path"] == path]
+    assert len(sent) == len(server.bodies) == 6  # one probe, five requests
+    for body in sent[1:]:
+        parameters = body["sampling_params"] if scale_out else body
+        assert body["token_ids" if scale_out else "prompt"] == PROMPT
+        assert body["model"] == "policy"
+        expected = {
+            "max_tokens": 4,
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,
+            "stop_token_ids": [2, 9],
+        }
+        assert {key: parameters[key] for key in expected} == expected
+    parameters = [body["sampling_params"] if scale_out else body for body in sent[1:]]
+    assert len({p["seed"] for p in parameters}) == 5
+
+
+@both_endpoints
+@pytest.mark.parametrize("fault", ["429", "503", "500", "reset", "cut", "malformed"])
+def test_a_passing_fault_is_retried(scale_out, fault):
+    model = make_model()
+    server = ContractServer(model, scale_out=scale_out, faults=[fault, fault])
+    generation = generate_one(server)
+    assert not server.faults
+    expected = reference_logprobs(model, PROMPT, generation.token_ids)
+    assert generation.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_retry_uses_an_id_the_server_does_not_hold_and_the_same_seed():
+    server = ContractServer(make_model(), faults=["reset", "500"])
+    generate_one(server, seed=2)
+    attempts = server.bodies[1:]
+    assert [body["request_id"] for body in attempts] == ["g-m0", "g-m0-retry1", "g-m0-retry2"]
+    assert len({body["sampling_params"]["seed"] for body in attempts}) == 1
+
+
+def test_a_server_that_keeps_failing_is_an_error_that_names_it():
+    server = ContractServer(make_model(), faults=["500"] * 10)
+    with pytest.raises(InferenceError, match=r"127.0.0.1:\d+: status 500: EngineCore died; 3 att"):
+        generate_one(server)
+    assert len(server.faults) == 7
+
+
+@both_endpoints
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("nan", "is no JSON|log-probability nan"),
+        ("null", "1 of 6 log-probabilities are null"),
+        ("positive", "log-probability 0.5 at sampled token 0"),
+        ("short", "6 tokens came with"),
+        ("missing", "no log-probabilities"),
+        ("reason", "finish_reason 'error'"),
+        ("empty", "0 choices"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_is_an_error_that_names_the_server(
+    scale_out, fault, reason
+):
+    server = ContractServer(make_model(), scale_out=scale_out, faults=[fault] * 3)
+    with pytest.raises(InferenceError, match=rf"http://127.0.0.1:\d+.*({reason})"):
+        generate_one(server)
+
+
+def test_an_answer_to_another_prompt_is_an_error():
+    server = ContractServer(make_model(), scale_out=False, faults=["prompt"])
+    with pytest.raises(InferenceError, match="another prompt"):
+        generate_one(server)
+
+
+def test_retry_after_is_honoured():
+    server = ContractServer(make_model(), faults=["429"], retry_after="0.6")
+    start = time.monotonic()
+    generate_one(server)
+    assert 0.6 <= time.monotonic() - start < 5
+
+
+def test_waiting_ends_with_retry_for_s_and_with_the_callers_deadline():
+    full = ContractServer(make_model(), faults=["503"] * 1000, retry_after="0.1")
+    with pytest.raises(InferenceError, match=r"status 503: too many requests; gave up after 0.3"):
+        generate_one(full, retry_for_s=0.3)
+
+    async def go():
+        async with client(full) as engine:
+            start = time.monotonic()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await engine.generate("g-m0", PROMPT, SAMPLING)
+            return time.monotonic() - start
+
+    assert asyncio.run(go()) < 1.3
+
+
+def test_a_server_that_comes_back_is_waited_for():
+    async def go():
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        engine = VLLMEngine([f"http://127.0.0.1:{port}"])
+        call = asyncio.create_task(engine.generate("g-m0", PROMPT, SAMPLING))
+        await asyncio.sleep(0.5)
+        assert not call.done()
+        async with running(ContractServer(make_model()), port):
+            back_at = time.monotonic()
+            generation = await asyncio.wait_for(call, 10)
+            waited = time.monotonic() - back_at
+        await engine.aclose()
+        return generation, waited
+
+    generation, waited = asyncio.run(go())
+    assert len(generation.token_ids) == 6
+    assert waited < 5
+
+
+def test_an_idle_connection_the_server_closed_is_not_an_error():
+    """A restart between two requests leaves a dead connection in the client's pool."""
+
+    async def go():
+        model = make_model()
+        first = ContractServer(model)
+        async with running(first):
+            engine = VLLMEngine([first.url])
+            await engine.generate("a-m0", PROMPT, SAMPLING)
+        port = int(first.url.rpartition(":")[2])
+        async with running(ContractServer(model), port):
+            generation = await asyncio.wait_for(engine.generate("a-m1", PROMPT, SAMPLING), 10)
+        await engine.aclose()
+        return generation
+
+    assert len(asyncio.run(go()).token_ids) == 6
+
+
+def test_another_server_takes_over_from_one_that_hangs():
+    async def go():
+        model = make_model()
+        hanging = ContractServer(model, faults=["hang"] * 100)
+        healthy = ContractServer(model)
+        async with client(hanging, healthy, request_timeout_s=0.5) as engine:
+            start = time.monotonic()
+            await asyncio.gather(*(engine.generate(f"g{i}-m0", PROMPT, SAMPLING) for i in range(6)))
+            took = time.monotonic() - start
+            await engine.generate("g0-m1", PROMPT, SAMPLING)
+            await engine.generate("g1-m1", PROMPT, SAMPLING)
+            async with asyncio.timeout(0.4):  # a new group does not try the silent server first
+                await engine.generate("g6-m0", PROMPT, SAMPLING)
+            return took, 100 - len(hanging.faults)
+
+    took, hung = asyncio.run(go())
+    assert took < 2  # one timeout, not two
+    assert hung == 3  # half of the first six, none of the later ones
+
+
+def test_a_hanging_server_alone_is_an_error_after_the_request_timeout():
+    server = ContractServer(make_model(), faults=["hang"])
+    start = time.monotonic()
+    with pytest.raises(InferenceError, match=r"no answer within 0\.3 s to g-m0"):
+        generate_one(server, request_timeout_s=0.3)
+    assert time.monotonic() - start < 2
+
+
+def test_cancelling_closes_the_connection_so_that_the_server_drops_the_request():
+    async def go():
+        server = ContractServer(make_model(), faults=["hang"])
+        async with client(server) as engine:
+            call = asyncio.create_task(engine.generate("g-m0", PROMPT, SAMPLING))
+            while server.faults:
+                await asyncio.sleep(0.01)
+            assert server.disconnects == 0
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            async with asyncio.timeout(1):
+                while server.disconnects == 0:
+                    await asyncio.sleep(0.01)
+            assert engine._servers[0].in_flight == 0
+
+    asyncio.run(go())
+
+
+def test_a_group_stays_on_one_server_and_groups_spread():
+    async def go():
+        model = make_model()
+        servers = [ContractServer(model) for _ in range(2)]
+        async with client(*servers) as engine:
+            await engine.start()
+            calls = [
+                engine.generate(f"step0-g{group}-m{member}-t{turn}", PROMPT, SAMPLING)
+                for group in range(4)
+                for member in range(3)
+                for turn in range(2)
+            ]
+            await asyncio.gather(*calls)
+        return [{b["request_id"].split("-m")[0] for b in s.bodies[1:]} for s in servers]
+
+    first, second = asyncio.run(go())
+    assert not first & second
+    assert len(first) == len(second) == 2
+
+
+def test_spans_of_the_server_become_versions_of_the_tokens():
+    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 6}]
+    server = ContractServer(make_model(), version_spans=spans)
+
+    async def go():
+        async with client(server) as engine:
+            engine.policy_version = 4
+            server.version_spans = None
+            await engine.start()
+            server.version_spans = spans
+            return await engine.generate("g-m0", PROMPT, SAMPLING)
+
+    assert asyncio.run(go()).versions == [4, 4, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        ([{"version": "1", "start": 0, "end": 5}], "cover 5 of 6"),
+        ([{"version": "1", "start": 1, "end": 6}], "leave gaps"),
+        (
+            [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 3, "end": 6}],
+            "leave gaps",
+        ),
+    ],
+)
+def test_spans_that_do_not_cover_the_tokens_are_an_error(spans, reason):
+    async def go():
+        server = ContractServer(make_model())
+        async with client(server) as engine:
+            await engine.start()
+            server.version_spans = spans
+            await engine.generate("g-m0", PROMPT, SAMPLING)
+
+    with pytest.raises(InferenceError, match=reason):
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("label", [None, "default"])
+def test_the_policy_version_stands_in_where_the_server_labels_nothing(label):
+    server = ContractServer(make_model(), weight_version=label)
+    assert generate_one(server, policy_version=3).versions == [3] * 6
+
+
+@pytest.mark.parametrize(("label", "reason"), [("2", "version 2.*at version 3"), ("x", "restart")])
+def test_a_server_restarted_with_old_weights_is_noticed(label, reason):
+    async def go():
+        server = ContractServer(make_model(), weight_version="3")
+        async with client(server) as engine:
+            engine.policy_version = 3
+            good = await engine.generate("g-m0", PROMPT, SAMPLING)
+            assert good.versions == [3] * 6
+            server.weight_version = label
+            await engine.generate("g-m1", PROMPT, SAMPLING)
+
+    with pytest.raises(InferenceError, match=reason):
+        asyncio.run(go())
+
+
+@both_endpoints
+def test_raw_logprobs_are_refused_unless_the_temperature_is_one(scale_out):
+    server = ContractServer(make_model(), scale_out=scale_out, processed_logprobs=False)
+    assert len(generate_one(server).token_ids) == 6
+    with pytest.raises(InferenceError, match="--logprobs-mode processed_logprobs"):
+        generate_one(server, SamplingParams(6, temperature=0.7))
+
+
+def test_a_wrong_token_and_a_wrong_server_are_named_at_the_start():
+    async def start(server: ContractServer) -> None:
+        async with client(server, token="wrong") as engine:
+            await engine.start()
+
+    with pytest.raises(InferenceError, match=r"401: Unauthorized; check.*token"):
+        asyncio.run(start(ContractServer(make_model(), api_key="right")))
+
+    async def elsewhere() -> None:
+        async with running(ContractServer(make_model())) as server:
+            engine = VLLMEngine([server.url + "/other"])
+            try:
+                await engine.start()
+            finally:
+                await engine.aclose()
+
+    with pytest.raises(InferenceError, match="is it a vLLM server"):
+        asyncio.run(elsewhere())
+
+
+def test_thirty_per_cent_faults_lose_no_request():
+    async def go():
+        server = ContractServer(make_model())
+        kinds = ["429", "503", "reset", "cut"]
+        server.faults = [kinds[i % 4] if i % 10 in (1, 4, 7) else "none" for i in range(1000)]
+        async with client(server) as engine:
+            calls = [engine.generate(f"g{i}-m0", PROMPT, SAMPLING) for i in range(100)]
+            return await asyncio.wait_for(asyncio.gather(*calls), 30), 1000 - len(server.faults)
+
+    generations, requests = asyncio.run(go())
+    assert len(generations) == 100
+    assert requests > 120

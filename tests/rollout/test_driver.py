@@ -1,0 +1,240 @@
+import asyncio
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_scripted import ScriptedEngine
+from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
+
+from agentrl.env import Environment, Task, register, tool
+from agentrl.env.client import connect
+from agentrl.errors import GraderError
+from agentrl.rollout.driver import Episode, Limits, TokenPolicy, play
+from agentrl.rollout.render import Renderer
+from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.types import StopReason, samples_of
+
+LIMITS = Limits(max_turns=6, turn_timeout_s=20, step_timeout_s=20, episode_timeout_s=60)
+CALL = '<tool_call>{"name": "look", "arguments": {"word": "w"}}</tool_call>'
+
+
+@register("driver-test")
+class DriverTest(Environment):
+    """Answers `look` calls; a text ends the episode with reward 1, unless it asks for trouble."""
+
+    heard: ClassVar[list[str]] = []
+
+    def splits(self):
+        return {"train": 5, "empty": 0}
+
+    def get(self, split, index):
+        return Task(f"{split}-{index}", f"question {index}")
+
+    @tool
+    async def look(self, word: str) -> str:
+        return f"found {word}"
+
+    async def on_text(self, text: str):
+        DriverTest.heard.append(text)
+        if text == "grader":
+            raise GraderError("the grader broke")
+        if text == "crash":
+            raise RuntimeError("a bug in the environment")
+        if text == "hang":
+            await asyncio.sleep(60)
+        if text == "flood":
+            return "words " * 50
+        if text.startswith("again"):
+            return "go on"
+        self.finish(reward=1.0)
+
+
+def collect(say, *, groups=1, group_size=1, limits=LIMITS, template=CHATML, delay_s=0.0, **policy):
+    renderer = Renderer(make_tokenizer(template))
+    engine = ScriptedEngine(renderer, say, delay_s)
+
+    async def run():
+        env = connect(None)
+        token_policy = TokenPolicy(
+            engine, renderer, **{"max_turn_tokens": 64, "max_context_tokens": 1024, **policy}
+        )
+        scheduler = GroupScheduler(
+            token_policy,
+            env,
+            TaskSource("train", 5, seed=1),
+            env_id="driver-test",
+            env_config={},
+            group_size=group_size,
+            max_concurrent=64,
+            limits=limits,
+            seed=1,
+        )
+        try:
+            return await scheduler.collect(groups)
+        finally:
+            await env.aclose()
+
+    batch = asyncio.run(run())
+    assert engine.seats == 0, "every seat is given back"
+    return batch, engine
+
+
+def one(say, **kwargs):
+    batch, engine = collect(say, **kwargs)
+    (trajectory,) = batch.trajectories
+    return trajectory, engine
+
+
+def test_a_tool_episode_is_one_append_only_row():
+    turns = {0: CALL, 1: "done"}
+    trajectory, engine = one(lambda request_id, _: turns[int(request_id[-3:])])
+    assert trajectory.stop_reason is StopReason.TERMINATED
+    assert trajectory.reward == 1.0
+    assert [turn.parse_status for turn in trajectory.turns] == ["tool_calls", "text"]
+    (row,) = trajectory.branches
+    for turn, prompt in zip(trajectory.turns, engine.prompts.values(), strict=True):
+        assert row.token_ids[: turn.start] == prompt, "the engine read what will be trained on"
+        sampled = slice(turn.start, turn.start + turn.num_tokens)
+        assert set(row.loss_mask[sampled]) == {1}
+    assert sum(row.loss_mask) == trajectory.num_sampled_tokens
+    roles = [message["role"] for message in trajectory.messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2]["content"] == "found w"
+
+
+def test_malformed_calls_reach_the_environment_and_the_episode_goes_on():
+    turns = {0: "<tool_call>{oops</tool_call>", 1: "done"}
+    trajectory, engine = one(lambda request_id, _: turns[int(request_id[-3:])])
+    assert [turn.parse_status for turn in trajectory.turns] == ["malformed", "text"]
+    assert trajectory.reward == 1.0
+    assert "not valid JSON" in str(trajectory.messages)
+
+
+@pytest.mark.parametrize(
+    ("say", "reason", "stage", "code"),
+    [
+        ("grader", StopReason.ERROR, "step", "grader_error"),
+        ("crash", StopReason.ERROR, "step", "env_error"),
+    ],
+)
+def test_failures_are_recorded_and_carry_no_gradient(say, reason, stage, code):
+    trajectory, _ = one(lambda *_: say)
+    assert trajectory.stop_reason is reason
+    assert (trajectory.error.stage, trajectory.error.code) == (stage, code)
+    assert not trajectory.trainable
+
+
+def test_a_failing_engine_fails_its_trajectory_only():
+    def say(request_id, _):
+        if "m000" in request_id:
+            raise RuntimeError("engine broke")
+        return "done"
+
+    batch, _ = collect(say, group_size=3)
+    errors = [t.error.code if t.error else None for t in batch.trajectories]
+    assert errors == ["runtime_error", None, None]
+
+
+def test_deadlines_of_turn_step_and_episode():
+    hang, _ = one(lambda *_: "hang", limits=replace(LIMITS, step_timeout_s=0.3))
+    assert (hang.stop_reason, hang.error.code) == (StopReason.TIMEOUT, "step_timeout")
+    slow, _ = one(lambda *_: "x", delay_s=5, limits=replace(LIMITS, turn_timeout_s=0.2))
+    assert (slow.stop_reason, slow.error.code) == (StopReason.TIMEOUT, "turn_timeout")
+    started = time.perf_counter()
+    long, _ = one(
+        lambda *_: "again", delay_s=0.15, limits=replace(LIMITS, max_turns=999, episode_timeout_s=1)
+    )
+    assert (long.stop_reason, long.error.code) == (StopReason.TIMEOUT, "episode_timeout")
+    assert time.perf_counter() - started < 10
+
+
+def test_limits_of_turns_and_context_truncate():
+    many, _ = one(lambda *_: "again", limits=replace(LIMITS, max_turns=3))
+    assert (many.stop_reason, len(many.turns)) == (StopReason.MAX_TURNS, 3)
+    assert many.truncated and many.trainable
+    full, _ = one(lambda *_: "flood", max_context_tokens=280)
+    assert full.stop_reason is StopReason.CONTEXT_LENGTH
+    assert len(full.turns) == 1 and full.trainable and full.truncated
+    cut, _ = one(lambda *_: "again " * 50, max_turn_tokens=8, limits=replace(LIMITS, max_turns=2))
+    assert [turn.finish_reason for turn in cut.turns] == ["length", "length"]
+    # The template's own close token follows a cut turn, with mask 0.
+    (row,), second = cut.branches, cut.turns[1]
+    end = cut.turns[0].start + cut.turns[0].num_tokens
+    assert row.token_ids[end] == Renderer(make_tokenizer()).close_token_id
+    assert set(row.loss_mask[end : second.start]) == {0}
+
+
+def test_a_prompt_that_fills_the_context_is_an_error_with_numbers():
+    trajectory, _ = one(lambda *_: "x", max_context_tokens=4)
+    assert trajectory.error.stage == "render"
+    assert "max_context_tokens = 4" in trajectory.error.message
+
+
+def test_cancelling_leaves_exactly_one_record_each():
+    renderer = Renderer(make_tokenizer())
+    engine = ScriptedEngine(renderer, lambda *_: "x", delay_s=30)
+    engine.reserve(4)
+    records = []
+
+    async def run():
+        env = connect(None)
+        policy = TokenPolicy(engine, renderer, 64, 1024)
+        tasks = [
+            asyncio.ensure_future(
+                play(
+                    Episode(f"m{member}", "g", "driver-test", "train", 0, 1, {}),
+                    policy,
+                    env,
+                    LIMITS,
+                    records.append,
+                )
+            )
+            for member in range(4)
+        ]
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await env.aclose()
+        return tasks
+
+    tasks = asyncio.run(run())
+    assert all(task.cancelled() for task in tasks)
+    assert sorted(t.trajectory_id for t in records) == ["m0", "m1", "m2", "m3"]
+    assert {t.stop_reason for t in records} == {StopReason.CANCELLED}
+
+
+def test_a_template_that_edits_history_forks_rows_and_trains_each_token_once():
+    turns = {0: "<think>\nlong\n</think>\n\nagain", 1: "<think>\nb\n</think>\n\nagain", 2: "done"}
+    trajectory, engine = one(
+        lambda request_id, _: turns[int(request_id[-3:])], template=DROPS_THINKING
+    )
+    # on_text sees the whole turn, so none of these is "again" at its start: one turn only.
+    assert len(trajectory.turns) == 1
+    turns = {0: "again <think>\nlong\n</think>\n\nx", 1: "again </think>y", 2: "done"}
+    trajectory, engine = one(
+        lambda request_id, _: turns[int(request_id[-3:])], template=DROPS_THINKING
+    )
+    assert [turn.branch for turn in trajectory.turns] == [0, 1, 2]
+    assert [row.branch_of for row in trajectory.branches] == [None, 0, 1]
+    for turn, prompt in zip(trajectory.turns, engine.prompts.values(), strict=True):
+        row = trajectory.branches[turn.branch]
+        assert row.token_ids[: turn.start] == prompt
+        assert sum(row.loss_mask) == turn.num_tokens
+    before, after = trajectory.branches[:2]
+    assert before.token_ids[: after.fork_at] == after.token_ids[: after.fork_at]
+    assert before.token_ids[after.fork_at] != after.token_ids[after.fork_at]
+    assert sum(s.num_trained for s in samples_of(trajectory)) == trajectory.num_sampled_tokens
+
+
+@given(st.lists(st.sampled_from(["again", CALL, "<tool_call>{</tool_call>"]), max_size=5))
+@settings(max_examples=15, deadline=None)
+def test_whatever_the_policy_does_the_row_is_what_the_engine_read(script):
+    said = {**dict(enumerate(script)), len(script): "done"}
+    trajectory, engine = one(lambda request_id, _: said[int(request_id[-3:])])
+    assert trajectory.error is None
+    for turn, prompt in zip(trajectory.turns, engine.prompts.values(), strict=True):
+        assert trajectory.branches[turn.branch].token_ids[: turn.start] == prompt

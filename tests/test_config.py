@@ -1,0 +1,116 @@
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from agentrl.config import RunConfig, apply_overrides, load_config, valid_keys
+from agentrl.errors import ConfigError
+
+MINIMAL = '[model]\npath = "some/model"\n'
+
+
+def _write(tmp_path, text):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_and_round_trip_through_toml(tmp_path):
+    config = load_config(
+        _write(
+            tmp_path,
+            MINIMAL + '[env.config]\nsource = "a \\"quoted\\" é"\n[objective]\npreset = "dapo"\n',
+        ),
+        [],
+    )
+    again = load_config(_write(tmp_path, config.to_toml()), [])
+    assert again == config
+    assert again.objective.surrogate.high == pytest.approx(0.28)
+
+
+def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
+    path = _write(tmp_path, MINIMAL + "[run]\nseed = 5\n")
+    config = load_config(
+        path,
+        [
+            *("--run.seed", "7", "--train.learning_rate=3e-4", "--env.url", "http://a:1,http://b:2"),
+            *("--env.config.digits", "3", "--eval.pass-k", "[1,4]", "--eval.samples_per_task", "4"),
+            *("--rollout.drop_zero_variance", "--run.name", "x y"),
+        ],
+    )
+    assert config.run.seed == 7
+    assert config.train.learning_rate == 3e-4
+    assert config.env.url == ["http://a:1", "http://b:2"]
+    assert config.env.config == {"digits": 3}
+    assert config.eval.pass_k == [1, 4]
+    assert config.rollout.drop_zero_variance is True
+    assert config.run.name == "x y"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("[rollout]\ngroup_sise = 4\n", [], ["run.toml: rollout.group_sise", "rollout.group_size"]),
+        ("[rolout]\ngroup_size = 4\n", [], ["rolout", "did you mean rollout"]),
+        ("", ["--train.learningrate", "1"], ["--train.learningrate", "train.learning_rate"]),
+        ("", ["--learning_rate", "1"], ["--learning_rate", "train.learning_rate"]),
+        ("", ["--run.seed", "abc"], ["--run.seed", "integer"]),
+        ("[rollout]\ngroup_size = 1\n", [], ["group_size = 1", "set rollout.group_size to 2"]),
+        ("[rollout]\ntop_p = 0.9\n", [], ["top_p", "temperature"]),
+        ("[inference]\nbackend = 'vllm'\n", [], ["inference.urls"]),
+        ("[objective]\npreset = 'grop'\n", [], ["grop", "grpo"]),
+        ("", ["--eval.pass_k", "8"], ["samples_per_task >= 8"]),
+    ],
+)
+def test_errors_name_the_place_and_the_remedy(tmp_path, text, overrides, expected):
+    with pytest.raises(ConfigError) as error:
+        load_config(_write(tmp_path, MINIMAL + text), overrides)
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_broken_and_missing_files(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml", [])
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(_write(tmp_path, "[run"), [])
+    with pytest.raises(ConfigError, match=r"model: missing"):
+        load_config(_write(tmp_path, "[run]\nseed = 1\n"), [])
+
+
+def test_a_bare_word_is_no_override():
+    with pytest.raises(ConfigError, match="unexpected argument 'seed'"):
+        apply_overrides({}, ["seed", "2"])
+    with pytest.raises(ConfigError, match="run is not a section"):
+        apply_overrides({"run": 3}, ["--run.seed", "2"])
+
+
+def test_model_path_beside_the_run_file(tmp_path):
+    (tmp_path / "model").mkdir()
+    config = load_config(_write(tmp_path, '[model]\npath = "model"\n'), [])
+    assert config.model.path == str(tmp_path / "model")
+
+
+def test_every_key_is_described():
+    undescribed = [
+        key for key, (_, meaning) in valid_keys().items()
+        if not meaning and not key.startswith("objective.") and key != "train.weight_decay"
+    ]
+    assert undescribed == []
+
+
+def test_tokens_are_not_written_out():
+    config = RunConfig.model_validate(
+        {"model": {"path": "m"}, "env": {"token": "s3cret"}, "inference": {"token": "s3cret"}}
+    )
+    assert "s3cret" not in config.to_toml() + repr(config)
+    assert tomllib.loads(config.to_toml())["env"]["id"] == "math"
+
+
+def test_reading_the_configuration_loads_no_torch():
+    code = (
+        "import sys, agentrl, agentrl.env, agentrl.config; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,95 @@
+"""A run that is killed twenty times ends bit for bit where an undisturbed one does.
+
+Real processes, real SIGKILL, at seeded random moments: while playing, while training, and, in at
+least a quarter of the lives, inside a checkpoint's write (its hidden partial folder exists).
+"""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_loop import QUICKSTART, contents, untimed
+
+from agentrl.train.metrics import read_metrics
+
+NUM_KILLS = 20
+NUM_STEPS = 60
+OVERRIDES = [
+    *("--rollout.groups_per_step", "4", "--rollout.group_size", "4"),
+    *("--run.num_steps", str(NUM_STEPS), "--run.save_every", "1", "--quiet"),
+]
+
+
+def start(run_dir: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "agentrl", "train", str(QUICKSTART)]
+    with open(run_dir.with_suffix(".log"), "a") as log:
+        return subprocess.Popen(
+            [*command, "--run.dir", str(run_dir), *OVERRIDES, *arguments], stdout=log, stderr=log
+        )
+
+
+def wait_until(condition, process: subprocess.Popen) -> bool:
+    """True when the condition holds, False when the process ended first."""
+    while process.poll() is None:
+        if condition():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_twenty_kills_change_nothing(tmp_path):
+    undisturbed = tmp_path / "undisturbed"
+    assert start(undisturbed).wait() == 0
+
+    killed = tmp_path / "killed"
+    checkpoints, metrics_file = killed / "checkpoints", killed / "metrics.jsonl"
+    rng = random.Random(1)
+    kills = kills_inside_a_save = 0
+    process = start(killed)
+    while kills < NUM_KILLS:
+        # Alive again: the first checkpoint, or the first new step.
+        size = metrics_file.stat().st_size if metrics_file.exists() else 0
+        if kills == 0:
+            assert wait_until(lambda: (checkpoints / "step_000000").exists(), process)
+        else:
+            alive = wait_until(lambda size=size: metrics_file.stat().st_size != size, process)
+            assert alive, f"it ended before it could be killed {NUM_KILLS} times; raise NUM_STEPS"
+        if kills % 2:
+            time.sleep(rng.uniform(0.0, 0.6))
+        else:
+            wait_until(lambda: any(checkpoints.glob(".tmp-*")), process)
+            time.sleep(rng.uniform(0.0, 0.01))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended by itself before the kill"
+        kills += 1
+        kills_inside_a_save += any(checkpoints.glob(".*"))
+        process = start(killed, "--resume")
+    assert process.wait() == 0, killed.with_suffix(".log").read_text()[-2000:]
+
+    print(f"{kills} kills, {kills_inside_a_save} of them inside a save")
+    assert kills_inside_a_save >= NUM_KILLS // 4
+    last = f"step_{NUM_STEPS:06d}"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, its = ((run / "checkpoints" / last / name) for run in (killed, undisturbed))
+        assert ours.read_bytes() == its.read_bytes(), name
+    assert untimed(read_metrics(killed)) == untimed(read_metrics(undisturbed))
+    assert contents(killed) == contents(undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path, number):
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "--run.save_every", "1000")
+    metrics_file = run_dir / "metrics.jsonl"
+    assert wait_until(lambda: metrics_file.exists() and metrics_file.stat().st_size > 0, process)
+    process.send_signal(number)
+    assert process.wait(30) == 0
+    steps = [row["step"] for row in read_metrics(run_dir)]
+    assert (run_dir / "checkpoints" / f"step_{steps[-1]:06d}").is_dir()
+    assert "--resume" in run_dir.with_suffix(".log").read_text()

@@ -1,0 +1,172 @@
+"""Whole runs, small: the quickstart's model, a few steps, in this process and over HTTP."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.config import load_config
+from agentrl.errors import CheckpointError, ConfigError, TrainingError
+from agentrl.rollout import read_trajectories
+from agentrl.train import loop
+from agentrl.train.loop import train
+from agentrl.train.metrics import read_metrics
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
+SMALL = [
+    *("--rollout.groups_per_step", "3", "--rollout.group_size", "4"),
+    *("--run.num_steps", "3", "--run.save_every", "1"),
+]
+REQUIRED_METRICS = {
+    *("reward/mean", "reward/std", "rollout/tokens", "rollout/turns", "loss/policy", "loss/kl"),
+    *("policy/ratio_max", "policy/rollout_train_logprob_diff_max", "time/rollout_s"),
+    *("time/train_s", "train/tokens_per_s"),
+}
+
+
+def run(run_dir: Path, *overrides: str) -> Path:
+    config = load_config(QUICKSTART, [*SMALL, "--run.dir", str(run_dir), *overrides])
+    return train(config, quiet=True)
+
+
+def untimed(metrics: list[dict]) -> list[dict]:
+    """Everything but how long it took."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/") and not k.endswith("_per_s")}
+        for row in metrics
+    ]
+
+
+def contents(run_dir: Path) -> list[tuple]:
+    """What was played, bit for bit, without durations."""
+    return [
+        (
+            step,
+            trajectory.trajectory_id,
+            trajectory.task_id,
+            trajectory.messages,
+            trajectory.reward,
+            str(trajectory.stop_reason),
+            [
+                {name: array.tobytes() for name, array in row.arrays().items()}
+                for row in trajectory.branches
+            ],
+        )
+        for step, trajectory in read_trajectories(run_dir)
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("runs") / "finished")
+
+
+def test_a_run_directory_holds_what_it_promises(finished):
+    assert (finished / "report.html").stat().st_size > 10_000
+    assert load_config(finished / "config.toml", []).run.num_steps == 3
+    assert {p.name for p in (finished / "checkpoints").iterdir()} == {"step_000002", "step_000003"}
+    metrics = read_metrics(finished)
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    for row in metrics:
+        assert REQUIRED_METRICS <= row.keys()
+        assert row["policy/rollout_train_logprob_diff_max"] < 1e-4
+        assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert row["rollout/trajectories"] == 12
+    assert len(contents(finished)) == 36
+
+
+def test_the_same_seed_repeats_and_another_does_not(finished, tmp_path):
+    again = run(tmp_path / "again")
+    assert contents(again) == contents(finished)
+    assert untimed(read_metrics(again)) == untimed(read_metrics(finished))
+    other = run(tmp_path / "other", "--run.seed", "2", "--run.num_steps", "1")
+    assert contents(other) != contents(finished)[:12]
+
+
+def test_the_split_into_micro_batches_changes_no_metric(finished, tmp_path):
+    cut = run(tmp_path / "cut", "--train.token_budget", "64", "--run.num_steps", "1")
+    ours, whole = untimed(read_metrics(cut))[0], untimed(read_metrics(finished))[0]
+    assert ours.keys() == whole.keys()
+    for key, value in whole.items():
+        assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_the_environment_over_http_gives_identical_trajectories(finished, tmp_path):
+    server = subprocess.Popen(
+        [sys.executable, "-m", "agentrl", "env", "serve", "math", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        url = None
+        while url is None:
+            line = server.stdout.readline()
+            assert line, "the server ended before it said where it listens"
+            found = re.search(r"http://[\d.]+:\d+", line)
+            url = found and found[0]
+        remote = run(tmp_path / "remote", "--env.url", url)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(20)
+    assert contents(remote) == contents(finished)
+    assert untimed(read_metrics(remote)) == untimed(read_metrics(finished))
+
+
+def test_resuming_equals_never_having_stopped(finished, tmp_path):
+    run_dir = run(tmp_path / "resumed", "--run.num_steps", "2")
+    run(run_dir, "--run.resume")
+    assert contents(run_dir) == contents(finished)
+    assert untimed(read_metrics(run_dir)) == untimed(read_metrics(finished))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        mine, its = ((d / "checkpoints" / "step_000003" / name) for d in (run_dir, finished))
+        assert mine.read_bytes() == its.read_bytes()
+
+
+def test_a_resumed_run_never_starts_afresh_and_names_what_changed(finished, tmp_path):
+    with pytest.raises(ConfigError, match="no run under"):
+        run(tmp_path / "nothing", "--run.resume")
+    with pytest.raises(CheckpointError, match="group_size: checkpoint 4, now 2"):
+        run(finished, "--run.resume", "--rollout.group_size", "2")
+    with pytest.raises(CheckpointError, match="digits"):
+        run(finished, "--run.resume", "--env.config.digits", "4")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(finished)
+
+
+def test_wrong_input_is_one_line_with_the_remedy(tmp_path):
+    cases = [
+        (["--model.path", str(tmp_path / "none")], ConfigError, "does not exist"),
+        (["--env.split", "nope"], ConfigError, "no split 'nope'"),
+        (["--env.id", "no_such"], Exception, "no_such"),
+        (["--env.url", "http://127.0.0.1:9"], Exception, "127.0.0.1:9"),
+        (["--env.config.digitz", "3"], Exception, "digitz"),
+        (["--rollout.max_context_tokens", "8"], TrainingError, "max_context_tokens = 8"),
+        (["--inference.backend", "vllm", "--inference.urls", "x"], ConfigError, "embedded"),
+    ]
+    for number, (overrides, error, text) in enumerate(cases):
+        with pytest.raises(error) as caught:
+            run(tmp_path / f"run{number}", *overrides)
+        assert text in str(caught.value), overrides
+
+
+def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch):
+    """Poison the loss of every step: five skipped updates, then a stop with the batch saved."""
+    original = loop.update_policy
+
+    def poisoned(learner, samples, batch, *args, **kwargs):
+        batch.rewards = torch.full_like(batch.rewards, 1e38) * torch.arange(len(batch.rewards))
+        return original(learner, samples, batch, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "update_policy", poisoned)
+    with pytest.raises(TrainingError, match="5 gradients in a row"):
+        run(tmp_path / "run", "--run.num_steps", "9", "--objective.scale.kind", "none")
+    metrics = read_metrics(tmp_path / "run")
+    assert [row["train/skipped_updates_in_all"] for row in metrics] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "failed_batch.safetensors").stat().st_size > 0
+    assert json.loads((tmp_path / "run" / "failed_batch.json").read_text()) == {"step": 5}

@@ -1,0 +1,295 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentrl.errors import ConfigError
+from agentrl.train.model import (
+    backbone_hidden,
+    load_model,
+    load_tokenizer,
+    require_exact,
+    sample_logprobs,
+    set_gradient_checkpointing,
+    trained_matrix,
+)
+from agentrl.train.plan import pack
+from agentrl.types import Sample
+
+SHAPE = dict(
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+
+
+def qwen3(**changes) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))
+
+
+def save_tokenizer(
+    directory, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
+):
+    words = {f"w{index}": index for index in range(60)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+def save(model, directory, **tokenizer_options) -> str:
+    model.save_pretrained(directory)
+    save_tokenizer(directory, **tokenizer_options)
+    return str(directory)
+
+
+def make_samples(lengths=(9, 4, 14), seed=0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        mask = (rng.random(length) < 0.5).astype(np.uint8)
+        mask[0], mask[-1] = 0, 1
+        samples.append(
+            Sample(
+                token_ids=rng.integers(0, 60, length).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.zeros(length, np.float32),
+                policy_versions=np.zeros(length, np.int32),
+                turn_ids=np.zeros(length, np.int32),
+                trajectory_id="t",
+                group_id="g",
+                reward=0.0,
+                turn_rewards=np.zeros(1, np.float32),
+            )
+        )
+    return samples
+
+
+def plain_logprobs(model, samples, temperature=1.0):
+    """Trained tokens' log-probs and entropy by transformers' forward on each sample alone."""
+    logprobs, entropies = [], []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        table = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
+        keep = torch.from_numpy(sample.loss_mask[1:] > 0)
+        logprobs.append(table.gather(1, ids[0, 1:, None]).squeeze(1)[keep])
+        entropies.append(-(table.exp() * table).sum(-1)[keep])
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_and_entropy_equal_a_plain_forward(tmp_path, temperature):
+    model = load_model(save(qwen3(), tmp_path), dtype=torch.float32, device="cpu")
+    samples = make_samples()
+    logprobs, entropy = sample_logprobs(
+        model, pack(samples, [2, 0, 1]), temperature=temperature, with_entropy=True
+    )
+    expected = plain_logprobs(model, [samples[row] for row in (2, 0, 1)], temperature)
+    torch.testing.assert_close(logprobs, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected[1], rtol=1e-5, atol=1e-5)
+    assert logprobs.requires_grad
+
+
+def test_loaded_model_keeps_the_weights_and_the_type(tmp_path):
+    original = qwen3()
+    model = load_model(save(original, tmp_path), dtype=torch.bfloat16, device="cpu")
+    assert model.dtype == torch.bfloat16
+    weights = dict(model.named_parameters())
+    for name, parameter in original.named_parameters():
+        assert torch.equal(weights[name], parameter.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+        lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
+        lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=8.0)),
+        lambda: qwen3(tie_word_embeddings=True),
+    ],
+    ids=["llama", "cohere", "granite", "tied"],
+)
+def test_families_with_their_own_logit_scale_are_exact(tmp_path, model):
+    torch.manual_seed(0)
+    loaded = load_model(save(model(), tmp_path), dtype=torch.float32, device="cpu")
+    samples = make_samples()
+    logprobs, _ = sample_logprobs(loaded, pack(samples, [0, 1, 2]), temperature=0.8)
+    expected, _ = plain_logprobs(loaded, samples, 0.8)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_does_more_than_a_product_is_found_out(tmp_path):
+    model = load_model(save(qwen3(), tmp_path), dtype=torch.float32, device="cpu")
+    forward = model.forward
+
+    def capped(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits = 0.2 * torch.tanh(output.logits / 0.2)
+        return output
+
+    model.forward = capped
+    with pytest.raises(ConfigError, match="differ from its own forward"):
+        require_exact(model)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path):
+    model = load_model(save(qwen3(), tmp_path), dtype=torch.float32, device="cpu")
+    micro = pack(make_samples(), [0, 1, 2])
+    gradients, saved = [], []
+    for enabled in (False, True, False):
+        set_gradient_checkpointing(model, enabled)
+        num_saved = 0
+
+        def count(tensor):
+            nonlocal num_saved
+            num_saved += 1
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            logprobs, _ = sample_logprobs(model, micro, temperature=1.0)
+        logprobs.sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        saved.append(num_saved)
+        model.zero_grad()
+    assert saved[1] < saved[0] / 2
+    assert saved[2] == saved[0]
+    for plain, recomputed in zip(gradients[0], gradients[1], strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_micro_batch_without_trained_tokens_has_zero_gradients(tmp_path):
+    model = load_model(save(qwen3(), tmp_path), dtype=torch.float32, device="cpu")
+    sample = make_samples([5])[0]
+    sample.loss_mask[:] = 0
+    logprobs, _ = sample_logprobs(model, pack([sample], [0]), temperature=1.0)
+    assert logprobs.shape == (0,)
+    logprobs.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_backbone_hidden_is_after_the_final_norm(tmp_path):
+    model = load_model(save(qwen3(), tmp_path), dtype=torch.float32, device="cpu")
+    sample = make_samples([9])[0]
+    hidden = backbone_hidden(model, pack([sample], [0]))
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    expected = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_trained_matrix_left_aligns_and_carries_gradients():
+    samples = make_samples()
+    micro = pack(samples, [1, 2])
+    values = torch.arange(1.0, micro.num_trained + 1, requires_grad=True)
+    matrix = trained_matrix(micro, values)
+    counts = [samples[1].num_trained, samples[2].num_trained]
+    assert matrix.shape == (2, max(counts))
+    flat = iter(range(1, micro.num_trained + 1))
+    for row, count in zip(matrix.tolist(), counts, strict=True):
+        assert row[:count] == [next(flat) for _ in range(count)]
+        assert not any(row[count:])
+    (gradient,) = torch.autograd.grad((2 * matrix).sum(), values)
+    assert gradient.tolist() == [2.0] * micro.num_trained
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./no/such", "~/no-such-model", "a/b/c"])
+def test_a_missing_directory_is_named(path):
+    with pytest.raises(ConfigError, match=f"{path} does not exist"):
+        load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    qwen3().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_model(str(tmp_path), dtype=torch.float32, device="cpu")
+
+
+def test_a_directory_without_weights_is_named(tmp_path):
+    path = save(qwen3(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_damaged_weights_are_named(tmp_path):
+    path = save(qwen3(), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_missing_tensors_do_not_start_at_random_values(tmp_path):
+    path = save(qwen3(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 tensors, first model\.layers\.1\.mlp\.up_proj"):
+        load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path):
+    path = save(qwen3(), tmp_path, chat_template=None)
+    with pytest.raises(ConfigError, match=r"no chat template; .*chat_template\.jinja"):
+        load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_dropout_is_refused_with_the_key_to_change(tmp_path):
+    path = save(qwen3(attention_dropout=0.1), tmp_path)
+    with pytest.raises(ConfigError, match=r"sets attention_dropout, .* set them to 0"):
+        load_model(path, dtype=torch.float32, device="cpu")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
+    load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_capped_logits_are_refused(tmp_path):
+    model = qwen3()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        load_model(save(model, tmp_path), dtype=torch.float32, device="cpu")
+
+
+def test_older_architectures_work_without_dropout(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=60,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    model = load_model(save(GPT2LMHeadModel(config), tmp_path), dtype=torch.float32, device="cpu")
+    samples = make_samples()
+    logprobs, _ = sample_logprobs(model, pack(samples, [0, 1, 2]), temperature=1.0)
+    torch.testing.assert_close(logprobs, plain_logprobs(model, samples)[0], rtol=1e-5, atol=1e-5)
