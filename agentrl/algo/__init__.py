@@ -13,66 +13,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentrl.algo.advantages import (
-        advantage_metrics as advantage_metrics,
-    )
-    from agentrl.algo.advantages import (
-        compute_advantages as compute_advantages,
-    )
-    from agentrl.algo.advantages import (
-        value_targets as value_targets,
-    )
-    from agentrl.algo.aggregate import StepTotals as StepTotals
-    from agentrl.algo.aggregate import loss_weights as loss_weights
-    from agentrl.algo.aggregate import step_totals as step_totals
-    from agentrl.algo.batch import Batch as Batch
-    from agentrl.algo.explain import describe as describe
-    from agentrl.algo.filters import GroupDecision as GroupDecision
-    from agentrl.algo.filters import filter_mean_range as filter_mean_range
-    from agentrl.algo.filters import filter_zero_variance as filter_zero_variance
-    from agentrl.algo.kl import KLController as KLController
-    from agentrl.algo.loss import LossOutput as LossOutput
-    from agentrl.algo.loss import policy_loss as policy_loss
-    from agentrl.algo.loss import prepare as prepare
-    from agentrl.algo.loss import value_loss as value_loss
-    from agentrl.algo.metrics import Metric as Metric
-    from agentrl.algo.metrics import merge_metrics as merge_metrics
-    from agentrl.algo.metrics import reduce_metrics as reduce_metrics
-    from agentrl.algo.objective import PRESETS as PRESETS
-    from agentrl.algo.objective import Objective as Objective
+    from agentrl.algo.advantages import advantage_metrics, compute_advantages, value_targets
+    from agentrl.algo.aggregate import StepTotals, loss_weights, step_totals
+    from agentrl.algo.batch import Batch
+    from agentrl.algo.explain import describe
+    from agentrl.algo.filters import GroupDecision, filter_mean_range, filter_zero_variance
+    from agentrl.algo.kl import KLController
+    from agentrl.algo.loss import LossOutput, policy_loss, prepare, value_loss
+    from agentrl.algo.metrics import Metric, merge_metrics, reduce_metrics
+    from agentrl.algo.objective import PRESETS, Objective
 
-_MODULE_OF = {
-    "PRESETS": "objective",
-    "Objective": "objective",
-    "Batch": "batch",
-    "GroupDecision": "filters",
-    "filter_mean_range": "filters",
-    "filter_zero_variance": "filters",
-    "KLController": "kl",
-    "LossOutput": "loss",
-    "Metric": "metrics",
-    "StepTotals": "aggregate",
-    "advantage_metrics": "advantages",
-    "compute_advantages": "advantages",
-    "describe": "explain",
-    "loss_weights": "aggregate",
-    "merge_metrics": "metrics",
-    "policy_loss": "loss",
-    "prepare": "loss",
-    "reduce_metrics": "metrics",
-    "step_totals": "aggregate",
-    "value_loss": "loss",
-    "value_targets": "advantages",
+__all__ = [
+    "PRESETS",
+    "Batch",
+    "GroupDecision",
+    "KLController",
+    "LossOutput",
+    "Metric",
+    "Objective",
+    "StepTotals",
+    "advantage_metrics",
+    "compute_advantages",
+    "describe",
+    "filter_mean_range",
+    "filter_zero_variance",
+    "loss_weights",
+    "merge_metrics",
+    "policy_loss",
+    "prepare",
+    "reduce_metrics",
+    "step_totals",
+    "value_loss",
+    "value_targets",
+]
+
+_NAMES_OF_MODULE = {
+    "advantages": ("advantage_metrics", "compute_advantages", "value_targets"),
+    "aggregate": ("StepTotals", "loss_weights", "step_totals"),
+    "batch": ("Batch",),
+    "explain": ("describe",),
+    "filters": ("GroupDecision", "filter_mean_range", "filter_zero_variance"),
+    "kl": ("KLController",),
+    "loss": ("LossOutput", "policy_loss", "prepare", "value_loss"),
+    "metrics": ("Metric", "merge_metrics", "reduce_metrics"),
+    "objective": ("PRESETS", "Objective"),
 }
-
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULE_OF = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_MODULE_OF]

@@ -146,8 +146,9 @@ def policy_loss(
         factor, raw = off_policy_weights(objective.off_policy, batch, old, mask)
         loss = loss * factor
         metrics["policy/off_policy_ratio_max"] = _max(raw, mask)
-        changed = raw != factor if objective.off_policy.normalize == "none" else ~mask
-        metrics["policy/off_policy_truncated"] = _mean(changed, mask)
+        low, high = objective.off_policy.low, objective.off_policy.high
+        outside = (raw < (low or 0)) | (raw > (torch.inf if high is None else high))
+        metrics["policy/off_policy_outside"] = _mean(outside, mask)
     policy = (torch.where(kept, loss, 0) * weights).sum()
     total = policy
     metrics["loss/policy"] = _sum(policy)

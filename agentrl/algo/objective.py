@@ -157,6 +157,7 @@ class Reward(Stage):
     scale: float = 1.0
     """The reward is multiplied by this, then `bias` is added, then it is clipped."""
     bias: float = 0.0
+    """Added to the scaled reward."""
     clip: Positive | None = None
     """Largest absolute value of the scaled reward."""
     overlong: Overlong | None = None
@@ -217,6 +218,7 @@ class GigpoCredit(Stage):
     gamma: Fraction = 0.95
     """Discount per turn of the step returns."""
     episode_weight: float = 1.0
+    """Of the advantage within the group."""
     step_weight: float = 1.0
     """Step returns are centred and scaled among turns of the group that started in one state
     (`state_ids`)."""
@@ -251,11 +253,13 @@ class Scale(Stage):
     """`std` of the returns; `mean` of the group's returns, 0 where that is not positive (MaxRL);
     `success_rate`: the share of non-zero returns in the batch (GPG)."""
     level: Literal["group", "batch"] = "group"
+    """Over whose returns the std is taken."""
     of: Literal["raw", "centred"] = "raw"
     """With level `batch`: the std of the returns, or of the returns minus their baseline."""
     ddof: Literal[0, 1] = 1
     """1 divides the variance by n - 1 (unbiased), 0 by n."""
     eps: NonNegative = 1e-6
+    """Keeps the division finite, in units of the return."""
     eps_mode: Literal["add", "sqrt", "max"] = "add"
     """Division by std + eps, by sqrt(var + eps), or by max(std, eps)."""
 
@@ -272,6 +276,7 @@ class Whiten(Stage):
     ddof: Literal[0, 1] = 1
     """1 divides the variance by n - 1 (unbiased), 0 by n."""
     eps: NonNegative = 1e-8
+    """Keeps the division finite: a variance, with `eps_mode = "add"` a std."""
     eps_mode: Literal["add", "sqrt", "max"] = "sqrt"
     """Division by std + eps, by sqrt(var + eps), or by sqrt(max(var, eps))."""
 
@@ -359,11 +364,13 @@ class VespoSurrogate(Stage):
 
     kind: Literal["vespo"] = "vespo"
     k_positive: NonNegative = 2.0
+    """k where A >= 0."""
     lam_positive: NonNegative = 3.0
-    """k and lam where A >= 0."""
+    """lam where A >= 0."""
     k_negative: NonNegative = 3.0
+    """k where A < 0."""
     lam_negative: NonNegative = 2.0
-    """k and lam where A < 0."""
+    """lam where A < 0."""
 
 
 class DroSurrogate(Stage):
@@ -371,6 +378,7 @@ class DroSurrogate(Stage):
 
     kind: Literal["dro"] = "dro"
     beta: NonNegative = 0.5
+    """Weight of the squared log-ratio."""
 
 
 class KlCovSurrogate(Stage):
@@ -383,6 +391,7 @@ class KlCovSurrogate(Stage):
     fraction: Fraction = 2e-4
     """Share of the step's trained tokens that pay the penalty."""
     coef: NonNegative = 1.0
+    """Weight of |log r| at those tokens."""
 
 
 class NoSurrogate(Stage):
@@ -411,7 +420,9 @@ class OpsmMask(Stage):
 
     kind: Literal["opsm"] = "opsm"
     max_kl: float = 1e-4
+    """Mean log-ratio per token, in nats."""
     anchor: Literal["old", "rollout"] = "old"
+    """Away from whom: the trainer before the update, or the sampler."""
 
 
 class DppoTvMask(Stage):
@@ -419,11 +430,13 @@ class DppoTvMask(Stage):
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     low: NonNegative | None = 0.2
+    """Largest fall of the probability; none is no bound."""
     high: NonNegative | None = 0.2
-    """Bounds on p - q, p live and q the anchor's probability; none is no bound."""
+    """Largest rise of the probability; none is no bound."""
     side: Literal["advantage", "both"] = "advantage"
     """`advantage` applies `high` where A > 0 and `low` elsewhere; `both` applies both always."""
     anchor: Literal["old", "rollout"] = "old"
+    """Whose probability q is: the trainer's before the update, or the sampler's."""
 
 
 class DppoKlMask(Stage):
@@ -431,7 +444,9 @@ class DppoKlMask(Stage):
 
     kind: Literal["dppo_kl"] = "dppo_kl"
     max_kl: NonNegative = 0.05
+    """In nats."""
     anchor: Literal["old", "rollout"] = "old"
+    """Whose probability q is: the trainer's before the update, or the sampler's."""
 
 
 class M2Mask(Stage):
@@ -440,6 +455,7 @@ class M2Mask(Stage):
 
     kind: Literal["m2"] = "m2"
     max_second_moment: Positive = 0.04
+    """In squared nats, per token."""
 
 
 class RatioMask(Stage):
@@ -453,8 +469,9 @@ class RatioMask(Stage):
     over: Literal["mean", "sum", "max"] = "mean"
     """For `ratio` these apply to x: geometric mean, product, largest ratio."""
     low: NonNegative | None = None
+    """Smallest statistic that is kept; none is no bound."""
     high: NonNegative | None = None
-    """Kept where low <= statistic <= high."""
+    """Largest statistic that is kept; none is no bound."""
 
 
 class VetoMask(Stage):
@@ -462,7 +479,9 @@ class VetoMask(Stage):
 
     kind: Literal["veto"] = "veto"
     low: NonNegative = 1e-4
+    """Smallest ratio a token may have."""
     high: Positive | None = None
+    """Largest ratio a token may have; none is no bound."""
 
 
 class GibberishMask(Stage):
@@ -492,6 +511,7 @@ class StalenessMask(Stage):
 
     kind: Literal["staleness"] = "staleness"
     max_gap: Annotated[int, Field(ge=0)] = 1
+    """In policy versions (optimizer steps)."""
 
 
 class ClipCovMask(Stage):
@@ -505,8 +525,9 @@ class ClipCovMask(Stage):
     fraction: Fraction = 2e-4
     """Share of the step's trained tokens that is dropped at most."""
     low: float = 1.0
+    """Smallest covariance that may be dropped."""
     high: float = 5.0
-    """Only covariances inside these bounds are dropped."""
+    """Largest covariance that may be dropped."""
 
 
 TrustMask = Annotated[
@@ -531,8 +552,9 @@ class OffPolicy(Stage):
     """What the ratio is taken over. `sequence_product` is the exact weight of a whole row and
     decays with its length; `sequence_geometric` and `turn` are geometric means."""
     low: NonNegative | None = None
+    """Lower bound of the weight; none is no bound."""
     high: Positive | None = None
-    """Bounds of the weight; none is no bound."""
+    """Upper bound of the weight; none is no bound."""
     outside: Literal["clamp", "zero"] = "clamp"
     """A weight outside the bounds is clamped (TIS) or 0 (IcePop)."""
     normalize: Literal["none", "token", "sequence"] = "none"
@@ -558,6 +580,7 @@ class Kl(Stage):
     kind: Literal["k1", "abs", "k2", "k3", "low_var_kl", "half_chi2"] = "k3"
     """x; |x|; x^2 / 2; e^-x - 1 + x; k3 clamped to +- 10; (e^x - 1)^2 / 2."""
     coef: NonNegative = 0.0
+    """Weight of the KL; with `target` the one to start from."""
     gradient: Literal["naive", "straight_through", "unbiased", "score"] = "naive"
     """In the loss. `naive`: that of the value. `straight_through`: the value with the gradient of
     k2, which is that of KL(pi, ref). `unbiased`: the value times the live ratio pi / pi_old.
@@ -578,6 +601,7 @@ class Entropy(Stage):
     """A bonus coef * H(pi) per token."""
 
     coef: float = 0.0
+    """Weight of the entropy in nats; positive keeps the policy random."""
 
 
 class Aggregate(Stage):
@@ -617,6 +641,7 @@ class Distill(Stage):
     pi as for a KL in the reward.
     `loss`: a component of its own, -sg[log teacher - log pi] pi / anchor, with its own weights."""
     coef: NonNegative = 1.0
+    """Weight of the teacher's signal."""
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of `advantage`: weight of the divergence at later tokens; 0 looks at the token alone."""
     max_drop: NonNegative | None = None
@@ -631,7 +656,9 @@ class Critic(Stage):
     value_clip: Positive | None = 0.2
     """Largest change of a value that is rewarded; none does not clip."""
     factor: NonNegative = 0.5
+    """Weight of the value loss."""
     loss: Literal["mse", "huber"] = "mse"
+    """Squared error, or squared near 0 and linear beyond `huber_delta`."""
     huber_delta: Positive = 10.0
     """Errors beyond this grow linearly (`huber`), in units of the return."""
 
@@ -645,20 +672,35 @@ class Objective(Stage):
     preset: str | None = None
     """Name of the preset the other keys override; `agentrl algo list` shows them."""
     reward: Reward = Reward()
+    """How a trajectory's reward is made."""
     credit: Credit = OutcomeCredit()
+    """How reward reaches tokens: `kind` outcome, turn, token, gae or gigpo, with its numbers."""
     baseline: Baseline = Baseline()
+    """What is subtracted."""
     scale: Scale = Scale(kind="std")
+    """What the difference is divided by."""
     whiten: Whiten = Whiten()
+    """Normalisation of finished advantages over the step."""
     ratio: Ratio = Ratio()
+    """The live policy over an anchor."""
     surrogate: Surrogate = ClipSurrogate()
+    """What a token costs: `kind` clip (low, high, cap), cispo (low, high), sapo, logprob, ratio,
+    gmpo, vespo, dro, kl_cov or none, with its numbers."""
     trust: list[TrustMask] = Field(default_factory=list)
-    """Masks; a token is trained only where all of them keep it."""
+    """Masks, each a table with a `kind`: opsm, dppo_tv, dppo_kl, m2, ratio, veto, gibberish,
+    top_entropy, staleness or clip_cov. A token is trained only where all of them keep it."""
     off_policy: OffPolicy = OffPolicy()
+    """Detached importance weights."""
     kl: Kl = Kl()
+    """Divergence from a reference."""
     entropy: Entropy = Entropy()
+    """A bonus."""
     aggregate: Aggregate = Aggregate(kind="sequence_token_mean")
+    """How tokens are averaged."""
     distill: Distill = Distill()
+    """A teacher."""
     critic: Critic = Critic()
+    """The value loss of `credit.kind = "gae"`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -712,8 +754,8 @@ class Objective(Stage):
             or (kinds & rejects and self.aggregate.denominator == "kept")
         ):
             fields.add("old_logprobs")
-        if self.kl.where != "none" and self.kl.base == "ref":
-            fields.add("ref_logprobs")
+        if self.kl.where != "none" and self.kl.base != "rollout":
+            fields.add(f"{self.kl.base}_logprobs")
         if self.distill.where != "none":
             fields.add("teacher_logprobs")
         if self.credit.kind == "gae":

@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.batch import Batch, field_of, wide
+from agentrl.algo.objective import DppoKlMask, DppoTvMask, OpsmMask
 from agentrl.algo.segments import row_mean, row_sum, turn_reduce
 
 if TYPE_CHECKING:
     from agentrl.algo.objective import (
         ClipCovMask,
-        DppoKlMask,
-        DppoTvMask,
         GibberishMask,
         M2Mask,
         Objective,
         OffPolicy,
-        OpsmMask,
         RatioMask,
         StalenessMask,
         TrustMask,
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     )
 
 _LOG_CLAMP = 20.0
-_LIVE = ("opsm", "dppo_tv", "dppo_kl")
 STEP_WIDE = ("m2", "clip_cov", "top_entropy")
 
 
@@ -56,15 +53,13 @@ def keep_mask(
         logprobs: (B, T) live; only values are read.
     """
     live = logprobs.detach()
-    if spec.kind in _LIVE:
-        anchor = batch.rollout_logprobs if spec.anchor == "rollout" else old  # type: ignore[union-attr]
-        anchor = anchor.to(live.dtype)
+    if isinstance(spec, OpsmMask | DppoTvMask | DppoKlMask):
+        anchor = (batch.rollout_logprobs if spec.anchor == "rollout" else old).to(live.dtype)
         if spec.kind == "opsm":
             return opsm_mask(spec, live, anchor, advantages, mask)
         if spec.kind == "dppo_tv":
             return dppo_tv_mask(spec, live, anchor, advantages)
-        if spec.kind == "dppo_kl":
-            return dppo_kl_mask(spec, live, anchor, advantages)
+        return dppo_kl_mask(spec, live, anchor, advantages)
     return known_mask(spec, batch, mask, old)
 
 

@@ -28,7 +28,7 @@ import asyncio
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -150,7 +150,7 @@ class Environment:
     def close_shared(cls, shared: Any) -> None:
         """Free what `load_shared` returned, when the process is done with this configuration."""
 
-    def splits(self) -> dict[str, int | None]:
+    def splits(self) -> Mapping[str, int | None]:
         """Names of the task sets and their sizes; None: tasks are generated without end."""
         return {}
 

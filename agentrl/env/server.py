@@ -277,9 +277,13 @@ def listen(host: str, port: int) -> socket.socket:
         # The protocol number matters: asyncio leaves Nagle's algorithm on where it is 0, and every
         # answer then waits 40 ms for the client's delayed acknowledgement.
         listener = socket.socket(family, kind, number)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(

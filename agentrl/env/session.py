@@ -59,8 +59,6 @@ CLOSE_TIMEOUT_S = 30.0
 _MAX_SOURCES = 64
 """Configurations kept loaded; the longest unused goes first."""
 _MAX_TOMBSTONES = 16_384
-_CREATION_MEMORY_S = 120.0
-"""How long an Idempotency-Key is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +78,6 @@ class _Source:
 class _Creation:
     request: CreateRequest
     task: asyncio.Task[CreateReply]
-    started: float
-    """On the event loop's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +114,8 @@ class _Session:
     stopped."""
     started: float = field(default_factory=time.monotonic)
     reward: float = 0.0
+    key: str | None = None
+    """The Idempotency-Key it was opened with."""
     retired: bool = False
     """Its environment was, or is being, closed."""
 
@@ -211,19 +209,16 @@ class SessionManager:
     ) -> CreateReply:
         """Open `request.count` sessions, all or none.
 
-        A repeated call with the same key gets the same sessions. It runs to its end even when its
-        caller goes away; sessions nobody claims expire.
+        A repeated call with the same key gets the same sessions, until one of them is closed. It
+        runs to its end even when its caller goes away; sessions nobody claims expire.
         """
         if idempotency_key is None:
             return await asyncio.shield(self._spawn(self._create(request)))
-        now = asyncio.get_running_loop().time()
-        for key, creation in list(self._creations.items()):
-            if _failed(creation.task) or creation.started < now - _CREATION_MEMORY_S:
-                del self._creations[key]  # what failed opened nothing: it may be tried again
         creation = self._creations.get(idempotency_key)
         if creation is None:
-            task = self._spawn(self._create(request))
-            creation = self._creations[idempotency_key] = _Creation(request, task, now)
+            task = self._spawn(self._create(request, idempotency_key))
+            creation = self._creations[idempotency_key] = _Creation(request, task)
+            task.add_done_callback(lambda task: self._forget_failed(idempotency_key, task))
         elif creation.request != request:
             raise make_error(
                 "idempotency_conflict",
@@ -231,7 +226,7 @@ class SessionManager:
             )
         return await asyncio.shield(creation.task)
 
-    async def _create(self, request: CreateRequest) -> CreateReply:
+    async def _create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
         if self.draining:
             raise make_error("draining", "the server is shutting down", retry_after_s=5.0)
         environment = self._environment(request.env)
@@ -261,10 +256,15 @@ class SessionManager:
         loop = asyncio.get_running_loop()
         for session in opened:
             session.expires = loop.time() + session.lease_s
+            session.key = key
             self._sessions[session.id] = session
         if self._reaper is None:
             self._reaper = self._spawn(self._reap())
         return CreateReply([self._session_reply(session) for session in opened])
+
+    def _forget_failed(self, key: str, task: asyncio.Task[CreateReply]) -> None:
+        if task.cancelled() or task.exception() is not None:  # it opened nothing
+            self._creations.pop(key, None)
 
     def _make_session(self, source: _Source, task: Task, request: CreateRequest) -> _Session:
         assert source.instance is not None
@@ -498,6 +498,8 @@ class SessionManager:
     def _bury(self, session: _Session, how: str) -> None:
         """Forget a session, remembering only that it was there."""
         del self._sessions[session.id]
+        if session.key is not None:
+            self._creations.pop(session.key, None)
         self._tombstones[session.id] = "expired" if how == "expired" else "been closed"
         while len(self._tombstones) > _MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
@@ -723,10 +725,6 @@ async def _outcome(turn: _Turn) -> bytes:
     if isinstance(turn.outcome, EnvError):
         raise turn.outcome
     return turn.outcome
-
-
-def _failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _observe(future: asyncio.Future[Any]) -> None:

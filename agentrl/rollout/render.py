@@ -14,6 +14,8 @@ that fails is rendered whole for every turn instead, and a changed past forks a 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from agentrl.errors import ConfigError
@@ -85,6 +87,7 @@ class Renderer:
     Attributes:
         close_token_id: the token that ends an assistant turn in the template. Sampling stops
             there; it stays in the row, with mask 1, because the policy sampled it.
+        stop_token_ids: tokens that end a turn: the close token and the tokenizer's end token.
         history: `append_only` or `fork`, what the self-test found.
     """
 
@@ -112,19 +115,24 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
-        self.close_token_id = self._find_close_token()
-        self.history: HistoryMode = history if history != "auto" else self._self_test()
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn: the template's close token and the tokenizer's end token."""
-        return tuple(
-            sorted({self.close_token_id, self.tokenizer.eos_token_id or self.close_token_id})
+        # The Rust tokenizer behind a Hugging Face one costs a third per call.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._encode: Callable[[str], list[int]] = (
+            (lambda text: backend.encode(text, add_special_tokens=False).ids)
+            if backend is not None
+            else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )
+        # The members of a group begin with the same prompt, which is the longest text by far.
+        self._encode_prompt = functools.lru_cache(maxsize=256)(self._encode)
+        self.close_token_id = self._find_close_token()
+        self.stop_token_ids = tuple(
+            sorted({self.close_token_id, tokenizer.eos_token_id or self.close_token_id})
+        )
+        self.history: HistoryMode = history if history != "auto" else self._self_test()
 
     def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """The whole dialogue as token ids, ending where the assistant is to begin."""
-        return self._encode(self._text(messages, tools, generation_prompt=True))
+        return list(self._encode_prompt(self._text(messages, tools, generation_prompt=True)))
 
     def suffix(self, observation: list[Message], *, closed: bool) -> list[int]:
         """Tokens between a sampled assistant turn and the next one.
@@ -187,9 +195,6 @@ class Renderer:
             tokenize=False,
             **self.template_kwargs,
         )
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _after_dummy_turn(self, observation: list[Message]) -> list[int]:
         """Ids from the dummy turn's close token to the next turn's first sampled position."""

@@ -50,6 +50,7 @@ class Learner:
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
+            fused=True,
         )
 
     def step(self) -> Update:

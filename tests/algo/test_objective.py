@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -188,17 +187,22 @@ def test_needs_names_the_fields_an_objective_cannot_do_without() -> None:
 
 def test_every_field_says_what_it_is() -> None:
     """The help of the command line is these descriptions; only `kind` speaks for itself."""
-    from pydantic import BaseModel
-
     from agentrl.algo import objective as module
 
     stages = [
         stage
         for stage in vars(module).values()
-        if isinstance(stage, type) and issubclass(stage, BaseModel) and stage is not BaseModel
+        if isinstance(stage, type) and issubclass(stage, module.Stage) and stage is not module.Stage
     ]
     assert len(stages) > 30
-    assert all(stage.__doc__ for stage in stages if stage is not module.Stage)
+    silent = [
+        f"{stage.__name__}.{name}"
+        for stage in stages
+        for name, field in stage.model_fields.items()
+        if not field.description and name != "kind"
+    ]
+    assert not silent
+    assert all(stage.__doc__ for stage in stages)
 
 
 def test_configuration_loads_no_torch() -> None:
@@ -218,11 +222,3 @@ def test_every_export_resolves() -> None:
         assert getattr(agentrl.algo, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = agentrl.algo.nothing
-
-
-def test_no_function_of_the_objective_reads_a_global_setting() -> None:
-    """Tensors in, tensors out: the modules hold no mutable state."""
-    import agentrl.algo
-
-    for path in Path(agentrl.algo.__file__).parent.glob("*.py"):
-        assert "global " not in path.read_text().replace("global setting", "")

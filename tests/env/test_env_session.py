@@ -235,6 +235,9 @@ def test_a_repeated_create_opens_once():
         error = await error_of(manager.create(create(count=3), "key"))
         assert error.code == "idempotency_conflict"
         assert (await manager.create(request, "other")) != first
+        for session in first.sessions:
+            manager.delete(session.id)
+        assert list(manager._creations) == ["other"]  # keys are forgotten with their sessions
 
     run(test)
 
@@ -243,6 +246,7 @@ def test_a_create_that_failed_may_be_repeated_with_its_key():
     async def test(manager):
         full = await open_one(manager)
         assert (await error_of(manager.create(create(), "key"))).code == "at_capacity"
+        assert not manager._creations
         manager.delete(full.id)
         await until(lambda: manager.num_live == 0)
         assert (await manager.create(create(), "key")).sessions
