@@ -108,7 +108,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="continue from the newest checkpoint of the run directory; an error if there is none",
     )
-    command.add_argument("--quiet", action="store_true", help="one line per step, no live display")
+    command.add_argument("--quiet", action="store_true", help="no display and no lines per step")
     command.set_defaults(handler=_train)
 
 
@@ -176,7 +176,9 @@ def _add_sft(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--learning-rate", type=float, default=1e-5)
     command.add_argument("--warmup-steps", type=int, default=10)
     command.add_argument("--token-budget", type=int, default=8192, help="tokens per micro-batch")
-    command.add_argument("--max-tokens", type=int, default=4096, help="longer dialogues are dropped")
+    command.add_argument(
+        "--max-tokens", type=int, default=4096, help="longer dialogues are dropped"
+    )
     command.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     command.add_argument(
         "--save-dtype", default="float32", choices=["float32", "bfloat16"], help="of the result"

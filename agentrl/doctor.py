@@ -58,15 +58,11 @@ def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     yield Finding("ok", "cores", str(cores))
-    yield Finding(
-        "ok" if free > 2 else "note", "disk", f"{free:.1f} GiB free under {Path.cwd()}"
-    )
+    yield Finding("ok" if free > 2 else "note", "disk", f"{free:.1f} GiB free under {Path.cwd()}")
     try:
         import torch
     except ImportError:
-        yield Finding(
-            "note", "torch", "not installed; training needs pip install 'agentrl[train]'"
-        )
+        yield Finding("note", "torch", "not installed; training needs pip install 'agentrl[train]'")
         return
     device = (
         torch.cuda.get_device_name()

@@ -1,14 +1,14 @@
 """Every error agentrl raises on purpose.
 
     AgentRLError
-    ├── ConfigError            a key, value or file of a run's configuration is wrong      (exit 2)
-    ├── DataError              a dataset, demonstration or trajectory file is wrong        (exit 2)
-    ├── CheckpointError        a checkpoint is missing, damaged or of another run          (exit 2)
-    ├── EnvError               an environment could not do what was asked  (carries the wire code)
-    │   ├── GraderError        the grader failed: the episode has no reward (never reward 0)
-    │   └── EnvUnavailable     the environment server could not be reached or is full      (retryable)
-    ├── InferenceError         the inference engine failed or answered nonsense
-    └── TrainingError          the optimiser cannot go on (repeated non-finite gradients)
+    ├── ConfigError          a key, value or file of a configuration is wrong      (exit 2)
+    ├── DataError            a dataset, demonstration or trajectory file is wrong  (exit 2)
+    ├── CheckpointError      a checkpoint is missing, damaged or of another run    (exit 2)
+    ├── EnvError             an environment could not do what was asked; has the wire's code
+    │   ├── GraderError      the grader failed: there is no reward (never reward 0)
+    │   └── EnvUnavailable   the environment server cannot be reached or is full (retryable)
+    ├── InferenceError       the inference engine failed or answered nonsense
+    └── TrainingError        the optimiser cannot go on (repeated non-finite gradients)
 
 A bad rollout is data, not a crash: exceptions are caught in exactly two places, the environment
 server's session boundary and the rollout driver's trajectory boundary, and are recorded there.

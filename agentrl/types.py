@@ -42,7 +42,7 @@ class Message(TypedDict):
 
 
 ToolSpec = dict[str, JSON]
-"""An OpenAI function specification: `{"type": "function", "function": {name, description, ...}}`."""
+"""An OpenAI function specification: `{"type": "function", "function": {name, parameters, ...}}`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,6 +130,16 @@ class Turn:
     step_s: float = 0.0
 
 
+class RowArrays(TypedDict):
+    """A token row as arrays of equal length T."""
+
+    token_ids: np.ndarray  # int32
+    loss_mask: np.ndarray  # uint8
+    rollout_logprobs: np.ndarray  # float32
+    policy_versions: np.ndarray  # int32
+    turn_ids: np.ndarray  # int32
+
+
 @dataclass(slots=True)
 class TokenRow:
     """The append-only token record of one branch of a trajectory.
@@ -190,8 +200,7 @@ class TokenRow:
         self.policy_versions += versions
         self.turn_ids += [turn_id] * len(ids)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The row as arrays [T]: int32, uint8, float32, int32, int32."""
+    def arrays(self) -> RowArrays:
         return {
             "token_ids": np.asarray(self.token_ids, np.int32),
             "loss_mask": np.asarray(self.loss_mask, np.uint8),

@@ -57,6 +57,7 @@ class OverheadTest(Environment):
 
 def serve(port: int, turns: list[list[int]]) -> None:
     """Answer the n-th turn of a trajectory with the n-th prepared turn, found by request id."""
+
     def encode(ids: list[int]) -> bytes:
         content = [{"token_id": i, "logprob": -0.5, "rank": 1} for i in ids]
         choice = {

@@ -24,7 +24,7 @@ class ScriptedEngine:
         await asyncio.sleep(self.delay_s)
         tokenizer = self.renderer.tokenizer
         text = self.say(request_id, tokenizer.decode(prompt_ids, skip_special_tokens=False))
-        ids = tokenizer.encode(text, add_special_tokens=False) + [self.renderer.close_token_id]
+        ids = [*tokenizer.encode(text, add_special_tokens=False), self.renderer.close_token_id]
         finish = "stop" if len(ids) <= sampling.max_tokens else "length"
         ids = ids[: sampling.max_tokens]
         return Generation(ids, [-0.5] * len(ids), [self.version] * len(ids), finish)

@@ -88,7 +88,14 @@ def test_nothing_is_unpickled_or_evaluated(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["agentrl", "agentrl.env", "agentrl.algo", "agentrl.cli", "agentrl_math", "agentrl_rewards.math"],
+    [
+        "agentrl",
+        "agentrl.env",
+        "agentrl.algo",
+        "agentrl.cli",
+        "agentrl_math",
+        "agentrl_rewards.math",
+    ],
 )
 def test_light_imports_load_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -34,7 +34,13 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
     config = load_config(
         path,
         [
-            *("--run.seed", "7", "--train.learning_rate=3e-4", "--env.url", "http://a:1,http://b:2"),
+            *(
+                "--run.seed",
+                "7",
+                "--train.learning_rate=3e-4",
+                "--env.url",
+                "http://a:1,http://b:2",
+            ),
             *("--env.config.digits", "3", "--eval.pass-k", "[1,4]", "--eval.samples_per_task", "4"),
             *("--rollout.drop_zero_variance", "--run.name", "x y"),
         ],
@@ -94,7 +100,8 @@ def test_model_path_beside_the_run_file(tmp_path):
 
 def test_every_key_is_described():
     undescribed = [
-        key for key, (_, meaning) in valid_keys().items()
+        key
+        for key, (_, meaning) in valid_keys().items()
         if not meaning and not key.startswith("objective.") and key != "train.weight_decay"
     ]
     assert undescribed == []

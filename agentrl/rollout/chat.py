@@ -35,13 +35,14 @@ class ChatPolicy:
         import openai
 
         messages: Any = [_wire_message(message) for message in trajectory.messages]
+        offered: Any = tools or openai.omit
         try:
             completion = await self.client.chat.completions.create(
                 model=self.model,
                 messages=messages,
+                tools=offered,
                 temperature=self.temperature,
                 max_tokens=self.max_turn_tokens,
-                **({"tools": tools} if tools else {}),  # pyright: ignore[reportArgumentType]
             )
         except openai.OpenAIError as error:
             raise InferenceError(f"{self.client.base_url}: {error}") from error

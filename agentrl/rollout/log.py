@@ -99,7 +99,7 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
     record = asdict(trajectory)
     record["branches"] = [
         {
-            **{name: array.astype(_DTYPES[name]).tobytes() for name, array in row.arrays().items()},
+            **{name: np.asarray(a, _DTYPES[name]).tobytes() for name, a in row.arrays().items()},
             "branch_of": row.branch_of,
             "fork_at": row.fork_at,
         }

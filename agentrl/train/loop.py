@@ -108,9 +108,7 @@ async def _train(config: RunConfig, *, quiet: bool) -> Path:
             log = TrajectoryLog(run.run_dir, resume_step=last_step)
             if not config.run.resume:
                 _save(run, 0, display)  # from here on, a kill at any moment can be resumed
-            await _steps(
-                run, last_step, metrics_writer, log, display, interrupted, trainer_thread
-            )
+            await _steps(run, last_step, metrics_writer, log, display, interrupted, trainer_thread)
     finally:
         await env.aclose()
     report = report_run(run.run_dir)
@@ -233,9 +231,7 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
     if "ref_logprobs" in config.objective.needs():
         reference = load_model(config.model.path, dtype=dtype, device=device).requires_grad_(False)
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
-    learner = Learner(
-        model, config.train, total_updates=config.run.num_steps * updates_per_step
-    )
+    learner = Learner(model, config.train, total_updates=config.run.num_steps * updates_per_step)
     engine = EmbeddedEngine(model, seed=config.run.seed)
     source = TaskSource(split, size, config.run.seed)
     scheduler = GroupScheduler(

@@ -180,10 +180,10 @@ def _update(learner: Learner, batch: list[Sample], token_budget: int) -> float:
 def _save(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: str
 ) -> None:
-    """Write the model directory under a hidden name and rename it, so that it is whole or absent."""
+    """Write the model directory under a hidden name and rename it: it is whole or absent."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.to(resolve_dtype(dtype)).save_pretrained(partial)
+    model.to(dtype=resolve_dtype(dtype)).save_pretrained(partial)  # pyright: ignore
     tokenizer.save_pretrained(partial)
     if out.exists():
         out.rmdir()

@@ -120,7 +120,9 @@ def split_groups(group_ids: Tensor, num_parts: int, seed: str) -> list[list[int]
     if num_parts > 1:
         random.Random(seed).shuffle(groups)
     parts = [set(groups[part::num_parts]) for part in range(num_parts)]
-    rows = [[row for row, group in enumerate(group_ids.tolist()) if group in part] for part in parts]
+    rows = [
+        [row for row, group in enumerate(group_ids.tolist()) if group in part] for part in parts
+    ]
     return [part for part in rows if part]
 
 

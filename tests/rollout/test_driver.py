@@ -107,7 +107,7 @@ def test_a_tool_episode_is_one_append_only_row():
 
 def test_malformed_calls_reach_the_environment_and_the_episode_goes_on():
     turns = {0: "<tool_call>{oops</tool_call>", 1: "done"}
-    trajectory, engine = one(lambda request_id, _: turns[int(request_id[-3:])])
+    trajectory, _ = one(lambda request_id, _: turns[int(request_id[-3:])])
     assert [turn.parse_status for turn in trajectory.turns] == ["malformed", "text"]
     assert trajectory.reward == 1.0
     assert "not valid JSON" in str(trajectory.messages)

@@ -20,7 +20,7 @@ NUM_KILLS = 20
 NUM_STEPS = 60
 OVERRIDES = [
     *("--rollout.groups_per_step", "4", "--rollout.group_size", "4"),
-    *("--run.num_steps", str(NUM_STEPS), "--run.save_every", "1", "--quiet"),
+    *("--run.num_steps", str(NUM_STEPS), "--run.save_every", "1"),
 ]
 
 
