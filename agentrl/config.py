@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from agentrl.algo import Objective
+from agentrl.algo.objective import PRESET_DATA
 from agentrl.errors import ConfigError
 
 
@@ -123,10 +124,11 @@ class RolloutSection(Section):
     episode_timeout_s: Seconds = 1800.0
     """Deadline of a whole episode."""
     max_waves: PositiveInt = 1
-    """How often groups that a filter dropped are replaced within a step; 1 trains on what is left.
-    DAPO's dynamic sampling is 4 or more together with `objective`'s zero-variance filter."""
+    """How often a step plays: groups that the filter dropped are replaced by new ones in the next
+    wave; 1 trains on what is left."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal (their advantage is zero): DAPO's dynamic sampling."""
+    """Drop groups whose rewards are all equal, because their advantage is zero. With `max_waves` of
+    4 or more that is DAPO's dynamic sampling."""
     max_staleness: Literal[0] = 0
     """Steps by which the sampling policy may lag behind the trained one. The embedded engine
     shares the trainer's weights, so it is synchronous: 0."""
@@ -188,6 +190,31 @@ class TrainSection(Section):
     """Consecutive updates skipped for a non-finite gradient before the run stops."""
 
 
+class CriticSection(Section):
+    """The critic of objectives with `credit.kind = "gae"` (ppo, vapo); others have none."""
+
+    path: str | None = None
+    """Model it starts from, below a value head of zeros; the policy's own when not given."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak of its schedule. Everything else about its optimizer is as in `train`."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps of the run in which only the critic learns, so that the policy's first
+    advantages come from values that mean something."""
+
+
+class TeacherSection(Section):
+    """Who is learned from by objectives with `distill.where` (opd): `path` or `url`, not both."""
+
+    path: str | None = None
+    """Frozen model that runs beside the policy, with the policy's tokenizer, dtype and device."""
+    url: str | None = None
+    """A vLLM server that holds the teacher, without `/v1`."""
+    model: str = "teacher"
+    """Name under which that server knows it."""
+    token: str | None = Field(default=None, repr=False)
+    """Bearer token of that server."""
+
+
 class EvalSection(Section):
     split: str = "test"
     """Split that is evaluated."""
@@ -242,8 +269,33 @@ class RunConfig(Section):
     objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
     """The objective's stages; `preset` names a starting point, other keys override it."""
     train: TrainSection = Field(default_factory=TrainSection)
+    critic: CriticSection = Field(default_factory=CriticSection)
+    teacher: TeacherSection = Field(default_factory=lambda: TeacherSection.model_validate({}))
     eval: EvalSection = Field(default_factory=EvalSection)
     track: TrackSection = Field(default_factory=TrackSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _longest_trajectory_is_the_constant(cls, data: object) -> object:
+        """`aggregate.kind = "constant"` without `max_tokens` divides by what a trajectory may sample.
+
+        A preset's number belongs to its paper's context length, not to this run's.
+        """
+        objective = data.get("objective") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(objective, dict):
+            return data
+        own = objective.get("aggregate", {})
+        preset = PRESET_DATA.get(str(objective.get("preset")), {})
+        if not isinstance(own, dict) or "max_tokens" in own:
+            return data
+        if (preset.get("aggregate", {}) | own).get("kind") != "constant":
+            return data
+        try:
+            rollout = RolloutSection.model_validate(data.get("rollout", {}))
+        except ValidationError:
+            return data  # the validation that follows says what is wrong with it
+        longest = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_context_tokens)
+        return {**data, "objective": {**objective, "aggregate": {**own, "max_tokens": longest}}}
 
     @model_validator(mode="after")
     def _groups_make_sense(self) -> RunConfig:
@@ -260,19 +312,53 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_teacher_where_one_is_learned_from(self) -> RunConfig:
+        given = [key for key in ("path", "url") if getattr(self.teacher, key) is not None]
+        if "teacher_logprobs" not in self.objective.needs():
+            if given:
+                raise ValueError(
+                    f"teacher.{given[0]} is set, but the objective learns from no teacher; set "
+                    "objective.preset = 'opd' or objective.distill.where, or remove it"
+                )
+        elif len(given) != 1:
+            raise ValueError(
+                "objective.distill learns from a teacher: set teacher.path to a model with the "
+                "policy's tokenizer, or teacher.url to a vLLM server that holds one"
+                + (", not both" if given else "")
+            )
+        elif self.teacher.url is not None and self.rollout.temperature != 1:
+            raise ValueError(
+                "a teacher server reports log-probabilities at temperature 1, and "
+                f"rollout.temperature = {self.rollout.temperature:g}; set it to 1, or load the "
+                "teacher with teacher.path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_critic_warms_up_before_the_end(self) -> RunConfig:
+        if self.objective.needs_critic and self.critic.warmup_steps >= self.run.num_steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps} leaves none of the "
+                f"run.num_steps = {self.run.num_steps} steps to the policy; lower it"
+            )
+        return self
+
+    def to_json(self, *, exclude_none: bool = False) -> dict[str, JsonValue]:
+        """The resolved configuration, bearer tokens left out."""
+        secret = {"env": {"token"}, "inference": {"token"}, "teacher": {"token"}}
+        return self.model_dump(mode="json", exclude=secret, exclude_none=exclude_none)
+
     def to_toml(self) -> str:
-        """The resolved configuration as TOML that loads back to an equal one; tokens left out."""
-        data = self.model_dump(
-            mode="json", exclude={"env": {"token"}, "inference": {"token"}}, exclude_none=True
-        )
-        return _toml_tables(data)
+        """The same as TOML that loads back to an equal configuration."""
+        return _toml_tables(self.to_json(exclude_none=True))
 
 
 def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
     """Read a TOML file and apply `--section.key value` overrides.
 
-    Relative `model.path` values that exist beside the file are taken from there, so that a run
-    file works from any directory.
+    Relative `path` values of models that exist beside the file are taken from there, so that a
+    run file works from any directory.
 
     Raises:
         ConfigError: one line per problem: the file (or the command line), the dotted key, what is
@@ -360,12 +446,13 @@ def _parse_value(text: str) -> JsonValue:
 
 
 def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
-    """A relative `model.path` in the file means "beside the file" where that directory exists."""
-    model = data.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        beside = path.parent / str(model["path"])
-        if not Path(str(model["path"])).exists() and beside.exists():
-            model["path"] = str(beside)
+    """A relative path to a model means "beside the file" where that directory exists."""
+    for name in ("model", "critic", "teacher"):
+        model = data.get(name)
+        if isinstance(model, dict) and isinstance(model.get("path"), str):
+            beside = path.parent / str(model["path"])
+            if not Path(str(model["path"])).exists() and beside.exists():
+                model["path"] = str(beside)
 
 
 def _explain(problem: object, dotted: str) -> str:

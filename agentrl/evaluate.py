@@ -155,7 +155,10 @@ async def _evaluate_once(
     env = connect(config.env.url or None, token=config.env.token)
     try:
         policy = _policy(config, checkpoint)
-        return await evaluate(config, policy, env, on_progress=on_progress)
+        try:
+            return await evaluate(config, policy, env, on_progress=on_progress)
+        finally:
+            await policy.aclose()
     finally:
         await env.aclose()
 

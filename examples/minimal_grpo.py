@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODEL = Path(__file__).parent / "quickstart" / "model"
-STEPS, TASKS, GROUP_SIZE, LEARNING_RATE, CLIP = 40, 8, 8, 3e-4, 0.2
+STEPS, TASKS, GROUP_SIZE, LEARNING_RATE, CLIP = 40, 8, 8, 1e-4, 0.2
 
 torch.manual_seed(0)
 rng = random.Random(0)

@@ -16,7 +16,11 @@ def add_algo_commands(commands: argparse._SubParsersAction) -> None:
         description="The objective's presets: what they compute and where they come from.",
     )
     actions = algo.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    listing = actions.add_parser("list", help="every preset in one line")
+    listing = actions.add_parser(
+        "list",
+        help="every preset in one line",
+        description="Every preset in one line; `agentrl algo show PRESET` prints its formulas.",
+    )
     listing.set_defaults(handler=_list)
     show = actions.add_parser(
         "show",

@@ -71,6 +71,9 @@ class ChatPolicy:
     def release(self, num_episodes: int = 1) -> None:
         """A server batches by itself."""
 
+    async def aclose(self) -> None:
+        await self.client.close()
+
 
 def _from_tool_calls(text: str, calls: list[Any]) -> tuple[Action, ParseStatus]:
     parsed = []

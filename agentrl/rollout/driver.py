@@ -83,6 +83,8 @@ class Policy(Protocol):
 
     def release(self, num_episodes: int = 1) -> None: ...
 
+    async def aclose(self) -> None: ...
+
 
 async def play(
     episode: Episode,
@@ -247,6 +249,9 @@ class TokenPolicy:
 
     def release(self, num_episodes: int = 1) -> None:
         self.engine.release(num_episodes)
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import numpy as np
 import torch
 
-from agentrl.algo import Batch
+from agentrl.algo import Batch, Objective, filter_zero_variance
+from agentrl.errors import ConfigError
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.types import Group, Sample, Trajectory, samples_of
 
@@ -28,7 +32,14 @@ def trainable_samples(groups: Sequence[Group]) -> list[Sample]:
     ]
 
 
-def make_batch(samples: Sequence[Sample], *, current_version: int) -> Batch:
+def make_batch(
+    samples: Sequence[Sample],
+    *,
+    current_version: int,
+    states: Mapping[str, Sequence[int]] | None = None,
+    greedy_rewards: Mapping[str, float] | None = None,
+    device: torch.device | str = "cpu",
+) -> Batch:
     """The samples as tensors: B rows, T columns, one column per *trained* token, left-aligned.
 
     Observation and prompt tokens have no column at all; the objective's stages go by the mask and
@@ -37,48 +48,102 @@ def make_batch(samples: Sequence[Sample], *, current_version: int) -> Batch:
     Args:
         samples: at least one.
         current_version: of the policy that is about to be updated.
+        states: per trajectory id the state in which each of its turns began (`turn_states`).
+        greedy_rewards: per group id the reward of a greedy answer to its task.
+        device: of the tensors.
     """
     num_rows, width = len(samples), max(sample.num_trained for sample in samples)
     num_turns = max(len(sample.turn_rewards) for sample in samples)
     names = sorted({name for sample in samples for name in sample.reward_components})
     mask = np.zeros((num_rows, width), bool)
     logprobs = np.zeros((num_rows, width), np.float32)
+    token_ids = np.zeros((num_rows, width), np.int64)
     turn_ids = np.zeros((num_rows, width), np.int64)
     versions = np.zeros((num_rows, width), np.int64)
     turn_rewards = np.zeros((num_rows, num_turns), np.float32)
+    state_ids = np.zeros((num_rows, num_turns), np.int64)
     components = np.full((num_rows, len(names)), np.nan, np.float32)
     for row, sample in enumerate(samples):
         trained = np.flatnonzero(sample.loss_mask)
         columns = slice(0, len(trained))
         mask[row, columns] = True
         logprobs[row, columns] = sample.rollout_logprobs[trained]
+        token_ids[row, columns] = sample.token_ids[trained]
         turn_ids[row, columns] = sample.turn_ids[trained]
         versions[row, columns] = sample.policy_versions[trained]
         turn_rewards[row, : len(sample.turn_rewards)] = sample.turn_rewards
+        if states is not None:
+            turns = states[sample.trajectory_id]
+            state_ids[row, : len(turns)] = turns
         for column, name in enumerate(names):
             components[row, column] = sample.reward_components.get(name, np.nan)
-    return Batch(
+    baselines = None
+    if greedy_rewards is not None:
+        baselines = torch.tensor([greedy_rewards[sample.group_id] for sample in samples])
+    batch = Batch(
         loss_mask=torch.from_numpy(mask),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         group_ids=_numbered([sample.group_id for sample in samples]),
         trajectory_ids=_numbered([sample.trajectory_id for sample in samples]),
         rollout_logprobs=torch.from_numpy(logprobs),
+        token_ids=torch.from_numpy(token_ids),
         turn_ids=torch.from_numpy(turn_ids),
         policy_versions=torch.from_numpy(versions),
         current_version=current_version,
         turn_rewards=torch.from_numpy(turn_rewards),
         reward_components=torch.from_numpy(components) if names else None,
         reward_names=names,
+        state_ids=None if states is None else torch.from_numpy(state_ids),
         truncated=torch.tensor([sample.truncated for sample in samples]),
+        baselines=baselines,
     )
+    for field in fields(batch):
+        if isinstance(tensor := getattr(batch, field.name), torch.Tensor):
+            setattr(batch, field.name, tensor.to(device))
+    return batch
+
+
+def turn_states(trajectory: Trajectory) -> list[int]:
+    """A 63-bit hash of what the environment said before each turn: GiGPO's anchor states.
+
+    Roles and contents count; call ids number the turns and would keep equal states apart.
+    """
+    states, said = [], []
+    for message in trajectory.messages:
+        if message["role"] != "assistant":
+            said.append([message["role"], message["content"]])
+            continue
+        digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=8).digest()
+        states.append(int.from_bytes(digest, "big") >> 1)
+        said = []
+    return states
+
+
+def require_components(objective: Objective, batch: Batch) -> None:
+    """Compare `reward.weights` with the reward components that the environment reports.
+
+    Raises:
+        ConfigError: a weight is missing, or no weighted component occurs at all.
+    """
+    weights = objective.reward.weights
+    if weights is None:
+        return
+    reported = ", ".join(batch.reward_names) or "none"
+    if not weights.keys() & set(batch.reward_names):
+        raise ConfigError(
+            f"objective.reward.weights names {', '.join(weights)}, but the environment's reward "
+            f"components are {reported}; name those, or remove reward.weights"
+        )
+    if ignored := [name for name in batch.reward_names if name not in weights]:
+        raise ConfigError(
+            f"objective.reward.weights has no weight for {', '.join(ignored)}; the environment's "
+            f"reward components are {reported}; give it one, 0 to ignore it"
+        )
 
 
 def zero_variance(group: Group) -> str | None:
     """Drop a group whose rewards are all equal, or of which nothing can be trained."""
-    rewards = [t.reward for t in group.trajectories if t.trainable]
-    if not rewards:
-        return "failed"
-    return "zero_variance" if max(rewards) - min(rewards) <= 1e-6 else None
+    return filter_zero_variance([t.reward for t in group.trajectories if t.trainable]).reason
 
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
@@ -104,6 +169,8 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         metrics[f"reward/{name}"] = _mean(values)
     for name in sorted({name for t in scored for name in t.metrics}):
         metrics[f"env/{name}"] = _mean([t.metrics[name] for t in scored if name in t.metrics])
+    for reason, count in sorted(rollouts.dropped.items()):
+        metrics[f"group/dropped/{reason}"] = count
     for code, count in sorted(error_codes(trajectories).items()):
         metrics[f"error/{code}"] = count
     return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from agentrl.config import TrainSection
 from agentrl.errors import TrainingError
+from agentrl.types import JSON
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,9 +34,18 @@ class Learner:
         num_skipped_in_a_row: those since the last applied one.
     """
 
-    def __init__(self, model: nn.Module, config: TrainSection, *, total_updates: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainSection,
+        *,
+        total_updates: int,
+        section: str = "train",
+    ) -> None:
+        """`section` of the run file holds its learning rate, for error messages."""
         self.model = model
         self.config = config
+        self.section = section
         self.total_updates = total_updates
         self.num_updates = 0
         self.num_skipped = 0
@@ -76,9 +87,22 @@ class Learner:
         if self.num_skipped_in_a_row >= self.config.max_nonfinite_steps:
             raise TrainingError(
                 f"{self.num_skipped_in_a_row} gradients in a row were not finite; lower "
-                "train.learning_rate or inspect the saved batch"
+                f"{self.section}.learning_rate or inspect the saved batch"
             )
         return Update(applied, norm, rate)
+
+    def counters(self) -> dict[str, JSON]:
+        """What a checkpoint holds besides weights and moments."""
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+        }
+
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        self.num_updates = counters["num_updates"]
+        self.num_skipped = counters["num_skipped"]
+        self.num_skipped_in_a_row = counters["num_skipped_in_a_row"]
 
 
 def learning_rate(config: TrainSection, update: int, total_updates: int) -> float:

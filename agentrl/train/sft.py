@@ -60,11 +60,13 @@ def sft(
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty; remove it or choose another directory")
+    dialogues = read_demonstrations(demonstrations)
     tokenizer = load_tokenizer(model_path)
     renderer = Renderer(tokenizer)
-    samples = []
-    for number, (messages, tools) in enumerate(read_demonstrations(demonstrations), 1):
-        samples.append(dialogue_to_sample(renderer, messages, tools, f"line-{number}"))
+    samples = [
+        dialogue_to_sample(renderer, messages, tools, f"dialogue-{number}")
+        for number, (messages, tools) in enumerate(dialogues, 1)
+    ]
     kept = [sample for sample in samples if len(sample) <= max_tokens]
     if not kept:
         raise DataError(

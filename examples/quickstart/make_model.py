@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -103,7 +104,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--dialogues", type=int, default=40_000)
+    parser.add_argument("--dialogues", type=int, default=57_600)
     parser.add_argument("--guess-rate", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -116,6 +117,7 @@ def main() -> None:
         for d in dialogues[:2000]
     ]
     tokenizer = make_tokenizer(texts)
+    torch.manual_seed(args.seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -138,7 +140,7 @@ def main() -> None:
             [
                 *(sys.executable, "-m", "agentrl", "sft", str(demonstrations)),
                 *("--model", str(start), "--out", str(args.out), "--seed", str(args.seed)),
-                *("--learning-rate", "2e-3", "--batch-size", "96", "--epochs", "1"),
+                *("--learning-rate", "1.5e-3", "--warmup-steps", "20", "--batch-size", "96"),
                 *("--save-dtype", "bfloat16"),
             ],
             check=True,

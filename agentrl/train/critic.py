@@ -1,0 +1,62 @@
+"""The critic of PPO and VAPO: a model of its own that predicts the return at every sampled token.
+
+It starts from the policy's weights (or from `critic.path`) with a value head of zeros, so that
+before its first update every value is 0. A value belongs to the state in which a token was sampled:
+it is read where the policy's log-prob is, at the hidden state before the token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl.algo import Batch, Objective
+from agentrl.algo.aggregate import trained_mask
+from agentrl.train.model import backbone_hidden, load_model, set_gradient_checkpointing
+from agentrl.train.plan import MicroBatch
+
+
+class Critic(nn.Module):
+    """A decoder without its language-model head, and one linear layer in float32."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        hidden_size = backbone.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(hidden_size, 1, dtype=torch.float32, device=backbone.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Values (Q,) float32 of a micro-batch's trained tokens, on the critic's device."""
+        hidden = backbone_hidden(self.backbone, micro)
+        hidden = hidden[torch.from_numpy(micro.trained_index).to(hidden.device)]
+        return self.value_head(hidden.float()).squeeze(1)
+
+
+def load_critic(
+    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool
+) -> Critic:
+    """A critic on the weights of a causal language model.
+
+    Raises:
+        ConfigError: see `load_model`.
+    """
+    model = load_model(path, dtype=dtype, device=device)
+    set_gradient_checkpointing(model, gradient_checkpointing)
+    return Critic(model.get_decoder())
+
+
+def explained_variance(objective: Objective, batch: Batch) -> float | None:
+    """1 - Var(G - V) / Var(G) over the trained tokens, V before the update and G its target.
+
+    1 is a perfect critic, 0 one that knows no more than the mean; None where G does not vary.
+    """
+    assert batch.values is not None and batch.returns is not None
+    mask = trained_mask(objective, batch)
+    returns, values = batch.returns[mask].double(), batch.values[mask].double()
+    variance = returns.var(correction=0)
+    if len(returns) == 0 or variance <= 1e-12:
+        return None
+    return float(1 - (returns - values).var(correction=0) / variance)

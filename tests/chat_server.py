@@ -1,0 +1,90 @@
+"""A small OpenAI-compatible chat server over a real model, for tests of evaluation by chat."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@contextmanager
+def chat_server(model_path: str, *, parse_tool_calls: bool) -> Iterator[str]:
+    """Serve `/v1/chat/completions` on a free port; yields the base URL.
+
+    With `parse_tool_calls` the calls come as OpenAI's `tool_calls`, as from a server with a tool
+    parser; otherwise they stay in the text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+
+    def complete(body: dict) -> dict:
+        for message in body["messages"]:
+            for call in message.get("tool_calls") or []:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        text = tokenizer.apply_chat_template(
+            body["messages"], tools=body.get("tools"), add_generation_prompt=True, tokenize=False
+        )
+        ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+        sampled = body["temperature"] > 0
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=sampled)
+        new = out[0, ids.shape[1] :].tolist()
+        stopped = new[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(new[:-1] if stopped else new)
+        message: dict = {"role": "assistant", "content": text}
+        if parse_tool_calls and text.startswith("<tool_call>") and text.endswith("</tool_call>"):
+            call = json.loads(text[len("<tool_call>") : -len("</tool_call>")])
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            message["content"] = None
+            message["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
+        return {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 0,
+            "model": body["model"],
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "finish_reason": "stop" if stopped else "length",
+                }
+            ],
+            "usage": {
+                "prompt_tokens": ids.shape[1],
+                "completion_tokens": len(new),
+                "total_tokens": ids.shape[1] + len(new),
+            },
+        }
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(await asyncio.to_thread(complete, await request.json()))
+
+    urls: list[str] = []
+    started = threading.Event()
+    stop = asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)

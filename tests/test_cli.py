@@ -1,0 +1,88 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+
+RUN = str(Path(__file__).parents[1] / "examples" / "quickstart" / "run.toml")
+COMMANDS = [
+    *([], ["train"], ["eval"], ["sft"], ["report"], ["doctor"], ["env"], ["env", "list"]),
+    *(["env", "info"], ["env", "serve"], ["algo"], ["algo", "list"], ["algo", "show"]),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: agentrl" in shown
+    assert len(shown) > 100
+
+
+def test_train_help_lists_every_key(capsys):
+    from agentrl.config import valid_keys
+
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out.replace("\n", "")
+    for key in ("rollout.group_size", "train.token_budget", "objective.surrogate", "env.url"):
+        assert key in shown
+    assert len(valid_keys()) > 60
+
+
+def test_help_loads_no_torch_and_no_servers():
+    code = (
+        "import sys; sys.argv = ['agentrl', '--help']\n"
+        "from agentrl.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'aiohttp', 'pydantic'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dry_run_prints_a_configuration_that_loads(tmp_path, capsys):
+    assert main(["train", RUN, "--dry-run", "--run.seed", "9"]) == 0
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(capsys.readouterr().out)
+    assert main(["train", str(resolved), "--dry-run"]) == 0
+    assert capsys.readouterr().out == resolved.read_text()
+    assert "seed = 9" in resolved.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train", RUN, "--rollout.group_sise", "4"], "did you mean rollout.group_size?"),
+        (["train", RUN, "--env.config.digitz", "4"], "digitz"),
+        (["train", "none.toml"], "none.toml: no such file"),
+        (["sft", "none.jsonl", "--model", "m", "--out", "o"], "none.jsonl: no such file"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2(arguments, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("agentrl: error: ") and text in error
+    assert len(error.splitlines()) == 1
+
+
+def test_unknown_arguments_of_other_commands_are_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", "x", "--run.seed", "1"])
+    assert stopped.value.code == 2
+
+
+def test_doctor(capsys):
+    assert main(["doctor", RUN]) == 0
+    shown = capsys.readouterr().out
+    for part in ("python", "torch", "environment math", "chat template"):
+        assert part in shown
+    assert main(["doctor", RUN, "--model.path", "/none"]) == 1
+    assert "fix" in capsys.readouterr().out

@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+
+import pytest
+from chat_server import chat_server
+
+from agentrl.cli import main
+from agentrl.rollout import read_trajectories
+
+ROOT = Path(__file__).parents[1]
+RUN = str(ROOT / "examples" / "quickstart" / "run.toml")
+MODEL = str(ROOT / "examples" / "quickstart" / "model")
+GSM8K = str(ROOT / "examples" / "gsm8k" / "eval.toml")
+FEW = ["--eval.num_tasks", "6", "--eval.samples_per_task", "4", "--eval.pass_k", "1,4"]
+
+
+def evaluate(capsys, *arguments: str) -> dict:
+    assert main(["eval", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_avg_and_pass_at_k_of_a_model(capsys, tmp_path):
+    result = evaluate(capsys, RUN, *FEW, "--out", str(tmp_path))
+    assert (result["num_tasks"], result["num_samples"], result["num_failed"]) == (6, 24, 0)
+    assert 0 < result["avg@4"]["value"] < 1, "the warm start guesses about half the time"
+    assert result["avg@4"]["value"] == result["pass@1"]["value"] < result["pass@4"]["value"]
+    for name in ("avg@4", "pass@4"):
+        estimate = result[name]
+        assert 0 <= estimate["low"] <= estimate["value"] <= estimate["high"] <= 1
+    assert json.loads((tmp_path / "eval.json").read_text()) == result
+    rewards = [t.reward for _, t in read_trajectories(tmp_path)]
+    assert sum(rewards) / 24 == pytest.approx(result["avg@4"]["value"])
+    assert evaluate(capsys, RUN, *FEW) == result, "the same seed gives the same result"
+
+
+def test_a_table_for_people(capsys):
+    assert main(["eval", RUN, "--eval.num_tasks", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "avg@1" in shown and "3 tasks" in shown
+
+
+@pytest.mark.parametrize("parse_tool_calls", [True, False])
+def test_a_chat_server_is_evaluated_through_the_same_episodes(capsys, parse_tool_calls):
+    with chat_server(MODEL, parse_tool_calls=parse_tool_calls) as url:
+        result = evaluate(
+            capsys,
+            *(RUN, "--inference.backend", "openai", "--inference.urls", url),
+            *("--eval.num_tasks", "8", "--eval.temperature", "0"),
+        )
+    greedy = evaluate(capsys, RUN, "--eval.num_tasks", "8", "--eval.temperature", "0")
+    assert result["num_failed"] == 0
+    assert result["avg@1"] == greedy["avg@1"], "greedy answers do not depend on the way there"
+
+
+def test_a_server_that_is_not_there_fails_every_sample(capsys):
+    arguments = ["--inference.backend", "openai", "--inference.urls", "http://127.0.0.1:9"]
+    assert main(["eval", RUN, *arguments, "--eval.num_tasks", "1", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_failed"] == 1 and "127.0.0.1:9" in result["first_error"]
+
+
+def test_gsm8k_end_to_end(capsys, data_dir):
+    result = evaluate(
+        capsys,
+        *(GSM8K, "--env.config.source", str(data_dir / "gsm8k"), "--eval.num_tasks", "24"),
+        *("--rollout.max_turn_tokens", "16"),
+    )
+    assert (result["num_tasks"], result["num_failed"]) == (24, 0)
+    assert result["avg@1"]["value"] <= 0.2, "a model of this size knows no word problem"
