@@ -46,19 +46,22 @@ clean:
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "agentrl needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "making $(VENV) and installing torch ($(DEVICE) build)"
+	@$(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cpu)
-	$(BIN)/python -m pip install --quiet --retries 1 --timeout 15 \
+	@$(BIN)/python -m pip install --quiet --retries 1 --timeout 15 \
 		--extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION)
 else
-	$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION)
+	@$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION)
 endif
 	@touch $@
 
 $(VENV)/.train: pyproject.toml | $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	@echo "installing agentrl and what it needs"
+	@$(BIN)/python -m pip install --quiet --editable '.[all]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "installing agentrl and its development tools"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.train

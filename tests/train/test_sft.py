@@ -1,0 +1,120 @@
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers_for_tests import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.cli import main
+from agentrl.errors import ConfigError, DataError
+from agentrl.rollout import read_trajectories
+from agentrl.rollout.render import Renderer
+from agentrl.train.sft import dialogue_to_sample, read_demonstrations, sft
+
+MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")
+CALL = {"name": "look", "arguments": {"word": "w"}}
+DIALOGUE = [
+    {"role": "user", "content": "go"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": CALL}],
+    },
+    {"role": "tool", "content": "found", "tool_call_id": "c"},
+    {"role": "assistant", "content": "done"},
+    {"role": "user", "content": "thanks"},
+]
+
+
+def test_only_assistant_turns_are_trained_and_their_ids_are_a_rollouts():
+    renderer = Renderer(make_tokenizer())
+    sample = dialogue_to_sample(renderer, DIALOGUE, [], "d")
+    tokenizer = renderer.tokenizer
+    trained = tokenizer.decode(
+        sample.token_ids[sample.loss_mask == 1].tolist(), skip_special_tokens=False
+    )
+    assert trained == (
+        '<tool_call>\n{"name": "look", "arguments": {"word": "w"}}\n</tool_call><|im_end|>'
+        "done<|im_end|>"
+    )
+    first_prompt = renderer.prompt(DIALOGUE[:1], [])
+    assert sample.token_ids[: len(first_prompt)].tolist() == first_prompt
+    assert sample.turn_ids.tolist() == sorted(sample.turn_ids.tolist())
+    assert "thanks" not in tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=False)
+
+
+def test_a_demonstration_of_what_was_played_has_the_rollouts_ids(tmp_path):
+    """Play, write the dialogue down, tokenise it as a demonstration: the same row."""
+    run = str(Path(MODEL).parent / "run.toml")
+    assert main(["eval", run, "--eval.num_tasks", "6", "--out", str(tmp_path)]) == 0
+    renderer = Renderer(AutoTokenizer.from_pretrained(MODEL))
+    compared = 0
+    for _, trajectory in read_trajectories(tmp_path):
+        if any(turn.parse_status == "malformed" for turn in trajectory.turns):
+            continue
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "calculator",
+                    "parameters": {"properties": {"expression": {}}},
+                },
+            }
+        ]
+        sample = dialogue_to_sample(renderer, trajectory.messages, tools, "d")
+        (row,) = trajectory.branches
+        assert sample.token_ids.tolist() == row.token_ids
+        assert sample.loss_mask.tolist() == row.loss_mask
+        compared += 1
+    assert compared >= 4
+
+
+def test_tuning_lowers_the_loss_and_the_result_loads(tmp_path):
+    demonstrations = tmp_path / "demos.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}+1=?"},
+                {"role": "assistant", "content": f"#### {n + 1}"},
+            ]
+        }
+        for n in range(10, 42)
+    ]
+    demonstrations.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    out = tmp_path / "tuned"
+    settings = {"num_epochs": 6, "batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 2}
+    result = sft(demonstrations, model_path=MODEL, out=out, save_dtype="bfloat16", **settings)
+    assert result.num_updates == 24
+    assert result.last_loss < 0.8 * result.first_loss
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert str(model.dtype) == "torch.bfloat16"
+    again = sft(demonstrations, model_path=MODEL, out=tmp_path / "again", **settings)
+    assert (again.first_loss, again.last_loss) == (result.first_loss, result.last_loss)
+    with pytest.raises(ConfigError, match="not empty"):
+        sft(demonstrations, model_path=MODEL, out=out)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("{nope", r"demos.jsonl:1: not valid JSON"),
+        ('{"prompt": "x"}', r'demos.jsonl:1: no "messages"'),
+        ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "at least one assistant"),
+    ],
+)
+def test_bad_demonstrations_name_file_and_line(tmp_path, text, message):
+    path = tmp_path / "demos.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_demonstrations(path)
+    with pytest.raises(DataError, match="no such file"):
+        read_demonstrations(tmp_path / "none.jsonl")
+
+
+def test_dialogues_that_are_all_too_long_are_an_error(tmp_path):
+    path = tmp_path / "demos.jsonl"
+    path.write_text(json.dumps({"messages": DIALOGUE}))
+    with pytest.raises(DataError, match="raise it"):
+        sft(path, model_path=MODEL, out=tmp_path / "out", max_tokens=3)
