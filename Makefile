@@ -49,8 +49,10 @@ $(VENV)/.torch:
 	@echo "making $(VENV) and installing torch ($(DEVICE) build)"
 	@$(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cpu)
-	@$(BIN)/python -m pip install --quiet --retries 1 --timeout 15 \
-		--extra-index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION)
+	@$(BIN)/python -m pip install --quiet --retries 0 --timeout 15 \
+		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || { \
+		echo "PyTorch's CPU index gave no torch: taking it from pip's own index"; \
+		$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION); }
 else
 	@$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION)
 endif

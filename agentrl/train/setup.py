@@ -43,10 +43,16 @@ def run_directory(config: RunConfig) -> Path:
         )
     else:
         run_dir = candidates[-1] if used else config.run.path
-    run_dir.mkdir(parents=True, exist_ok=True)
     partial = run_dir / ".config.toml.partial"
-    partial.write_text(config.to_toml())
-    os.replace(partial, run_dir / "config.toml")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(config.to_toml())
+        os.replace(partial, run_dir / "config.toml")
+    except OSError as error:
+        raise ConfigError(
+            f"the run directory {run_dir} cannot be written ({error.strerror}); choose another "
+            "with --run.dir"
+        ) from error
     return run_dir
 
 

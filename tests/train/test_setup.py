@@ -41,6 +41,12 @@ def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):
     assert run_directory(config(tmp_path, dir=str(tmp_path / "d"), resume=True)).name == "d"
 
 
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--run.dir"):
+        run_directory(config(tmp_path, dir=str(tmp_path / "file" / "run")))
+
+
 def test_a_gpu_that_is_not_there_is_one_line():
     if torch.cuda.is_available():
         assert resolve_device("auto").type == "cuda"
