@@ -48,17 +48,18 @@ def token_policy(
 
 
 async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | None:
-    """Number of tasks of a split; None without end.
+    """Number of tasks of a split under `env.config`, which loads them; None without end.
 
     Raises:
+        EnvError: the environment refuses its configuration, or its data cannot be loaded.
         ConfigError: the environment has no such split.
         DataError: the split is empty.
     """
-    info = await env.info(config.env.id)
+    info = await env.info(config.env.id, config.env.config)
     if split not in info.splits:
         raise ConfigError(
             f"environment {config.env.id!r} has no split {split!r}; it has "
-            f"{', '.join(sorted(info.splits))} (env.split, eval.split)"
+            f"{', '.join(sorted(info.splits)) or 'none'} (env.split, eval.split)"
         )
     size = info.splits[split]
     if size == 0:

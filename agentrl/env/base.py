@@ -17,25 +17,27 @@ once and one instance, the *source*, answers `splits` and `get` for all sessions
 has an instance of its own: `reset`, any number of `step`s, `close`. The framework never runs two of
 those at once on one instance.
 
-Every method below may be `def` or `async def`, except `splits`, `get`, `load_shared` and
-`close_shared`, which are `def`. Plain `def` methods run in a bounded pool of threads, never on the
-event loop.
+Every method below may be `def` or `async def`, except `splits`, `get`, `offered_tools`,
+`load_shared` and `close_shared`, which are `def`. Plain `def` methods run in a bounded pool of
+threads, never on the event loop; `offered_tools` alone is called where it is needed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
+import functools
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.env.tools import tools_of
+from agentrl.env.tools import Tool, tools_of
 from agentrl.env.workers import WorkerPool, default_pool
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
@@ -78,6 +80,9 @@ class Episode:
     """Sum over the turns so far, without the `@reward` components."""
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, JSON] = field(default_factory=dict)
+    last_turn: bool = False
+    """The agent gets no turn after the one that is being answered. If that does not end the
+    episode by itself, it ends truncated."""
 
     @property
     def num_turns(self) -> int:
@@ -162,6 +167,13 @@ class Environment:
         """
         raise EnvError(f"{type(self).__name__} has splits but defines no get(split, index)")
 
+    def offered_tools(self) -> Iterable[str]:
+        """Names of the `@tool` methods that the agent may call, by default all of them.
+
+        A quick `def` that looks at `self.config` alone: it is asked once per instance.
+        """
+        return tools_of(type(self))
+
     @_quick
     def reset(self, task: Task, *, seed: int) -> Observation | Awaitable[Observation]:
         """Start an episode and return its first prompt: a text or messages.
@@ -188,9 +200,8 @@ class Environment:
         By default it ends the episode, unless the environment has a terminal tool: then the agent
         is told to use the tools.
         """
-        tools = tools_of(type(self))
-        if any(each.terminal for each in tools.values()):
-            return f"Call one of the tools: {', '.join(tools)}."
+        if any(each.terminal for each in self._tools.values()):
+            return f"Call one of the tools: {', '.join(self._tools)}."
         self.finish()
         return None
 
@@ -303,7 +314,7 @@ class Environment:
         if hasattr(method, "__agentrl_quick__"):
             returned = method(*args, **kwargs)
             return await returned if inspect.isawaitable(returned) else returned
-        if not inspect.iscoroutinefunction(method):
+        if not _is_async(getattr(method, "__func__", method)):
             workers = self._workers or default_pool()
             async with asyncio.timeout(timeout_s):
                 return await workers.run(method, *args, **kwargs)
@@ -312,12 +323,28 @@ class Environment:
         async with asyncio.timeout(timeout_s):
             return await method(*args, **kwargs)
 
-    async def _run_tool(self, call: ToolCall) -> str:
+    @functools.cached_property
+    def _tools(self) -> dict[str, Tool]:
+        """The offered tools by name.
+
+        Raises:
+            ConfigError: `offered_tools` named something else.
+        """
         tools = tools_of(type(self))
-        tool = tools.get(call.name)
+        try:
+            return {name: tools[name] for name in self.offered_tools()}
+        except KeyError as error:
+            raise ConfigError(
+                f"{type(self).__name__}.offered_tools() names {error}, which is no @tool method; "
+                f"there are {', '.join(tools) or 'none'}"
+            ) from None
+
+    async def _run_tool(self, call: ToolCall) -> str:
+        tool = self._tools.get(call.name)
         if tool is None:
             self._count("invalid_calls")
-            return f"There is no tool '{call.name}'. The tools are: {', '.join(tools) or 'none'}."
+            names = ", ".join(self._tools) or "none"
+            return f"There is no tool '{call.name}'. The tools are: {names}."
         arguments = tool.validate(call.arguments)
         if isinstance(arguments, str):
             self._count("invalid_calls")
@@ -333,7 +360,7 @@ class Environment:
             self._count("tool_errors")
             elapsed = asyncio.get_running_loop().time() - started
             if isinstance(error, TimeoutError) and elapsed >= (tool.timeout_s or math.inf):
-                if not (self.cancel_safe or inspect.iscoroutinefunction(method)):
+                if not (self.cancel_safe or _is_async(getattr(method, "__func__", method))):
                     raise EnvError(
                         f"tool {tool.name} passed its timeout_s={tool.timeout_s:g} and goes on in "
                         "its thread; make it async, give its blocking call a timeout, or declare "
@@ -353,6 +380,9 @@ class Environment:
         self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
 
 
+_is_async = functools.lru_cache(maxsize=1024)(inspect.iscoroutinefunction)
+
+
 def load_config(environment: type[Environment], config: dict[str, JSON] | BaseModel | None) -> Any:
     """The environment's `Config` with these values.
 
@@ -365,15 +395,21 @@ def load_config(environment: type[Environment], config: dict[str, JSON] | BaseMo
     try:
         return environment.Config.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
-            for problem in error.errors(include_url=False)
-        )
-        known = ", ".join(environment.Config.model_fields) or "none"
+        known = list(environment.Config.model_fields)
+        problems = "; ".join(_problem(problem, known) for problem in error.errors())
         raise ConfigError(
-            f"configuration of environment {environment.id or environment.__name__}: {problems} "
-            f"(its keys: {known})"
+            f"configuration of environment {environment.id or environment.__name__}: {problems}"
         ) from error
+
+
+def _problem(problem: Mapping[str, Any], known: list[str]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden" or len(problem["loc"]) > 1:
+        message = " ".join(str(problem["msg"]).split())
+        return f"{key}: {message}" if key else message
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known) or 'none'}"
+    return f"there is no key '{key}'; {hint}"
 
 
 def to_observation(value: Any, source: str) -> list[Message]:

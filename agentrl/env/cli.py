@@ -115,7 +115,8 @@ def _list(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
     from agentrl.env.client import make
 
@@ -124,29 +125,34 @@ def _info(arguments: argparse.Namespace) -> int:
         info = env.info()
     finally:
         env.close()
-    console = Console()
-    console.print(f"[bold]{escape(info.id)}[/bold]  {escape(info.description)}\n")
+    console = Console(highlight=False)
 
-    splits = Table("split", "tasks", box=None, pad_edge=False)
+    def entry(head: str, text: str) -> None:
+        console.print(f"  {escape(head)}", soft_wrap=True)
+        if text:
+            console.print(Padding(Text(" ".join(text.split())), (0, 0, 0, 6), expand=False))
+
+    console.print(f"[bold]{escape(info.id)}[/bold]")
+    if info.description:
+        console.print(escape(info.description))
+    console.print("\n[bold]task splits[/bold]")
     for name, size in info.splits.items():
-        splits.add_row(escape(name), "generated" if size is None else f"{size:,}")
-    console.print(splits)
-
+        entry(f"{name}: {'generated without end' if size is None else f'{size:,} tasks'}", "")
+    if not info.splits:
+        entry("none; sessions bring their own task", "")
     if info.tools:
-        tools = Table("tool", "arguments", "description", box=None, pad_edge=False)
-        for spec in info.tools:
-            function: Any = spec["function"]
-            parameters = ", ".join(function["parameters"]["properties"])
-            tools.add_row(*map(escape, (function["name"], parameters, function["description"])))
-        console.print("\n", tools)
-
-    keys = Table("config key", "default", "meaning", box=None, pad_edge=False)
-    for name, schema in info.config_schema.get("properties", {}).items():
-        default = json.dumps(schema["default"]) if "default" in schema else "required"
-        keys.add_row(*map(escape, (name, default, schema.get("description", ""))))
-    if keys.row_count:
-        console.print("\n", keys)
-    console.print(f"\nat most {info.max_sessions} sessions at a time in one process")
+        console.print("\n[bold]tools[/bold]")
+    for spec in info.tools:
+        function: Any = spec["function"]
+        parameters = ", ".join(function["parameters"]["properties"])
+        entry(f"{function['name']}({parameters})", function["description"])
+    keys = info.config_schema.get("properties", {})
+    if keys:
+        console.print("\n[bold]configuration keys and their defaults[/bold]")
+    for name, schema in keys.items():
+        default = f"= {json.dumps(schema['default'])}" if "default" in schema else "(required)"
+        entry(f"{name} {default}", schema.get("description", ""))
+    console.print(f"\nat most {info.max_sessions:,} sessions at a time in one process")
     return 0
 
 

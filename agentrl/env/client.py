@@ -20,11 +20,12 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, urlencode
 
 import msgspec
 
 from agentrl.env import protocol, registry
-from agentrl.env.base import Environment
+from agentrl.env.base import Environment, load_config
 from agentrl.env.protocol import (
     CreateReply,
     CreateRequest,
@@ -47,6 +48,10 @@ LEASE_S = 120.0
 """A session of a client that died is closed after this long; a living client renews."""
 GRACE_S = 5.0
 """How much longer than the server's own deadline the client waits for its answer."""
+LOAD_TIMEOUT_S = 1800.0
+"""How long a configuration may load, such as a dataset that is downloaded."""
+INFO_CALL_S = 30.0
+"""One call for it; as long as the server is loading it is repeated."""
 UNREACHABLE_S = 10.0
 """How long a server that cannot be reached is tried."""
 _RETRIED = ("at_capacity", "draining", "unavailable", "request_timeout", "reset_timeout")
@@ -61,8 +66,12 @@ class EnvSession(Protocol):
     """The first prompt."""
     tools: list[ToolSpec]
 
-    async def step(self, action: Action, *, timeout_s: float) -> StepResult:
+    async def step(self, action: Action, *, timeout_s: float, last: bool = False) -> StepResult:
         """Take a step, exactly once whatever happens on the way.
+
+        Args:
+            last: the agent gets no further turn; if the environment does not end the episode
+                here, it is truncated and its reward components are reported.
 
         Raises:
             EnvError: its `code` says why; `GraderError` if the grader failed.
@@ -75,7 +84,15 @@ class EnvSession(Protocol):
 
 
 class EnvClient(Protocol):
-    async def info(self, env_id: str) -> EnvInfo: ...
+    async def info(
+        self,
+        env_id: str,
+        config: Mapping[str, JSON] | None = None,
+        *,
+        timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> EnvInfo:
+        """The environment's splits, tools and limits under a configuration, which is loaded."""
+        ...
 
     async def session(
         self,
@@ -104,7 +121,7 @@ class EnvClient(Protocol):
 class _Transport(Protocol):
     """A way to one session manager. Errors of the way itself are `EnvUnavailable`."""
 
-    async def info(self, env_id: str, timeout_s: float) -> EnvInfo: ...
+    async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo: ...
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply: ...
     async def step(self, session_id: str, request: StepRequest, timeout_s: float) -> StepReply: ...
     async def renew(self, session_id: str, timeout_s: float) -> None: ...
@@ -118,8 +135,10 @@ class InProcess:
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
 
-    async def info(self, env_id: str, timeout_s: float) -> EnvInfo:
-        reply = protocol.encode(await self._manager.info(env_id))
+    async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo:
+        reply = protocol.encode(
+            await self._manager.info(env_id, protocol.as_json(dict(config)), timeout_s)
+        )
         return protocol.decode_reply(reply, EnvInfo)
 
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
@@ -154,8 +173,12 @@ class Http:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: Any = None
 
-    async def info(self, env_id: str, timeout_s: float) -> EnvInfo:
-        return await self._call("GET", f"/v1/envs/{env_id}", EnvInfo, None, timeout_s)
+    async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo:
+        query = {"timeout_s": repr(timeout_s)}
+        if config:
+            query["config"] = msgspec.json.encode(config).decode()
+        path = f"/v1/envs/{quote(env_id, safe='')}?{urlencode(query)}"
+        return await self._call("GET", path, EnvInfo, None, timeout_s + GRACE_S)
 
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
         return await self._call(
@@ -257,8 +280,8 @@ class _Session:
         server.num_sessions += 1
         client._sessions.add(self)
 
-    async def step(self, action: Action, *, timeout_s: float) -> StepResult:
-        request = StepRequest(self._step, protocol.to_wire_action(action), timeout_s)
+    async def step(self, action: Action, *, timeout_s: float, last: bool = False) -> StepResult:
+        request = StepRequest(self._step, protocol.to_wire_action(action), timeout_s, last)
         transport = self._server.transport
 
         async def attempt(remaining: float) -> StepReply:
@@ -293,9 +316,44 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def info(self, env_id: str, timeout_s: float = 120.0) -> EnvInfo:
+    async def info(
+        self,
+        env_id: str,
+        config: Mapping[str, JSON] | None = None,
+        *,
+        timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> EnvInfo:
+        """Ask every server, so that each has loaded the configuration before the first session.
+
+        Servers out of reach are left out while there are others. `max_sessions` of the answer is
+        the sum over the servers.
+
+        Raises:
+            ConfigError: the servers have different splits or tools.
+            EnvError: a server refused, or none could be reached.
+        """
+
         async def attempt(remaining: float) -> EnvInfo:
-            return await self._on_a_server(lambda each: each.transport.info(env_id, remaining))
+            # Short calls: a server that hangs is noticed, one that loads is asked again.
+            wait_s = min(remaining, INFO_CALL_S)
+            answers = await asyncio.gather(
+                *(each.transport.info(env_id, config or {}, wait_s) for each in self._servers),
+                return_exceptions=True,
+            )
+            infos = [answer for answer in answers if isinstance(answer, EnvInfo)]
+            for answer in answers:
+                left_out = infos and isinstance(answer, EnvUnavailable)
+                if isinstance(answer, BaseException) and not left_out:
+                    raise answer
+            first = infos[0]
+            if any((each.splits, each.tools) != (first.splits, first.tools) for each in infos):
+                raise ConfigError(
+                    f"the environment servers have different splits or tools for '{env_id}'; "
+                    "start them with the same configuration and data"
+                )
+            return msgspec.structs.replace(
+                first, max_sessions=sum(each.max_sessions for each in infos)
+            )
 
         return await _retry(attempt, timeout_s)
 
@@ -467,9 +525,14 @@ def make(environment: str | type[Environment], **config: JSON) -> LocalEnv:
     env = make("math")
     messages = await env.reset("train", 0)      # or env.sync.reset("train", 0)
     result = await env.step("The answer is 4.")
+
+    Raises:
+        ConfigError: there is no such environment, or it does not take this configuration.
     """
     found = registry.resolve(environment) if isinstance(environment, str) else environment
-    return LocalEnv(registry.with_id(found), config)
+    found = registry.with_id(found)
+    load_config(found, config)
+    return LocalEnv(found, config)
 
 
 class LocalEnv:
@@ -490,7 +553,7 @@ class LocalEnv:
         return self._sync
 
     async def info(self) -> EnvInfo:
-        return await self._client.info(self._environment.id)
+        return await self._client.info(self._environment.id, self._config)
 
     async def reset(
         self,
@@ -500,7 +563,7 @@ class LocalEnv:
         task: Task | None = None,
         seed: int = 0,
     ) -> list[Message]:
-        """Start an episode, by default on the first task of the first split."""
+        """Start an episode, by default on the first task of its configuration's first split."""
         if self._session is not None:
             await self._session.close()
         if split is None and task is None:
@@ -515,12 +578,14 @@ class LocalEnv:
         )
         return self._session.messages
 
-    async def step(self, action: Action | str, *, timeout_s: float = 600.0) -> StepResult:
+    async def step(
+        self, action: Action | str, *, timeout_s: float = 600.0, last: bool = False
+    ) -> StepResult:
         """Take a step; a string is a turn of plain text."""
         if self._session is None:
             raise make_error("episode_done", "call reset before step")
         action = Action(text=action) if isinstance(action, str) else action
-        return await self._session.step(action, timeout_s=timeout_s)
+        return await self._session.step(action, timeout_s=timeout_s, last=last)
 
     async def call(self, tool: str, /, **arguments: JSON) -> StepResult:
         """Take a step that calls one tool."""
@@ -556,8 +621,10 @@ class SyncEnv:
     ) -> list[Message]:
         return self._wait(self._env.reset(split, index, task=task, seed=seed))
 
-    def step(self, action: Action | str, *, timeout_s: float = 600.0) -> StepResult:
-        return self._wait(self._env.step(action, timeout_s=timeout_s))
+    def step(
+        self, action: Action | str, *, timeout_s: float = 600.0, last: bool = False
+    ) -> StepResult:
+        return self._wait(self._env.step(action, timeout_s=timeout_s, last=last))
 
     def call(self, tool: str, /, **arguments: JSON) -> StepResult:
         return self._wait(self._env.call(tool, **arguments))

@@ -30,10 +30,14 @@ async def start_episode(environment: Environment, task: Task, seed: int) -> list
     return messages
 
 
-async def take_turn(environment: Environment, action: Action) -> StepResult:
+async def take_turn(environment: Environment, action: Action, *, last: bool = False) -> StepResult:
     """Give the instance one action; if that ends the episode, run the reward methods once.
 
     A turn that fails leaves `episode.actions` and `episode.messages` as they were.
+
+    Args:
+        last: the agent gets no further turn, so the episode ends with this one: truncated, unless
+            the environment ends it.
 
     Raises:
         GraderError: a reward method raised or ran out of its time.
@@ -43,6 +47,7 @@ async def take_turn(environment: Environment, action: Action) -> StepResult:
     num_actions, num_messages = len(episode.actions), len(episode.messages)
     episode.actions.append(action)
     episode.messages.append(_assistant_message(action))
+    episode.last_turn = last
     try:
         return await _take_turn(environment, episode, action)
     except BaseException:
@@ -71,6 +76,8 @@ async def _take_turn(environment: Environment, episode: Episode, action: Action)
         result.info.update(finish.info)
         result.truncated = result.truncated or finish.truncated
         result.terminated = result.terminated or not finish.truncated
+    if episode.last_turn and not result.terminated:
+        result.truncated = True
     episode.messages += result.observation
     episode.reward += result.reward
     episode.info.update(result.info)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from agentrl.errors import EnvError, EnvUnavailable, GraderError
+from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
 from agentrl.types import Action, Message, StepResult, Task, ToolCall
 
 PROTOCOL_HEADER = "Agentrl-Protocol"
@@ -47,6 +47,8 @@ PROBLEMS = {
     "reset_timeout": (504, False),
 }
 _UNAVAILABLE = ("at_capacity", "draining", "unavailable")
+_WRONG_INPUT = ("invalid_request", "not_found", "unauthorized", "forbidden")
+"""These end a command with status 2, as a ConfigError does."""
 
 
 class TaskSpec(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -115,6 +117,8 @@ class StepRequest(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """The step the session is at, as the client believes; a retry repeats it."""
     action: WireAction
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    last: bool = False
+    """The agent gets no further turn: an episode that this step does not end is truncated."""
 
 
 class StepReply(Struct):
@@ -147,6 +151,8 @@ class SessionStatus(Struct):
 
 
 class EnvInfo(Struct):
+    """An environment under one configuration."""
+
     id: str
     description: str
     tools: list[dict[str, Any]]
@@ -154,6 +160,8 @@ class EnvInfo(Struct):
     """Tasks per split; None: generated without end."""
     config_schema: dict[str, Any]
     max_sessions: int
+    """Live sessions it takes: of this environment in one process, or what a client of several
+    servers found in all of them together."""
     cancel_safe: bool
 
 
@@ -203,9 +211,12 @@ def make_error(code: str, message: str, *, retry_after_s: float | None = None) -
         error: EnvError = EnvUnavailable(message, retry_after_s=retry_after_s)
         error.code, error.status = code, status
         return error
-    return EnvError(
+    error = EnvError(
         message, code=code, status=status, retryable=retryable, retry_after_s=retry_after_s
     )
+    if code in _WRONG_INPUT:
+        error.exit_code = ConfigError.exit_code
+    return error
 
 
 def to_problem(error: EnvError) -> Problem:
@@ -327,6 +338,22 @@ def decode_request(body: bytes, kind: type[S]) -> S:
         raise make_error("invalid_request", f"{kind.__name__}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise make_error("invalid_request", f"the body is not valid JSON: {error}") from error
+
+
+def decode_config(text: str | None) -> dict[str, Any]:
+    """A configuration from a URL's query, where it is a JSON object.
+
+    Raises:
+        EnvError: `invalid_request`.
+    """
+    if text is None:
+        return {}
+    try:
+        body = text.encode()
+        check_depth(body)
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise make_error("invalid_request", f"config must be a JSON object: {error}") from error
 
 
 def as_json(value: Any) -> Any:

@@ -7,6 +7,9 @@ Access. With a token every route but `/healthz` asks for `Authorization: Bearer 
 on a loopback address answers only requests that name a loopback host, and no page of another
 origin, so that a website open in a browser on the same machine cannot reach it. A server on any
 other address does not start without a token.
+
+Limits. Bodies are bounded in size, nesting and time here, headers in `agentrl.env.limits`.
+Connections are not counted: an idle one costs a few kilobytes, and no session and no thread.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment
+from agentrl.env.limits import LimitedProtocol
 from agentrl.env.protocol import make_error
 from agentrl.env.session import SessionManager
 from agentrl.errors import ConfigError, EnvError
@@ -53,6 +57,8 @@ _SHUTDOWN_S = 3.0
 _JSON = "application/json"
 _STEP_PATH = "/v1/sessions/{session_id}/step"
 _STEP = re.compile(r"/v1/sessions/([^/]+)/step")
+_CONFIG = "a JSON object: the configuration asked about, where it differs from the server's"
+_LOADING = "how long to wait for what the configuration loads, such as a dataset"
 
 
 def make_app(
@@ -64,7 +70,7 @@ def make_app(
     worker_threads: int = 32,
     max_body_bytes: int = MAX_BODY_BYTES,
     config: Mapping[str, Mapping[str, JSON]] | None = None,
-) -> FastAPI:
+) -> App:
     """An application that serves these environments, and no other, to whoever may ask.
 
     Args:
@@ -99,27 +105,19 @@ def make_app(
         yield
         await manager.aclose(_SHUTDOWN_S)
 
-    app = FastAPI(
+    api = FastAPI(
         title="agentrl environments",
         version=protocol.PROTOCOL_VERSION,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
     )
-    app.state.manager = manager
-    app.add_exception_handler(EnvError, _answer_env_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
-    app.add_exception_handler(Exception, _answer_bug)
-    app.add_middleware(
-        _Gate,
-        manager=manager,
-        token=token,
-        loopback_only=loopback_only,
-        max_body_bytes=max_body_bytes,
-    )
+    api.add_exception_handler(EnvError, _answer_env_error)
+    api.add_exception_handler(HTTPException, _answer_http_error)
+    api.add_exception_handler(RequestValidationError, _answer_invalid)
+    api.add_exception_handler(Exception, _answer_bug)
 
-    @app.post(
+    @api.post(
         "/v1/sessions",
         status_code=201,
         summary="Open and reset a group of sessions",
@@ -132,16 +130,16 @@ def make_app(
         reply = await manager.create(body, request.headers.get("Idempotency-Key"))
         return _reply(protocol.encode(reply), 201)
 
-    @app.get("/v1/sessions/{session_id}", openapi_extra=_body_of(None, protocol.SessionStatus))
+    @api.get("/v1/sessions/{session_id}", openapi_extra=_body_of(None, protocol.SessionStatus))
     async def status(session_id: str) -> Response:
         return _reply(protocol.encode(manager.status(session_id)))
 
-    @app.delete("/v1/sessions/{session_id}", status_code=204)
+    @api.delete("/v1/sessions/{session_id}", status_code=204)
     async def delete(session_id: str) -> Response:
         manager.delete(session_id)
         return Response(status_code=204)
 
-    @app.post(
+    @api.post(
         "/v1/sessions/{session_id}/renew",
         summary="Hold a session that has nothing to do yet",
         openapi_extra=_body_of(protocol.RenewRequest, protocol.SessionStatus),
@@ -151,39 +149,51 @@ def make_app(
         body = protocol.decode_request(raw or b"{}", protocol.RenewRequest)
         return _reply(protocol.encode(manager.renew(session_id, body.lease_s)))
 
-    @app.get("/v1/envs", openapi_extra=_body_of(None, protocol.EnvList))
+    @api.get("/v1/envs", openapi_extra=_body_of(None, protocol.EnvList))
     async def environment_list() -> Response:
         return _reply(protocol.encode(protocol.EnvList(list(served))))
 
-    @app.get("/v1/envs/{env_id}", openapi_extra=_body_of(None, protocol.EnvInfo))
-    async def info(env_id: str) -> Response:
-        return _reply(protocol.encode(await manager.info(env_id)))
+    @api.get("/v1/envs/{env_id}", openapi_extra=_body_of(None, protocol.EnvInfo))
+    async def info(
+        env_id: str,
+        config: Annotated[str | None, Query(description=_CONFIG)] = None,
+        timeout_s: Annotated[float | None, Query(gt=0, description=_LOADING)] = None,
+    ) -> Response:
+        reply = await manager.info(env_id, protocol.decode_config(config), timeout_s)
+        return _reply(protocol.encode(reply))
 
-    @app.get("/v1/envs/{env_id}/tasks", openapi_extra=_body_of(None, protocol.TaskList))
+    @api.get("/v1/envs/{env_id}/tasks", openapi_extra=_body_of(None, protocol.TaskList))
     async def tasks(
         env_id: str,
         split: str,
         start: Annotated[int, Query(ge=0)] = 0,
         stop: Annotated[int | None, Query(ge=0)] = None,
+        config: Annotated[str | None, Query(description=_CONFIG)] = None,
     ) -> Response:
         last = start + 20 if stop is None else stop
         if last - start > 1000:
             raise make_error("invalid_request", "ask for at most 1000 tasks at a time")
-        previews = await manager.preview(env_id, split, start, last)
+        previews = await manager.preview(env_id, split, start, last, protocol.decode_config(config))
         return _reply(protocol.encode(protocol.TaskList(split, previews)))
 
-    @app.get("/healthz", openapi_extra=_body_of(None, protocol.Health))
+    @api.get("/healthz", openapi_extra=_body_of(None, protocol.Health))
     async def healthz() -> Response:
         state = "draining" if manager.draining else "ok"
         health = protocol.Health(state, manager.num_live, manager.workers.num_abandoned)
         return _reply(protocol.encode(health))
 
-    _describe(app)
-    return app
+    _describe(api)
+    return App(
+        api,
+        manager,
+        token=token,
+        loopback_only=loopback_only,
+        max_body_bytes=max_body_bytes,
+    )
 
 
 def serve(
-    app: FastAPI,
+    app: App,
     *,
     host: str = "127.0.0.1",
     port: int = 8700,
@@ -211,8 +221,19 @@ def serve(
     listener = listen(host, port)
     name = f"[{host}]" if ":" in host else host
     url = f"http://{name}:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
+    config = uvicorn_config(app)
+    server = _Server(config, app.manager, drain_s)
+    if ready is not None:
+        ready(url)
+    with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[listener]))
+
+
+def uvicorn_config(app: App) -> uvicorn.Config:
+    """What the application is served with: uvloop where there is one, and limits on headers."""
+    return uvicorn.Config(
         app,
+        http=LimitedProtocol,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -221,12 +242,8 @@ def serve(
         date_header=False,
         lifespan="on",
         ws="none",
+        proxy_headers=False,
     )
-    server = _Server(config, app.state.manager, drain_s)
-    if ready is not None:
-        ready(url)
-    with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(server.serve(sockets=[listener]))
 
 
 def is_loopback(host: str) -> bool:
@@ -292,8 +309,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Gate:
-    """What every request passes: host, origin, token, protocol version and announced size.
+class App:
+    """The ASGI application: what every request passes (host, origin, token, protocol version and
+    announced size), in front of the FastAPI application.
 
     A step, which is called for every turn of every episode, is answered right here: the way through
     FastAPI would cost more than the step.
@@ -301,22 +319,22 @@ class _Gate:
 
     def __init__(
         self,
-        app: ASGIApp,
-        *,
+        api: FastAPI,
         manager: SessionManager,
+        *,
         token: str | None,
         loopback_only: bool,
         max_body_bytes: int,
     ) -> None:
-        self._app = app
-        self._manager = manager
+        self.api = api
+        self.manager = manager
         self._token = token.encode() if token else None
         self._loopback_only = loopback_only
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.api(scope, receive, send)
             return
         headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
         error = self._refuse(scope["path"], headers)
@@ -325,16 +343,20 @@ class _Gate:
         elif scope["method"] == "POST" and (match := _STEP.fullmatch(scope["path"])):
             await self._step(match[1], scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.api(scope, receive, send)
 
     async def _step(self, session_id: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             request = protocol.decode_request(
                 await _read_body(receive, self._max_body_bytes), protocol.StepRequest
             )
-            body = await self._manager.step(session_id, request)
+            body = await self.manager.step(session_id, request)
         except EnvError as error:
             await _problem(error)(scope, receive, send)
+            return
+        except Exception as error:  # a bug here, whose trace belongs in the log
+            logger.exception("step of session %s", session_id[:8])
+            await _problem(_bug(error))(scope, receive, send)
             return
         headers = [*_RAW_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -446,7 +468,11 @@ async def _answer_invalid(_: Request, error: Exception) -> Response:
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
     # Starlette raises it again after this answer, so its trace reaches the log.
-    return _problem(make_error("env_error", f"internal error: {type(error).__name__}"))
+    return _problem(_bug(error))
+
+
+def _bug(error: Exception) -> EnvError:
+    return make_error("env_error", f"internal error: {type(error).__name__}")
 
 
 _REQUESTS = (protocol.CreateRequest, protocol.StepRequest, protocol.RenewRequest)
@@ -484,9 +510,9 @@ def _body_of(
     return extra
 
 
-def _describe(app: FastAPI) -> None:
+def _describe(api: FastAPI) -> None:
     """Add the wire types and the step route to the OpenAPI document."""
-    generate = app.openapi
+    generate = api.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
@@ -503,4 +529,4 @@ def _describe(app: FastAPI) -> None:
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
         return document
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    api.openapi = openapi  # type: ignore[method-assign]

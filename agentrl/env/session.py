@@ -45,7 +45,7 @@ from agentrl.env.protocol import (
 )
 from agentrl.env.tools import tools_of
 from agentrl.env.workers import WorkerPool
-from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
 from agentrl.types import JSON, Action, Task
 
 logger = logging.getLogger("agentrl.env")
@@ -84,6 +84,7 @@ class _Creation:
 class _Turn:
     index: int
     action: Action
+    last: bool
     previous: _Turn | None
     """The turn before, while this one runs."""
     waiters: list[asyncio.Future[bytes]] = field(default_factory=list)
@@ -163,24 +164,44 @@ class SessionManager:
 
     # Environments and tasks
 
-    async def info(self, env_id: str) -> EnvInfo:
+    async def info(
+        self,
+        env_id: str,
+        config: Mapping[str, JSON] | None = None,
+        timeout_s: float | None = None,
+    ) -> EnvInfo:
+        """What an environment is under a configuration, which this loads.
+
+        Raises:
+            EnvError: `reset_timeout`, retryable, if loading takes longer than `timeout_s` (by
+                default the environment's `reset_timeout_s`): it goes on meanwhile.
+        """
         environment = self._environment(env_id)
-        source = await self._source(environment, {}, environment.reset_timeout_s)
-        tools: Any = [tool.spec for tool in tools_of(environment).values()]
+        source = await self._source(
+            environment, config or {}, timeout_s or environment.reset_timeout_s
+        )
+        assert source.instance is not None
         return EnvInfo(
             id=environment.id,
             description=inspect.cleandoc(environment.__doc__ or ""),
-            tools=tools,
+            tools=_tool_specs(source.instance),
             splits=source.splits,
             config_schema=environment.Config.model_json_schema(),
             max_sessions=self._limit(environment),
             cancel_safe=environment.cancel_safe,
         )
 
-    async def preview(self, env_id: str, split: str, start: int, stop: int) -> list[TaskPreview]:
+    async def preview(
+        self,
+        env_id: str,
+        split: str,
+        start: int,
+        stop: int,
+        config: Mapping[str, JSON] | None = None,
+    ) -> list[TaskPreview]:
         """Tasks `[start, stop)` of a split, without what would give their answers away."""
         environment = self._environment(env_id)
-        source = await self._source(environment, {}, environment.reset_timeout_s)
+        source = await self._source(environment, config or {}, environment.reset_timeout_s)
         size = self._split_size(source, split)
         last = stop if size is None else min(stop, size)
         tasks = await self._bounded(
@@ -351,10 +372,10 @@ class SessionManager:
         action = protocol.from_wire_action(request.action)
         turn = session.turn
         if turn is not None and turn.index == request.step:
-            if turn.action != action:
+            if turn.action != action or turn.last != request.last:
                 raise make_error(
                     "step_conflict",
-                    f"step {request.step} of this session was asked for with another action",
+                    f"step {request.step} of this session was asked for with another body",
                 )
             reply = protocol.decode_reply(await _outcome(turn), StepReply)
             reply.replayed = True
@@ -367,12 +388,12 @@ class SessionManager:
             raise make_error(
                 "episode_done", "the episode is over; open a new session for another one"
             )
-        return await _outcome(self._start_turn(session, action, request.timeout_s))
+        return await _outcome(self._start_turn(session, action, request))
 
-    def _start_turn(self, session: _Session, action: Action, timeout_s: float | None) -> _Turn:
+    def _start_turn(self, session: _Session, action: Action, request: StepRequest) -> _Turn:
         loop = asyncio.get_running_loop()
-        seconds = min(timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
-        session.turn = turn = _Turn(session.step, action, previous=session.turn)
+        seconds = min(request.timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
+        session.turn = turn = _Turn(session.step, action, request.last, previous=session.turn)
         turn.task = loop.create_task(self._run_turn(session, turn))
         turn.timer = loop.call_later(seconds, self._expire_turn, session, turn, seconds)
         return turn
@@ -384,7 +405,7 @@ class SessionManager:
                 await asyncio.wait({session.stuck})
                 session.stuck = None
             reply, body = await self._guard(
-                _answer(environment, turn.action, session.step + 1), environment, session.task
+                _answer(environment, turn, session.step + 1), environment, session.task
             )
         except EnvError as error:
             error.retryable = False  # the step was taken; asking again repeats this answer
@@ -619,8 +640,10 @@ class SessionManager:
 
     async def _load(self, source: _Source) -> None:
         shared = await self.workers.run(source.environment.load_shared, source.config)
-        source.instance = source.environment(source.config, shared=shared)
-        source.splits = dict(await self.workers.run(source.instance.splits))
+        instance = source.environment(source.config, shared=shared)
+        _tool_specs(instance)  # a wrong `offered_tools` is known before the first session
+        source.splits = dict(await self.workers.run(instance.splits))
+        source.instance = instance
 
     def _drop_unused_sources(self) -> None:
         unused = [
@@ -656,11 +679,16 @@ class SessionManager:
         environment: type[Environment] | Environment,
         task: Task | None,
     ) -> T:
-        """Await an author's code; what it raises comes out as an EnvError, its trace in the log."""
+        """Await an author's code; what it raises comes out as an EnvError, its trace in the log.
+
+        A ConfigError or DataError is about what the caller asked for, and so `invalid_request`.
+        """
         try:
             return await coroutine
         except EnvError:
             raise
+        except (ConfigError, DataError) as error:
+            raise make_error("invalid_request", str(error)) from error
         except AgentRLError as error:
             raise make_error("env_error", str(error)) from error
         except (Exception, SystemExit) as error:
@@ -693,7 +721,6 @@ class SessionManager:
         return task
 
     def _session_reply(self, session: _Session) -> SessionReply:
-        tools: Any = [tool.spec for tool in tools_of(type(session.environment)).values()]
         return SessionReply(
             id=session.id,
             task_id=session.task.id,
@@ -701,8 +728,12 @@ class SessionManager:
             lease_s=session.lease_s,
             step=session.step,
             observation=session.first,
-            tools=tools,
+            tools=_tool_specs(session.environment),
         )
+
+
+def _tool_specs(environment: Environment) -> list[dict[str, Any]]:
+    return [tool.spec for tool in environment._tools.values()]
 
 
 async def _first_prompt(environment: Environment, task: Task, seed: int) -> list[dict[str, Any]]:
@@ -710,10 +741,11 @@ async def _first_prompt(environment: Environment, task: Task, seed: int) -> list
     return protocol.as_json(await start_episode(environment, task, seed))
 
 
-async def _answer(environment: Environment, action: Action, step: int) -> tuple[StepReply, bytes]:
+async def _answer(environment: Environment, turn: _Turn, step: int) -> tuple[StepReply, bytes]:
     """Take the turn and encode its reply here, where a value that is not JSON is still an error
     of the environment."""
-    reply = protocol.to_step_reply(await take_turn(environment, action), step)
+    result = await take_turn(environment, turn.action, last=turn.last)
+    reply = protocol.to_step_reply(result, step)
     return reply, protocol.encode(reply)
 
 

@@ -134,11 +134,13 @@ async def play(
 
                 stage = "step"
                 turn_started = time.perf_counter()
-                result = await session.step(action, timeout_s=limits.step_timeout_s)
+                last = len(trajectory.turns) >= limits.max_turns
+                result = await session.step(action, timeout_s=limits.step_timeout_s, last=last)
                 turn.step_s = time.perf_counter() - turn_started
                 observation = result.observation
                 _add_result(trajectory, turn, result)
-                if trajectory.stop_reason is None and len(trajectory.turns) >= limits.max_turns:
+                # Told that there is no further turn, the environment truncates: the limit is ours.
+                if last and not result.terminated:
                     trajectory.stop_reason = StopReason.MAX_TURNS
     except asyncio.CancelledError:
         trajectory.stop_reason = StopReason.CANCELLED

@@ -81,6 +81,7 @@ class Renderer:
             if backend is not None
             else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )
+        self._decode = (tokenizer if backend is None else backend).decode
         # The members of a group begin with the same prompt, which is the longest text by far.
         self._encode_prompt = functools.lru_cache(maxsize=256)(self._encode)
         self.close_token_id = self._find_close_token()
@@ -147,7 +148,7 @@ class Renderer:
         end = len(token_ids)
         while end and token_ids[end - 1] in self.stop_token_ids:
             end -= 1
-        return self.tokenizer.decode(token_ids[:end], skip_special_tokens=False)
+        return self._decode(token_ids[:end], skip_special_tokens=False)
 
     def _text(
         self, messages: list[Message], tools: list[ToolSpec], *, generation_prompt: bool

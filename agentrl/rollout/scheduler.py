@@ -73,7 +73,12 @@ def stable_seed(*parts: JSON) -> int:
 
 
 class GroupScheduler:
-    """Plays groups of episodes, at most `max_concurrent` episodes at a time."""
+    """Plays groups of episodes, at most `max_concurrent` episodes at a time.
+
+    Nor does it play more than the environment has sessions for, all its servers together: an
+    episode that waited for a free session would spend its own deadlines waiting. Runs that share
+    servers have to share the sessions too, through `rollout.max_concurrent`.
+    """
 
     def __init__(
         self,
@@ -117,13 +122,16 @@ class GroupScheduler:
             on_progress: called with (episodes ended, episodes dispatched).
         """
         batch = RolloutBatch([], [])
+        sessions = (await self.env.info(self.env_id, self.env_config)).max_sessions
         for _ in range(max_waves):
             episodes = [
                 episode
                 for _ in range(num_groups - len(batch.groups))
                 for episode in self._next_group()
             ]
-            trajectories = await self._play_all(episodes, on_progress, len(batch.trajectories))
+            trajectories = await self._play_all(
+                episodes, min(self.max_concurrent, sessions), on_progress, len(batch.trajectories)
+            )
             batch.trajectories += trajectories
             for start in range(0, len(trajectories), self.group_size):
                 members = trajectories[start : start + self.group_size]
@@ -157,6 +165,7 @@ class GroupScheduler:
     async def _play_all(
         self,
         episodes: list[Episode],
+        max_concurrent: int,
         on_progress: Callable[[int, int], None] | None,
         num_before: int,
     ) -> list[Trajectory]:
@@ -178,7 +187,7 @@ class GroupScheduler:
             finally:
                 self.policy.release()
 
-        num_workers = min(self.max_concurrent, len(episodes))
+        num_workers = min(max_concurrent, len(episodes))
         self.policy.reserve(num_workers)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_workers):

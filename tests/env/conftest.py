@@ -7,7 +7,7 @@ import threading
 import pytest
 import uvicorn
 
-from agentrl.env.server import listen, make_app
+from agentrl.env.server import listen, make_app, uvicorn_config
 
 
 @contextlib.contextmanager
@@ -15,13 +15,17 @@ def running(environments, **options):
     """Serve an application from a thread; yields its URL and its session manager."""
     app = make_app(environments, **options)
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(
-        target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
-    )
+    config = uvicorn_config(app)
+    server = uvicorn.Server(config)
+
+    def run():
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.manager
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.manager
     finally:
         server.should_exit = True
         thread.join(10)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from agentrl.env import EnvConfig, Environment, StepResult, Task, register, reward, tool
-from agentrl.errors import EnvUnavailable, GraderError
+from agentrl.errors import ConfigError, DataError, EnvUnavailable, GraderError
 
 
 @register("hello")
@@ -34,6 +34,10 @@ class Workshop(Environment):
         greeting: str = "hello"
         """What `greet` says."""
         slow_reset_s: float = 0.0
+        slow_load_s: float = 0.02
+        num_tasks: int = 1000
+        offer: list[str] | None = None
+        fail_loading: Literal["data", "config"] | None = None
 
     system_prompt = "Use the tools."
     loads = 0
@@ -45,7 +49,11 @@ class Workshop(Environment):
     @classmethod
     def load_shared(cls, config):
         Workshop.loads += 1
-        time.sleep(0.02)
+        time.sleep(config.slow_load_s)
+        if config.fail_loading == "data":
+            raise DataError("rows.jsonl, line 3: there is no column 'question'")
+        if config.fail_loading == "config":
+            raise ConfigError("it needs a package; install it")
         return {"greeting": config.greeting}
 
     @classmethod
@@ -54,7 +62,10 @@ class Workshop(Environment):
         Workshop.shared_closed += 1
 
     def splits(self):
-        return {"train": 1000}
+        return {"train": self.config.num_tasks}
+
+    def offered_tools(self):
+        return super().offered_tools() if self.config.offer is None else self.config.offer
 
     def get(self, split, index):
         if index == 666:

@@ -251,8 +251,10 @@ def test_an_empty_first_prompt_is_an_error():
 
 def test_configuration_is_checked_and_the_error_names_the_key():
     assert Workshop({"greeting": "hi"}).config.greeting == "hi"
-    with pytest.raises(ConfigError, match=r"workshop: greting: .*its keys: greeting"):
+    with pytest.raises(ConfigError, match=r"workshop: there is no key 'greting'; did you mean gre"):
         Workshop({"greting": "hi"})
+    with pytest.raises(ConfigError, match="no key 'zzz'; its keys are greeting, slow_reset_s"):
+        Workshop({"zzz": 1})
     with pytest.raises(ConfigError, match="slow_reset_s"):
         load_config(Workshop, {"slow_reset_s": "soon"})
     described = Workshop.Config.model_json_schema()["properties"]["greeting"]

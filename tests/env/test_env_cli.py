@@ -85,6 +85,7 @@ def test_a_second_signal_does_not_wait_for_sessions(second):
         assert time.monotonic() - started < 3
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_whose_environment_hangs():
     with served(WORKSHOP) as (process, url):
         session = open_session(url).json()["sessions"][0]
@@ -131,11 +132,13 @@ def test_wrong_input_is_one_line_and_status_2(capsys, monkeypatch):
             ),
             (("serve", "sample_envs:Hello", "--host", "0.0.0.0"), "--token"),
             (("serve", "nothing"), "no environment 'nothing'"),
-            (("serve", "sample_envs:Hello", "--config", "x=1"), "x: Extra inputs"),
+            (("serve", "sample_envs:Hello", "--config", "x=1"), "no key 'x'; its keys are none"),
             (("serve", "sample_envs:Hello", "--config", "x"), "KEY=VALUE"),
             (("serve", "sample_envs:Hello", "--config", "{x"), "not valid JSON"),
             (("serve", "hello", "workshop", "--config", "x=1"), "one environment"),
             (("info", "nothing"), "no environment 'nothing'"),
+            (("info", "sample_envs:Workshop", "--config", "greting=x"), "did you mean greeting?"),
+            (("info", "sample_envs:Workshop", "--config", "fail_loading=data"), "line 3: there is"),
         ]:
             status, _, err = run(capsys, *arguments)
             assert status == 2 and says in err and len(err.splitlines()) == 1, err
@@ -145,10 +148,18 @@ def test_list_and_info(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     status, out, _ = run(capsys, "list")
     assert status == 0 and "agentrl_math" in out
+    config = ("--config", 'offer=["add"]', "--config", "num_tasks=5")
+    status, out, _ = run(capsys, "info", "sample_envs:Workshop", *config)
+    assert status == 0 and "add(" in out and "greet(" not in out and "1,000" not in out
     status, out, _ = run(capsys, "info", "sample_envs:Workshop")
     assert status == 0
-    for shown in ("workshop", "1,000", "greet", "What `greet` says.", "at most 16 sessions"):
+    for shown in ("workshop", "1,000", "greet()", "add(number)", "at most 16 sessions"):
         assert shown in out
+    assert '  greeting = "hello"\n      What `greet` says.' in out
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(capsys, "info", "math", "--config", "tools=true")
+    assert "calculator(expression)" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_help_explains_every_option(capsys):

@@ -92,9 +92,60 @@ def test_groups_configuration_and_information(served):
                 assert [result.observation[0]["content"] for result in results] == ["hey"] * 3
                 info = await client.info("workshop")
                 assert info.splits == {"train": 1000} and len(info.tools) > 5
-                assert (await error_of(client.info("nowhere"))).code == "not_found"
+                info = await client.info("workshop", {"num_tasks": 9, "offer": ["add"]})
+                assert info.splits == {"train": 9} and len(info.tools) == 1
+                error = await error_of(client.info("nowhere"))
+                assert (error.code, error.exit_code) == ("not_found", 2)
                 with pytest.raises(ConfigError, match="either split and index, or a task"):
                     await client.session("hello", split="train")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"greting": "x"}, "there is no key 'greting'; did you mean greeting?"),
+        ({"fail_loading": "data"}, "rows.jsonl, line 3: there is no column 'question'"),
+        ({"fail_loading": "config"}, "it needs a package; install it"),
+    ],
+)
+def test_wrong_configuration_and_data_keep_their_meaning(served, config, says):
+    async def main(client):
+        async with client:
+            yes = dict(split="train", index=0, config=config)
+            return [
+                await error_of(client.info("workshop", config)),
+                await error_of(client.session("workshop", **yes)),
+            ]
+
+    for client in (connect(), connect(served)):
+        for error in asyncio.run(main(client)):
+            assert (error.code, error.status, error.exit_code) == ("invalid_request", 422, 2)
+            assert str(error).endswith(says) and len(str(error).splitlines()) == 1
+
+
+def test_the_last_turn_is_the_same_in_process_and_over_http(served):
+    async def main(client):
+        async with client:
+            session = await client.session("workshop", split="train", index=0)
+            return await session.step(call("add"), timeout_s=5, last=True)
+
+    here, there = (asyncio.run(main(client)) for client in (connect(), connect(served)))
+    assert here == there and here.truncated and not here.terminated and here.reward == 0.5
+
+
+def test_a_long_loading_is_waited_for_by_short_calls(served, monkeypatch):
+    monkeypatch.setattr(client_module, "INFO_CALL_S", 0.1)
+
+    async def main():
+        for client in (connect(), connect(served)):
+            async with client:
+                config = {"slow_load_s": 0.5}
+                assert (await client.info("workshop", config)).splits == {"train": 1000}
+                config = {"slow_load_s": 0.6}
+                error = await error_of(client.info("workshop", config, timeout_s=0.2))
+                assert error.code == "reset_timeout"
 
     asyncio.run(main())
 
@@ -205,13 +256,13 @@ def test_a_create_that_met_a_fault_opens_once(serve_environments, fault):
 
 
 def test_a_third_of_requests_failing_loses_nothing(served):
-    """8 episodes of 10 steps, each through random faults: every count is exact."""
+    """8 episodes of 5 steps, each through random faults: every count is exact."""
     generator = random.Random(1)
-    script = [generator.choice(FAULTS) if generator.random() < 0.3 else "none" for _ in range(300)]
+    script = [generator.choice(FAULTS) if generator.random() < 0.3 else "none" for _ in range(150)]
 
     async def play(client, number):
         session = await client.session("workshop", split="train", index=number)
-        for index in range(10):
+        for index in range(5):
             result = await session.step(call("add", number=number), timeout_s=20)
             assert result.observation[0]["content"] == f'{{"count":{number * (index + 1)}}}'
         await session.close()
@@ -219,7 +270,7 @@ def test_a_third_of_requests_failing_loses_nothing(served):
     async def main():
         async with Proxy(served, script) as proxy, connect(proxy.url) as client:
             await asyncio.gather(*(play(client, number) for number in range(8)))
-            assert proxy.num_requests > 8 * 12
+            assert proxy.num_requests > 8 * 7
 
     asyncio.run(main())
 
@@ -336,6 +387,7 @@ def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_enviro
                 await client.session("workshop", split="train", index=number) for number in range(6)
             ]
             assert [manager.num_live for manager in managers] == [3, 3]
+            assert (await client.info("workshop")).max_sessions == 32
             group = await client.group("workshop", 4, split="train", index=0)
             assert sorted(manager.num_live for manager in managers) == [3, 7]
             for session in sessions + group:  # each goes back to the one that opened it
@@ -346,6 +398,7 @@ def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_enviro
     async def failover(dead, alive, manager):
         async with connect([dead, alive]) as client:
             started = time.monotonic()
+            assert (await client.info("workshop")).max_sessions == 16
             for number in range(4):
                 await client.session("workshop", split="train", index=number)
             assert manager.num_live == 4 and time.monotonic() - started < 3
@@ -359,13 +412,28 @@ def test_several_servers_share_the_load_and_stand_in_for_each_other(serve_enviro
         asyncio.run(failover(first, second, other))
 
 
+def test_servers_that_differ_are_refused(serve_environments):
+    async def main(urls):
+        async with connect(urls) as client:
+            with pytest.raises(ConfigError, match="different splits or tools for 'workshop'"):
+                await client.info("workshop")
+            assert (await client.info("workshop", {"num_tasks": 3})).splits == {"train": 3}
+
+    other = {"workshop": {"num_tasks": 4}}
+    with (
+        serve_environments(["workshop"]) as (first, _),
+        serve_environments(["workshop"], config=other) as (second, _),
+    ):
+        asyncio.run(main([first, second]))
+
+
 def test_idle_sessions_are_kept_alive_by_a_living_client(served, monkeypatch):
-    monkeypatch.setattr(client_module, "LEASE_S", 0.3)
+    monkeypatch.setattr(client_module, "LEASE_S", 0.25)
 
     async def main():
         async with connect(served) as client:
             session = await client.session("workshop", split="train", index=0)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.6)
             result = await session.step(call("add"), timeout_s=5)
             assert result.observation[0]["content"] == '{"count":1}'
 
@@ -450,6 +518,20 @@ def test_make_plays_one_session_at_a_time():
     closed = Workshop.closed
     asyncio.run(main())
     assert Workshop.closed == closed + 3
+
+
+def test_make_starts_from_its_own_configuration():
+    class Renamed(Workshop):
+        def splits(self):
+            return {f"set-{self.config.num_tasks}": self.config.num_tasks}
+
+    env = make(Renamed, num_tasks=2).sync
+    assert env.info().splits == {"set-2": 2}
+    env.reset()
+    assert env.step("anything", last=True).truncated
+    env.close()
+    with pytest.raises(ConfigError, match="did you mean num_tasks"):
+        make(Renamed, num_task=2)
 
 
 def test_make_has_a_synchronous_twin():

@@ -1,6 +1,7 @@
 """The HTTP side: routes, problems, limits and access, against a real server."""
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -87,6 +88,41 @@ def test_environments_and_tasks_are_listed_without_references(http):
     problem(http.get("/v1/envs/hello/tasks?split=test&start=-1"), 422, "invalid_request")
     problem(http.get("/v1/envs/hello/tasks?split=train&stop=5000"), 422, "invalid_request")
     problem(http.get("/v1/envs/nowhere"), 404, "not_found")
+
+
+def test_what_is_listed_follows_the_configuration_in_the_query(http):
+    query = {"config": json.dumps({"num_tasks": 6, "offer": ["add"]}), "timeout_s": "5"}
+    info = http.get("/v1/envs/workshop", params=query).json()
+    assert info["splits"] == {"train": 6}
+    assert [tool["function"]["name"] for tool in info["tools"]] == ["add"]
+    query = {"config": '{"num_tasks": 2}', "split": "train"}
+    assert len(http.get("/v1/envs/workshop/tasks", params=query).json()["tasks"]) == 2
+    for config, says in [
+        ("{", "config must be a JSON object"),
+        ("[]", "config must be a JSON object"),
+        ("[" * 5000, "nests deeper"),
+        ('{"x": 1}', "there is no key 'x'"),
+        ('{"fail_loading": "data"}', "rows.jsonl, line 3"),
+    ]:
+        refused = http.get("/v1/envs/workshop", params={"config": config})
+        assert says in problem(refused, 422, "invalid_request")["detail"]
+    problem(http.get("/v1/envs/workshop?timeout_s=-1"), 422, "invalid_request")
+    document = http.get("/openapi.json").json()
+    parameters = document["paths"]["/v1/envs/{env_id}"]["get"]["parameters"]
+    assert [each["name"] for each in parameters] == ["env_id", "config", "timeout_s"]
+    assert "last" in document["components"]["schemas"]["StepRequest"]["properties"]
+
+
+def test_the_last_turn_over_http(http):
+    session = open_session(http)
+    url = f"/v1/sessions/{session['id']}/step"
+    body = {"step": 0, "action": call("add"), "last": True}
+    reply = http.post(url, json=body).json()
+    assert reply["truncated"] and not reply["terminated"] and reply["reward"] == 0.5
+    assert reply["reward_components"] == {"turns": 1.0, "is_grading_fine": 1.0}
+    assert http.post(url, json=body).json() == reply | {"replayed": True}
+    problem(http.post(url, json=body | {"last": False}), 409, "step_conflict")
+    problem(http.post(url, json=body | {"last": "yes"}), 422, "invalid_request")
 
 
 def test_health_and_the_description(http):
@@ -200,6 +236,49 @@ def test_large_bodies_are_refused(serve_environments):
                 b"Content-Length: 9999999999\r\n\r\n"
             )
             assert b"413" in raw.recv(200)
+
+
+def test_a_gigabyte_is_not_read(http, served):
+    """A body without an announced length is cut off soon after the limit."""
+    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+    sent = 0
+    with socket.create_connection(("127.0.0.1", int(served.rsplit(":", 1)[1])), 10) as raw:
+        raw.sendall(
+            b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1024):
+                raw.sendall(chunk)
+                sent += 1
+    assert 8 <= sent < 32  # MiB: what was read, and what the socket's buffers hold
+    assert http.get("/healthz").status_code == 200
+
+
+def test_connections_that_send_nothing_hold_up_nobody(http, served):
+    address = ("127.0.0.1", int(served.rsplit(":", 1)[1]))
+    session = open_session(http)
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            raw = stack.enter_context(socket.create_connection(address))
+            raw.sendall(b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+        started = time.monotonic()
+        for index in range(20):
+            url = f"/v1/sessions/{session['id']}/step"
+            assert http.post(url, json={"step": index, "action": call("add")}).status_code == 200
+        assert time.monotonic() - started < 2
+
+
+def test_ids_cannot_be_guessed(http):
+    ids = {open_session(http)["id"] for _ in range(8)}
+    assert len(ids) == 8 and all(len(each) == 22 for each in ids)  # 128 bits in base64
+    known = min(ids)
+    for guess in (known[:-1], known + "A", known.swapcase(), "A" * 22, "*", "%2e%2e"):
+        url = f"/v1/sessions/{guess}"
+        problem(http.post(f"{url}/step", json={"step": 0, "action": {}}), 404, "not_found")
+        problem(http.get(url), 404, "not_found")
+        problem(http.delete(url), 404, "not_found")
+    for each in ids:
+        http.delete(f"/v1/sessions/{each}")
 
 
 def test_a_body_that_does_not_arrive_is_given_up(serve_environments, monkeypatch):

@@ -54,8 +54,8 @@ def call(name, **arguments):
     return WireAction(tool_calls=[WireCall("c", name, arguments)])
 
 
-async def step(manager, session, index, action, timeout_s=None) -> StepReply:
-    body = await manager.step(session.id, StepRequest(index, action, timeout_s))
+async def step(manager, session, index, action, timeout_s=None, last=False) -> StepReply:
+    body = await manager.step(session.id, StepRequest(index, action, timeout_s, last))
     return decode_reply(body, StepReply)
 
 
@@ -161,7 +161,12 @@ def test_an_inline_task():
         (create("nowhere"), "not_found", "no environment 'nowhere'"),
         (create(split="dev"), "invalid_request", "no split 'dev'; it has train"),
         (create(index=1000), "invalid_request", "has 1000 tasks"),
-        (create(config={"x": 1}), "invalid_request", "x: Extra inputs"),
+        (create(config={"x": 1}), "invalid_request", "no key 'x'; its keys are greeting"),
+        (create(config={"greting": 1}), "invalid_request", "did you mean greeting?"),
+        (create(config={"greeting": 1}), "invalid_request", "greeting: Input should be"),
+        (create(config={"fail_loading": "data"}), "invalid_request", "rows.jsonl, line 3"),
+        (create(config={"fail_loading": "config"}), "invalid_request", "install it"),
+        (create(config={"offer": ["fly"]}), "invalid_request", "offered_tools() names 'fly'"),
         (create(count=17), "invalid_request", "never fits"),
         (create(index=666), "env_error", "no such task in the file"),
         (
@@ -264,6 +269,87 @@ def test_draining_refuses_new_sessions_and_serves_the_open_ones():
         assert not draining.done()
         await step(manager, session, 1, call("submit", value=1))
         await asyncio.wait_for(draining, 2)
+
+    run(test)
+
+
+def test_information_is_that_of_the_configuration():
+    async def test(manager):
+        plain = await manager.info("workshop")
+        assert plain.splits == {"train": 1000} and len(plain.tools) > 5
+        config = {"num_tasks": 7, "offer": ["submit", "add"]}
+        info = await manager.info("workshop", config)
+        assert info.splits == {"train": 7}
+        names = [tool["function"]["name"] for tool in info.tools]
+        assert names == ["submit", "add"]
+        session = await open_one(manager, config=config)
+        assert session.tools == info.tools
+        reply = await step(manager, session, 0, call("greet"))
+        says = "There is no tool 'greet'. The tools are: submit, add."
+        assert reply.observation[0]["content"] == says
+        error = await error_of(manager.create(create(index=7, config=config)))
+        assert "has 7 tasks" in str(error)
+        assert len(await manager.preview("workshop", "train", 0, 99, config)) == 7
+
+    run(test)
+
+
+def test_information_waits_for_loading_as_long_as_it_is_told():
+    async def test(manager):
+        config = {"slow_load_s": 0.3}
+        error = await error_of(manager.info("workshop", config, timeout_s=0.05))
+        assert error.code == "reset_timeout" and error.retryable
+        loads = Workshop.loads
+        assert (await manager.info("workshop", config, timeout_s=5.0)).splits == {"train": 1000}
+        assert Workshop.loads == loads  # it was the same loading, which had gone on
+
+    run(test)
+
+
+# The last turn
+
+
+def test_the_agents_last_turn_ends_the_episode_with_its_reward():
+    async def test(manager):
+        session = await open_one(manager)
+        await step(manager, session, 0, call("add"))
+        reply = await step(manager, session, 1, call("add"), last=True)
+        assert (reply.terminated, reply.truncated) == (False, True)
+        assert reply.observation[0]["content"] == '{"count":2}'
+        assert reply.reward_components == {"turns": 2.0, "is_grading_fine": 1.0}
+        assert reply.reward == 0.5 * 2.0
+        assert manager.status(session.id).status == "ended"
+        error = await error_of(step(manager, session, 2, call("add")))
+        assert error.code == "episode_done"
+
+    run(test)
+
+
+def test_a_last_turn_that_ends_the_episode_by_itself_is_not_truncated():
+    async def test(manager):
+        session = await open_one(manager)
+        reply = await step(manager, session, 0, call("submit", value=1), last=True)
+        assert (reply.terminated, reply.truncated, reply.reward) == (True, False, 1.5)
+
+    run(test)
+
+
+def test_the_last_turn_is_part_of_what_a_retry_repeats():
+    async def test(manager):
+        session = await open_one(manager)
+        first = await step(manager, session, 0, call("add"), last=True)
+        again = await step(manager, session, 0, call("add"), last=True)
+        assert again.replayed and again.reward == first.reward
+        assert (await error_of(step(manager, session, 0, call("add")))).code == "step_conflict"
+
+    run(test)
+
+
+def test_a_grader_that_fails_on_the_last_turn_is_an_error():
+    async def test(manager):
+        session = await open_one(manager)
+        error = await error_of(step(manager, session, 0, call("add", number=13), last=True))
+        assert error.code == "grader_error"
 
     run(test)
 
@@ -545,13 +631,13 @@ def test_a_lease_runs_out_and_its_session_is_closed():
 def test_every_call_renews_and_a_running_step_holds_the_lease():
     async def test(manager):
         session = await open_one(manager, lease_s=0.15)
-        reply = await step(manager, session, 0, call("wait", seconds=0.4))
+        reply = await step(manager, session, 0, call("wait", seconds=0.25))
         assert reply.step == 1
-        for _ in range(4):
-            await asyncio.sleep(0.08)
+        for _ in range(3):
+            await asyncio.sleep(0.07)
             manager.status(session.id)
-        for _ in range(4):
-            await asyncio.sleep(0.08)
+        for _ in range(3):
+            await asyncio.sleep(0.07)
             manager.renew(session.id, None)
         assert (await step(manager, session, 1, call("add"))).step == 2
         renewed = manager.renew(session.id, 50.0)
@@ -586,7 +672,7 @@ def test_closing_cancels_the_step_that_runs():
     run(test)
 
 
-def test_a_thousand_episodes_leave_nothing_behind():
+def test_hundreds_of_episodes_leave_nothing_behind():
     async def test(manager):
         async def episode(number):
             session = await open_one(manager, index=number % 10)
@@ -595,7 +681,7 @@ def test_a_thousand_episodes_leave_nothing_behind():
                 await step(manager, session, 1, call("submit", value=1))
             manager.delete(session.id)
 
-        for start in range(0, 1000, 10):
+        for start in range(0, 500, 10):
             await asyncio.gather(*(episode(start + n) for n in range(10)))
             await until(lambda: manager.num_live == 0)
         assert not manager._sessions

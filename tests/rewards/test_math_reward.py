@@ -307,7 +307,7 @@ def test_gsm8k_reference_and_reward():
         gsm8k_reference("no marker")
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.slow), "test"])
 def test_every_gsm8k_gold_solution_scores_one(split):
     path = DATA / "gsm8k" / f"{split}.jsonl"
     if not path.is_file():

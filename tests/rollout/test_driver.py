@@ -1,16 +1,20 @@
 import asyncio
+import threading
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
-from agentrl.env import Environment, Task, register, tool
+from agentrl.env import Environment, Task, register, reward, tool
 from agentrl.env.client import connect
+from agentrl.env.server import listen, make_app
 from agentrl.errors import GraderError
 from agentrl.rollout.driver import Episode, Limits, TokenPolicy, play
 from agentrl.rollout.render import Renderer
@@ -52,12 +56,23 @@ class DriverTest(Environment):
         self.finish(reward=1.0)
 
 
-def collect(say, *, groups=1, group_size=1, limits=LIMITS, template=CHATML, delay_s=0.0, **policy):
+def collect(
+    say,
+    *,
+    groups=1,
+    group_size=1,
+    limits=LIMITS,
+    template=CHATML,
+    delay_s=0.0,
+    env_id="driver-test",
+    url=None,
+    **policy,
+):
     renderer = Renderer(make_tokenizer(template))
     engine = ScriptedEngine(renderer, say, delay_s)
 
     async def run():
-        env = connect(None)
+        env = connect(url)
         token_policy = TokenPolicy(
             engine, renderer, **{"max_turn_tokens": 64, "max_context_tokens": 1024, **policy}
         )
@@ -65,7 +80,7 @@ def collect(say, *, groups=1, group_size=1, limits=LIMITS, template=CHATML, dela
             token_policy,
             env,
             TaskSource("train", 5, seed=1),
-            env_id="driver-test",
+            env_id=env_id,
             env_config={},
             group_size=group_size,
             max_concurrent=64,
@@ -165,6 +180,64 @@ def test_limits_of_turns_and_context_truncate():
     end = cut.turns[0].start + cut.turns[0].num_tokens
     assert row.token_ids[end] == Renderer(make_tokenizer()).close_token_id
     assert set(row.loss_mask[end : second.start]) == {0}
+
+
+@register("driver-graded", max_sessions=3)
+class DriverGraded(DriverTest):
+    """The same with a component of the reward, and room for three."""
+
+    num_open: ClassVar[int] = 0
+    most_open: ClassVar[int] = 0
+
+    def reset(self, task, *, seed):
+        DriverGraded.num_open += 1
+        DriverGraded.most_open = max(DriverGraded.most_open, DriverGraded.num_open)
+        return task.prompt
+
+    def close(self):
+        DriverGraded.num_open -= 1
+
+    @reward(weight=0.5)
+    def looked(self, episode) -> float:
+        return episode.metrics.get("tool_calls", 0.0)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_last_turn_is_graded_and_recorded_as_the_limit_of_turns(remote):
+    def say(request_id, _):
+        return CALL if "m000" in request_id or request_id.endswith("t000") else "done"
+
+    with served("driver-graded") if remote else nullcontext() as url:
+        batch, _ = collect(
+            say, env_id="driver-graded", url=url, group_size=2, limits=replace(LIMITS, max_turns=2)
+        )
+    cut, ended = batch.trajectories
+    assert (cut.stop_reason, cut.error) == (StopReason.MAX_TURNS, None)
+    assert (cut.reward, cut.reward_components) == (1.0, {"looked": 2.0})
+    assert cut.turns[-1].reward == 1.0 and cut.truncated and cut.trainable
+    assert (ended.stop_reason, ended.reward) == (StopReason.TERMINATED, 1.5)
+    assert not ended.truncated
+
+
+def test_no_more_episodes_are_open_than_the_environment_has_sessions_for():
+    DriverGraded.most_open = 0
+    batch, _ = collect(lambda *_: "done", env_id="driver-graded", group_size=12, delay_s=0.02)
+    assert [trajectory.error for trajectory in batch.trajectories] == [None] * 12
+    assert DriverGraded.most_open == 3
+
+
+@contextmanager
+def served(env_id):
+    app, listener = make_app([env_id]), listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
+    )
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    listener.close()
 
 
 def test_a_prompt_that_fills_the_context_is_an_error_with_numbers():

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -92,3 +94,16 @@ def test_float32_rounding_of_logprobs_happens_once(tmp_path):
     TrajectoryLog(tmp_path).append(1, [trajectory])
     (_, read), *_ = read_trajectories(tmp_path)
     assert read.branches[0].rollout_logprobs == [0.0, float(np.float32(-0.1))]
+
+
+@given(st.lists(st.floats(-20, 1e-5), max_size=20), st.integers(0, 20))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.01])
+def test_a_row_refuses_what_is_no_log_probability(bad, logprobs, position):
+    row = TokenRow()
+    row.append_sampled([1] * len(logprobs), logprobs, [0] * len(logprobs), 0)
+    assert all(value <= 0 for value in row.rollout_logprobs)
+    position = min(position, len(logprobs))
+    spoilt = [*logprobs[:position], bad, *logprobs[position:]]
+    with pytest.raises(ValueError, match=f"at sampled token {position}$"):
+        row.append_sampled([1] * len(spoilt), spoilt, [0] * len(spoilt), 1)
+    assert len(row) == len(logprobs)

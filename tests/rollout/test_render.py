@@ -79,3 +79,10 @@ def test_decoding_drops_stop_tokens_at_the_end_only():
     ids = tokenizer.encode("<tool_call>a", add_special_tokens=False)
     assert CHATML_RENDERER.decode([*ids, end]) == "<tool_call>a"
     assert CHATML_RENDERER.decode([end, *ids]) == "<|im_end|><tool_call>a"
+
+
+@given(st.lists(st.integers(0, 300), max_size=30))
+def test_decoding_is_the_tokenizers_own(token_ids):
+    renderer = CHATML_RENDERER
+    kept = [token for token in token_ids if token not in renderer.stop_token_ids]
+    assert renderer.decode(kept) == renderer.tokenizer.decode(kept, skip_special_tokens=False)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.env.base import EnvConfig, Environment, load_config
+from agentrl.env.base import EnvConfig, Environment, to_observation
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Action, Message, StepResult, Task
 from agentrl_math.calculator import calculate, show
 from agentrl_math.tasks import Arithmetic, Keys, TaskSet, load_rows
@@ -44,6 +44,7 @@ class MathConfig(EnvConfig):
     operators: str = "+-*"
     """Arithmetic: any of `+`, `-` and `*`."""
     min_digits: int = Field(default=1, ge=1, le=50)
+    """Arithmetic: fewest digits of a number."""
     digits: int = Field(default=2, ge=1, le=50)
     """Arithmetic: each number has `min_digits` to `digits` digits, every length equally often."""
     num_tasks: int | None = Field(default=None, ge=1)
@@ -56,6 +57,7 @@ class MathConfig(EnvConfig):
     instruction: str = DEFAULT_INSTRUCTION
     """Put under every question, after an empty line; an empty text leaves the bare question."""
     system_prompt: str | None = None
+    """Put first, unless the task is a chat that has one."""
 
     tools: bool = False
     """Offer a calculator; the agent may then use several turns."""
@@ -89,13 +91,9 @@ class MathConfig(EnvConfig):
 
 @register("math", max_sessions=4096)
 class MathEnvironment(Environment):
-    Config = MathConfig
+    """Math problems with one final answer, which is graded; with `tools`, a calculator first."""
 
-    def __new__(cls, config: Any = None, *, shared: object = None) -> MathEnvironment:
-        # Tools belong to a class, so the configuration chooses between two.
-        if cls is MathEnvironment and load_config(cls, config).tools:
-            return object.__new__(CalculatorMathEnvironment)
-        return super().__new__(cls)
+    Config = MathConfig
 
     @classmethod
     def load_shared(cls, config: MathConfig) -> TaskSet:
@@ -128,13 +126,13 @@ class MathEnvironment(Environment):
     def get(self, split: str, index: int) -> Task:
         return self.shared.get(split, index)
 
+    def offered_tools(self) -> list[str]:
+        return ["calculator"] if self.config.tools else []
+
     async def reset(self, task: Task, *, seed: int) -> list[Message]:
         if isinstance(task.reference, bool) or not isinstance(task.reference, str | int | float):
-            raise EnvError(
-                f"task {task.id} needs a reference answer: a text or a number",
-                code="invalid_request",
-                status=422,
-            )
+            raise DataError(f"task {task.id} needs a reference answer: a text or a number")
+        self._num_calls = 0
         self.system_prompt = self.config.system_prompt
         if isinstance(task.prompt, str):
             messages: list[Message] = [{"role": "user", "content": task.prompt}]
@@ -144,8 +142,47 @@ class MathEnvironment(Environment):
             messages[-1]["content"] += f"\n\n{self.config.instruction}"
         return messages
 
+    @tool
+    async def calculator(
+        self,
+        expression: Annotated[str, Field(description="for example (3 + 4) * 2.5 / 7")],
+    ) -> str:
+        """Calculate an arithmetic expression exactly: + - * / // % ** and parentheses."""
+        return show(calculate(expression))
+
     async def step(self, action: Action) -> StepResult:
-        return await self._judge(action.text)
+        calls_a_tool = bool(action.tool_calls) or action.parse_error is not None
+        if not (self.config.tools and calls_a_tool):
+            return await self._judge(action.text)
+        observation = await self._calculate(action)
+        if self.episode.last_turn:  # no answer was given, which counts as a wrong one
+            return StepResult(
+                observation, truncated=True, reward_components={"correct": 0.0, "format": 0.0}
+            )
+        return StepResult(observation)
+
+    async def _calculate(self, action: Action) -> list[Message]:
+        """Run the calls that `max_tool_calls` still allows, and refuse the others."""
+        left = max(self.config.max_tool_calls - self._num_calls, 0)
+        num_calls = max(len(action.tool_calls), 1)  # an unreadable call counts too
+        self._num_calls += num_calls
+        if left >= num_calls:
+            return to_observation(await self.run_tools(action), "run_tools()")
+        request = (
+            f"Not run: all {self.config.max_tool_calls} tool calls are used up. "
+            "Reply with the final answer."
+        )
+        if action.parse_error is not None:
+            return [{"role": "user", "content": request}]
+        messages: list[Message] = []
+        if left:
+            allowed = replace(action, tool_calls=action.tool_calls[:left])
+            messages = to_observation(await self.run_tools(allowed), "run_tools()")
+        for call in action.tool_calls[left:]:
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": request}
+            )
+        return messages
 
     async def _judge(self, text: str) -> StepResult:
         """Grade the final answer and end the episode.
@@ -169,51 +206,6 @@ class MathEnvironment(Environment):
             reward_components={"correct": result.score, "format": marked},
             info=info,
         )
-
-
-class CalculatorMathEnvironment(MathEnvironment):
-    """What `MathEnvironment` makes when `tools` is set."""
-
-    async def reset(self, task: Task, *, seed: int) -> list[Message]:
-        self._num_calls = 0
-        return await super().reset(task, seed=seed)
-
-    @tool
-    async def calculator(
-        self,
-        expression: Annotated[str, Field(description="for example (3 + 4) * 2.5 / 7")],
-    ) -> str:
-        """Calculate an arithmetic expression exactly: + - * / // % ** and parentheses."""
-        return show(calculate(expression))
-
-    async def step(self, action: Action) -> StepResult:
-        if not action.tool_calls and action.parse_error is None:
-            return await self._judge(action.text)
-        left = self.config.max_tool_calls - self._num_calls
-        num_calls = max(len(action.tool_calls), 1)  # an unreadable call counts too
-        self._num_calls += num_calls
-        if left >= num_calls:
-            return StepResult(observation=await self._run(action))
-        request = (
-            f"Not run: all {self.config.max_tool_calls} tool calls are used up. "
-            "Reply with the final answer."
-        )
-        if action.parse_error is not None:
-            return StepResult(observation=[{"role": "user", "content": request}])
-        messages = []
-        if left > 0:
-            messages = await self._run(replace(action, tool_calls=action.tool_calls[:left]))
-        for call in action.tool_calls[max(left, 0) :]:
-            messages.append(
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": request}
-            )
-        return StepResult(observation=messages)
-
-    async def _run(self, action: Action) -> list[Message]:
-        observation = await self.run_tools(action)
-        if isinstance(observation, str):
-            return [{"role": "user", "content": observation}]
-        return observation or []
 
 
 def equivalence_of(config: MathConfig) -> Literal["literal", "numeric", "symbolic"]:

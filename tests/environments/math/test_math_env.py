@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
+from agentrl.cli import main
 from agentrl.env import client as env_client
 from agentrl.env.registry import resolve
+from agentrl.env.server import listen, make_app
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 from agentrl.types import Action, StepResult, Task, ToolCall
 from agentrl_math import MathEnvironment
@@ -335,6 +339,72 @@ def test_a_task_without_a_usable_reference_is_refused(reference):
         play([], task=Task("inline", "1+1=?", reference=reference))
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_splits_are_those_of_the_configured_source(tmp_path, remote, serve_math):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    write_rows(tmp_path / "test.jsonl", ROWS[:1])
+
+    async def run(url: str | None) -> list[Any]:
+        async with env_client.connect(url) as client:
+            config = {"source": str(tmp_path)}
+            plain = (await client.info("math")).splits
+            own = (await client.info("math", config)).splits
+            session = await client.session("math", split="test", index=0, config=config)
+            return [plain, own, session.messages[0]["content"].splitlines()[0]]
+
+    seen = asyncio.run(run(serve_math if remote else None))
+    splits = {"test": 1, "train": 2}
+    assert seen == [{"train": None, "test": 200}, splits, ROWS[0]["question"]]
+
+
+@pytest.fixture
+def serve_math():
+    app = make_app(["math"])
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
+    )
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"digitz": 3}, "there is no key 'digitz'; did you mean digits?"),
+        ({"digits": 0}, "digits: Input should be greater than or equal to 1"),
+        ({"source": "rows.jsonl", "input_key": "quest"}, "line 1: there is no column 'quest'"),
+        ({"source": "empty.jsonl"}, "holds no tasks"),
+        ({"source": "missing.jsonl"}, "missing.jsonl does not exist"),
+    ],
+)
+def test_wrong_configuration_and_data_end_a_command_with_one_line(
+    config, says, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "empty.jsonl", [])
+    options = [part for key, value in config.items() for part in ("--config", f"{key}={value}")]
+    assert main(["env", "info", "math", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("agentrl: error: ") and says in error and len(error.splitlines()) == 1
+
+
+def test_the_splits_of_gsm8k_are_found_with_its_configuration():
+    if not (DATA / "gsm8k").is_dir():
+        pytest.skip(f"GSM8K is not at {DATA / 'gsm8k'}; set AGENTRL_DATA")
+
+    async def run() -> dict:
+        async with env_client.connect() as client:
+            return (await client.info("math", {"source": str(DATA / "gsm8k")})).splits
+
+    assert asyncio.run(run()) == {"test": 1319, "train": 7473}
+
+
 # --- single-turn episodes ------------------------------------------------------------------------
 
 
@@ -430,8 +500,14 @@ def test_the_calculator_is_offered_only_when_asked_for():
             session = await client.session("math", task=ADDITION, config=config)
             return [tool["function"]["name"] for tool in session.tools]  # type: ignore[index]
 
-    assert asyncio.run(tools({})) == []
-    assert asyncio.run(tools({"tools": True})) == ["calculator"]
+    async def listed(config: dict) -> list[str]:
+        async with env_client.connect() as client:
+            info = await client.info("math", config)
+            return [tool["function"]["name"] for tool in info.tools]
+
+    for config, names in [({}, []), ({"tools": True}, ["calculator"])]:
+        assert asyncio.run(tools(config)) == names
+        assert asyncio.run(listed(config)) == names
 
 
 def test_a_calculation_and_an_answer():
@@ -442,6 +518,22 @@ def test_a_calculation_and_an_answer():
     assert (first.reward, first.terminated) == (0.0, False)
     assert (last.reward, last.terminated) == (1.0, True)
     assert last.metrics["tool_calls"] == 1.0
+
+
+def test_an_episode_cut_at_a_calculation_has_no_right_answer():
+    async def run():
+        env = env_client.make("math", tools=True, format_weight=0.5)
+        await env.reset(task=ADDITION)
+        cut = await env.step(calculator("17+25"), last=True)
+        await env.reset(task=ADDITION)
+        answered = await env.step("#### 42", last=True)
+        await env.close()
+        return cut, answered
+
+    cut, answered = asyncio.run(run())
+    assert (cut.terminated, cut.truncated, cut.reward) == (False, True, 0.0)
+    assert cut.reward_components == {"correct": 0.0, "format": 0.0}
+    assert (answered.terminated, answered.truncated, answered.reward) == (True, False, 1.5)
 
 
 @pytest.mark.parametrize(
