@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add_env_commands(commands)
     add_algo_commands(commands)
+    # Environments bring commands of their own; agentrl names none of them.
+    for entry_point in sorted(entry_points(group="agentrl.commands"), key=lambda each: each.name):
+        entry_point.load()(commands)
     return parser
 
 
@@ -66,22 +70,21 @@ class _TrainHelp(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.print_help()
         from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
+        from rich.padding import Padding
+        from rich.text import Text
 
         from agentrl.config import valid_keys
 
-        table = Table(title="Keys of a run file", title_justify="left", box=None, pad_edge=False)
-        for heading in ("key", "default", "meaning"):
-            table.add_column(heading, overflow="fold")
+        console = Console(highlight=False)
+        console.print("\nkeys of a run file, with their defaults:")
         section = ""
         for key, (default, meaning) in valid_keys().items():
             if key.split(".")[0] != section:
                 section = key.split(".")[0]
-                table.add_section()
-            table.add_row(f"--{key}", escape(default), escape(meaning))
-        print()
-        Console().print(table)
+                console.print(f"\n[bold]\\[{section}][/]")
+            console.print(Text.assemble(("  --" + key, "cyan"), f"  {default}"), soft_wrap=True)
+            if meaning:
+                console.print(Padding(Text(meaning), (0, 0, 0, 6)))
         parser.exit()
 
 
@@ -168,18 +171,22 @@ def _add_sft(commands: argparse._SubParsersAction) -> None:
             "rollouts are; only assistant turns are trained."
         ),
     )
-    command.add_argument("demonstrations", type=Path, metavar="DEMOS.jsonl")
+    command.add_argument(
+        "demonstrations", type=Path, metavar="DEMOS.jsonl", help="dialogues, one JSON per line"
+    )
     command.add_argument("--model", required=True, help="model to start from (directory or name)")
     command.add_argument("--out", type=Path, required=True, help="directory for the tuned model")
-    command.add_argument("--epochs", type=int, default=1)
+    command.add_argument("--epochs", type=int, default=1, help="passes over the dialogues")
     command.add_argument("--batch-size", type=int, default=32, help="dialogues per update")
-    command.add_argument("--learning-rate", type=float, default=1e-5)
-    command.add_argument("--warmup-steps", type=int, default=10)
+    command.add_argument("--learning-rate", type=float, default=1e-5, help="peak, cosine after it")
+    command.add_argument("--warmup-steps", type=int, default=10, help="updates of linear warm-up")
     command.add_argument("--token-budget", type=int, default=8192, help="tokens per micro-batch")
     command.add_argument(
         "--max-tokens", type=int, default=4096, help="longer dialogues are dropped"
     )
-    command.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    command.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto takes a GPU if any"
+    )
     command.add_argument(
         "--save-dtype", default="float32", choices=["float32", "bfloat16"], help="of the result"
     )

@@ -27,7 +27,6 @@ from agentrl.algo import Objective
 from agentrl.algo.objective import PRESET_DATA
 from agentrl.errors import ConfigError
 
-
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, annotated_types.Gt(0)]
@@ -145,8 +144,8 @@ class RolloutSection(Section):
 
 class InferenceSection(Section):
     backend: Literal["embedded", "vllm", "openai"] = "embedded"
-    """`embedded`: transformers' continuous batching on the trainer's own weights.
-    `vllm`: token ids over HTTP, for `agentrl eval`. `openai`: any chat server, for `agentrl eval`."""
+    """`embedded`: samples in this process from the trainer's own weights.
+    `vllm`: token ids over HTTP, for `agentrl eval`. `openai`: any chat server, for the same."""
     urls: Annotated[list[str], Field(default_factory=list)]
     """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`."""
     model: str = "policy"
@@ -277,9 +276,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _longest_trajectory_is_the_constant(cls, data: object) -> object:
-        """`aggregate.kind = "constant"` without `max_tokens` divides by what a trajectory may sample.
+        """What a trajectory may sample is `max_tokens` of `aggregate.kind = "constant"`.
 
-        A preset's number belongs to its paper's context length, not to this run's.
+        Only where the run file gives none: a preset's number belongs to its paper's runs.
         """
         objective = data.get("objective") if isinstance(data, dict) else None
         if not isinstance(data, dict) or not isinstance(objective, dict):

@@ -38,7 +38,8 @@ def doctor(run_file: Path | None, overrides: list[str]) -> int:
     marks = {"ok": "[green]ok  [/]", "note": "[yellow]note[/]", "fix": "[red]fix [/]"}
     worst = 0
     for finding in _findings(run_file, overrides):
-        console.print(f"{marks[finding.status]} {escape(finding.what)}: {escape(finding.detail)}")
+        line = f"{marks[finding.status]} {escape(finding.what)}: {escape(finding.detail)}"
+        console.print(line, soft_wrap=True)  # a path or a command stays in one piece
         worst |= finding.status == "fix"
     return int(worst)
 
@@ -127,10 +128,10 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
         tokenizer = load_tokenizer(config.model.path)
         renderer = Renderer(tokenizer, template_kwargs=config.rollout.template)
         how = {
-            "append_only": "later turns extend the token row",
-            "fork": "the template edits history, so rows fork (rollout.history)",
+            "append_only": "its chat template never edits the past: one token row per episode",
+            "fork": "its chat template edits the past, so token rows fork (rollout.history)",
         }[renderer.history]
-        yield Finding("ok", f"model {config.model.path}", f"chat template self-test: {how}")
+        yield Finding("ok", f"model {config.model.path}", how)
     except AgentRLError as error:
         yield Finding("fix", f"model {config.model.path}", str(error))
 

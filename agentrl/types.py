@@ -180,16 +180,16 @@ class TokenRow:
                 f"{len(token_ids)} sampled tokens came with {len(logprobs)} log-probabilities "
                 f"and {len(versions)} versions"
             )
-        for position, logprob in enumerate(logprobs):
-            # A tiny positive value is rounding in the engine's softmax, not an error.
-            if not math.isfinite(logprob) or logprob > 1e-4:
-                raise ValueError(f"log-probability {logprob} at sampled token {position}")
+        if (position := bad_logprob(logprobs)) is not None:
+            raise ValueError(f"log-probability {logprobs[position]} at sampled token {position}")
         newest = next((v for v in reversed(self.policy_versions) if v >= 0), -1)
         for version in versions:
             if version < 0 or version < newest:
                 raise ValueError(f"policy version {version} after version {newest}")
             newest = version
-        self._append(token_ids, 1, [min(x, 0.0) for x in logprobs], versions, turn_id)
+        if max(logprobs, default=0.0) > 0:
+            logprobs = [min(logprob, 0.0) for logprob in logprobs]
+        self._append(token_ids, 1, logprobs, versions, turn_id)
 
     def _append(
         self, ids: list[int], mask: int, logprobs: list[float], versions: list[int], turn_id: int
@@ -208,6 +208,20 @@ class TokenRow:
             "policy_versions": np.asarray(self.policy_versions, np.int32),
             "turn_ids": np.asarray(self.turn_ids, np.int32),
         }
+
+
+def bad_logprob(logprobs: list[float]) -> int | None:
+    """Position of the first value that is no log-probability; None when all of them are.
+
+    A positive value below 1e-4 is rounding in an engine's softmax and passes.
+    """
+    # One not finite makes the sum not finite, so the usual case takes two calls.
+    if math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= 1e-4:
+        return None
+    for position, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob) or logprob > 1e-4:
+            return position
+    return None
 
 
 @dataclass(slots=True)

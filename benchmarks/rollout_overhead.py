@@ -1,12 +1,14 @@
 """CPU time of the rollout driver per 4-turn trajectory, against servers that answer at once.
 
-    python benchmarks/rollout_overhead.py [--trajectories 400]
+    python benchmarks/rollout_overhead.py [--trajectories 400] [--concurrent 64 1000]
 
 What is measured is everything between the model's answer and its next prompt: rendering, parsing,
 records, the calls themselves. The inference server answers `/inference/v1/generate` over HTTP from
 another process with a prepared turn; the environment runs in this process. Beside it, in the same
-run, the floor: the same calls over the same transport with no driver around them. CPU time of this
-process on one thread, best of `--repeats`.
+run, two parts of it alone: the engine calls with the same prompts (the floor: what any driver over
+this transport pays) and the environment's sessions with the same actions. The rest is the driver's
+own: rendering, parsing, records, deadlines. CPU time of this process on one thread, best of
+`--repeats`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import multiprocessing
 import socket
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -29,12 +32,14 @@ from agentrl.inference.vllm import VLLMEngine
 from agentrl.rollout.driver import Limits, TokenPolicy
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.types import Action, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tokenizers_for_tests import make_tokenizer
 
 CALL = '<tool_call>{"name": "look", "arguments": {"word": "w"}}</tool_call>'
 NUM_TURNS = 4
+GROUP_SIZE = 8
 
 
 @register("overhead-test")
@@ -85,8 +90,10 @@ def serve(port: int, turns: list[list[int]]) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 
-async def driver_cpu(url: str, renderer: Renderer, num: int) -> float:
-    """CPU seconds per trajectory."""
+async def driver_cpu(
+    url: str, renderer: Renderer, num: int, concurrent: int
+) -> tuple[float, list[list[int]]]:
+    """CPU seconds per trajectory, and the prompts of one trajectory's turns."""
     engine, env = VLLMEngine([url]), connect(None)
     await engine.start()
     scheduler = GroupScheduler(
@@ -95,48 +102,76 @@ async def driver_cpu(url: str, renderer: Renderer, num: int) -> float:
         TaskSource("train", None, seed=1),
         env_id="overhead-test",
         env_config={},
-        group_size=8,
-        max_concurrent=64,
+        group_size=GROUP_SIZE,
+        max_concurrent=concurrent,
         limits=Limits(max_turns=8, turn_timeout_s=60, step_timeout_s=60, episode_timeout_s=60),
         seed=1,
     )
-    await scheduler.collect(4)  # connections, templates and caches are warm
+    # Connections, templates and caches are warm before the clock starts.
+    await scheduler.collect(-(-concurrent // GROUP_SIZE))
     started = time.process_time()
-    batch = await scheduler.collect(num // 8)
+    batch = await scheduler.collect(-(-num // GROUP_SIZE))
     seconds = time.process_time() - started
     for trajectory in batch.trajectories:
         assert trajectory.error is None and len(trajectory.turns) == NUM_TURNS, trajectory
     await engine.aclose()
     await env.aclose()
-    return seconds / len(batch.trajectories)
+    row = batch.trajectories[0].branches[0]
+    prompts = [row.token_ids[: turn.start] for turn in batch.trajectories[0].turns]
+    return seconds / len(batch.trajectories), prompts
 
 
-async def floor_cpu(url: str, renderer: Renderer, num: int) -> float:
-    """CPU seconds per four bare calls with prompts of the same lengths."""
+async def engine_cpu(
+    url: str, renderer: Renderer, prompts: list[list[int]], num: int, concurrent: int
+) -> float:
+    """CPU seconds per trajectory's bare engine calls."""
     engine = VLLMEngine([url])
     await engine.start()
-    prompts = [[5] * length for length in (500, 640, 780, 920)]
     sampling = SamplingParams(max_tokens=256, stop_token_ids=renderer.stop_token_ids)
 
-    async def trajectory(number: int) -> None:
+    async def calls(number: int) -> None:
         for turn, prompt in enumerate(prompts):
             await engine.generate(f"f{number}-m000-t{turn:03d}", prompt, sampling)
 
+    seconds = await _cpu_of(calls, num, concurrent)
+    await engine.aclose()
+    return seconds
+
+
+async def environment_cpu(num: int, concurrent: int) -> float:
+    """CPU seconds per bare session: opened, stepped four times, closed."""
+    env = connect(None)
+    look = Action(tool_calls=(ToolCall("t0-0", "look", {"word": "w"}),))
+    actions = [look] * (NUM_TURNS - 1) + [Action("The answer is 42.")]
+
+    async def session(number: int) -> None:
+        opened = await env.session("overhead-test", split="train", index=number, seed=1, config={})
+        for action in actions:
+            await opened.step(action, timeout_s=60)
+        await opened.close()
+
+    seconds = await _cpu_of(session, num, concurrent)
+    await env.aclose()
+    return seconds
+
+
+async def _cpu_of(work: Callable[[int], Awaitable[None]], num: int, concurrent: int) -> float:
+    """CPU seconds per call of `work`, warm, with as many at a time as the driver plays."""
+
     async def some(numbers: range) -> None:
         for number in numbers:
-            await trajectory(number)
+            await work(number)
 
-    await some(range(num, num + 8))
+    await asyncio.gather(*(work(num + extra) for extra in range(concurrent)))
     started = time.process_time()
-    await asyncio.gather(*(some(range(start, num, 64)) for start in range(64)))
-    seconds = time.process_time() - started
-    await engine.aclose()
-    return seconds / num
+    await asyncio.gather(*(some(range(first, num, concurrent)) for first in range(concurrent)))
+    return (time.process_time() - started) / num
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trajectories", type=int, default=400)
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 1000])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     renderer = Renderer(make_tokenizer())
@@ -160,15 +195,22 @@ def main() -> None:
             break
         except OSError:
             time.sleep(0.1)
-    ours, floor = [], []
-    for _ in range(args.repeats):
-        ours.append(asyncio.run(driver_cpu(url, renderer, args.trajectories)))
-        floor.append(asyncio.run(floor_cpu(url, renderer, args.trajectories)))
+    print(f"CPU ms per {NUM_TURNS}-turn trajectory, best of {args.repeats}")
+    print("  at a time   whole   engine calls   environment   driver's own   whole / engine")
+    for concurrent in args.concurrent:
+        num = max(args.trajectories, concurrent)
+        whole, engine, environment = [], [], []
+        for _ in range(args.repeats):
+            seconds, prompts = asyncio.run(driver_cpu(url, renderer, num, concurrent))
+            whole.append(seconds * 1e3)
+            engine.append(asyncio.run(engine_cpu(url, renderer, prompts, num, concurrent)) * 1e3)
+            environment.append(asyncio.run(environment_cpu(num, concurrent)) * 1e3)
+        ours, calls, sessions = min(whole), min(engine), min(environment)
+        print(
+            f"{concurrent:11d} {ours:7.2f} {calls:14.2f} {sessions:13.2f} "
+            f"{ours - calls - sessions:14.2f} {ours / calls:16.2f}"
+        )
     server.terminate()
-    best, bare = min(ours) * 1e3, min(floor) * 1e3
-    print(f"driver, CPU per {NUM_TURNS}-turn trajectory   {best:.2f} ms")
-    print(f"the same calls without a driver       {bare:.2f} ms")
-    print(f"ratio                                 {best / bare:.2f}")
 
 
 if __name__ == "__main__":

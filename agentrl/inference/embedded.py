@@ -14,7 +14,9 @@ Made for small models and machines without a GPU, and for runs that must repeat 
 
 A round is one padded batch rather than transformers' continuous batching, which attends over the
 keys of all requests behind a mask, draws from the global generator and collects garbage at the end
-of every run: three to six times slower on two cores at 16 to 256 requests.
+of every run: 2.8 to 6.4 times the CPU time at 16 to 256 requests on one thread, while `generate`,
+which needs prompts of one length and gives no log-probabilities, takes 0.7 to 1.1 times as much as
+a round (benchmarks/embedded_engine.py).
 
 On a CPU the result is a function of the weights, the seed, the requests of the round and torch's
 number of threads. On CUDA the order of floating point sums is not fixed, so equality is not

@@ -33,7 +33,7 @@ import msgspec
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, SamplingParams, request_seed
-from agentrl.types import JSON, FinishReason
+from agentrl.types import JSON, FinishReason, bad_logprob
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -490,10 +490,9 @@ def _check_generation(url: str, generation: Generation, sampling: SamplingParams
         raise InferenceError(f"{url}: {num_tokens} tokens, max_tokens was {sampling.max_tokens}")
     if num_tokens == 0 and generation.finish_reason != "abort":
         raise InferenceError(f"{url}: the answer holds no tokens")
-    for position, logprob in enumerate(generation.logprobs):
-        # A tiny positive value is rounding in the server's softmax.
-        if not math.isfinite(logprob) or logprob > 1e-4:
-            raise InferenceError(f"{url}: log-probability {logprob} at sampled token {position}")
+    if (position := bad_logprob(generation.logprobs)) is not None:
+        logprob = generation.logprobs[position]
+        raise InferenceError(f"{url}: log-probability {logprob} at sampled token {position}")
 
 
 def _decode(decoder: msgspec.json.Decoder[Answer], url: str, body: bytes) -> Answer:

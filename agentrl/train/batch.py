@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -36,6 +36,7 @@ def make_batch(
     samples: Sequence[Sample],
     *,
     current_version: int,
+    weighted: Iterable[str] = (),
     states: Mapping[str, Sequence[int]] | None = None,
     greedy_rewards: Mapping[str, float] | None = None,
     device: torch.device | str = "cpu",
@@ -48,13 +49,15 @@ def make_batch(
     Args:
         samples: at least one.
         current_version: of the policy that is about to be updated.
+        weighted: reward components that have a column although no sample may report them.
         states: per trajectory id the state in which each of its turns began (`turn_states`).
         greedy_rewards: per group id the reward of a greedy answer to its task.
         device: of the tensors.
     """
     num_rows, width = len(samples), max(sample.num_trained for sample in samples)
     num_turns = max(len(sample.turn_rewards) for sample in samples)
-    names = sorted({name for sample in samples for name in sample.reward_components})
+    reported = {name for sample in samples for name in sample.reward_components}
+    names = sorted(reported.union(weighted))
     mask = np.zeros((num_rows, width), bool)
     logprobs = np.zeros((num_rows, width), np.float32)
     token_ids = np.zeros((num_rows, width), np.int64)
@@ -108,14 +111,14 @@ def turn_states(trajectory: Trajectory) -> list[int]:
 
     Roles and contents count; call ids number the turns and would keep equal states apart.
     """
-    states, said = [], []
-    for message in trajectory.messages:
-        if message["role"] != "assistant":
-            said.append([message["role"], message["content"]])
-            continue
-        digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=8).digest()
+    messages, states = trajectory.messages, []
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    # A prompt may show assistant messages as examples; the last ones are the policy's.
+    turns = spoken[-len(trajectory.turns) :]
+    for start, end in zip([0, *(index + 1 for index in turns)], turns, strict=False):
+        said = json.dumps([[m["role"], m["content"]] for m in messages[start:end]])
+        digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
         states.append(int.from_bytes(digest, "big") >> 1)
-        said = []
     return states
 
 
@@ -123,21 +126,23 @@ def require_components(objective: Objective, batch: Batch) -> None:
     """Compare `reward.weights` with the reward components that the environment reports.
 
     Raises:
-        ConfigError: a weight is missing, or no weighted component occurs at all.
+        ConfigError: a component has no weight, or none with a weight occurs in the first batch.
     """
     weights = objective.reward.weights
-    if weights is None:
+    if weights is None or batch.reward_components is None:
         return
-    reported = ", ".join(batch.reward_names) or "none"
-    if not weights.keys() & set(batch.reward_names):
+    known = ~batch.reward_components.isnan().all(0)
+    reported = [name for name, is_known in zip(batch.reward_names, known, strict=True) if is_known]
+    shown = f"the environment's reward components are {', '.join(reported) or 'none'}"
+    if batch.current_version == 0 and not weights.keys() & set(reported):
         raise ConfigError(
-            f"objective.reward.weights names {', '.join(weights)}, but the environment's reward "
-            f"components are {reported}; name those, or remove reward.weights"
+            f"objective.reward.weights names {', '.join(weights)}, but {shown}; name those, or "
+            "remove reward.weights"
         )
-    if ignored := [name for name in batch.reward_names if name not in weights]:
+    if ignored := [name for name in reported if name not in weights]:
         raise ConfigError(
-            f"objective.reward.weights has no weight for {', '.join(ignored)}; the environment's "
-            f"reward components are {reported}; give it one, 0 to ignore it"
+            f"objective.reward.weights has no weight for {', '.join(ignored)}, and {shown}; give "
+            "it one, 0 to ignore it"
         )
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.algo import Batch, Objective
 from agentrl.algo.aggregate import trained_mask
+from agentrl.config import RunConfig
 from agentrl.train.model import backbone_hidden, load_model, set_gradient_checkpointing
+from agentrl.train.optimizer import Learner
 from agentrl.train.plan import MicroBatch
+from agentrl.train.teacher import require_same_tokenizer
 
 
 class Critic(nn.Module):
@@ -35,17 +38,26 @@ class Critic(nn.Module):
         return self.value_head(hidden.float()).squeeze(1)
 
 
-def load_critic(
-    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool
-) -> Critic:
-    """A critic on the weights of a causal language model.
+def make_critic(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    total_updates: int,
+) -> Learner[Critic]:
+    """The critic of a run with its own optimizer.
 
     Raises:
-        ConfigError: see `load_model`.
+        ConfigError: `critic.path` cannot be loaded or has another tokenizer than the policy.
     """
+    path = config.critic.path or config.model.path
+    require_same_tokenizer(path, tokenizer, "critic.path")
     model = load_model(path, dtype=dtype, device=device)
-    set_gradient_checkpointing(model, gradient_checkpointing)
-    return Critic(model.get_decoder())
+    set_gradient_checkpointing(model, config.model.gradient_checkpointing)
+    settings = config.train.model_copy(update={"learning_rate": config.critic.learning_rate})
+    critic = Critic(model.get_decoder())
+    return Learner(critic, settings, total_updates=total_updates, section="critic")
 
 
 def explained_variance(objective: Objective, batch: Batch) -> float | None:

@@ -16,17 +16,21 @@ How this differs from the textbook loop:
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl.algo import Batch
+from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
 from agentrl.errors import ConfigError, TrainingError
@@ -39,10 +43,13 @@ from agentrl.train import checkpoint
 from agentrl.train.batch import (
     error_codes,
     make_batch,
+    require_components,
     rollout_metrics,
     trainable_samples,
+    turn_states,
     zero_variance,
 )
+from agentrl.train.critic import Critic, make_critic
 from agentrl.train.metrics import MetricsWriter
 from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
@@ -53,12 +60,15 @@ from agentrl.train.setup import (
     run_directory,
     seed_everything,
 )
+from agentrl.train.teacher import TeacherServer, make_teacher
 from agentrl.train.update import update_policy
-from agentrl.types import JSON
+from agentrl.types import JSON, Group, Sample
 from agentrl.view.display import Display
 from agentrl.view.report import report_run
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -68,8 +78,11 @@ class Run:
     config: RunConfig
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
-    learner: Learner
+    learner: Learner[PreTrainedModel]
+    critic: Learner[Critic] | None
     reference: PreTrainedModel | None
+    teacher: PreTrainedModel | TeacherServer | None
+    kl: KLController
     engine: EmbeddedEngine
     renderer: Renderer
     env: EnvClient
@@ -88,29 +101,27 @@ def train(config: RunConfig, *, quiet: bool = False) -> Path:
 
 
 async def _train(config: RunConfig, *, quiet: bool) -> Path:
-    env = connect(config.env.url or None, token=config.env.token)
-    try:
+    async with aclosing(connect(config.env.url or None, token=config.env.token)) as env:
         run = await _assemble(config, env)
         last_step = _restore(run) if config.run.resume else 0
-        with (
-            MetricsWriter(
-                run.run_dir,
-                config.track.sinks,
-                resume_step=last_step if config.run.resume else None,
-                name=config.run.name,
-                project=config.track.project,
-                config=config.model_dump(mode="json", exclude={"env": {"token"}}),
-            ) as metrics_writer,
-            Display(config.run.num_steps, title=config.run.name, quiet=quiet) as display,
-            interruptible() as interrupted,
-            ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer") as trainer_thread,
-        ):
-            log = TrajectoryLog(run.run_dir, resume_step=last_step)
-            if not config.run.resume:
-                _save(run, 0, display)  # from here on, a kill at any moment can be resumed
-            await _steps(run, last_step, metrics_writer, log, display, interrupted, trainer_thread)
-    finally:
-        await env.aclose()
+        async with aclosing(run.engine):
+            with (
+                MetricsWriter(
+                    run.run_dir,
+                    config.track.sinks,
+                    resume_step=last_step if config.run.resume else None,
+                    name=config.run.name,
+                    project=config.track.project,
+                    config=config.to_json(),
+                ) as metrics_writer,
+                Display(config.run.num_steps, title=config.run.name, quiet=quiet) as display,
+                interruptible() as interrupted,
+                ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer") as thread,
+            ):
+                log = TrajectoryLog(run.run_dir, resume_step=last_step)
+                if not config.run.resume:
+                    _save(run, 0, display)  # from here on, a kill at any moment can be resumed
+                await _steps(run, last_step, metrics_writer, log, display, interrupted, thread)
     report = report_run(run.run_dir)
     print(f"run directory {run.run_dir}, report {report}")
     return run.run_dir
@@ -132,19 +143,12 @@ async def _steps(
         # Rollout: the current policy plays groups of episodes.
         started = time.perf_counter()
         position = run.source.position
-        rollouts = await _unless(
-            interrupted,
-            run.scheduler.collect(
-                config.rollout.groups_per_step,
-                keep=zero_variance if config.rollout.drop_zero_variance else None,
-                max_waves=config.rollout.max_waves,
-                on_progress=lambda done, total: display.phase("rollout", done, total),
-            ),
-        )
-        if rollouts is None:  # interrupted: these tasks are played again on resume
+        collected = await _unless(interrupted, _collect(run, display))
+        if collected is None:  # interrupted: these tasks are played again on resume
             run.source.position = position
             step -= 1
             break
+        rollouts, greedy_rewards = collected
         if config.track.log_trajectories:
             log.append(step, rollouts.trajectories)
         metrics = rollout_metrics(rollouts) | {"time/rollout_s": time.perf_counter() - started}
@@ -154,25 +158,9 @@ async def _steps(
         started = time.perf_counter()
         samples = trainable_samples(rollouts.groups)
         if samples:
-            batch = make_batch(samples, current_version=learner.num_updates)
-            try:
-                metrics |= await in_thread(
-                    trainer_thread,
-                    lambda: update_policy(
-                        learner,
-                        samples,  # noqa: B023 - awaited within the iteration
-                        batch,  # noqa: B023
-                        config.objective,
-                        config.train,
-                        temperature=config.rollout.temperature,
-                        reference=run.reference,
-                        seed=stable_seed(config.run.seed, step),  # noqa: B023
-                        on_progress=lambda done, total: display.phase("train", done, total),
-                    ),
-                )
-            except TrainingError:
-                _save_failed_batch(run.run_dir, step, batch)
-                raise
+            metrics |= await in_thread(
+                trainer_thread, _learn, run, step, samples, rollouts.groups, greedy_rewards, display
+            )
         # Sync: the engine shares the weights, so all there is to tell is their version.
         run.engine.policy_version = learner.num_updates
         seconds = time.perf_counter() - started
@@ -203,6 +191,85 @@ async def _steps(
         display.note(f"stopped after step {step}; continue with --resume")
 
 
+async def _collect(run: Run, display: Display) -> tuple[RolloutBatch, dict[str, float] | None]:
+    """A step's rollouts and, where the objective compares with them, greedy rewards by group."""
+    config, position = run.config, run.source.position
+    rollouts = await run.scheduler.collect(
+        config.rollout.groups_per_step,
+        keep=zero_variance if config.rollout.drop_zero_variance else None,
+        max_waves=config.rollout.max_waves,
+        on_progress=lambda done, total: display.phase("rollout", done, total),
+    )
+    if "baselines" not in config.objective.needs():
+        return rollouts, None
+    # ReMax: the same tasks once more, one answer each, always the most probable token.
+    greedy = copy.copy(run.scheduler)
+    greedy.policy = token_policy(config, run.engine, run.renderer, temperature=0.0)
+    greedy.source = replace(run.source, position=position)
+    greedy.group_size, greedy.id_prefix = 1, "greedy-"
+    answers = await greedy.collect(run.source.position - position)
+    rewards = {
+        trajectory.group_id.removeprefix("greedy-"): trajectory.reward
+        for trajectory in answers.trajectories
+        if trajectory.trainable
+    }
+    compared = [group for group in rollouts.groups if group.group_id in rewards]
+    rollouts.dropped["no_greedy_answer"] += len(rollouts.groups) - len(compared)
+    rollouts.groups = compared
+    return rollouts, rewards
+
+
+def _learn(
+    run: Run,
+    step: int,
+    samples: list[Sample],
+    groups: list[Group],
+    greedy_rewards: dict[str, float] | None,
+    display: Display,
+) -> dict[str, float]:
+    """Train on a step's samples; returns its metrics. Blocks, so it has a thread of its own."""
+    config, objective = run.config, run.config.objective
+    states = None
+    if "state_ids" in objective.needs():
+        played = [t for group in groups for t in group.trajectories]
+        states = {t.trajectory_id: turn_states(t) for t in played}
+    batch = make_batch(
+        samples,
+        current_version=run.learner.num_updates,
+        weighted=objective.reward.weights or (),
+        states=states,
+        greedy_rewards=greedy_rewards,
+        device=run.learner.model.device,
+    )
+    require_components(objective, batch)
+    try:
+        metrics = update_policy(
+            run.learner,
+            samples,
+            batch,
+            objective,
+            config.train,
+            temperature=config.rollout.temperature,
+            reference=run.reference,
+            teacher=run.teacher,
+            critic=run.critic,
+            policy_learns=run.critic is None or step > config.critic.warmup_steps,
+            kl_coef=run.kl.coef,
+            seed=stable_seed(config.run.seed, step),
+            on_progress=lambda done, total: display.phase("train", done, total),
+        )
+    except TrainingError:
+        _save_failed_batch(run.run_dir, step, batch)
+        raise
+    if greedy_rewards is not None:
+        metrics["reward/greedy_mean"] = sum(greedy_rewards.values()) / len(greedy_rewards)
+    if "policy/kl_ref" in metrics:
+        metrics["policy/kl_coef"] = run.kl.coef
+        num_trajectories = len({sample.trajectory_id for sample in samples})
+        run.kl = run.kl.updated(metrics["policy/kl_ref"], num_trajectories)
+    return metrics
+
+
 async def _assemble(config: RunConfig, env: EnvClient) -> Run:
     """Build everything, in the order in which a mistake is cheapest to report."""
     if config.inference.backend != "embedded":
@@ -210,12 +277,7 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
             f"inference.backend = {config.inference.backend!r} can be evaluated against, but not "
             "trained with: nothing would update its weights; use the embedded backend"
         )
-    if config.objective.needs_critic:
-        raise ConfigError(
-            "the objective's credit 'gae' needs a critic, which agentrl train does not have yet; "
-            "choose a preset without one, such as grpo (agentrl algo list)"
-        )
-    split = config.env.split
+    objective, split = config.objective, config.env.split
     size = await split_size(env, config, split)
     tokenizer = load_tokenizer(config.model.path)
     renderer = Renderer(
@@ -225,13 +287,21 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
     checkpoint.clean_leftovers(run_dir)
     seed_everything(config.run.seed)
     device, dtype = resolve_device(config.model.device), resolve_dtype(config.model.dtype)
+    teacher = await make_teacher(config.teacher, tokenizer, dtype=dtype, device=device)
+    updates_per_step = config.train.num_epochs * config.train.num_minibatches
+    num_updates = config.run.num_steps * updates_per_step
+    critic = None
+    if objective.needs_critic:
+        critic = make_critic(
+            config, tokenizer, dtype=dtype, device=device, total_updates=num_updates
+        )
+        num_updates -= config.critic.warmup_steps * updates_per_step
     model = load_model(config.model.path, dtype=dtype, device=device)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     reference = None
-    if "ref_logprobs" in config.objective.needs():
+    if "ref_logprobs" in objective.needs():
         reference = load_model(config.model.path, dtype=dtype, device=device).requires_grad_(False)
-    updates_per_step = config.train.num_epochs * config.train.num_minibatches
-    learner = Learner(model, config.train, total_updates=config.run.num_steps * updates_per_step)
+    learner = Learner(model, config.train, total_updates=num_updates)
     engine = EmbeddedEngine(model, seed=config.run.seed)
     source = TaskSource(split, size, config.run.seed)
     scheduler = GroupScheduler(
@@ -257,7 +327,9 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
         "rollout.groups_per_step": config.rollout.groups_per_step,
         "rollout.group_size": config.rollout.group_size,
         "rollout.temperature": config.rollout.temperature,
-        "objective": config.objective.model_dump(mode="json"),
+        "objective": objective.model_dump(mode="json"),
+        "critic": config.critic.model_dump(mode="json") if objective.needs_critic else None,
+        "teacher.path": config.teacher.path,
         # How an update is computed; memory settings such as token_budget may change.
         "train": config.train.model_dump(
             mode="json", exclude={"token_budget", "max_nonfinite_steps"}
@@ -268,7 +340,10 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
         run_dir,
         tokenizer,
         learner,
+        critic,
         reference,
+        teacher,
+        KLController.of(objective.kl),
         engine,
         renderer,
         env,
@@ -285,12 +360,16 @@ def _restore(run: Run) -> int:
         fingerprint=run.fingerprint,
         model=run.learner.model,
         optimizer=run.learner.optimizer,
+        critic=run.critic and run.critic.model,
+        critic_optimizer=run.critic and run.critic.optimizer,
         force=run.config.run.force_resume,
     )
-    run.source.position = int(state.data_position["position"])
-    run.learner.num_updates = state.policy_version
-    run.learner.num_skipped = int(state.extra["num_skipped"])
-    run.learner.num_skipped_in_a_row = int(state.extra["num_skipped_in_a_row"])
+    saved: Any = state.extra | state.data_position
+    run.source.position = saved["position"]
+    run.learner.restore_counters(saved["policy"])
+    if run.critic is not None:
+        run.critic.restore_counters(saved["critic"])
+    run.kl = run.kl.loaded(saved["kl"])
     run.engine.policy_version = state.policy_version
     return state.step
 
@@ -308,10 +387,13 @@ def _save(run: Run, step: int, display: Display) -> int | None:
         fingerprint=run.fingerprint,
         model=learner.model,
         optimizer=learner.optimizer,
+        critic=run.critic and run.critic.model,
+        critic_optimizer=run.critic and run.critic.optimizer,
         data_position={"position": run.source.position},
         extra={
-            "num_skipped": learner.num_skipped,
-            "num_skipped_in_a_row": learner.num_skipped_in_a_row,
+            "policy": learner.counters(),
+            "critic": run.critic and run.critic.counters(),
+            "kl": dict(run.kl.state_dict()),
         },
         tokenizer=run.tokenizer,
     )
@@ -344,7 +426,7 @@ async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
     return metrics | {f"eval/pass@{k}": e.value for k, e in statistics.pass_at.items()}
 
 
-async def _unless(interrupted: asyncio.Event, work) -> RolloutBatch | None:
+async def _unless(interrupted: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
     """The result of `work`, or None if the interruption came first; then `work` is cancelled."""
     task = asyncio.ensure_future(work)
     signal = asyncio.ensure_future(interrupted.wait())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -17,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from agentrl.errors import ConfigError
 from agentrl.train.attention import ATTENTION_NAME, packed_kwargs, require_full_attention
@@ -71,13 +75,14 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
         config = AutoConfig.from_pretrained(path)
         require_supported(config)
         # The library's types do not know the pair that output_loading_info makes of the result.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            output_loading_info=True,
-        )
+        with _bars_for_downloads_only():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model {path} cannot be loaded ({_first_line(error)}); it must hold a config.json of "
@@ -99,6 +104,20 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
     model.train()
     require_exact(model)
     return model
+
+
+@contextlib.contextmanager
+def _bars_for_downloads_only() -> Iterator[None]:
+    """Without transformers' progress bar over tensors, which stays on the screen above a run."""
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # the hub's, which the call above switched off too
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def require_supported(config: PretrainedConfig) -> None:

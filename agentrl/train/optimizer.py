@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +26,10 @@ class Update:
     learning_rate: float
 
 
-class Learner:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Learner(Generic[Model]):
     """A model with its AdamW state and its place in the learning-rate schedule.
 
     Attributes:
@@ -36,7 +40,7 @@ class Learner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         config: TrainSection,
         *,
         total_updates: int,

@@ -1,9 +1,8 @@
-"""A teacher's log-probs of the tokens that the policy sampled, from a server.
+"""A teacher: a frozen model beside the policy, or a server that is asked for log-probs.
 
-A teacher that is loaded beside the policy needs nothing of this: it is one more frozen model. A
-server answers `/v1/completions` with the log-probs of the prompt it was sent, so the prompt is the
-whole row and the one token it must sample is thrown away. Both kinds must read ids as the policy
-does, which is checked before the first rollout.
+A server answers `/v1/completions` with the log-probs of the prompt it was sent, so the prompt is
+the whole row and the one token it must sample is thrown away. Both kinds must read ids as the
+policy does, which is checked before the first rollout.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agentrl.config import TeacherSection
 from agentrl.errors import ConfigError, InferenceError
-from agentrl.train.model import load_tokenizer
+from agentrl.train.model import load_model, load_tokenizer
 from agentrl.types import JSON, Sample
 
 MAX_ATTEMPTS = 5
@@ -142,8 +142,10 @@ class TeacherServer:
         Raises:
             InferenceError: with the address and the reason.
         """
-        where, pause_s = f"{self.url}{path}", 0.1
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        where, reason, attempt = f"{self.url}{path}", "", 0
+        while attempt < MAX_ATTEMPTS:
+            await asyncio.sleep(0.1 * 2**attempt if attempt else 0)
+            attempt += 1
             try:
                 async with http.post(where, data=msgspec.json.encode(body)) as response:
                     status, content = response.status, await response.read()
@@ -158,10 +160,29 @@ class TeacherServer:
                 ) from error
             except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-            if attempt < MAX_ATTEMPTS:
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
         raise InferenceError(f"{where}: {reason}; tried {attempt} times")
+
+
+async def make_teacher(
+    section: TeacherSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel | TeacherServer | None:
+    """The teacher that the run file names, if any.
+
+    Raises:
+        ConfigError: it cannot be loaded or reached, or has another tokenizer than the policy.
+    """
+    if section.path is not None:
+        require_same_tokenizer(section.path, tokenizer, "teacher.path")
+        return load_model(section.path, dtype=dtype, device=device).requires_grad_(False)
+    if section.url is None:
+        return None
+    server = TeacherServer(section.url, model=section.model, token=section.token)
+    await server.require_tokenizer(tokenizer)
+    return server
 
 
 def require_same_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> None:

@@ -1,6 +1,6 @@
 """One batch of samples into one or more optimizer updates.
 
-    old/ref log-probs -> advantages -> [ weights -> [ forward, loss, backward ]* -> update ]*
+    what is known before -> advantages -> [ weights -> [ forward, loss, backward ]* -> update ]*
 
 Advantages are computed once over the whole batch. Weights are computed once per optimizer update
 over all its tokens, before it is cut into micro-batches: every micro-batch adds its share of one
@@ -9,6 +9,7 @@ sum, so neither the gradient nor a metric depends on `train.token_budget`.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 
@@ -21,28 +22,35 @@ from agentrl.algo import (
     Objective,
     advantage_metrics,
     compute_advantages,
-    loss_weights,
     merge_metrics,
     policy_loss,
     prepare,
     reduce_metrics,
+    value_loss,
+    value_targets,
 )
 from agentrl.config import TrainSection
+from agentrl.train.critic import Critic, explained_variance
 from agentrl.train.model import sample_logprobs, trained_matrix
 from agentrl.train.optimizer import Learner, Update
-from agentrl.train.plan import pack, plan_micro_batches
+from agentrl.train.plan import MicroBatch, pack, plan_micro_batches
+from agentrl.train.teacher import TeacherServer
 from agentrl.types import Sample
 
 
 def update_policy(
-    learner: Learner,
+    learner: Learner[PreTrainedModel],
     samples: Sequence[Sample],
     batch: Batch,
     objective: Objective,
     config: TrainSection,
     *,
     temperature: float,
-    reference: PreTrainedModel | None,
+    reference: PreTrainedModel | None = None,
+    teacher: PreTrainedModel | TeacherServer | None = None,
+    critic: Learner[Critic] | None = None,
+    policy_learns: bool = True,
+    kl_coef: float | None = None,
     seed: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
@@ -52,23 +60,43 @@ def update_policy(
         samples: the rows of `batch`, in its order.
         temperature: the samples' own; logits are divided by it.
         reference: frozen model for the KL, where the objective has one.
+        teacher: whose log-probs are learned from, where the objective does.
+        critic: a `Critic` with its optimizer, where the objective needs one.
+        policy_learns: false while the critic warms up alone.
+        kl_coef: replaces `objective.kl.coef` (adaptive coefficient).
         seed: order of groups in the second and later epochs.
         on_progress: called with (micro-batches done, micro-batches in all).
 
     Raises:
         TrainingError: too many updates in a row had a non-finite gradient.
     """
-    model = learner.model
-    several_updates = config.num_epochs * config.num_minibatches > 1
-    needs = objective.needs()
+    model, needs = learner.model, objective.needs()
+    everywhere = functools.partial(_everywhere, samples, batch, config.token_budget)
+
+    def logprobs_of(model: PreTrainedModel) -> Tensor:
+        return everywhere(lambda micro: sample_logprobs(model, micro, temperature=temperature)[0])
+
     # With one update the live log-probs are the old ones: the ratio is exactly 1 and a whole
     # forward pass is saved. With several, they must be fixed before the first.
-    if several_updates or "old_logprobs" in needs:
-        batch.old_logprobs = _logprobs(model, samples, batch, config.token_budget, temperature)
+    if config.num_epochs * config.num_minibatches > 1 or "old_logprobs" in needs:
+        batch.old_logprobs = logprobs_of(model)
+    if "old_entropy" in needs:
+        batch.old_entropy = everywhere(lambda micro: _entropy(model, micro, temperature))
+    if "sum_squared_probs" in needs:
+        batch.sum_squared_probs = everywhere(
+            lambda micro: _sum_squared_probs(model, micro, temperature)
+        )
     if "ref_logprobs" in needs:
         assert reference is not None
-        batch.ref_logprobs = _logprobs(reference, samples, batch, config.token_budget, temperature)
-    batch.advantages = compute_advantages(objective, batch)
+        batch.ref_logprobs = logprobs_of(reference)
+    if isinstance(teacher, TeacherServer):
+        batch.teacher_logprobs = teacher.logprobs(samples).to(batch.loss_mask.device)
+    elif teacher is not None:
+        batch.teacher_logprobs = logprobs_of(teacher)
+    if critic is not None:
+        batch.values = everywhere(critic.model)
+        batch.returns = value_targets(objective, batch, kl_coef=kl_coef)
+    batch.advantages = compute_advantages(objective, batch, kl_coef=kl_coef)
 
     minibatches = [
         rows
@@ -85,30 +113,44 @@ def update_policy(
         for rows in minibatches
     ]
     num_done, num_in_all = 0, sum(len(plan) for plan in plans)
-    contributions, updates = [advantage_metrics(objective, batch)], []
+    contributions, updates, critic_updates = [advantage_metrics(objective, batch)], [], []
     for rows, plan in zip(minibatches, plans, strict=True):
-        step = batch.select(rows)
-        step.weights = loss_weights(objective, step)
-        prepare(objective, step)
+        step = prepare(objective, batch.select(rows), kl_coef=kl_coef)
         place = {row: index for index, row in enumerate(rows)}
         for chosen in plan:
             micro = pack(samples, chosen)
-            logprobs, entropy = sample_logprobs(
-                model, micro, temperature=temperature, with_entropy=True
-            )
-            output = policy_loss(
-                objective,
-                step.select([place[row] for row in chosen], micro.max_trained),
-                trained_matrix(micro, logprobs),
-                None if entropy is None else trained_matrix(micro, entropy),
-            )
-            output.loss.backward()
-            contributions.append(output.metrics)
+            part = step.select([place[row] for row in chosen], micro.max_trained)
+            if policy_learns:
+                logprobs, entropy = sample_logprobs(
+                    model, micro, temperature=temperature, with_entropy=True
+                )
+                output = policy_loss(
+                    objective,
+                    part,
+                    trained_matrix(micro, logprobs),
+                    None if entropy is None else trained_matrix(micro, entropy),
+                    kl_coef=kl_coef,
+                )
+                output.loss.backward()
+                contributions.append(output.metrics)
+            if critic is not None:
+                output = value_loss(objective, part, trained_matrix(micro, critic.model(micro)))
+                output.loss.backward()
+                contributions.append(output.metrics)
             num_done += 1
             if on_progress:
                 on_progress(num_done, num_in_all)
-        updates.append(learner.step())
-    return reduce_metrics([merge_metrics(contributions)]) | _update_metrics(updates, learner)
+        if policy_learns:
+            updates.append(learner.step())
+        if critic is not None:
+            critic_updates.append(critic.step())
+    metrics = reduce_metrics([merge_metrics(contributions)])
+    metrics |= _update_metrics(updates, learner, "train")
+    if critic is not None:
+        metrics |= _update_metrics(critic_updates, critic, "critic")
+        if (explained := explained_variance(objective, batch)) is not None:
+            metrics["critic/explained_variance"] = explained
+    return metrics
 
 
 def split_groups(group_ids: Tensor, num_parts: int, seed: str) -> list[list[int]]:
@@ -127,30 +169,46 @@ def split_groups(group_ids: Tensor, num_parts: int, seed: str) -> list[list[int]
 
 
 @torch.no_grad()
-def _logprobs(
-    model: PreTrainedModel,
+def _everywhere(
     samples: Sequence[Sample],
     batch: Batch,
     token_budget: int,
-    temperature: float,
+    forward: Callable[[MicroBatch], Tensor],
 ) -> Tensor:
-    """Log-probs (B, T) of the batch's trained tokens under a model, without gradient."""
+    """(B, T) of what `forward` makes of each micro-batch's trained tokens, without gradient."""
     values = torch.zeros_like(batch.rollout_logprobs)
     for rows in plan_micro_batches([len(sample) for sample in samples], token_budget):
         micro = pack(samples, rows)
-        logprobs, _ = sample_logprobs(model, micro, temperature=temperature)
         index = torch.from_numpy(micro.rows[micro.row_of]), torch.from_numpy(micro.column_of)
-        values[index] = logprobs.to(values.device)
+        values[index] = forward(micro).to(values.device)
     return values
 
 
-def _update_metrics(updates: list[Update], learner: Learner) -> dict[str, float]:
+def _entropy(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
+    _, entropy = sample_logprobs(model, micro, temperature=temperature, with_entropy=True)
+    assert entropy is not None
+    return entropy
+
+
+def _sum_squared_probs(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
+    """(Q,) sum over the vocabulary of p^2.
+
+    At half the temperature a token's probability is p^2 over that sum, so that two log-probs of
+    the sampled token give it: log sum = 2 log p - log p_half.
+    """
+    logprobs, _ = sample_logprobs(model, micro, temperature=temperature)
+    halved, _ = sample_logprobs(model, micro, temperature=temperature / 2)
+    return torch.exp(2 * logprobs - halved)
+
+
+def _update_metrics(updates: list[Update], learner: Learner, section: str) -> dict[str, float]:
     applied = [update for update in updates if update.applied]
-    norms = [update.grad_norm for update in updates]
-    return {
-        "train/grad_norm": sum(norms) / len(norms),
-        "train/learning_rate": updates[-1].learning_rate,
-        "train/updates": len(applied),
-        "train/skipped_updates": len(updates) - len(applied),
-        "train/skipped_updates_in_all": learner.num_skipped,
+    metrics: dict[str, float] = {
+        f"{section}/updates": len(applied),
+        f"{section}/skipped_updates": len(updates) - len(applied),
+        f"{section}/skipped_updates_in_all": learner.num_skipped,
     }
+    if updates:
+        metrics[f"{section}/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
+        metrics[f"{section}/learning_rate"] = updates[-1].learning_rate
+    return metrics

@@ -115,9 +115,10 @@ def text_plot(
     if len(points) < 2 or height < 2:
         return []
     values = [value for _, value in points]
-    ticks = nice_ticks(min(values), max(values), target=max(2, height // 2))
+    ticks = _row_ticks(min(values), max(values), height)
     low, high = ticks[0], ticks[-1]
-    labels = {round((high - t) / (high - low) * (height - 1)): short_number(t) for t in ticks}
+    every = (height - 1) // (len(ticks) - 1)
+    labels = {height - 1 - every * index: short_number(tick) for index, tick in enumerate(ticks)}
     margin = max(len(label) for label in labels.values())
     columns = max(2, width - margin - 2)
     across, down = (1, 1) if ascii_only else (2, 4)
@@ -132,6 +133,23 @@ def text_plot(
     lines.append(f"{'':>{margin}} {corner}{flat * columns}")
     lines.append(f"{'':>{margin}}  {first}{last:>{columns - len(first)}}")
     return lines
+
+
+def _row_ticks(low: float, high: float, height: int) -> list[float]:
+    """Round numbers that span [low, high] and stand a whole number of `height` rows apart, so that
+    the rows between two labels are always the same; the tightest such axis."""
+    best: list[float] = []
+    for target in range(2, height // 2 + 2):
+        ticks = nice_ticks(low, high, target)
+        step = ticks[1] - ticks[0]
+        while len(ticks) < height and (height - 1) % (len(ticks) - 1):
+            ticks.append(ticks[-1] + step)
+        if len(ticks) <= height and (not best or ticks[-1] - ticks[0] <= best[-1] - best[0]):
+            best = ticks
+    if best:
+        return best
+    ticks = nice_ticks(low, high, 2)
+    return [ticks[0], ticks[-1]]
 
 
 def _line_dots(

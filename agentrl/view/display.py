@@ -168,7 +168,8 @@ class Display:
         return grid
 
     def _curve(self, width: int, terminal_height: int) -> list[Text]:
-        height = 8 if terminal_height >= 24 else 4
+        # One row more than a multiple of the usual tick counts: see _row_ticks.
+        height = 9 if terminal_height >= 24 else 5
         lines = text_plot(self._rewards, width=width, height=height, ascii_only=not self._unicode())
         if terminal_height < 14:
             return []
@@ -227,7 +228,7 @@ class Display:
 
     def _print_summary(self) -> None:
         width = min(self.console.width, 100) if self.console.is_terminal else 80
-        lines = text_plot(self._rewards, width=width, height=10, ascii_only=not self._unicode())
+        lines = text_plot(self._rewards, width=width, height=9, ascii_only=not self._unicode())
         if lines:
             best_step, best = max(self._rewards, key=lambda point: point[1])
             self.console.print(

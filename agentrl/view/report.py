@@ -15,10 +15,11 @@ import json
 import math
 import os
 import random
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from agentrl.types import Message, TokenRow, Trajectory, Turn
+from agentrl.types import JSON, Message, TokenRow, Trajectory, Turn
 from agentrl.view.curves import (
     KEY_METRICS,
     REWARD,
@@ -133,6 +134,7 @@ def report_html(
     )
     body = [
         f"<h1>{visible(title)}</h1>",
+        _what_ran(config_text),
         _headline(metrics),
         _reward_section(metrics),
         _metrics_section(metrics),
@@ -166,6 +168,27 @@ def _shortened(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------- numbers
+
+
+def _what_ran(config_text: str) -> str:
+    """One line of what the configuration says: which model learned what, and how."""
+    try:
+        config = tomllib.loads(config_text)
+    except tomllib.TOMLDecodeError:  # the whole text stands below anyway
+        return ""
+    facts = []
+    for section, key, label in (
+        ("env", "id", "environment"),
+        ("model", "path", "model"),
+        ("objective", "preset", "objective"),
+        ("rollout", "groups_per_step", "groups per step"),
+        ("rollout", "group_size", "group size"),
+        ("run", "seed", "seed"),
+    ):
+        table = config.get(section)
+        if isinstance(table, dict) and key in table:
+            facts.append(f"<span>{label} <b>{visible(str(table[key]))}</b></span>")
+    return f'<p class="facts">{"".join(facts)}</p>' if facts else ""
 
 
 def _headline(metrics: Sequence[Mapping[str, object]]) -> str:
@@ -244,29 +267,39 @@ def _reward_section(metrics: Sequence[Mapping[str, object]]) -> str:
 
 
 def _metrics_section(metrics: Sequence[Mapping[str, object]]) -> str:
-    """Small multiples of every other metric that varies, key metrics first; the rest as a list."""
+    """Small multiples of every other metric that varies: key metrics first, then the others.
+    Those that never changed stand in a list."""
     order = list(KEY_METRICS)
     keys = sorted(
         (key for key in _keys(metrics) if key != REWARD),
         key=lambda key: (order.index(key) if key in order else len(order), key),
     )
-    cards, constants = [], []
+    key_cards: list[str] = []
+    other_cards: list[str] = []
+    constants: list[str] = []
     for key in keys:
         points = series(metrics, key)
         if not points:
             continue
         last = short_number(points[-1][1])
-        if len({value for _, value in points}) == 1:
+        values = [value for _, value in points]
+        # What varies by rounding only is constant: its axis could not be labelled.
+        if max(values) - min(values) <= 1e-9 * max(map(abs, values)):
             constants.append(
                 f'<li><span>{visible(key)}</span><span class="value">{last}</span></li>'
             )
             continue
         texts = {step: f"{plain(key)} {short_number(value)}" for step, value in points}
+        cards = key_cards if key in order else other_cards
         cards.append(
             f'<div class="card small"><div class="head"><span>{visible(key)}</span>'
             f'<span class="value">{last}</span></div>{_plot(points, texts, height=96)}</div>'
         )
-    parts = [f'<div class="multiples">{"".join(cards)}</div>'] if cards else []
+    parts = [
+        f'<h3>{heading}</h3><div class="multiples">{"".join(cards)}</div>'
+        for heading, cards in (("key metrics", key_cards), ("others", other_cards))
+        if cards
+    ]
     if constants:
         parts.append(f'<h3>constant</h3><ul class="constants card">{"".join(constants)}</ul>')
     return f"<h2>Metrics</h2>{''.join(parts)}" if parts else ""
@@ -482,10 +515,18 @@ def _message(message: Message, turn_number: int | None, turn: Turn | None) -> st
     content = message.get("content")
     body = f'<div class="body">{_shortened(str(content))}</div>' if content else ""
     calls = "".join(
-        f"<pre>{_shortened(json.dumps(call, ensure_ascii=False, indent=1))}</pre>"
-        for call in message.get("tool_calls", [])
+        f"<pre>{_shortened(_call(call))}</pre>" for call in message.get("tool_calls", [])
     )
     return f'<div class="message {kind}"><div class="by">{"".join(by)}</div>{body}{calls}</div>'
+
+
+def _call(call: JSON) -> str:
+    """A tool call as `name(argument=value, ...)`; whole, as JSON, if it has another shape."""
+    match call:
+        case {"function": {"name": str(name), "arguments": dict(arguments)}}:
+            values = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+            return f"{name}({', '.join(values)})"
+    return json.dumps(call, ensure_ascii=False, indent=1)
 
 
 def _token_row(row: TokenRow, branch: int, num_branches: int, decode: Decode) -> str:

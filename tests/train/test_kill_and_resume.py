@@ -1,4 +1,4 @@
-"""A run that is killed twenty times ends bit for bit where an undisturbed one does.
+"""A run that is killed again and again ends bit for bit where an undisturbed one does.
 
 Real processes, real SIGKILL, at seeded random moments: while playing, while training, and, in at
 least a quarter of the lives, inside a checkpoint's write (its hidden partial folder exists).
@@ -16,11 +16,14 @@ from test_loop import QUICKSTART, contents, untimed
 
 from agentrl.train.metrics import read_metrics
 
-NUM_KILLS = 20
 NUM_STEPS = 60
 OVERRIDES = [
     *("--rollout.groups_per_step", "4", "--rollout.group_size", "4"),
     *("--run.num_steps", str(NUM_STEPS), "--run.save_every", "1"),
+]
+PPO = [
+    *("--objective.preset", "ppo", "--critic.learning_rate", "1e-3", "--critic.warmup_steps", "3"),
+    *("--train.num_minibatches", "2", "--run.num_steps", "30"),
 ]
 
 
@@ -43,23 +46,28 @@ def wait_until(condition, process: subprocess.Popen) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_twenty_kills_change_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "num_steps", "num_kills"),
+    [([], NUM_STEPS, 20), (PPO, 30, 6)],
+    ids=["grpo, 20 kills", "ppo, 6 kills"],
+)
+def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
     undisturbed = tmp_path / "undisturbed"
-    assert start(undisturbed).wait() == 0
+    assert start(undisturbed, *arguments).wait() == 0
 
     killed = tmp_path / "killed"
     checkpoints, metrics_file = killed / "checkpoints", killed / "metrics.jsonl"
     rng = random.Random(1)
     kills = kills_inside_a_save = 0
-    process = start(killed)
-    while kills < NUM_KILLS:
+    process = start(killed, *arguments)
+    while kills < num_kills:
         # Alive again: the first checkpoint, or the first new step.
         size = metrics_file.stat().st_size if metrics_file.exists() else 0
         if kills == 0:
             assert wait_until(lambda: (checkpoints / "step_000000").exists(), process)
         else:
             alive = wait_until(lambda size=size: metrics_file.stat().st_size != size, process)
-            assert alive, f"it ended before it could be killed {NUM_KILLS} times; raise NUM_STEPS"
+            assert alive, f"it ended before it could be killed {num_kills} times; raise num_steps"
         if kills % 2:
             time.sleep(rng.uniform(0.0, 0.6))
         else:
@@ -69,15 +77,16 @@ def test_twenty_kills_change_nothing(tmp_path):
         assert process.wait() == -signal.SIGKILL, "it ended by itself before the kill"
         kills += 1
         kills_inside_a_save += any(checkpoints.glob(".*"))
-        process = start(killed, "--resume")
+        process = start(killed, *arguments, "--resume")
     assert process.wait() == 0, killed.with_suffix(".log").read_text()[-2000:]
 
     print(f"{kills} kills, {kills_inside_a_save} of them inside a save")
-    assert kills_inside_a_save >= NUM_KILLS // 4
-    last = f"step_{NUM_STEPS:06d}"
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours, its = ((run / "checkpoints" / last / name) for run in (killed, undisturbed))
-        assert ours.read_bytes() == its.read_bytes(), name
+    assert kills_inside_a_save >= num_kills // 4
+    ours, its = (run / "checkpoints" / f"step_{num_steps:06d}" for run in (killed, undisturbed))
+    tensors = sorted(path.name for path in its.glob("*.safetensors"))
+    assert len(tensors) == (4 if arguments else 2)  # with a critic, it and its optimizer
+    for name in tensors:
+        assert (ours / name).read_bytes() == (its / name).read_bytes(), name
     assert untimed(read_metrics(killed)) == untimed(read_metrics(undisturbed))
     assert contents(killed) == contents(undisturbed)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_teacher import PromptServer, running
 
 from agentrl.config import load_config
 from agentrl.errors import CheckpointError, ConfigError, TrainingError
@@ -16,6 +17,7 @@ from agentrl.rollout import read_trajectories
 from agentrl.train import loop
 from agentrl.train.loop import train
 from agentrl.train.metrics import read_metrics
+from agentrl.train.model import load_model, load_tokenizer
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 SMALL = [
@@ -73,7 +75,7 @@ def test_a_run_directory_holds_what_it_promises(finished):
     metrics = read_metrics(finished)
     assert [row["step"] for row in metrics] == [1, 2, 3]
     for row in metrics:
-        assert REQUIRED_METRICS <= row.keys()
+        assert row.keys() >= REQUIRED_METRICS
         assert row["policy/rollout_train_logprob_diff_max"] < 1e-4
         assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
         assert row["rollout/trajectories"] == 12
@@ -128,6 +130,73 @@ def test_resuming_equals_never_having_stopped(finished, tmp_path):
         assert mine.read_bytes() == its.read_bytes()
 
 
+def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
+    """PPO with everything that has a state: two optimizers, an adaptive KL, a warm-up."""
+    settings = [
+        *("--objective.preset", "ppo", "--critic.learning_rate", "1e-3"),
+        *("--critic.warmup_steps", "1", "--train.num_minibatches", "2"),
+        *("--objective.kl.where", "reward", "--objective.kl.kind", "k1"),
+        *("--objective.kl.coef", "0.1", "--objective.kl.target", "0.01"),
+        *("--objective.kl.horizon", "12"),
+    ]
+    whole = run(tmp_path / "whole", *settings)
+    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "2")
+    run(parted, *settings, "--run.resume")
+    assert contents(parted) == contents(whole)
+    metrics = read_metrics(whole)
+    assert untimed(read_metrics(parted)) == untimed(metrics)
+    for name in ("model", "optimizer", "critic", "critic_optimizer"):
+        mine, its = (
+            d / "checkpoints" / "step_000003" / f"{name}.safetensors" for d in (parted, whole)
+        )
+        assert mine.read_bytes() == its.read_bytes(), name
+
+    first, second, third = metrics
+    assert first["train/policy_version"] == 0 and first["critic/updates"] == 2
+    assert "train/grad_norm" not in first and second["train/grad_norm"] > 0
+    # The policy is its reference, so the divergence is below its target and the penalty shrinks.
+    assert second["policy/kl_coef"] == 0.1
+    assert third["policy/kl_coef"] == pytest.approx(0.08)
+    assert {"loss/value", "critic/value_mean", "critic/explained_variance"} <= third.keys()
+
+
+def test_a_greedy_answer_to_each_task_is_a_baseline(tmp_path):
+    settings = [
+        *("--objective.baseline.kind", "given", "--objective.scale.kind", "none"),
+        *("--run.num_steps", "2"),
+    ]
+    one = run(tmp_path / "one", *settings)
+    metrics = read_metrics(one)
+    for row in metrics:
+        assert row["reward/greedy_mean"] in {0.0, 1 / 3, 2 / 3, 1.0}
+        assert row["group/dropped/no_greedy_answer"] == 0
+        # The greedy answers are no samples: they are neither trained on nor logged.
+        assert row["rollout/trajectories"] == row["train/samples"] == 12
+    assert not any(name.startswith("greedy") for _, name, *_ in contents(one))
+    assert untimed(read_metrics(run(tmp_path / "other", *settings))) == untimed(metrics)
+
+
+def test_a_teacher_beside_the_policy_equals_one_on_a_server(tmp_path):
+    model = load_model(str(QUICKSTART.parent / "model"), dtype=torch.float32, device="cpu")
+    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
+    settings = ["--objective.preset", "opd", "--run.num_steps", "2"]
+    local = run(tmp_path / "local", *settings, "--teacher.path", str(QUICKSTART.parent / "model"))
+    with running(PromptServer(model, tokenizer)) as url:
+        remote = run(tmp_path / "remote", *settings, "--teacher.url", url)
+    ours, its = untimed(read_metrics(remote)), untimed(read_metrics(local))
+    for mine, other in zip(ours, its, strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            assert mine[key] == pytest.approx(value, rel=1e-2, abs=1e-4), key
+
+
+def test_states_of_the_environment_reach_gigpo(tmp_path):
+    metrics = read_metrics(
+        run(tmp_path / "run", "--objective.credit.kind", "gigpo", "--run.num_steps", "1")
+    )
+    assert metrics[0]["train/updates"] == 1 and metrics[0]["advantage/abs_mean"] > 0
+
+
 def test_a_resumed_run_never_starts_afresh_and_names_what_changed(finished, tmp_path):
     with pytest.raises(ConfigError, match="no run under"):
         run(tmp_path / "nothing", "--run.resume")
@@ -146,6 +215,13 @@ def test_wrong_input_is_one_line_with_the_remedy(tmp_path):
         (["--env.id", "no_such"], Exception, "no_such"),
         (["--env.url", "http://127.0.0.1:9"], Exception, "127.0.0.1:9"),
         (["--env.config.digitz", "3"], Exception, "digitz"),
+        (["--objective.preset", "opd"], ConfigError, "set teacher.path"),
+        (
+            ["--objective.preset", "opd", "--teacher.path", str(tmp_path / "none")],
+            ConfigError,
+            "does not exist",
+        ),
+        (["--objective.reward.weights.speed", "1"], ConfigError, "components are correct"),
         (["--rollout.max_context_tokens", "8"], TrainingError, "max_context_tokens = 8"),
         (["--inference.backend", "vllm", "--inference.urls", "x"], ConfigError, "embedded"),
     ]

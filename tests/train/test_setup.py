@@ -43,7 +43,7 @@ def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--run.dir"):
+    with pytest.raises(ConfigError, match=r"--run\.dir"):
         run_directory(config(tmp_path, dir=str(tmp_path / "file" / "run")))
 
 

@@ -116,6 +116,14 @@ def test_a_rising_line_rises():
     assert text_plot([(1, 0.5)], width=40, height=5) == []
 
 
+@given(st.lists(finite, min_size=2, max_size=20), st.integers(3, 12))
+def test_the_labels_of_a_text_plot_stand_evenly(values, height):
+    lines = text_plot(list(enumerate(values)), width=60, height=height)[:height]
+    labelled = [row for row, line in enumerate(lines) if "┤" in line]
+    assert labelled[0] == 0 and labelled[-1] == height - 1
+    assert len({after - before for before, after in pairwise(labelled)}) == 1
+
+
 def test_a_flat_line_is_drawn_once():
     lines = text_plot([(s, 0.5) for s in range(10)], width=40, height=5, ascii_only=True)
     assert sum("*" in line for line in lines) == 1

@@ -227,6 +227,29 @@ def test_the_reward_band_is_mean_plus_minus_std():
     assert 'class="band" d="M0.0 13.50L1000.0 126.00L1000.0 126.00L0.0 238.50Z"' in source
 
 
+def test_the_head_says_what_ran():
+    config = '[env]\nid = "math"\n[model]\npath = "some/model"\n[run]\nseed = 7\n'
+    content = Reader(page(config_text=config)).content()
+    assert "environment math" in content and "model some/model" in content and "seed 7" in content
+    assert "seed" not in Reader(page(config_text="no = [toml")).content().split("Reward")[0]
+
+
+def test_a_metric_that_varies_by_rounding_only_is_listed_as_constant():
+    metrics = [{"step": s, "policy/ess": 1 - s * 1e-13, "reward/mean": s} for s in (1, 2, 3)]
+    reader = Reader(page(metrics=metrics))
+    assert sum(attributes.get("class") == "area" for _, attributes in reader.tags) == 1
+    assert "policy/ess" in reader.content().split("constant")[1]
+
+
+def test_a_tool_call_is_shown_as_a_call():
+    trajectory = played(Words(), 1, 0, "51", 1.0)
+    function = {"name": "calculator", "arguments": {"expression": "1+1", "digits": 3}}
+    message: Any = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    trajectory.messages.append(message)
+    content = Reader(page(trajectories=[(1, trajectory)])).content()
+    assert 'calculator(expression="1+1", digits=3)' in content
+
+
 def test_gaps_one_step_and_no_steps_are_drawn():
     assert "No step was finished" in page(metrics=[], trajectories=[])
     single = page(metrics=[{"step": 3, "reward/mean": 0.25, "loss/policy": None}])

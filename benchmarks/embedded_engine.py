@@ -1,0 +1,223 @@
+"""CPU time of the embedded engine against what transformers offers, on one small model.
+
+    python benchmarks/embedded_engine.py [--requests 16 64 256] [--tokens 32]
+
+Three ways to sample `--tokens` tokens for every request, one thread, no end token:
+
+* `embedded`: `agentrl.inference.embedded.sample`, as `EmbeddedEngine` calls it.
+* `continuous`: transformers' continuous batching with log-probabilities, at the best of several
+  page sizes and batch budgets, with prompt blocks shared where prompts are.
+* `generate`: `model.generate` on prompts of one length, without log-probabilities: a limit, since
+  it can serve neither prompts of several lengths nor the trainer.
+
+Prompts have 40 to 80 tokens; `shared` gives each to a group of 8 requests. Beside the CPU seconds
+per 1,000 sampled tokens stands the largest difference of a side's log-probabilities from those of
+one full forward pass over each finished row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import is_accelerate_available
+
+from agentrl.inference.base import SamplingParams
+from agentrl.inference.embedded import SampleRequest, sample, share_weights
+
+VOCAB_SIZE = 320
+GROUP_SIZE = 8
+Rows = list[tuple[list[int], list[int], list[float]]]
+"""Prompt ids, sampled ids and their log-probabilities, one per request."""
+
+
+def make_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_prompts(num: int, *, shared: bool, length: int | None = None) -> list[list[int]]:
+    stream = random.Random(0)
+    group_size = GROUP_SIZE if shared else 1
+    prompts = []
+    for _ in range(-(-num // group_size)):
+        prompt = stream.choices(range(1, VOCAB_SIZE), k=length or stream.randint(40, 80))
+        prompts += [prompt] * group_size
+    return prompts[:num]
+
+
+def embedded(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> Rows:
+    requests = [
+        SampleRequest(f"r{index:05d}", prompt, SamplingParams(num_tokens))
+        for index, prompt in enumerate(prompts)
+    ]
+    turns = sample(model, requests, seed=1)
+    return [
+        (prompt, turn.token_ids, turn.logprobs) for prompt, turn in zip(prompts, turns, strict=True)
+    ]
+
+
+def continuous(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    num_tokens: int,
+    *,
+    shared: bool,
+    page_size: int,
+    batch_tokens: int,
+) -> Rows:
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    pages = [-(-(len(prompt) + num_tokens) // page_size) for prompt in prompts]
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(
+            do_sample=True, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=num_tokens
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=page_size,
+            num_blocks=sum(pages),
+            max_batch_tokens=batch_tokens,
+            max_requests_per_batch=len(prompts),
+            allow_block_sharing=shared,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            return_logprobs=True,
+            safety_margin=0.0,
+            max_blocks_per_request=0,
+        ),
+    )
+    for index, prompt in enumerate(prompts):
+        manager.add_request(prompt, request_id=f"r{index:05d}", max_new_tokens=num_tokens)
+    manager.start()
+    results = {}
+    while len(results) < len(prompts):
+        result = manager.get_result(timeout=1)
+        if result is not None:
+            results[result.request_id] = result
+        elif not manager.is_running():
+            raise SystemExit("transformers' continuous batching stopped before it was done")
+    manager.stop(block=True)
+    manager.destroy()
+    return [
+        (prompt, results[name].generated_tokens, results[name].logprobs)
+        for index, prompt in enumerate(prompts)
+        if (name := f"r{index:05d}")
+    ]
+
+
+def generate(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> Rows:
+    ids = torch.tensor(prompts)
+    rows = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+    )
+    return [
+        (prompt, row[len(prompt) :].tolist(), []) for prompt, row in zip(prompts, rows, strict=True)
+    ]
+
+
+@torch.no_grad()
+def parity(model: PreTrainedModel, rows: Rows) -> float:
+    """Largest difference of a reported log-probability from a full forward pass over its row."""
+    worst = 0.0
+    for prompt, sampled, logprobs in rows:
+        ids = torch.tensor([prompt + sampled])
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        worst = max(worst, (expected - torch.tensor(logprobs)).abs().max().item())
+    return worst
+
+
+def measure(work: Callable[[], Rows], repeats: int) -> tuple[float, Rows]:
+    """CPU seconds per 1,000 sampled tokens, all threads of the process together; and the rows."""
+    best, rows = float("inf"), []
+    for _ in range(repeats):
+        gc.collect()
+        started = time.process_time()
+        rows = work()
+        seconds = time.process_time() - started
+        best = min(best, 1000 * seconds / sum(len(sampled) for _, sampled, _ in rows))
+    return best, rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--tokens", type=int, default=32, help="sampled per request")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    if not is_accelerate_available():
+        raise SystemExit("transformers' continuous batching needs accelerate: pip install it")
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    base = make_model()
+    ours = share_weights(base)
+    theirs = share_weights(base)  # continuous batching changes a model's attention
+    print("CPU seconds per 1,000 sampled tokens, one thread, best of", args.repeats)
+    print("requests  prompts   embedded  continuous  generate    continuous/emb.  generate/emb.")
+    ratios, worst = [], {"embedded": 0.0, "continuous": 0.0}
+    for num, shared in itertools.product(args.requests, (False, True)):
+        prompts = make_prompts(num, shared=shared)
+        one_length = make_prompts(num, shared=shared, length=60)
+        embedded(ours, prompts, 2)  # warm
+        fast, rows = measure(lambda: embedded(ours, prompts, args.tokens), args.repeats)  # noqa: B023
+        worst["embedded"] = max(worst["embedded"], parity(base, rows))
+        settings = [
+            (page_size, batch_tokens)
+            for page_size in (32, 128)
+            for batch_tokens in sorted({max(num, 64), max(num, 256), 2048})
+        ]
+        slow = float("inf")
+        for page_size, batch_tokens in settings:
+            seconds, rows = measure(
+                lambda: continuous(
+                    theirs,
+                    prompts,  # noqa: B023
+                    args.tokens,
+                    shared=shared,  # noqa: B023
+                    page_size=page_size,  # noqa: B023
+                    batch_tokens=batch_tokens,  # noqa: B023
+                ),
+                1,  # the best of the settings is the best of as many runs
+            )
+            slow = min(slow, seconds)
+            worst["continuous"] = max(worst["continuous"], parity(base, rows))
+        limit, _ = measure(lambda: generate(ours, one_length, args.tokens), args.repeats)  # noqa: B023
+        ratios.append(slow / fast)
+        print(
+            f"{num:8d}  {'shared  ' if shared else 'distinct'} {fast:9.3f} {slow:11.3f} "
+            f"{limit:9.3f} {slow / fast:18.2f} {limit / fast:14.2f}",
+            flush=True,
+        )
+    print(f"continuous batching takes {min(ratios):.1f} to {max(ratios):.1f} times as long")
+    for side, difference in worst.items():
+        print(f"{side}: log-probabilities within {difference:.1e} of a full forward pass")
+
+
+if __name__ == "__main__":
+    main()

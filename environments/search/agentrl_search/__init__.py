@@ -1,0 +1,1 @@
+"""Question answering with retrieval. `agentrl_search.env` is the environment."""

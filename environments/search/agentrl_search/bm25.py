@@ -1,0 +1,131 @@
+"""BM25 over tantivy: an inverted index in memory-mapped segments on disk.
+
+Words are lower-cased, freed of accents and, by default, stemmed as English; k1 is 1.2 and b 0.75,
+which tantivy fixes. A query is its words, joined by OR; it has no syntax, so nothing an agent
+writes can be anything but words.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, DataError
+
+MAX_QUERY_WORDS = 64
+"""Further words of a query are not looked at."""
+_HEAP_BYTES = 256 << 20
+
+
+def _tantivy() -> Any:
+    try:
+        import tantivy
+    except ImportError as error:
+        raise ConfigError("BM25 needs tantivy: pip install 'agentrl[search]'") from error
+    return tantivy
+
+
+def _schema(tantivy: Any) -> Any:
+    return (
+        tantivy.SchemaBuilder()
+        .add_unsigned_field("row", fast=True, indexed=True)
+        .add_text_field("body", tokenizer_name="words", index_option="freq")
+        .build()
+    )
+
+
+def _analyzer(tantivy: Any, stemmer: str | None) -> Any:
+    builder = (
+        tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
+        .filter(tantivy.Filter.remove_long(60))
+        .filter(tantivy.Filter.lowercase())
+        .filter(tantivy.Filter.ascii_fold())
+    )
+    if stemmer:
+        try:
+            builder = builder.filter(tantivy.Filter.stemmer(stemmer))
+        except ValueError as error:
+            raise ConfigError(f"there is no stemmer for '{stemmer}': {error}") from error
+    return builder.build()
+
+
+class BM25Writer:
+    """Adds passages to an index that holds `num_passages` already."""
+
+    def __init__(self, directory: Path, num_passages: int, stemmer: str | None) -> None:
+        self._tantivy = _tantivy()
+        directory.mkdir(exist_ok=True)
+        schema = _schema(self._tantivy)
+        index = self._tantivy.Index(schema, path=str(directory))
+        index.register_tokenizer("words", _analyzer(self._tantivy, stemmer))
+        # One thread: the same corpus then makes the same segments, and ties the same order.
+        self._writer = index.writer(heap_size=_HEAP_BYTES, num_threads=1)
+        if index.searcher().num_docs > num_passages:  # left from an interrupted addition
+            field_type = self._tantivy.FieldType.Unsigned
+            left_over = self._tantivy.Query.range_query(schema, "row", field_type, num_passages)
+            self._writer.delete_documents_by_query(left_over)
+            self._writer.commit()
+
+    def add(self, row: int, contents: str) -> None:
+        document = self._tantivy.Document()
+        document.add_unsigned("row", row)
+        document.add_text("body", contents)
+        self._writer.add_document(document)
+
+    def commit(self) -> None:
+        self._writer.commit()
+
+    def close(self) -> None:
+        self._writer.wait_merging_threads()
+
+
+class BM25:
+    """Ranks passages. Safe to use from several threads."""
+
+    def __init__(self, directory: Path, num_passages: int, stemmer: str | None) -> None:
+        """
+        Raises:
+            ConfigError: tantivy is not installed.
+            DataError: the index can't be read or holds other passages than it should.
+        """
+        self._tantivy = tantivy = _tantivy()
+        self._analyzer = _analyzer(tantivy, stemmer)
+        try:
+            files = [path for path in directory.iterdir() if not path.name.startswith(".")]
+            # tantivy puts a lock beside what it opens. Links elsewhere stand in for the directory,
+            # which may be read-only; once the segments are mapped nothing is opened by name again.
+            with tempfile.TemporaryDirectory(prefix="agentrl-search-") as view:
+                for path in files:
+                    Path(view, path.name).symlink_to(path.resolve())
+                self._index = tantivy.Index.open(view)
+                self._index.config_reader(reload_policy="manual")
+                self._searcher = self._index.searcher()
+        except (OSError, ValueError) as error:
+            raise DataError(f"index {directory} can't be opened: {error}") from error
+        if self._searcher.num_docs != num_passages:
+            raise DataError(
+                f"index {directory} holds {self._searcher.num_docs:,} passages instead of "
+                f"{num_passages:,}: an addition to it is running or was interrupted; repeat that"
+            )
+
+    def rank(self, queries: list[str], k: int) -> list[list[tuple[int, float]]]:
+        """For each query the numbers and scores of at most k passages, best first."""
+        return [self._rank(query, k) for query in queries]
+
+    def _rank(self, query: str, k: int) -> list[tuple[int, float]]:
+        words = list(dict.fromkeys(self._analyzer.analyze(query)))[:MAX_QUERY_WORDS]
+        if not words:
+            return []
+        tantivy, schema = self._tantivy, self._index.schema
+        terms = [
+            (tantivy.Occur.Should, tantivy.Query.term_query(schema, "body", word, "freq"))
+            for word in words
+        ]
+        found = self._searcher.search(tantivy.Query.boolean_query(terms), limit=k, count=False)
+        addresses = [address for _, address in found.hits]
+        rows = self._searcher.fast_field_values("row", addresses)
+        ranked = [
+            (int(row), float(score)) for row, (score, _) in zip(rows, found.hits, strict=True)
+        ]
+        return sorted(ranked, key=lambda hit: (-hit[1], hit[0]))

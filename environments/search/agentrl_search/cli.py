@@ -1,0 +1,182 @@
+"""`agentrl search ...`: build, ask and serve an index. Handlers import what they need."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_search_commands(commands: argparse._SubParsersAction) -> None:
+    """Add `search` and its subcommands. Each sets `handler`, which returns an exit status."""
+    search = commands.add_parser(
+        "search",
+        help="build, query and serve a search index",
+        description="Build, query and serve an index of passages for the search environment.",
+    )
+    add_subcommands(search)
+
+
+def add_subcommands(parser: argparse.ArgumentParser) -> None:
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    index = subcommands.add_parser(
+        "index",
+        help="index a corpus",
+        description="Index the passages of a .jsonl, .parquet, .txt, .md or SQuAD .json file, or "
+        "of a folder of them.",
+    )
+    index.add_argument("corpus", type=Path, metavar="CORPUS")
+    index.add_argument("--out", type=Path, required=True, metavar="DIR", help="the index")
+    index.add_argument("--add", action="store_true", help="add to the index that is there")
+    index.add_argument(
+        "--retrieval",
+        choices=["bm25", "dense", "hybrid"],
+        default="bm25",
+        help="what the index is for; dense and hybrid need --model (default: %(default)s)",
+    )
+    index.add_argument(
+        "--model",
+        metavar="DIR|URL",
+        help="embedding model: a sentence-transformers directory, or an embedding server as "
+        "http://host:port/v1/embeddings#model-name",
+    )
+    index.add_argument("--query-prefix", default="", help="what the model wants before a query")
+    index.add_argument("--passage-prefix", default="", help="and before a passage")
+    index.add_argument(
+        "--stemmer",
+        default="english",
+        metavar="LANGUAGE",
+        help="of BM25's words, or `none` (default: %(default)s)",
+    )
+    _add_private(index)
+    index.set_defaults(handler=_index)
+
+    query = subcommands.add_parser(
+        "query", help="show what a query finds", description="Show what a query finds."
+    )
+    _add_index(query)
+    query.add_argument("query", metavar="QUERY")
+    query.add_argument("-k", type=int, default=3, help="passages (default: %(default)s)")
+    query.add_argument("--json", action="store_true", help="print one JSON object per passage")
+    query.set_defaults(handler=_query)
+
+    serve = subcommands.add_parser(
+        "serve",
+        help="serve an index over HTTP",
+        description="Serve an index with Search-R1's contract, POST /retrieve, which asks for no "
+        "token: let only machines you trust reach it.",
+    )
+    _add_index(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    serve.add_argument(
+        "--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--topk",
+        type=int,
+        default=3,
+        help="passages where a request names no number (default: %(default)s)",
+    )
+    serve.add_argument("--threads", type=int, default=4, help="(default: %(default)s)")
+    serve.set_defaults(handler=_serve)
+
+
+def _add_index(command: argparse.ArgumentParser) -> None:
+    command.add_argument("dir", type=Path, metavar="DIR", help="an index")
+    command.add_argument(
+        "--retrieval",
+        choices=["bm25", "dense", "hybrid"],
+        help="(default: all the index has)",
+    )
+    _add_private(command)
+
+
+def _add_private(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--allow-private",
+        action="store_true",
+        help="an embedding server may have a private address",
+    )
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from agentrl.errors import ConfigError
+    from agentrl_search.corpus import read_corpus
+    from agentrl_search.index import add_to_index, build_index
+
+    if not arguments.corpus.exists():
+        raise ConfigError(f"corpus {arguments.corpus} does not exist")
+    passages = read_corpus(arguments.corpus)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.completed:,} passages"),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("index", total=None, rate="")
+
+        def report(num_passages: int) -> None:
+            speed = progress.tasks[0].speed
+            progress.update(task, completed=num_passages, rate=f"{speed:,.0f}/s" if speed else "")
+
+        if arguments.add:
+            if arguments.model or arguments.retrieval != "bm25":
+                raise ConfigError("--add takes retrieval and model from the index that is there")
+            info = add_to_index(
+                passages, arguments.out, allow_private=arguments.allow_private, progress=report
+            )
+        else:
+            info = build_index(
+                passages,
+                arguments.out,
+                retrieval=arguments.retrieval,
+                stemmer=None if arguments.stemmer == "none" else arguments.stemmer,
+                model=arguments.model,
+                query_prefix=arguments.query_prefix,
+                passage_prefix=arguments.passage_prefix,
+                allow_private=arguments.allow_private,
+                progress=report,
+            )
+    print(f"{arguments.out}: {info.num_passages:,} passages")
+    return 0
+
+
+def _query(arguments: argparse.Namespace) -> int:
+    import json
+
+    from agentrl.errors import ConfigError
+    from agentrl_search.index import open_index
+
+    if arguments.k < 1:
+        raise ConfigError(f"-k {arguments.k} is not positive")
+    retriever = open_index(
+        arguments.dir, arguments.retrieval, allow_private=arguments.allow_private
+    )
+    for hit in retriever.search([arguments.query], arguments.k)[0]:
+        passage = hit.passage
+        if arguments.json:
+            entry = {"id": passage.id, "title": passage.title, "text": passage.text}
+            print(json.dumps(entry | {"score": hit.score}, ensure_ascii=False))
+        else:
+            print(f"{hit.score:.3f}  {passage.id}  {passage.title}\n{passage.text}\n")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from agentrl.env.server import listen
+    from agentrl_search.index import open_index
+    from agentrl_search.server import serve
+
+    retriever = open_index(
+        arguments.dir, arguments.retrieval, allow_private=arguments.allow_private
+    )
+    listener = listen(arguments.host, arguments.port)
+    name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    port = listener.getsockname()[1]
+    print(f"serving {arguments.dir} at http://{name}:{port}/retrieve", flush=True)
+    serve(retriever, listener, topk=arguments.topk, num_threads=arguments.threads)
+    return 0

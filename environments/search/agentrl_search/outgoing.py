@@ -1,0 +1,122 @@
+"""POST of JSON to a retriever or embedding server, never to a private address unless allowed.
+
+Names are resolved once per connection, every address is checked, and the connection goes to a
+checked address, so that a name cannot change its meaning in between. Redirects are not followed
+and proxies not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import orjson
+
+from agentrl.errors import ConfigError, EnvError
+
+MAX_REPLY_BYTES = 64 << 20
+NUM_ATTEMPTS = 3
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def check_url(url: str, *, allow_private: bool) -> SplitResult:
+    """The parts of an http(s) URL that may be called.
+
+    Raises:
+        ConfigError: it is no such URL, or its host is a private address.
+    """
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"'{url}': {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        raise ConfigError(f"'{url}' must be an http:// or https:// URL without a user name")
+    # A name that is unknown now may be known later; every call checks again.
+    with contextlib.suppress(socket.gaierror):
+        _checked_addresses(parts.hostname, port or 0, allow_private)
+    return parts
+
+
+def post_json(url: str, body: object, *, allow_private: bool, timeout_s: float = 10.0) -> Any:
+    """The JSON answer of a server; three attempts where it can't be reached or answers 5xx.
+
+    Args:
+        timeout_s: of each attempt's connection and each wait for data.
+
+    Raises:
+        ConfigError: the URL is odd, or leads to a private address that is not allowed.
+        EnvError: no attempt brought a JSON answer.
+    """
+    parts = check_url(url, allow_private=allow_private)
+    data = orjson.dumps(body)
+    problem = ""
+    for attempt in range(NUM_ATTEMPTS):
+        if attempt:
+            time.sleep(0.2 * 2**attempt)
+        try:
+            status, reply = _post(parts, data, allow_private, timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"{type(error).__name__}: {error}"
+            continue
+        if status == 200:
+            try:
+                return orjson.loads(reply)
+            except orjson.JSONDecodeError as error:
+                raise EnvError(f"{url} answered no JSON: {error}") from error
+        problem = f"status {status}: {reply[:200].decode(errors='replace')}"
+        if status < 500 and status != 429:
+            break
+    raise EnvError(f"{url} can't be used ({problem}); check that the server runs there")
+
+
+def _post(
+    parts: SplitResult, data: bytes, allow_private: bool, timeout_s: float
+) -> tuple[int, bytes]:
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = _checked_addresses(host, port, allow_private)[0]
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connected = socket.create_connection((address, port), timeout_s)
+    try:
+        if parts.scheme == "https":
+            connected = ssl.create_default_context().wrap_socket(connected, server_hostname=host)
+        connection.sock = connected
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        reply = response.read(MAX_REPLY_BYTES + 1)
+    finally:
+        connected.close()
+    if len(reply) > MAX_REPLY_BYTES:
+        raise EnvError(f"{host} answered more than {MAX_REPLY_BYTES >> 20} MB")
+    return response.status, reply
+
+
+def _checked_addresses(host: str, port: int, allow_private: bool) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    if not allow_private:
+        for address in addresses:
+            if not _is_public(address):
+                raise ConfigError(
+                    f"{host} is the private address {address}; set allow_private to true if this "
+                    "server is yours"
+                )
+    return addresses
+
+
+def _is_public(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _NAT64:
+            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        else:
+            ip = ip.ipv4_mapped or ip.sixtofour or ip
+    return ip.is_global and not ip.is_multicast

@@ -1,0 +1,296 @@
+"""Rewards for programs: run the answer's code against unit tests, in a sandbox.
+
+    text -> extract_code -> a fresh process in its own namespaces, per answer -> cases passed
+
+Three kinds of test, told apart by the reference:
+
+    "assert f(2) == 4"                                   Python code, run after the answer's
+    ["assert f(2) == 4", "assert f(3) == 9"]             the same, one case each
+    {"inputs": ["2\\n"], "outputs": ["4\\n"]}              standard input and output
+    {"inputs": [[2]], "outputs": [4], "fn_name": "f"}    arguments and result of a function
+
+The dictionaries are those of APPS and TACO and may also be given as their JSON text. The last two
+kinds compare outside the sandbox, where the code never sees the expected output. Asserts have to
+run beside the code they judge: leaving early, printing "passed" and endless loops do not help it,
+but code that looks for its own judge could find it, so prefer the other kinds where both exist.
+
+A wrong answer, an exception, too much time, memory or output are the code's own failures and score
+0. A sandbox that could not be set up is a `GraderError`. Linux only: the code sees no network, no
+file but the standard library, no other process and an empty environment
+(`agentrl_rewards.code_sandbox` says how).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from agentrl.errors import GraderError
+from agentrl.types import JSON
+
+SANDBOX_FILE = Path(__file__).with_name("code_sandbox.py")
+GRACE_S = 0.8
+"""A sandbox ends itself at the deadline; if it has not this much later, it is killed."""
+MAX_CODE_CHARS = 100_000
+
+CaseStatus = Literal[
+    "passed", "wrong", "error", "exited", "timeout", "memory", "output_limit", "not_run"
+]
+"""`error`: an exception or failed assert. `exited`: the process ended before the tests did.
+`not_run`: an earlier case failed and `all_cases` was off, or the deadline passed."""
+
+
+@dataclass(slots=True, frozen=True)
+class CodeGrade:
+    score: float
+    """Share of the cases that passed, or 1.0 and 0.0 for all and not all of them."""
+    statuses: tuple[CaseStatus, ...]
+    """One per case; empty when the text holds no code."""
+    message: str
+    """The first failure in words, at most 500 characters; empty when all passed."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Tests:
+    kind: Literal["asserts", "stdin", "function"]
+    cases: list[JSON]
+    outputs: list[JSON]
+    function: str = ""
+
+
+def extract_code(text: str) -> str | None:
+    """The last fenced code block after any reasoning, or None when there is none.
+
+    Blocks fenced as Python are preferred to blocks of no or another language. An opened block that
+    is never closed is none.
+    """
+    text = text[text.rfind("</think>") + 8 :] if "</think>" in text else text
+    python = other = None
+    language, lines = None, []
+    for line in text.split("\n"):
+        if not line.startswith("```"):
+            if language is not None:
+                lines.append(line)
+        elif language is None:
+            language, lines = line[3:].strip().lower(), []
+        else:
+            if language in ("python", "py", "python3"):
+                python = "\n".join(lines)
+            elif not language:
+                other = "\n".join(lines)
+            language = None
+    return python if python is not None else other
+
+
+def grade_code(
+    text: str,
+    reference: JSON,
+    *,
+    partial: bool = False,
+    deadline_s: float = 6.0,
+    memory_bytes: int = 512 << 20,
+    max_processes: int = 8,
+) -> CodeGrade:
+    """Run the code in `text` against the tests in `reference`. Blocks, from any thread.
+
+    Args:
+        text: what the policy wrote; see `extract_code` for where the code is looked for.
+        reference: the tests, in one of the forms of the module's docstring.
+        partial: score the share of cases passed; False scores 1.0 only when all did, and stops at
+            the first failure.
+        deadline_s: wall-clock seconds for all cases together, starting the sandbox included.
+        memory_bytes: address space of each process of the code (RLIMIT_AS).
+        max_processes: processes and threads the code may have at a time.
+
+    Raises:
+        GraderError: the tests cannot be read, or the sandbox could not be set up or did not answer.
+    """
+    tests = read_tests(reference)
+    code = extract_code(text)
+    if code is None:
+        return CodeGrade(0.0, (), "no closed code block")
+    if len(code) > MAX_CODE_CHARS:
+        return CodeGrade(0.0, (), f"more than {MAX_CODE_CHARS} characters of code")
+    request = {
+        "code": code,
+        "kind": tests.kind,
+        "cases": tests.cases,
+        "function": tests.function,
+        "deadline_s": deadline_s,
+        "memory_bytes": memory_bytes,
+        "max_processes": max_processes,
+        "all_cases": partial,
+    }
+    outcomes = _run_sandbox(json.dumps(request).encode(), deadline_s)
+    return _judge(outcomes, tests, partial)
+
+
+async def grade_code_async(
+    text: str,
+    reference: JSON,
+    *,
+    partial: bool = False,
+    deadline_s: float = 6.0,
+    memory_bytes: int = 512 << 20,
+    max_processes: int = 8,
+) -> CodeGrade:
+    """`grade_code` that never blocks the event loop; at most one sandbox per core runs at a time.
+
+    The deadline starts when the sandbox does, not while waiting for its turn.
+
+    Raises:
+        GraderError: as `grade_code`.
+    """
+    return await asyncio.get_running_loop().run_in_executor(
+        _executor(),
+        lambda: grade_code(
+            text,
+            reference,
+            partial=partial,
+            deadline_s=deadline_s,
+            memory_bytes=memory_bytes,
+            max_processes=max_processes,
+        ),
+    )
+
+
+async def code(
+    text: str, reference: JSON, *, partial: bool = False, deadline_s: float = 6.0
+) -> float:
+    """Score of the code in `text`, 0 to 1. Arguments as for `grade_code`.
+
+    Raises:
+        GraderError: as `grade_code`; never scored 0.
+    """
+    return (await grade_code_async(text, reference, partial=partial, deadline_s=deadline_s)).score
+
+
+def read_tests(reference: JSON) -> _Tests:
+    """Raises GraderError when the reference is in none of the forms."""
+    if isinstance(reference, str) and reference.lstrip().startswith("{"):
+        with suppress(ValueError):
+            reference = json.loads(reference)
+    if isinstance(reference, str) and reference.strip():
+        return _Tests("asserts", [reference], [])
+    texts = reference if isinstance(reference, list) else []
+    if texts and all(isinstance(case, str) and case.strip() for case in texts):
+        return _Tests("asserts", texts, [])
+    if isinstance(reference, Mapping):
+        inputs, outputs = reference.get("inputs"), reference.get("outputs")
+        function = reference.get("fn_name") or ""
+        element = list if function else str
+        if (
+            isinstance(inputs, list)
+            and isinstance(outputs, list)
+            and isinstance(function, str)
+            and 0 < len(inputs) == len(outputs)
+            and all(isinstance(case, element) for case in inputs)
+            and (function or all(isinstance(case, str) for case in outputs))
+        ):
+            return _Tests("function" if function else "stdin", inputs, outputs, function)
+    raise GraderError(
+        f"cannot read the tests {str(reference)[:80]!r}: give assert statements (a text or a list "
+        'of texts) or {"inputs": [...], "outputs": [...]} of the same length, with "fn_name" when '
+        "they are argument lists and results"
+    )
+
+
+def _judge(outcomes: list[dict[str, str]], tests: _Tests, partial: bool) -> CodeGrade:
+    statuses: list[CaseStatus] = []
+    message = ""
+    for index, outcome in enumerate(outcomes):
+        status = outcome["status"]
+        if status == "ok":
+            status = "passed" if _expected(tests, index, outcome["output"]) else "wrong"
+        if status != "passed" and not message:
+            said = f": {outcome['output']}" if status in ("error", "exited") else ""
+            message = f"case {index}: {status}{said}"[:500]
+        statuses.append(cast(CaseStatus, status))
+    statuses.extend("not_run" for _ in range(len(tests.cases) - len(statuses)))
+    num_passed = statuses.count("passed")
+    all_passed = num_passed == len(statuses)
+    score = num_passed / len(statuses) if partial else float(all_passed)
+    return CodeGrade(score, tuple(statuses), message)
+
+
+def _expected(tests: _Tests, index: int, output: str) -> bool:
+    if tests.kind == "asserts":
+        return True
+    expected = tests.outputs[index]
+    if tests.kind == "function":
+        with suppress(ValueError, RecursionError):
+            return bool(json.loads(output) == expected)
+        return False
+    assert isinstance(expected, str)
+    return _lines(output) == _lines(expected)
+
+
+def _lines(output: str) -> list[str]:
+    return [line.rstrip() for line in output.strip().splitlines()]
+
+
+def _run_sandbox(request: bytes, deadline_s: float) -> list[dict[str, str]]:
+    if sys.platform != "linux":
+        raise GraderError("the sandbox of the code reward needs Linux")
+    process = subprocess.Popen(
+        # -I -S: no site packages, no user's files, nothing from the environment
+        [sys.executable, "-I", "-S", str(SANDBOX_FILE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        cwd="/",
+        start_new_session=True,
+    )
+    late = False
+    try:
+        data, _ = process.communicate(request, timeout=deadline_s + GRACE_S)
+    except subprocess.TimeoutExpired:
+        late, data = True, b""
+    finally:
+        # pid 1 of the sandbox dies with the launcher and takes its whole namespace with it
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if late:
+        raise GraderError(f"the code sandbox did not end within {deadline_s + GRACE_S:g} s")
+    try:
+        reply = json.loads(data)
+    except ValueError as error:
+        raise GraderError("the code sandbox died without an answer") from error
+    if "error" in reply:
+        raise GraderError(
+            f"the code sandbox cannot be set up ({reply['error']}): allow unprivileged user "
+            "namespaces, or in Docker run the grader with a seccomp profile that permits unshare "
+            "and mount"
+        )
+    return reply["cases"]
+
+
+_shared_executor: ThreadPoolExecutor | None = None
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _shared_executor
+    if _shared_executor is None:
+        _shared_executor = ThreadPoolExecutor(os.cpu_count() or 2, "code-reward")
+    return _shared_executor
+
+
+def _forget_after_fork() -> None:
+    global _shared_executor
+    _shared_executor = None
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,364 @@
+"""The sandboxed half of the code reward: a program that runs one answer's code against its cases.
+
+Started by `agentrl_rewards.code` as a file (`python -I -S code_sandbox.py`), never imported. It
+reads one JSON request from standard input, writes one JSON reply and ends.
+
+    launcher (trusted)  --fork-->  init, pid 1 (trusted)  --fork per case-->  the answer's code
+
+The launcher moves into new mount, network, pid and ipc namespaces, so the code finds no network
+interface, no file of the host except the interpreter's own (read-only), one small in-memory
+working directory and no other process. It runs as a user without capabilities under resource
+limits. When pid 1 ends, the kernel kills every process of the namespace, whatever it did to hide.
+
+    {"code": str, "kind": "asserts"|"stdin"|"function", "cases": [...], "function": str, limits}
+    -> {"cases": [{"status": str, "output": str}, ...]}    one per case that was run
+    -> {"error": str}                                      the sandbox could not be set up
+
+Linux only. Expected outputs never come here: they are compared by the caller.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+CAPABILITY_VERSION_3 = 0x20080522
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+"""System call numbers: the C library has no wrapper."""
+WORK_BYTES = 16 << 20
+"""Size of the working directory, which is memory."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""Most a case may print; what it returns may be as long."""
+SYSTEM_DIRS = ("/usr", "/lib", "/lib64")
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SetupError(Exception):
+    pass
+
+
+def checked(result: int, what: str) -> None:
+    if result != 0:
+        raise SetupError(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind)]
+    result = libc.mount(*encoded, ctypes.c_ulong(flags), data.encode() or None)
+    checked(result, f"mounting {target}")
+
+
+def enter_namespaces() -> tuple[int, int]:
+    """Leave the host's namespaces; the user and group the answer's code is to run as."""
+    flags = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC
+    if os.geteuid() == 0 and libc.unshare(flags) == 0:
+        # Root's processes are not counted by RLIMIT_NPROC. A user of its own for every run, so
+        # that one run's processes do not count against another's.
+        user = (1 << 30) + int.from_bytes(os.urandom(3))
+        return user, user
+    user, group = os.geteuid(), os.getegid()
+    checked(libc.unshare(flags | CLONE_NEWUSER), "unshare")
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"65534 {user} 1"),
+        ("gid_map", f"65534 {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return 65534, 65534
+
+
+def build_root(user: int, group: int) -> None:
+    """Replace the file system by a read-only one with the interpreter and an empty /work.
+
+    Raises:
+        SetupError: a mount was refused.
+    """
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    # /proc is on every system and holds nothing that is still needed. The root is a directory
+    # inside the mount, because a process under chroot may not make user namespaces.
+    base = "/proc"
+    root = f"{base}/root"
+    mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.mkdir(root, 0o755)
+    prefix = os.path.realpath(sys.base_prefix)
+    stdlib = os.path.dirname(os.path.realpath(os.__file__))
+    wanted = [*SYSTEM_DIRS, prefix if prefix != "/" else stdlib]
+    for source in dict.fromkeys(wanted):
+        if not os.path.isdir(source):
+            continue
+        if source not in SYSTEM_DIRS and source.startswith("/usr/"):
+            continue
+        target = root + source
+        os.makedirs(target, 0o755, exist_ok=True)
+        mount(source, target, None, MS_BIND)
+        # Flags the mount already has are locked in a user namespace and must be repeated.
+        kept = os.statvfs(target).f_flag & 0x40F
+        flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | kept
+        mount(None, target, None, flags)
+    os.mkdir(f"{root}/dev", 0o755)
+    with open(f"{root}/dev/null", "w"):
+        pass
+    mount("/dev/null", f"{root}/dev/null", None, MS_BIND)
+    os.mkdir(f"{root}/work")
+    os.symlink("work", f"{root}/tmp")
+    owner = f"size={WORK_BYTES},nr_inodes=1024,mode=700,uid={user},gid={group}"
+    mount("tmpfs", f"{root}/work", "tmpfs", MS_NOSUID | MS_NODEV, owner)
+    mount(None, base, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir(base)
+    number = PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise SetupError(f"the sandbox does not know {os.uname().machine} processors")
+    checked(libc.syscall(number, b".", b"."), "pivot_root")
+    checked(libc.umount2(b".", MNT_DETACH), "leaving the old root")
+    os.chroot("/root")
+    os.chdir("/work")
+
+
+def drop_privileges(user: int, group: int) -> None:
+    if os.geteuid() == 0:  # real root: not mapped into a user namespace
+        os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+    checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "dropping capabilities")
+    # pid 1 holds the way to the caller, so the code may not attach to it
+    checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
+
+
+def set_limits(request: dict) -> None:
+    memory, cpu_s = request["memory_bytes"], int(request["deadline_s"]) + 1
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_NPROC, request["max_processes"] + 1),  # pid 1 counts
+        (resource.RLIMIT_FSIZE, WORK_BYTES),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+# --- the answer's code, in a process of its own ---------------------------------------------------
+
+
+def run_case(request: dict, case: object, result_fd: int) -> None:
+    """Run the code and one case in this process; report on `result_fd`. Never returns normally."""
+    token = os.urandom(16).hex()
+    os.write(result_fd, token.encode() + b"\n")  # before the code has had a chance to write
+    output = ""
+    builtins.exit = builtins.quit = sys.exit  # as without -S
+    try:
+        kind = request["kind"]
+        if kind == "asserts":
+            # One file, so that the tests see the answer's names. The token is written only when
+            # its last line was reached: leaving early is no way to pass.
+            write_file("answer.py", f"{request['code']}\n{case}\n")
+            runpy.run_path("answer.py", run_name="answer")
+        elif kind == "stdin":
+            write_file("answer.py", request["code"])
+            sys.argv = ["answer.py"]
+            try:
+                runpy.run_path("answer.py", run_name="__main__")
+            except SystemExit as stop:
+                if stop.code not in (None, 0):
+                    raise
+        else:
+            write_file("answer.py", request["code"])
+            names = runpy.run_path("answer.py", run_name="answer")
+            name = request["function"]
+            function = names[name] if name in names else getattr(names["Solution"](), name)
+            output = json.dumps(function(*case))  # type: ignore[misc]
+        status = "ok"
+    except MemoryError:
+        status = "memory"
+    # The answer's own mistakes, SystemExit and KeyboardInterrupt included, are what is judged.
+    except BaseException as error:
+        status = "memory" if isinstance(error, OSError) and error.errno == errno.ENOMEM else "error"
+        output = f"{type(error).__name__}: {error}"[:500]
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    report = json.dumps({"token": token, "status": status, "output": output}).encode()
+    while report:
+        report = report[os.write(result_fd, report) :]
+    os._exit(0)
+
+
+def write_file(name: str, text: str) -> None:
+    with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(text)
+
+
+def judge_case(request: dict, case: object, end: float) -> dict:
+    """Fork a process for one case and follow it to its end or to `end` (monotonic seconds)."""
+    text = case if request["kind"] == "stdin" and isinstance(case, str) else ""
+    stdin_fd = os.memfd_create("stdin")
+    with open(os.dup(stdin_fd), "wb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(stdin_fd, 0, os.SEEK_SET)
+    result_read, result_write = os.pipe()
+    stdout_read, stdout_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            os.dup2(stdin_fd, 0)
+            os.dup2(stdout_write, 1)
+            os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+            os.dup2(result_write, 3)
+            os.closerange(4, 64)
+            sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
+            sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+            run_case(request, case, 3)
+        finally:
+            os._exit(1)
+    for fd in (stdin_fd, stdout_write, result_write):
+        os.close(fd)
+    collected = {result_read: b"", stdout_read: b""}
+    poll = select.poll()
+    for fd in collected:
+        poll.register(fd, select.POLLIN)
+    waiting, status = set(collected), ""
+    # The result pipe alone says that the case is over: a grandchild may hold the other one open.
+    while result_read in waiting:
+        left_s = end - time.monotonic()
+        events = poll.poll(left_s * 1000) if left_s > 0 else []
+        if not events:
+            status = "timeout"
+            break
+        for fd, _ in events:
+            chunk = os.read(fd, 65536)
+            collected[fd] += chunk
+            if not chunk:
+                poll.unregister(fd)
+                waiting.discard(fd)
+        if max(map(len, collected.values())) > MAX_OUTPUT_BYTES:
+            status = "output_limit"
+            break
+        if report_complete(collected[result_read]):
+            break
+    while not status and stdout_read in waiting:  # what was printed before the report
+        if not select.select([stdout_read], [], [], 0)[0]:
+            break
+        chunk = os.read(stdout_read, 65536)
+        collected[stdout_read] += chunk
+        if not chunk or len(collected[stdout_read]) > MAX_OUTPUT_BYTES:
+            break
+    kill_everyone()
+    os.close(result_read)
+    os.close(stdout_read)
+    if status:
+        return {"status": status, "output": ""}
+    report = report_complete(collected[result_read])
+    if report is None:
+        return {"status": "exited", "output": "the code ended the process before its tests did"}
+    output = report["output"]
+    if request["kind"] == "stdin" and report["status"] == "ok":
+        output = collected[stdout_read].decode("utf-8", "replace")
+    return {"status": report["status"], "output": output}
+
+
+def report_complete(data: bytes) -> dict | None:
+    """The report of a case once it has arrived whole and carries the token sent before it."""
+    token, _, rest = data.partition(b"\n")
+    try:
+        report = json.loads(rest)
+    except ValueError:
+        return None
+    if not isinstance(report, dict) or report.get("token") != token.decode("ascii", "replace"):
+        return None
+    return report
+
+
+def kill_everyone() -> None:
+    """Kill and reap all processes of the namespace but pid 1, which is the caller."""
+    while True:
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+# --- the launcher --------------------------------------------------------------------------------
+
+
+def serve(request: dict, reply_fd: int, user: int, group: int, end: float) -> None:
+    """Run the cases as pid 1 until one fails, unless all are wanted, and write the reply."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        build_root(user, group)
+        drop_privileges(user, group)
+    except (SetupError, OSError) as error:
+        write_all(reply_fd, json.dumps({"error": str(error)}).encode())
+        return
+    # Dropping privileges clears it.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_limits(request)
+    write_all(reply_fd, b'{"cases": [')
+    for index, case in enumerate(request["cases"]):
+        outcome = judge_case(request, case, end)
+        write_all(reply_fd, (b", " if index else b"") + json.dumps(outcome).encode())
+        if outcome["status"] == "timeout" or (
+            outcome["status"] != "ok" and not request["all_cases"]
+        ):
+            break
+    write_all(reply_fd, b"]}")
+
+
+def write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    reply_fd = os.dup(1)
+    os.set_inheritable(reply_fd, False)
+    end = time.monotonic() + request["deadline_s"]
+    try:
+        user, group = enter_namespaces()
+    except (SetupError, OSError) as error:
+        write_all(reply_fd, json.dumps({"error": str(error)}).encode())
+        return
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            serve(request, reply_fd, user, group, end)
+            status = 0
+        finally:
+            os._exit(status)
+    # pid 1 keeps the deadline itself, and dies with this process; a caller that was killed is
+    # noticed here.
+    child, poll = os.pidfd_open(pid), select.poll()
+    poll.register(child, select.POLLIN)
+    poll.register(reply_fd, 0)  # reports only that nobody reads any more
+    if any(fd == reply_fd for fd, _ in poll.poll()):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

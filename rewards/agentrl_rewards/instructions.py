@@ -1,0 +1,244 @@
+"""Verifiable instructions: did the text keep the constraints that its prompt set?
+
+    ifeval(text, {
+        "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+        "kwargs": [{}, {"relation": "at least", "num_words": 100}],
+    })
+
+Identifiers and arguments are those of IFEval's rows (Zhou et al. 2023, "Instruction-Following
+Evaluation for Large Language Models", arXiv:2311.07911), judged strictly, on the text as it is.
+Constraints on the language of the answer are not judged: they need a language classifier. Words
+and sentences are counted by rules written out here, without a tokenizer's model, so counts at the
+border of a constraint may differ by abbreviations ("e.g. this") from other implementations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentrl.errors import GraderError
+
+_WORD = re.compile(r"\w+(?:[’'\-]\w+)*")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
+_CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_MAX_COUNT_CHARS = 1_000_000
+
+
+def ifeval(text: str, reference: Mapping[str, Any]) -> dict[str, float]:
+    """How many of a row's constraints the text keeps.
+
+    `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
+    where all at once is too rare. An empty text keeps none.
+
+    Raises:
+        GraderError: the row is not in IFEval's form, or a constraint is unknown.
+    """
+    names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
+    if not isinstance(names, list) or not names:
+        raise GraderError(
+            "an ifeval reference needs instruction_id_list, a list of constraint names, and "
+            "kwargs, a list of their arguments"
+        )
+    if not isinstance(arguments, list) or len(arguments) != len(names):
+        raise GraderError(f"{len(names)} constraints need a list of {len(names)} kwargs")
+    kept = [follows(text, name, given or {}) for name, given in zip(names, arguments, strict=True)]
+    return {"score": float(all(kept)), "share": sum(kept) / len(kept)}
+
+
+def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether the text keeps one constraint. Arguments that are None count as not given.
+
+    Raises:
+        GraderError: the constraint is unknown, or an argument is missing, too many or of no use.
+    """
+    check = CONSTRAINTS.get(name)
+    if check is None:
+        raise GraderError(f"unknown constraint {name!r}; known are {', '.join(CONSTRAINTS)}")
+    given = {key: value for key, value in arguments.items() if value is not None}
+    try:
+        return bool(text.strip()) and check(text[:_MAX_COUNT_CHARS], **given)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise GraderError(f"constraint {name!r} cannot take {given}: {error}") from error
+
+
+def count_words(text: str) -> int:
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def count_sentences(text: str) -> int:
+    """Runs of text that end in `.`, `!` or `?` before white space, or with the text."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return len(ends) + bool(_WORD.search(text, ends[-1] if ends else 0))
+
+
+def _compare(count: int, relation: str, number: float) -> bool:
+    if relation == "at least":
+        return count >= number
+    if relation == "less than":
+        return count < number
+    raise ValueError(f'relation is {relation!r}; use "at least" or "less than"')
+
+
+def _occurrences(text: str, keyword: str) -> int:
+    return len(re.findall(re.escape(keyword.strip()), text, re.IGNORECASE))
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def _keywords(text: str, *, keywords: list[str]) -> bool:
+    return all(_occurrences(text, keyword) > 0 for keyword in keywords)
+
+
+def _keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    return _compare(_occurrences(text, keyword), relation, frequency)
+
+
+def _forbidden_words(text: str, *, forbidden_words: list[str]) -> bool:
+    return not any(_has_word(text, word) for word in forbidden_words)
+
+
+def _letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _number_words(text: str, *, num_words: int, relation: str) -> bool:
+    return _compare(count_words(text), relation, num_words)
+
+
+def _number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
+    return _compare(count_sentences(text), relation, num_sentences)
+
+
+def _number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    if len(parts) > 1:  # a divider before the first or after the last paragraph separates nothing
+        parts = parts[1:] if not parts[0] else parts
+        parts = parts[:-1] if not parts[-1] else parts
+    return all(parts) and len(parts) == num_paragraphs
+
+
+def _paragraph_first_word(
+    text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    parts = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
+    if len(parts) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+        return False
+    first = _WORD.search(parts[nth_paragraph - 1].split()[0])
+    return first is not None and first[0].lower() == first_word.lower()
+
+
+def _placeholders(text: str, *, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
+
+
+def _postscript(text: str, *, postscript_marker: str) -> bool:
+    letters = [re.escape(char) for char in postscript_marker if char not in ". "]
+    # "P.S." is also met by "P. S." and "PS", at the start of a line
+    pattern = r"^[ \t]*" + r"\.?\s?".join(letters)
+    return re.search(pattern, text, re.IGNORECASE | re.MULTILINE) is not None
+
+
+def _bullets(text: str, *, num_bullets: int) -> bool:
+    return (
+        len(re.findall(r"^[ \t]*(?:\*(?!\*)|-)(?=[ \t]*[^\s*-])", text, re.MULTILINE))
+        == num_bullets
+    )
+
+
+def _constrained_response(text: str) -> bool:
+    return any(answer in text for answer in _CONSTRAINED)
+
+
+def _highlights(text: str, *, num_highlights: int) -> bool:
+    found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
+    return sum(bool(part.strip("* ")) for part in found) >= num_highlights
+
+
+def _sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
+
+
+def _json_format(text: str) -> bool:
+    body = text.strip()
+    if body.startswith("```") and body.endswith("```") and len(body) >= 6:
+        body = re.sub(r"^(?:json|JSON|Json)(?=\s)", "", body[3:-3]).strip()
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str) -> bool:
+    return any(title.strip() for title in re.findall(r"<<([^\n<>]+)>>", text))
+
+
+def _two_responses(text: str) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    if len(parts) > 2:
+        parts = parts[1:] if not parts[0] else parts
+        parts = parts[:-1] if not parts[-1] else parts
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+def _repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _end(text: str, *, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _quotation(text: str) -> bool:
+    body = text.strip()
+    return len(body) > 1 and body.startswith('"') and body.endswith('"')
+
+
+def _capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    count = sum(match[0].isupper() for match in _WORD.finditer(text))
+    return _compare(count, capital_relation, capital_frequency)
+
+
+def _upper_case(text: str) -> bool:
+    return text.isupper()
+
+
+def _lower_case(text: str) -> bool:
+    return text.islower()
+
+
+def _no_comma(text: str) -> bool:
+    return "," not in text
+
+
+CONSTRAINTS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": _keywords,
+    "keywords:frequency": _keyword_frequency,
+    "keywords:forbidden_words": _forbidden_words,
+    "keywords:letter_frequency": _letter_frequency,
+    "length_constraints:number_words": _number_words,
+    "length_constraints:number_sentences": _number_sentences,
+    "length_constraints:number_paragraphs": _number_paragraphs,
+    "length_constraints:nth_paragraph_first_word": _paragraph_first_word,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": _constrained_response,
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _json_format,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": _repeat_prompt,
+    "startend:end_checker": _end,
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": _upper_case,
+    "change_case:english_lowercase": _lower_case,
+    "punctuation:no_comma": _no_comma,
+}

@@ -1,0 +1,49 @@
+"""Rewards of published recipes that put the math grader together with a rule about the text."""
+
+from __future__ import annotations
+
+from agentrl_rewards.math import math_reward_async
+from agentrl_rewards.style import length
+
+
+async def dapo(
+    text: str,
+    reference: str,
+    *,
+    num_tokens: int | None = None,
+    max_length: int = 20_480,
+    buffer: int = 4_096,
+    deadline_s: float = 2.0,
+) -> dict[str, float]:
+    """+1 for a right final answer, -1 otherwise, plus the soft penalty for overlong texts.
+
+    Yu et al. 2025, "DAPO", arXiv:2503.14476, section 3.4 and equation 13; the defaults are the
+    paper's, in tokens. `score` is between -2 and 1; `accuracy` and `overlong` are its parts.
+
+    Args:
+        num_tokens: length of the text in tokens; None counts words instead.
+        max_length, buffer: see `agentrl_rewards.style.length`.
+
+    Raises:
+        GraderError: the comparison failed; never scored as wrong.
+    """
+    penalty = length(
+        text, max_length=max_length, buffer=buffer, num_tokens=num_tokens
+    )  # before the costly part, so that wrong settings show at once
+    right = await math_reward_async(text, reference, deadline_s=deadline_s)
+    return {"score": 2 * right - 1 + penalty, "accuracy": right, "overlong": penalty}
+
+
+async def deepscaler(text: str, reference: str, *, deadline_s: float = 2.0) -> float:
+    """1.0 for a right final answer after `</think>`, else 0.0.
+
+    Unlike `math`, a text that never ends its reasoning scores 0, whatever it holds (Luo et al.
+    2025, "DeepScaleR"). The opening tag may stand in the prompt.
+
+    Raises:
+        GraderError: the comparison failed; never scored 0.
+    """
+    head, tag, answer = text.rpartition("</think>")
+    if not tag or not head.strip():
+        return 0.0
+    return await math_reward_async(answer, reference, deadline_s=deadline_s)

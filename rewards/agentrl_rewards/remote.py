@@ -1,0 +1,189 @@
+"""Rewards from a reward model that is served elsewhere over HTTP, and the HTTP call itself.
+
+The contract: POST `{"prompt": ..., "response": ..., "label": ...}`, answered by a number or by
+`{"reward": number}`. With `batch_size` above 1 the body is a list of such objects and the answer a
+list (or `{"rewards": [...]}`) of as many numbers: calls that come in together travel together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import weakref
+from dataclasses import dataclass, field
+
+import aiohttp
+import orjson
+
+from agentrl.errors import GraderError
+from agentrl.types import JSON
+
+MAX_REPLY_BYTES = 8 << 20
+BATCH_WAIT_S = 0.01
+"""How long the first call of a batch waits for more."""
+_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+async def post_json(
+    url: str,
+    body: JSON,
+    *,
+    headers: dict[str, str] | None = None,
+    timeout_s: float = 30.0,
+    num_attempts: int = 4,
+) -> JSON:
+    """POST `body` and read the JSON answer; repeated with growing, jittered pauses.
+
+    Repeated are lost connections, time-outs and the statuses 408, 425, 429 and 5xx; a `Retry-After`
+    in seconds is kept to.
+
+    Args:
+        timeout_s: seconds per attempt, the reading of the answer included.
+
+    Raises:
+        GraderError: no attempt was answered, or the answer is an error, too long or not JSON.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    problem = ""
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        for attempt in range(num_attempts):
+            pause_s = random.uniform(0.5, 1.0) * 0.25 * 2**attempt
+            try:
+                async with session.post(
+                    url,
+                    data=orjson.dumps(body),
+                    headers={"Content-Type": "application/json"},
+                    allow_redirects=False,
+                ) as response:
+                    data = await _read_limited(response, url)
+                    if 200 <= response.status < 300:
+                        return _parse(data, url)
+                    problem = f"HTTP {response.status}: {data[:200].decode('utf-8', 'replace')}"
+                    if response.status not in _RETRIED_STATUS:
+                        break
+                    after = response.headers.get("Retry-After", "")
+                    if after.isascii() and after.isdigit():
+                        pause_s = max(pause_s, min(float(after), timeout_s))
+            except TimeoutError:
+                problem = f"no answer within {timeout_s:g} s"
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except aiohttp.ClientError as error:  # a wrong URL, an answer that is not HTTP
+                raise GraderError(f"POST {url}: {type(error).__name__}: {error}") from error
+            if attempt + 1 < num_attempts:
+                await asyncio.sleep(pause_s)
+    raise GraderError(f"POST {url} failed ({problem}); is the server up and the URL right?")
+
+
+async def _read_limited(response: aiohttp.ClientResponse, url: str) -> bytes:
+    data = b""
+    async for chunk in response.content.iter_chunked(65536):
+        data += chunk
+        if len(data) > MAX_REPLY_BYTES:
+            raise GraderError(f"POST {url}: the answer is longer than {MAX_REPLY_BYTES} bytes")
+    return data
+
+
+def _parse(data: bytes, url: str) -> JSON:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise GraderError(f"POST {url}: the answer is not JSON: {data[:80]!r}") from error
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The calls of one event loop that wait to be sent to one server."""
+
+    waiting: list[tuple[JSON, asyncio.Future[float]]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    sending: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+_batches: weakref.WeakKeyDictionary[
+    asyncio.AbstractEventLoop, dict[tuple[str, int, float, int], _Batch]
+] = weakref.WeakKeyDictionary()
+
+
+async def remote_rm(
+    text: str,
+    reference: JSON = None,
+    *,
+    url: str,
+    prompt: JSON = "",
+    batch_size: int = 1,
+    timeout_s: float = 30.0,
+    num_attempts: int = 4,
+) -> float:
+    """The reward a remote model gives to `text` as the answer to `prompt`.
+
+    Args:
+        url: where to POST; see the module's docstring for the contract.
+        prompt: text or messages, sent as they are.
+        batch_size: most calls in one request; 1 sends one object instead of a list.
+        timeout_s: seconds per attempt.
+
+    Raises:
+        GraderError: the server failed, or answered something other than finite numbers.
+    """
+    item: JSON = {"prompt": prompt, "response": text, "label": reference}
+    if batch_size <= 1:
+        reply = await post_json(url, item, timeout_s=timeout_s, num_attempts=num_attempts)
+        return _reward(reply["reward"] if isinstance(reply, dict) and "reward" in reply else reply)
+    loop = asyncio.get_running_loop()
+    settings = (url, batch_size, timeout_s, num_attempts)
+    batch = _batches.setdefault(loop, {}).setdefault(settings, _Batch())
+    future: asyncio.Future[float] = loop.create_future()
+    batch.waiting.append((item, future))
+    if len(batch.waiting) >= batch_size:
+        _send_waiting(batch, settings)
+    elif batch.timer is None:
+        batch.timer = loop.call_later(BATCH_WAIT_S, _send_waiting, batch, settings)
+    return await future
+
+
+def _send_waiting(batch: _Batch, settings: tuple[str, int, float, int]) -> None:
+    if batch.timer is not None:
+        batch.timer.cancel()
+        batch.timer = None
+    calls = [(item, future) for item, future in batch.waiting if not future.done()]
+    batch.waiting.clear()
+    if calls:
+        task = asyncio.ensure_future(_send(calls, settings))
+        batch.sending.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(batch.sending.discard)
+
+
+async def _send(
+    calls: list[tuple[JSON, asyncio.Future[float]]], settings: tuple[str, int, float, int]
+) -> None:
+    url, _, timeout_s, num_attempts = settings
+    try:
+        reply = await post_json(
+            url, [item for item, _ in calls], timeout_s=timeout_s, num_attempts=num_attempts
+        )
+        values = reply.get("rewards") if isinstance(reply, dict) else reply
+        if not isinstance(values, list) or len(values) != len(calls):
+            raise GraderError(
+                f"POST {url}: the answer to {len(calls)} items is not a list of as many rewards; "
+                "set batch_size to 1 if the server takes one at a time"
+            )
+    except GraderError as error:
+        for _, future in calls:
+            if not future.done():
+                future.set_exception(GraderError(str(error)))
+        return
+    for (_, future), value in zip(calls, values, strict=True):
+        if future.done():
+            continue
+        try:
+            future.set_result(_reward(value))
+        except GraderError as error:
+            future.set_exception(error)
+
+
+def _reward(value: JSON) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise GraderError(f"the reward server answered {value!r} where a finite number belongs")
+    return float(value)

@@ -1,0 +1,371 @@
+"""Run reward functions: find them by name, bound them, and keep their failures apart from 0.
+
+    runner = RewardRunner(["math", "my_pkg.mod:fn"], weights=[1.0, 0.2])
+    result = await runner.score(RewardInput(text="#### 42", reference="42"))
+    result.reward, result.components          # 1.2, {"math": 1.0, "my_pkg.mod:fn": 1.0}
+
+A reward function is `fn(text, reference, **options)`, plain or async, and returns a number or a
+dictionary of numbers whose `score` is the reward and whose other entries are logged beside it. If
+it has parameters named `prompt`, `num_tokens` or `metadata`, it gets those of the input. A function
+whose first parameter is named `samples` is a group reward: it gets the inputs of all answers to
+one prompt, `async def fn(samples, **options)`, and returns a list of as many numbers.
+
+Whatever a function raises, and a result that is no finite number, is a `GraderError`: that answer
+has no reward. When more than 1% of the recent calls end so, the log says so once, as an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import ConfigError, GraderError
+from agentrl.types import JSON, Message
+
+logger = logging.getLogger("agentrl.rewards")
+
+REWARDS = {
+    "math": "agentrl_rewards.math:math_reward_async",
+    "gsm8k": "agentrl_rewards.math:gsm8k_reward",
+    "dapo": "agentrl_rewards.recipes:dapo",
+    "deepscaler": "agentrl_rewards.recipes:deepscaler",
+    "em": "agentrl_rewards.qa:em",
+    "f1": "agentrl_rewards.qa:f1",
+    "substring": "agentrl_rewards.qa:substring",
+    "gpqa": "agentrl_rewards.choice:gpqa",
+    "ifeval": "agentrl_rewards.instructions:ifeval",
+    "format": "agentrl_rewards.style:format",
+    "length": "agentrl_rewards.style:length",
+    "repetition": "agentrl_rewards.style:repetition",
+    "gibberish": "agentrl_rewards.style:gibberish",
+    "code": "agentrl_rewards.code:code",
+    "remote_rm": "agentrl_rewards.remote:remote_rm",
+    "llm_judge": "agentrl_rewards.judge:llm_judge",
+}
+"""Name -> where it is. Imported when a run asks for it."""
+
+ALARM_FRACTION = 0.01
+WINDOW = 1000
+"""Calls the alarm looks back on."""
+MIN_WINDOW = 100
+"""Below this many calls the fraction is taken of this many, so that one failure is no alarm."""
+_FROM_INPUT = ("prompt", "num_tokens", "metadata")
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(slots=True, frozen=True)
+class RewardInput:
+    """One answer to be scored."""
+
+    text: str
+    reference: JSON = None
+    prompt: str | list[Message] = ""
+    num_tokens: int | None = None
+    """Length of the text in tokens; None when not known."""
+    metadata: dict[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class RewardResult:
+    reward: float
+    """Weighted sum of the functions' scores."""
+    components: dict[str, float]
+    """Unweighted: `name` for a function's score, `name/entry` for what else it returned."""
+
+
+@dataclass(slots=True, frozen=True)
+class RunnerStatus:
+    num_calls: int
+    num_failed: int
+    failures: dict[str, int]
+    """Failed calls by name of the function."""
+    alarm: bool
+    """More than ALARM_FRACTION of the last WINDOW calls failed."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Resolved:
+    name: str
+    function: RewardFunction
+    weight: float
+    options: Mapping[str, Any]
+    from_input: tuple[str, ...]
+    is_group: bool
+    on_thread: bool
+    """A plain function that is not this library's: it may block, so not on the event loop."""
+
+
+class RewardRunner:
+    """Scores answers with several functions at once. Belongs to one event loop.
+
+    Args:
+        functions: names from `REWARDS`, `"pkg.mod:fn"`, or functions.
+        weights: one per function; None weighs each 1.
+        options: keyword arguments by name of the function as given in `functions`.
+        deadline_s: seconds one call may take. A coroutine is cancelled then. A plain function of
+            somebody else cannot be stopped: its thread is left to run out.
+        max_concurrency: calls under way at a time; the others wait, outside their deadline.
+
+    Raises:
+        ConfigError: a function is not found, or an option is unknown to it or missing.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str | RewardFunction],
+        *,
+        weights: Sequence[float] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        deadline_s: float = 60.0,
+        max_concurrency: int = 64,
+    ) -> None:
+        if not functions:
+            raise ConfigError("reward.functions is empty; name at least one function")
+        if weights is not None and len(weights) != len(functions):
+            raise ConfigError(
+                f"reward.weights has {len(weights)} numbers for {len(functions)} functions"
+            )
+        options = options or {}
+        resolved = [
+            _prepare(function, weight, options)
+            for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True)
+        ]
+        names = [function.name for function in resolved]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"reward.functions names a function twice: {', '.join(names)}")
+        if unknown := set(options) - set(names):
+            raise ConfigError(f"reward options for {sorted(unknown)}, which no function is named")
+        self._functions = resolved
+        self.deadline_s = deadline_s
+        self._free = asyncio.Semaphore(max_concurrency)
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._num_calls = 0
+        self._failures: Counter[str] = Counter()
+        self._alarm = False
+
+    async def score(self, answer: RewardInput) -> RewardResult:
+        """Score one answer that is alone in its group.
+
+        Raises:
+            GraderError: one of the functions failed.
+        """
+        (result,) = await self.score_group([answer])
+        if isinstance(result, GraderError):
+            raise result
+        return result
+
+    async def score_group(self, answers: Sequence[RewardInput]) -> list[RewardResult | GraderError]:
+        """Score all answers to one prompt, in their order; an error where there is no reward."""
+        calls = [
+            self._call_group(function, answers)
+            if function.is_group
+            else self._call_each(function, answers)
+            for function in self._functions
+        ]
+        by_function = await asyncio.gather(*calls)
+        return [
+            self._combine([outcomes[index] for outcomes in by_function])
+            for index in range(len(answers))
+        ]
+
+    def status(self) -> RunnerStatus:
+        return RunnerStatus(
+            self._num_calls, self._failures.total(), dict(self._failures), self._alarm
+        )
+
+    def _combine(
+        self, outcomes: Sequence[dict[str, float] | GraderError]
+    ) -> RewardResult | GraderError:
+        reward, components = 0.0, {}
+        for function, outcome in zip(self._functions, outcomes, strict=True):
+            if isinstance(outcome, GraderError):
+                return outcome
+            reward += function.weight * outcome["score"]
+            for entry, value in outcome.items():
+                name = function.name if entry == "score" else f"{function.name}/{entry}"
+                components[name] = value
+        return RewardResult(reward, components)
+
+    async def _call_each(
+        self, function: _Resolved, answers: Sequence[RewardInput]
+    ) -> list[dict[str, float] | GraderError]:
+        return list(await asyncio.gather(*(self._call_one(function, a) for a in answers)))
+
+    async def _call_one(
+        self, function: _Resolved, answer: RewardInput
+    ) -> dict[str, float] | GraderError:
+        given = {name: getattr(answer, name) for name in function.from_input}
+        outcome = await self._guarded(function, (answer.text, answer.reference), given)
+        if not isinstance(outcome, GraderError):
+            outcome = _read_scores(function.name, outcome)
+        self._count(function.name, outcome)
+        return outcome
+
+    async def _call_group(
+        self, function: _Resolved, answers: Sequence[RewardInput]
+    ) -> list[dict[str, float] | GraderError]:
+        values = await self._guarded(function, (list(answers),), {})
+        outcomes: list[dict[str, float] | GraderError]
+        if isinstance(values, GraderError):
+            outcomes = [values] * len(answers)
+        elif not isinstance(values, Sequence) or len(values) != len(answers):
+            error = GraderError(
+                f"reward function {function.name!r} returned {str(values)[:80]!r} for "
+                f"{len(answers)} samples; a group reward returns a list of as many numbers"
+            )
+            outcomes = [error] * len(answers)
+        else:
+            outcomes = [_read_scores(function.name, value) for value in values]
+        for outcome in outcomes:
+            self._count(function.name, outcome)
+        return outcomes
+
+    async def _guarded(
+        self, function: _Resolved, positional: tuple[Any, ...], given: Mapping[str, Any]
+    ) -> Any:
+        """What the function returned, or the GraderError that stands for its failure."""
+        arguments = {**given, **function.options}
+        async with self._free:
+            limit = asyncio.timeout(self.deadline_s)  # its clock starts here
+            try:
+                if function.on_thread:
+                    call = _on_thread(function.function, positional, arguments)
+                else:
+                    call = function.function(*positional, **arguments)
+                if not inspect.isawaitable(call):
+                    return call
+                async with limit:
+                    return await call
+            except GraderError as error:
+                return error
+            except ConfigError:
+                raise
+            # The function is the user's, so what it raises can't be foreseen, and one answer's
+            # failure must not end the scoring of the others.
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError) and limit.expired():
+                    reason = f"no result within {self.deadline_s:g} s"
+                failure = GraderError(f"reward function {function.name!r} failed: {reason}")
+                failure.__cause__ = error
+                return failure
+
+    def _count(self, name: str, outcome: dict[str, float] | GraderError) -> None:
+        failed = isinstance(outcome, GraderError)
+        self._num_calls += 1
+        self._recent.append(failed)
+        if failed:
+            self._failures[name] += 1
+        num_failed = sum(self._recent) if failed or self._alarm else 0
+        alarm = num_failed > ALARM_FRACTION * max(len(self._recent), MIN_WINDOW)
+        if alarm and not self._alarm:
+            logger.error(
+                "%d of the last %d reward calls failed; those answers have no reward. Last: %s",
+                num_failed,
+                len(self._recent),
+                outcome,
+            )
+        self._alarm = alarm if failed or self._alarm else False
+
+
+def resolve(name: str) -> RewardFunction:
+    """The function with a name from `REWARDS`, or the one at `"pkg.mod:fn"`.
+
+    Raises:
+        ConfigError: there is no such name, module or function.
+    """
+    module_name, colon, function_name = REWARDS.get(name, name).partition(":")
+    if not colon:
+        raise ConfigError(
+            f"unknown reward function {name!r}; known are {', '.join(REWARDS)}, or give "
+            '"package.module:function"'
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"reward function {name!r} cannot be loaded: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"reward function {name!r} is a {type(function).__name__}")
+    return function
+
+
+def _prepare(
+    function: str | RewardFunction, weight: float, options: Mapping[str, Mapping[str, Any]]
+) -> _Resolved:
+    if isinstance(function, str):
+        name, function = function, resolve(function)
+    else:
+        name = getattr(function, "__name__", type(function).__name__)
+    parameters = inspect.signature(function).parameters
+    chosen = options.get(name, {})
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := set(chosen) - set(parameters)):
+        raise ConfigError(f"reward function {name!r} has no option {', '.join(sorted(unknown))}")
+    is_group = next(iter(parameters), "") == "samples"
+    from_input = () if is_group else tuple(p for p in _FROM_INPUT if p in parameters)
+    missing = [
+        p.name
+        for p in parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+        and p.default is p.empty
+        and p.name not in chosen
+        and p.name not in from_input
+    ]
+    if missing:
+        raise ConfigError(f"reward function {name!r} needs the option {', '.join(missing)}")
+    module = getattr(function, "__module__", "") or ""
+    on_thread = not (inspect.iscoroutinefunction(function) or module.startswith("agentrl_rewards."))
+    return _Resolved(name, function, weight, chosen, from_input, is_group, on_thread)
+
+
+def _read_scores(name: str, value: Any) -> dict[str, float] | GraderError:
+    scores = dict(value) if isinstance(value, Mapping) else {"score": value}
+    if "score" not in scores:
+        return GraderError(
+            f"reward function {name!r} returned the entries {sorted(map(str, scores))}; one of "
+            "them has to be `score`"
+        )
+    try:
+        numbers = {str(entry): float(number) for entry, number in scores.items()}
+    except (TypeError, ValueError, OverflowError):
+        numbers = {}
+    if not numbers or not all(map(math.isfinite, numbers.values())):
+        return GraderError(
+            f"reward function {name!r} returned {str(value)[:80]!r}, not a finite number"
+        )
+    return numbers
+
+
+async def _on_thread(
+    function: RewardFunction, positional: tuple[Any, ...], arguments: Mapping[str, Any]
+) -> Any:
+    """Call a plain function on a thread that neither the loop nor the interpreter waits for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+
+    def finish(outcome: tuple[Any, Exception | None]) -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome = function(*positional, **arguments), None
+        except Exception as error:  # handed over and raised below
+            outcome = None, error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, outcome)
+
+    threading.Thread(target=work, daemon=True, name="reward-function").start()
+    value, error = await done
+    if error is not None:
+        raise error
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,299 @@
+"""Programs are judged by their tests, and cannot get out, stay, cheat by leaving or take long."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import GraderError
+from agentrl_rewards.code import code, extract_code, grade_code, read_tests
+
+FENCE = "Here it is:\n```python\n{}\n```\n"
+SQUARE = "def f(x):\n    return x * x"
+
+
+def sandbox_missing() -> str:
+    if sys.platform != "linux":
+        return "the sandbox needs Linux"
+    try:
+        grade_code(FENCE.format("pass"), "pass", deadline_s=20)
+    except GraderError as error:
+        return str(error)
+    return ""
+
+
+MISSING = sandbox_missing()
+needs_sandbox = pytest.mark.skipif(bool(MISSING), reason=MISSING or "sandbox present")
+
+
+def run(program, tests="pass", **options):
+    """Grade a program; assert that it took no more than its limit and 1 s, and left no process."""
+    options = {"deadline_s": 5.0, **options}
+    start = time.monotonic()
+    grade = grade_code(FENCE.format(program), tests, **options)
+    assert time.monotonic() - start < options["deadline_s"] + 1.0
+    assert sandbox_processes() == []
+    return grade
+
+
+def sandbox_processes() -> list[str]:
+    """Command lines of sandboxes that this process or its children still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if "code_sandbox.py" in line and state != "Z":
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("```python\na\n```", "a"),
+        ("```\na\n```", "a"),
+        ("```py\na\n```\n```python\nb\n\nc\n```", "b\n\nc"),
+        ("```python\na\n```\n```\noutput\n```", "a"),
+        ("<think>```python\na\n```</think>```python", None),
+        ("```python\nnever closed", None),
+        ("```rust\nfn main() {}\n```", None),
+        ("print(1)", None),
+    ],
+)
+def test_extract_code(text, expected):
+    assert extract_code(text) == expected
+
+
+@pytest.mark.parametrize(
+    "tests", [None, "", [], 3, {}, {"inputs": ["1"], "outputs": []}, [""], {"inputs": "ab"}]
+)
+def test_unreadable_tests_are_no_zero(tests):
+    with pytest.raises(GraderError, match="cannot read the tests"):
+        read_tests(tests)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "tests", "score"),
+    [
+        (SQUARE, "assert f(3) == 9", 1),
+        (SQUARE, "assert f(3) == 8", 0),
+        (SQUARE, ["assert f(3) == 9", "assert f(2) == 4"], 1),
+        ("print(int(input()) ** 2)", {"inputs": ["3\n", "4"], "outputs": ["9", "16\n"]}, 1),
+        ("print(int(input()) ** 2)", {"inputs": ["3\n", "4"], "outputs": ["9", "17\n"]}, 0),
+        ("print(1)\nexit(0)", {"inputs": [""], "outputs": ["1"]}, 1),
+        ("print(1)\nexit(1)", {"inputs": [""], "outputs": ["1"]}, 0),
+        (SQUARE, {"inputs": [[3]], "outputs": [9], "fn_name": "f"}, 1),
+        (SQUARE, json.dumps({"inputs": [[3]], "outputs": [9], "fn_name": "f"}), 1),
+        (
+            "class Solution:\n    def g(self, x):\n        return (x, 'é')",
+            {"inputs": [[3]], "outputs": [[3, "é"]], "fn_name": "g"},
+            1,
+        ),
+        ("def f(", "pass", 0),
+        ("raise ValueError", "pass", 0),
+        ("import threading\nt = threading.Thread(target=int)\nt.start()\nt.join()", "pass", 1),
+        ("import math, json, heapq, collections, itertools, re, random, ssl", "pass", 1),
+    ],
+)
+def test_verdicts(program, tests, score):
+    assert run(program, tests).score == score
+
+
+@needs_sandbox
+def test_partial_credit_and_statuses():
+    tests = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2) == 4", "assert f(2) == 5"]
+    grade = run(SQUARE, tests, partial=True)
+    assert grade.score == 0.5
+    assert grade.statuses == ("passed", "error", "passed", "error")
+    assert run(SQUARE, tests).statuses == ("passed", "error", "not_run", "not_run")
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "raise SystemExit",
+        'import os\nos.write(3, b\'{"token": "", "status": "ok", "output": ""}\')\nos._exit(0)',
+        "import os\nos.close(3)",
+        "print('all tests passed')\nimport os\nos._exit(0)",
+        "import os\nos.execv('/usr/bin/true', ['true'])",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal\nos.kill(1, signal.SIGKILL)\nos.kill(-1, 9)\nassert 0",
+        "import threading, os\nthreading.Timer(0.05, os._exit, [0]).start()\nwhile True: pass",
+    ],
+)
+def test_leaving_early_is_no_way_to_pass(program):
+    assert run(program, "assert False").score == 0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("while True: pass", "timeout"),
+        ("import time\ntime.sleep(60)", "timeout"),
+        ("import signal\nsignal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", "timeout"),
+        ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
+        (
+            "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+            "        while True: pass\n    os._exit(0)\nos.wait()",
+            "passed",
+        ),
+        ("x = []\nwhile True: x.append(bytearray(10 ** 7))", "memory"),
+        ("x = 'a' * 10 ** 11", "memory"),
+        ("while True: print('x' * 1000)", "output_limit"),
+        ("f = open('big', 'wb')\nwhile True: f.write(bytes(10 ** 6))", "error"),
+        ("for i in range(10 ** 6): open(str(i), 'w').close()", "error"),
+        ("x = 10 ** 10 ** 10", "timeout"),
+        ("def f(): f()\nimport sys\nsys.setrecursionlimit(10 ** 9)\nf()", "memory exited timeout"),
+    ],
+)
+def test_bombs_are_contained(program, status):
+    """Time and orphans are asserted by `run`."""
+    assert run(program, deadline_s=1.0).statuses[0] in status.split()
+
+
+@needs_sandbox
+def test_a_fork_bomb_never_has_more_processes_than_its_limit():
+    peak, done = 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, len(sandbox_processes()))
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    run(program, deadline_s=1.5, max_processes=8)
+    done.set()
+    thread.join()
+    assert 5 < peak <= 8 + 3  # the program's own, with launcher and pid 1, and Popen's child
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)",
+        "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)",
+        "import socket\nsocket.getaddrinfo('example.com', 80)",
+        "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect(chr(0) + 'agentrl-test')",
+    ],
+)
+def test_there_is_no_network(program):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        program = program.replace("{port}", str(server.getsockname()[1]))
+        assert run(program).statuses == ("error",)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@needs_sandbox
+def test_there_is_nothing_of_the_host_to_see(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "seen")
+    secret = tmp_path / "secret.txt"
+    secret.write_text("seen")
+    for program in (
+        f"open({str(secret)!r})",
+        f"open({str(Path(__file__))!r})",
+        "open('/etc/passwd')",
+        "open('/proc/1/environ')",
+        "open('/usr/new', 'w')",
+        "open('/new', 'w')",
+        "import os\nos.listdir('/home')",
+        "import os\nos.environ['SECRET_KEY']",
+        "import os\nos.environ['HOME']",
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+        "import ctypes\nassert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
+        "import os\nos.chroot('/work')",
+        "import os\nos.setuid(0)",
+        "import os\nos.fstat(4)",
+    ):
+        assert run(program).statuses == ("error",), program
+    assert run("import os\nopen('x', 'w').write('y')\nassert os.getcwd() == '/work'").score == 1
+
+
+@needs_sandbox
+def test_expected_outputs_are_not_in_the_sandbox():
+    program = (
+        "import gc\n"
+        "print(any('forty' + 'two' in str(x) for x in gc.get_objects() if isinstance(x, dict)))"
+    )
+    grade = run(program, {"inputs": ["forty"], "outputs": ["fortytwo"]})
+    assert grade.statuses == ("wrong",)
+    assert run(program, {"inputs": ["x"], "outputs": ["False"]}).score == 1
+
+
+@needs_sandbox
+def test_nothing_of_one_run_is_left_to_the_next():
+    assert run("open('/tmp/mark', 'w').write('x')").score == 1
+    assert run("open('/tmp/mark')").score == 0
+
+
+@needs_sandbox
+def test_a_killed_caller_leaves_no_process():
+    script = (
+        "from agentrl_rewards.code import grade_code\n"
+        "grade_code('```python\\nwhile True: pass\\n```', 'pass', deadline_s=60)"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", script])
+    for _ in range(200):
+        if len(sandbox_processes()) >= 3:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the sandbox did not start")
+    caller.kill()
+    caller.wait()
+    for _ in range(60):
+        if not sandbox_processes():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"still running: {sandbox_processes()}")
+
+
+@needs_sandbox
+def test_from_asyncio():
+    async def main():
+        return await asyncio.gather(
+            *(code(FENCE.format(SQUARE), f"assert f(3) == {n}") for n in (9, 8, 9, 8))
+        )
+
+    assert asyncio.run(main()) == [1, 0, 1, 0]
+
+
+def test_a_sandbox_that_cannot_be_set_up_is_a_grader_error(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.py"
+    for program, message in (
+        ('print(\'{"error": "unshare: not permitted"}\')', "unshare: not permitted"),
+        ("pass", "died without an answer"),
+        ("import time; time.sleep(30)", "did not end"),
+    ):
+        broken.write_text(program)
+        monkeypatch.setattr("agentrl_rewards.code.SANDBOX_FILE", broken)
+        with pytest.raises(GraderError, match=message):
+            grade_code(FENCE.format("pass"), "pass", deadline_s=0.2 if "sleep" in program else 5)
+
+
+def test_no_code_scores_0_without_a_process(monkeypatch):
+    monkeypatch.setattr("agentrl_rewards.code.SANDBOX_FILE", os.devnull)
+    assert grade_code("no code here", "pass").score == 0
+    assert grade_code(FENCE.format("#" * 200_000), "pass").score == 0

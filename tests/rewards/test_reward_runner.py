@@ -1,0 +1,228 @@
+"""The runner: names, weights, deadlines, failures that are never 0, the alarm."""
+
+import asyncio
+import logging
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agentrl.errors import ConfigError, GraderError
+from agentrl_rewards.runner import REWARDS, RewardInput, RewardRunner, resolve
+
+
+def always(value):
+    def reward(text, reference):
+        return value
+
+    return reward
+
+
+async def lengths(samples, *, scale=1.0):
+    longest = max(len(sample.text) for sample in samples)
+    return [scale * (len(sample.text) == longest) for sample in samples]
+
+
+def takes_input(text, reference, *, num_tokens, prompt, metadata):
+    return {"score": num_tokens, "prompt": len(prompt), "metadata": metadata["m"]}
+
+
+def test_every_name_resolves():
+    for name in REWARDS:
+        assert callable(resolve(name))
+
+
+def test_resolving_and_importing_is_lazy():
+    code = (
+        "import sys, agentrl_rewards.runner as r\n"
+        "assert not {'aiohttp', 'torch', 'agentrl_rewards.code'} & set(sys.modules)\n"
+        "[r.resolve(name) for name in r.REWARDS]\n"
+        "assert not {'torch', 'math_verify', 'sympy'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_weights_components_and_dictionaries():
+    async def main():
+        runner = RewardRunner(
+            ["em", f"{__name__}:takes_input", "dapo"],
+            weights=[1.0, 0.5, 0.1],
+            options={"dapo": {"max_length": 100, "buffer": 20}},
+        )
+        answer = RewardInput("42", "42", "ask", 4, {"m": 9})
+        result = await runner.score(answer)
+        name = f"{__name__}:takes_input"
+        assert result.components == {
+            "em": 1.0,
+            name: 4.0,
+            f"{name}/prompt": 3.0,
+            f"{name}/metadata": 9.0,
+            "dapo": -1.0,
+            "dapo/accuracy": 0.0,
+            "dapo/overlong": 0.0,
+        }
+        assert result.reward == pytest.approx(1 + 2 - 0.1)
+
+    asyncio.run(main())
+
+
+def test_group_rewards_see_all_samples():
+    async def main():
+        runner = RewardRunner(["em", lengths], options={"lengths": {"scale": 2.0}})
+        results = await runner.score_group([RewardInput("a", "a"), RewardInput("long", "a")])
+        assert [result.reward for result in results] == [1.0, 2.0]
+        bad = RewardRunner([always_short_list])
+        results = await bad.score_group([RewardInput("a"), RewardInput("b")])
+        assert all(isinstance(result, GraderError) for result in results)
+        assert bad.status().num_failed == 2
+
+    asyncio.run(main())
+
+
+async def always_short_list(samples):
+    return [1.0]
+
+
+async def raises(text, reference):
+    raise RuntimeError("broken")
+
+
+async def hangs(text, reference):
+    await asyncio.sleep(60)
+
+
+def blocks(text, reference):
+    time.sleep(60)
+
+
+def exits(text, reference):
+    raise GraderError("my own words")
+
+
+async def own_timeout(text, reference):
+    raise TimeoutError("inside")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "RuntimeError: broken"),
+        (hangs, r"no result within 0\.2 s"),
+        (blocks, r"no result within 0\.2 s"),
+        (exits, "my own words"),
+        (own_timeout, "TimeoutError: inside"),
+        (always(None), "not a finite number"),
+        (always(math.nan), "not a finite number"),
+        (always(math.inf), "not a finite number"),
+        (always("high"), "not a finite number"),
+        (always({}), "one of them has to be `score`"),
+        (always({"score": 1, "part": math.nan}), "not a finite number"),
+        (always(10**400), "not a finite number"),
+    ],
+)
+def test_failures_are_grader_errors_and_never_0(function, message):
+    async def main():
+        runner = RewardRunner(["em", function], deadline_s=0.2)
+        start = time.monotonic()
+        with pytest.raises(GraderError, match=message):
+            await runner.score(RewardInput("a", "a"))
+        assert time.monotonic() - start < 2.0
+        status = runner.status()
+        assert (status.num_calls, status.num_failed) == (2, 1)
+        assert list(status.failures) == [function.__name__]
+
+    asyncio.run(main())
+
+
+def test_one_failure_leaves_the_others_alone():
+    def odd(text, reference):
+        if text == "bad":
+            raise ValueError("bad text")
+        return 1.0
+
+    async def main():
+        runner = RewardRunner([odd])
+        results = await runner.score_group([RewardInput(t) for t in ("good", "bad", "good")])
+        assert [isinstance(result, GraderError) for result in results] == [False, True, False]
+
+    asyncio.run(main())
+
+
+def test_the_alarm_rises_above_one_percent_and_is_said_once(caplog):
+    def fails_on_x(text, reference):
+        return 1.0 / (text != "x")
+
+    async def main():
+        runner = RewardRunner([fails_on_x])
+
+        async def score(good, bad):
+            texts = ["a"] * good + ["x"] * bad
+            await runner.score_group([RewardInput(text) for text in texts])
+            return runner.status().alarm
+
+        assert not await score(5, 1)  # one failure alone is no alarm
+        assert not await score(194, 1)  # 2 of 201
+        assert await score(0, 1)  # 3 of 202
+        assert await score(0, 5)
+        assert not await score(1000, 0)  # they left the window
+        assert runner.status().num_failed == 8
+
+    with caplog.at_level(logging.ERROR, logger="agentrl.rewards"):
+        asyncio.run(main())
+    assert len(caplog.records) == 1
+    assert "have no reward" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_concurrency_is_bounded_and_waiting_costs_no_deadline():
+    running = peak = 0
+
+    async def slow(text, reference):
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return 1.0
+
+    async def main():
+        runner = RewardRunner([slow], max_concurrency=3, deadline_s=0.3)
+        results = await runner.score_group([RewardInput("a")] * 30)
+        assert not any(isinstance(result, GraderError) for result in results)
+
+    asyncio.run(main())
+    assert peak == 3
+
+
+def test_a_blocking_function_does_not_block_the_loop():
+    async def main():
+        runner = RewardRunner([lambda text, reference: time.sleep(0.3) or 1.0])
+        start = time.monotonic()
+        scoring = asyncio.ensure_future(runner.score(RewardInput("a")))
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - start < 0.25
+        assert (await scoring).reward == 1.0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "message"),
+    [
+        ([], {}, "empty"),
+        (["maths"], {}, "unknown reward function 'maths'; known are math"),
+        (["no_such_pkg.mod:fn"], {}, "cannot be loaded"),
+        (["agentrl_rewards.qa:nothing"], {}, "cannot be loaded"),
+        (["agentrl_rewards.choice:_LETTER"], {}, "is a str"),
+        (["em"], {"em": {"loud": 1}}, "no option loud"),
+        (["em"], {"f1": {}}, "no function is named"),
+        (["remote_rm"], {}, "needs the option url"),
+        (["em", "em"], {}, "twice"),
+    ],
+)
+def test_wrong_settings_show_at_once(functions, options, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardRunner(functions, options=options)
+    with pytest.raises(ConfigError, match="2 numbers for 1"):
+        RewardRunner(["em"], weights=[1, 2])

@@ -1,0 +1,277 @@
+"""Choice, form, instructions and recipes: what they read, what they refuse, how they scale."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import GraderError
+from agentrl_rewards.choice import extract_choice, gpqa, shuffle_choices
+from agentrl_rewards.instructions import CONSTRAINTS, follows, ifeval
+from agentrl_rewards.recipes import dapo, deepscaler
+from agentrl_rewards.style import format, gibberish, length, repetition
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"so \boxed{B}", "B"),
+        (r"\boxed{\text{(C)}}", "C"),
+        ("Answer: A", "A"),
+        ("ANSWER: **D**", "D"),
+        ("**Answer:** (B)", "B"),
+        ("The correct answer is option C.", "C"),
+        ("the answer is A, no: the answer is B", "B"),
+        ("<answer> (D) </answer>", "D"),
+        ("<think>Answer: A</think> Answer: B", "B"),
+        ("It follows that\n(C)", "C"),
+        ("b", "B"),
+        ("The answer is a good question", None),
+        ("Answer: All of them", None),
+        ("Answer: E", None),
+        ("A and B", None),
+        ("<think>Answer: A", None),
+        ("", None),
+    ],
+)
+def test_extract_choice(text, letter):
+    assert extract_choice(text) == letter
+    assert gpqa(text, "B") == float(letter == "B")
+
+
+@given(st.lists(st.text(min_size=1, max_size=5), min_size=2, max_size=26), st.integers(), st.data())
+def test_shuffled_choices_keep_track_of_the_right_one(choices, seed, data):
+    correct = data.draw(st.integers(0, len(choices) - 1))
+    shuffled = shuffle_choices(choices, correct=correct, seed=seed)
+    assert sorted(shuffled.order) == list(range(len(choices)))
+    assert shuffled.order["ABCDEFGHIJKLMNOPQRSTUVWXYZ".index(shuffled.letter)] == correct
+    assert f"({shuffled.letter}) {choices[correct]}" in shuffled.text
+    assert shuffled == shuffle_choices(choices, correct=correct, seed=seed)
+
+
+def test_shuffles_are_the_same_everywhere_and_differ_by_seed():
+    orders = [shuffle_choices("wxyz", correct=0, seed=f"task-{n}").order for n in range(400)]
+    assert orders[0] == (0, 3, 1, 2)  # a changed shuffle would change every prompt
+    assert len(set(orders)) == 24
+    firsts = [order.index(0) for order in orders]
+    assert all(70 <= firsts.count(position) <= 130 for position in range(4))
+    with pytest.raises(ValueError, match="options"):
+        shuffle_choices(["one"], correct=0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "style", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", "think_answer", 1),
+        (" <think>a</think>\n\n<answer>b</answer>\n", "think_answer", 1),
+        ("a</think><answer>b</answer>", "think_answer", 1),
+        ("<think>a</think>b", "think_answer", 0),
+        ("<think>a</think>x<answer>b</answer>", "think_answer", 0),
+        ("<think>a</think><answer>b</answer>x", "think_answer", 0),
+        ("<think></think><answer>b</answer>", "think_answer", 0),
+        ("<think>a</think><answer> </answer>", "think_answer", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", "think_answer", 0),
+        ("<think>a<answer>b</answer></think>", "think_answer", 0),
+        ("<answer>b</answer>", "think_answer", 0),
+        ("", "think_answer", 0),
+        ("<think>a</think><answer>b</answer>", "search", 1),
+        (
+            "<think>a</think><search>q</search>\n<information>i</information>\n"
+            "<think>b</think><answer>c</answer>",
+            "search",
+            1,
+        ),
+        ("<think>a</think><search>q</search><think>b</think><answer>c</answer>", "search", 0),
+        ("<search>q</search><information>i</information><answer>c</answer>", "search", 0),
+        ("<think>a</think><search>q</search><information>i</information>", "search", 0),
+        ("a</think><answer>b</answer>", "search", 0),
+    ],
+)
+def test_format(text, style, score):
+    assert format(text, style=style) == score
+
+
+def test_length_is_the_paper_s_equation():
+    lengths = [0, 16_384, 16_385, 18_432, 20_480, 20_481, 10**9]
+    got = [length("", max_length=20_480, buffer=4_096, num_tokens=n) for n in lengths]
+    assert got == [0, 0, -1 / 4096, -0.5, -1, -1, -1]
+    assert length("one two three", max_length=2) == -1
+    assert length("one two", max_length=2) == 0
+    with pytest.raises(ValueError, match="buffer"):
+        length("", max_length=2, buffer=3)
+
+
+def test_repetition_counts_grams():
+    assert repetition("a b c d e f") == 0
+    assert repetition("a a a a a a") == pytest.approx(1 / 3 - 1)
+    assert repetition("a b a b", n=2) == pytest.approx(2 / 3 - 1)
+    assert repetition("a b") == repetition("") == 0
+    with pytest.raises(ValueError, match="n is 0"):
+        repetition("a", n=0)
+
+
+@given(st.text(max_size=200))
+def test_penalties_stay_in_range(text):
+    assert -1 <= repetition(text, n=2) <= 0
+    assert -1 <= gibberish(text) <= 0
+
+
+def test_gibberish_tells_collapse_from_writing():
+    for text in (
+        "The Normans were the people who in the 10th and 11th centuries gave their name.",
+        "def f(x):\n    return [y ** 2 for y in range(x) if y % 3 == 0]  # squares",
+        r"\frac{1}{2} + \sqrt{x^2 + y^2} = \int_0^1 f(t) dt",
+        "诺曼人在十世纪和十一世纪把他们的名字给了法国的一个地区诺曼底他们是北欧人的后裔来自丹麦冰岛和挪威",
+        "# Title\n" + "-" * 40 + "\n| a | b |\n",
+        "42",
+    ):
+        assert gibberish(text) > -0.05, text
+    for text in ("a" * 200, "\ufffd" * 10, "xqzjk" * 50, "ab" * 100):
+        assert gibberish(text) <= -0.5, text
+
+
+CASES = [
+    ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat, a dog.", "A cat."),
+    (
+        "keywords:frequency",
+        {"keyword": "cat", "frequency": 2, "relation": "at least"},
+        "cat CAT",
+        "cat",
+    ),
+    ("keywords:forbidden_words", {"forbidden_words": ["art"]}, "party", "Art!"),
+    (
+        "keywords:letter_frequency",
+        {"letter": "e", "let_frequency": 2, "let_relation": "less than"},
+        "e",
+        "eE",
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "at least"},
+        "one two-fold three.",
+        "one two.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        'He said "No." Then 3.5 left',
+        "Only 3.5 here...",
+    ),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "well"},
+        "a b\n\nWell, c",
+        "a\n\nSo well",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a] []"),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Dear\nP.S. more",
+        "Dear, P.S. no",
+    ),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
+    ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*a* and **b**",
+        "*a* and **",
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\na\nSection 2\nb",
+        "Section 1 section",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
+    ("detectable_format:title", {}, "<<A title>>\ntext", "<< >> <title>"),
+    ("combination:two_responses", {}, "a\n******\nb", "a******a"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "Say it. It.", "It. Say it."),
+    (
+        "startend:end_checker",
+        {"end_phrase": "Is that all?"},
+        'No. "is that all?"',
+        "Is that all? No",
+    ),
+    ("startend:quotation", {}, '"quoted"', '"not" quoted'),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "HE and SHE",
+        "HE and She",
+    ),
+    ("change_case:english_capital", {}, "ALL OF 3.", "ALL but one"),
+    ("change_case:english_lowercase", {}, "all of 3.", "All"),
+    ("punctuation:no_comma", {}, "none; here", "one, here"),
+]
+
+
+def test_every_constraint_has_a_case():
+    assert {case[0] for case in CASES} == set(CONSTRAINTS)
+
+
+@pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES)
+def test_constraints(name, arguments, good, bad):
+    assert follows(good, name, arguments)
+    assert not follows(bad, name, arguments)
+    assert not follows(" \n", name, arguments)
+
+
+def test_ifeval_scores_and_failures():
+    row = {
+        "instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"],
+        "kwargs": [{"num_words": None}, None],
+    }
+    assert ifeval("all fine", row) == {"score": 1, "share": 1}
+    assert ifeval("all, fine", row) == {"score": 0, "share": 0.5}
+    for wrong in (
+        {},
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
+        {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]},
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": 3}]},
+        {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
+        {
+            "instruction_id_list": ["length_constraints:number_words"],
+            "kwargs": [{"num_words": 3, "relation": "about"}],
+        },
+    ):
+        with pytest.raises(GraderError):
+            ifeval("text", wrong)
+
+
+@pytest.mark.parametrize(
+    "pattern", [" ", "!", "\n", "(", "*", "- ", "answer ", "<", "a.", "[", "\\"]
+)
+def test_no_text_takes_long(pattern):
+    text = "answer" + pattern * (200_000 // len(pattern)) + "x"
+    start = time.process_time()
+    extract_choice(text)
+    format(text)
+    repetition(text)
+    gibberish(text)
+    for name, arguments, _, _ in CASES:
+        follows(text, name, arguments)
+    assert time.process_time() - start < 3.0
+
+
+def test_recipes():
+    async def main():
+        right, late = "<think>t</think>#### 42", "#### 42"
+        assert await deepscaler(right, "42") == 1
+        assert await deepscaler("t</think> \\boxed{42}", "42") == 1
+        assert await deepscaler(late, "42") == 0
+        assert await deepscaler("#### 42</think> so yes", "42") == 0
+        options = {"max_length": 100, "buffer": 20}
+        assert await dapo(right, "42", num_tokens=80, **options) == {
+            "score": 1,
+            "accuracy": 1,
+            "overlong": 0,
+        }
+        assert (await dapo(right, "42", num_tokens=90, **options))["score"] == 0.5
+        assert (await dapo(right, "43", num_tokens=200, **options))["score"] == -2
+
+    asyncio.run(main())
