@@ -169,10 +169,12 @@ def _policy(config: RunConfig, checkpoint: str | None) -> Policy:
         return _chat_policy(config)
     from agentrl.train.checkpoint import latest_checkpoint
     from agentrl.train.model import load_tokenizer
+    from agentrl.train.setup import newest_run
 
     path = config.model.path
     if checkpoint == "latest":
-        found = latest_checkpoint(config.run.path)
+        newest = newest_run(config)
+        found = latest_checkpoint(newest) if newest is not None else None
         if found is None:
             raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
         path = str(found)

@@ -138,7 +138,7 @@ async def _steps(
 ) -> None:
     config, learner = run.config, run.learner
     in_thread = asyncio.get_running_loop().run_in_executor
-    saved_step = last_step
+    step = saved_step = last_step
     for step in range(last_step + 1, config.run.num_steps + 1):
         # Rollout: the current policy plays groups of episodes.
         started = time.perf_counter()
@@ -183,8 +183,6 @@ async def _steps(
             saved_step = _save(run, step, display) or saved_step
         if interrupted.is_set():
             break
-    else:
-        return
     if interrupted.is_set():
         if step > saved_step:
             _save(run, step, display)

@@ -27,22 +27,21 @@ def run_directory(config: RunConfig) -> Path:
     Raises:
         ConfigError: the directory is in use, or nothing is there to resume.
     """
-    candidates = _numbered(config)
-    used = [path for path in candidates if _holds_a_run(path)]
+    newest = newest_run(config)
     if config.run.resume:
-        if not used:
+        if newest is None:
             raise ConfigError(
                 f"--resume: no run under {config.run.path}; start it without --resume, or name "
                 "its directory with --run.dir"
             )
-        run_dir = used[-1]
-    elif config.run.dir is not None and used:
+        run_dir = newest
+    elif config.run.dir is not None and newest is not None:
         raise ConfigError(
             f"{config.run.dir} already holds a run; continue it with --resume, or choose another "
             "--run.dir"
         )
     else:
-        run_dir = candidates[-1] if used else config.run.path
+        run_dir = config.run.path if newest is None else _numbered(config)[-1]
     partial = run_dir / ".config.toml.partial"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -54,6 +53,11 @@ def run_directory(config: RunConfig) -> Path:
             "with --run.dir"
         ) from error
     return run_dir
+
+
+def newest_run(config: RunConfig) -> Path | None:
+    """The run directory of this name that was made last, if any holds a run."""
+    return next((path for path in reversed(_numbered(config)) if _holds_a_run(path)), None)
 
 
 def _holds_a_run(path: Path) -> bool:
