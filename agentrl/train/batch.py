@@ -173,7 +173,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         values = [t.reward_components[name] for t in scored if name in t.reward_components]
         metrics[f"reward/{name}"] = _mean(values)
     for name in sorted({name for t in scored for name in t.metrics}):
-        metrics[f"env/{name}"] = _mean([t.metrics[name] for t in scored if name in t.metrics])
+        metrics[f"env/{name}"] = _mean([t.metrics.get(name, 0.0) for t in scored])
     for reason, count in sorted(rollouts.dropped.items()):
         metrics[f"group/dropped/{reason}"] = count
     for code, count in sorted(error_codes(trajectories).items()):
