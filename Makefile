@@ -30,7 +30,7 @@ test-slow: $(VENV)/.dev
 
 ## make types        pyright on the library
 types: $(VENV)/.dev
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 ## make benchmarks   every performance claim, printed as a ratio
 benchmarks: $(VENV)/.dev
