@@ -22,6 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from agentrl.algo import Objective
 from agentrl.algo.objective import PRESET_DATA
@@ -454,8 +455,8 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
                 model["path"] = str(beside)
 
 
-def _explain(problem: object, dotted: str) -> str:
-    kind, message = problem["type"], problem["msg"]  # type: ignore[index]
+def _explain(problem: ErrorDetails, dotted: str) -> str:
+    kind, message = problem["type"], problem["msg"]
     if kind == "extra_forbidden":
         keys = list(valid_keys())
         sections = list(RunConfig.model_fields)
