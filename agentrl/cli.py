@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_eval(commands)
+    _add_rollout(commands)
     _add_sft(commands)
     _add_report(commands)
     _add_doctor(commands)
@@ -161,6 +162,39 @@ def _eval(arguments: argparse.Namespace) -> int:
     )
 
 
+def _add_rollout(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "rollout",
+        help="play episodes and keep them, without training",
+        description=(
+            "Play eval.num_tasks tasks of eval.split, eval.samples_per_task times each, and write "
+            "trajectories, metrics and a report to a directory. The policy is model.path, a "
+            "checkpoint, or a server (--inference.backend vllm|openai --inference.urls URL). "
+            + _OVERRIDES
+        ),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_run_file(command)
+    command.add_argument(
+        "--checkpoint",
+        metavar="DIR|latest",
+        help="a checkpoint directory, or `latest` of the run directory, instead of model.path",
+    )
+    command.add_argument("--out", type=Path, required=True, help="directory of the result")
+    command.set_defaults(handler=_rollout)
+
+
+def _rollout(arguments: argparse.Namespace) -> int:
+    config = _load(arguments, [])
+    if arguments.dry_run:
+        print(config.to_toml(), end="")
+        return 0
+    from agentrl.evaluate import rollout_command
+
+    return rollout_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
+
+
 def _add_sft(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "sft",
@@ -236,7 +270,8 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         "doctor",
         help="check this machine, and a run file, before a run",
         description="Check Python, packages, devices, disk and, with a run file, its model, chat "
-        "template, environment and servers. Exit status 1 when something must be fixed.",
+        "template, environment and servers; with --inference.urls URL[,URL] also whether those "
+        "vLLM servers can be trained against. Exit status 1 when something must be fixed.",
         allow_abbrev=False,
     )
     command.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")

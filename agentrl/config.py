@@ -56,6 +56,9 @@ class RunSection(Section):
     """Steps between evaluations on `eval.split`; 0 never evaluates during training."""
     resume: bool = False
     """Continue from the newest checkpoint in the run directory; an error if there is none."""
+    stall_timeout_s: Seconds = 3600.0
+    """When no episode moves for so long while the trainer waits, the run says where each stands
+    and ends with exit status 75. Longer than the rollout deadlines, which end single episodes."""
     force_resume: bool = False
     """Resume although the dataset, model, group size or another identity of the run changed."""
 
@@ -129,9 +132,22 @@ class RolloutSection(Section):
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal, because their advantage is zero. With `max_waves` of
     4 or more that is DAPO's dynamic sampling."""
-    max_staleness: Literal[0] = 0
-    """Steps by which the sampling policy may lag behind the trained one. The embedded engine
-    shares the trainer's weights, so it is synchronous: 0."""
+    max_staleness: NonNegativeInt = 0
+    """Steps by which the policy that sampled may lag behind the one that is trained, counted from
+    a trajectory's oldest token. 0 plays and trains in turn; 1 plays a step ahead while the trainer
+    works; more is asynchronous. Above 0 it needs the `vllm` backend."""
+    on_update: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight when new weights arrive at a server: `keep` goes on with them under the
+    new weights, `wait` ends them first, `abort` cuts them and resumes by ids afterwards."""
+    oversample_groups: NonNegativeInt = 0
+    """Groups in flight beyond what a step needs. A step then takes those that are ready first and
+    what would be too old for the next is played again later: faster, and biased to short episodes.
+    Needs the `vllm` backend."""
+    min_group_size: PositiveInt | None = None
+    """With `straggler_timeout_s`: once so many members of a group ended, the others have that long
+    to end too; then they are cancelled and the group goes without them. Needs backend `vllm`."""
+    straggler_timeout_s: Seconds | None = None
+    """See `min_group_size`. Cutting stragglers biases training to short episodes."""
 
     @model_validator(mode="after")
     def _no_truncated_sampling(self) -> RolloutSection:
@@ -142,17 +158,50 @@ class RolloutSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stragglers_have_both_keys(self) -> RolloutSection:
+        if (self.min_group_size is None) != (self.straggler_timeout_s is None):
+            raise ValueError(
+                "rollout.min_group_size and rollout.straggler_timeout_s go together; set both"
+            )
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
+            raise ValueError(
+                f"rollout.min_group_size = {self.min_group_size} exceeds rollout.group_size = "
+                f"{self.group_size}"
+            )
+        return self
+
 
 class InferenceSection(Section):
     backend: Literal["embedded", "vllm", "openai"] = "embedded"
     """`embedded`: samples in this process from the trainer's own weights.
-    `vllm`: token ids over HTTP, for `agentrl eval`. `openai`: any chat server, for the same."""
+    `vllm`: token ids over HTTP from vLLM servers, `urls` or started by this run.
+    `openai`: any chat server, for `agentrl eval` and `agentrl rollout`."""
     urls: Annotated[list[str], Field(default_factory=list)]
-    """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`."""
+    """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`. Empty with
+    `vllm`: the run starts its own."""
     model: str = "policy"
     """Name under which those servers know the model."""
     token: str | None = Field(default=None, repr=False)
     """Bearer token of those servers; OPENAI_API_KEY is read for the `openai` backend."""
+    python: str | None = None
+    """Interpreter of the virtual environment in which vLLM is installed, to start servers with;
+    AGENTRL_VLLM_PYTHON is read when not given."""
+    num_servers: PositiveInt = 1
+    """Servers to start when there are no `urls`."""
+    args: list[str] = Field(default_factory=list)
+    """Further arguments of the vLLM servers that are started, such as
+    `["--gpu-memory-utilization", "0.5"]`."""
+    startup_timeout_s: Seconds = 600.0
+    """How long a started server may take until it answers."""
+    retry_for_s: Seconds = 120.0
+    """How long a request waits for servers that are down or full."""
+    weights_dir: Path | None = None
+    """Where new weights are handed over: a directory that trainer and servers share, on disk or in
+    memory (/dev/shm/my-run); `weights` in the run directory when not given."""
+    sync_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """After every update a server's log-probabilities of a probe may differ from the trainer's by
+    so much, else the run stops; 1e-3 with float32 weights and 0.2 with bfloat16 when not given."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -160,9 +209,9 @@ class InferenceSection(Section):
         return _split_commas(value)
 
     @model_validator(mode="after")
-    def _servers_have_urls(self) -> InferenceSection:
-        if self.backend != "embedded" and not self.urls:
-            raise ValueError(f"backend {self.backend!r} needs inference.urls")
+    def _chat_servers_have_urls(self) -> InferenceSection:
+        if self.backend == "openai" and not self.urls:
+            raise ValueError("backend 'openai' needs inference.urls")
         return self
 
 
@@ -188,6 +237,46 @@ class TrainSection(Section):
     """Optimizer steps per pass; groups are split evenly."""
     max_nonfinite_steps: PositiveInt = 5
     """Consecutive updates skipped for a non-finite gradient before the run stops."""
+
+
+class RewardSection(Section):
+    """Reward functions on the trainer's side; without any, the environment's reward stands."""
+
+    functions: list[str] = Field(default_factory=list)
+    """Names of the reward library (`math`, `f1`, `format`, ...) or `package.module:function`."""
+    weights: list[float] = Field(default_factory=list)
+    """Of their scores in the reward, one per function; none weighs each 1."""
+    options: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
+    """Keyword arguments of a function, by its name in `functions`."""
+    text: Literal["last_turn", "answer"] = "last_turn"
+    """What is scored: what the policy wrote in its last turn, or the `answer` that the
+    environment read from it."""
+    add_to_environment: bool = False
+    """Add to the environment's reward instead of replacing it."""
+    deadline_s: Seconds = 60.0
+    """Of one call. An answer whose call fails has no reward and is left out of the gradient."""
+    max_concurrency: PositiveInt = 64
+    """Calls under way at a time."""
+
+    @field_validator("functions", "weights", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return _split_commas(value)
+
+    @model_validator(mode="after")
+    def _functions_for_the_rest(self) -> RewardSection:
+        if not self.functions and (self.add_to_environment or self.text != "last_turn"):
+            raise ValueError("reward.functions is empty, so nothing is scored; name a function")
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} numbers for {len(self.functions)} "
+                "functions"
+            )
+        if unknown := sorted(set(self.options) - set(self.functions)):
+            raise ValueError(
+                f"reward.options names {', '.join(unknown)}, which is not in reward.functions"
+            )
+        return self
 
 
 class CriticSection(Section):
@@ -266,6 +355,7 @@ class RunConfig(Section):
     env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     inference: InferenceSection = Field(default_factory=lambda: InferenceSection.model_validate({}))
+    reward: RewardSection = Field(default_factory=RewardSection)
     objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
     """The objective's stages; `preset` names a starting point, other keys override it."""
     train: TrainSection = Field(default_factory=TrainSection)
@@ -304,6 +394,18 @@ class RunConfig(Section):
                 "rollout.group_size = 1 leaves a group baseline nothing to compare with, every "
                 "advantage would be 0; set rollout.group_size to 2 or more (8 is usual), or choose "
                 "an objective without a group baseline"
+            )
+        if self.inference.backend == "embedded":
+            for key in ("max_staleness", "oversample_groups", "min_group_size"):
+                if getattr(self.rollout, key):
+                    raise ValueError(
+                        f"rollout.{key} needs inference.backend = 'vllm': the embedded engine "
+                        "samples in lockstep from the weights that are being trained"
+                    )
+        if self.rollout.max_staleness and "baselines" in self.objective.needs():
+            raise ValueError(
+                "this objective compares with greedy answers of the same policy, which "
+                "asynchronous rollouts do not have; set rollout.max_staleness = 0"
             )
         if self.train.num_minibatches > self.rollout.groups_per_step:
             raise ValueError(

@@ -8,7 +8,9 @@
     │   ├── GraderError      the grader failed: there is no reward (never reward 0)
     │   └── EnvUnavailable   the environment server cannot be reached or is full (retryable)
     ├── InferenceError       the inference engine failed or answered nonsense
-    └── TrainingError        the optimiser cannot go on (repeated non-finite gradients)
+    │   └── WeightSyncError  an engine does not hold the weights it was sent
+    ├── TrainingError        the optimiser cannot go on (repeated non-finite gradients)
+    └── StallError           no episode moved for run.stall_timeout_s              (exit 75)
 
 A bad rollout is data, not a crash: exceptions are caught in exactly two places, the environment
 server's session boundary and the rollout driver's trajectory boundary, and are recorded there.
@@ -83,3 +85,16 @@ class InferenceError(AgentRLError):
 
 class TrainingError(AgentRLError):
     pass
+
+
+class WeightSyncError(InferenceError):
+    """An engine refused the trainer's weights, or answers as if it had others.
+
+    Training on would learn from samples of an unknown policy, so this ends the run.
+    """
+
+
+class StallError(AgentRLError):
+    """Nothing moves. Exit status 75 (EX_TEMPFAIL) tells a cluster's scheduler to start it again."""
+
+    exit_code = 75

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agentrl.config import RunConfig
@@ -73,9 +76,13 @@ async def evaluate(
     env: EnvClient,
     *,
     id_prefix: str = "eval-",
+    seats: asyncio.Semaphore | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RolloutBatch:
-    """Play `eval.num_tasks` tasks of `eval.split`, `eval.samples_per_task` times each."""
+    """Play `eval.num_tasks` tasks of `eval.split`, `eval.samples_per_task` times each.
+
+    `seats` are those of training rollouts that go on meanwhile.
+    """
     size = await split_size(env, config, config.eval.split)
     num_tasks = config.eval.num_tasks if size is None else min(size, config.eval.num_tasks)
     scheduler = GroupScheduler(
@@ -89,6 +96,7 @@ async def evaluate(
         limits=limits_of(config),
         seed=config.run.seed,
         id_prefix=id_prefix,
+        seats=seats,
     )
     return await scheduler.collect(num_tasks, on_progress=on_progress)
 
@@ -117,26 +125,7 @@ def evaluate_command(
     config: RunConfig, *, checkpoint: str | None, out: Path | None, as_json: bool
 ) -> int:
     """`agentrl eval`: evaluate, print a table or JSON, optionally keep the trajectories."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("eval"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("episodes"),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        bar = progress.add_task("eval", total=None)
-        rollouts = asyncio.run(
-            _evaluate_once(
-                config,
-                checkpoint,
-                lambda done, total: progress.update(bar, completed=done, total=total),
-            )
-        )
+    rollouts = _with_progress("eval", config, checkpoint)
     statistics = summarise(rollouts, config)
     if out is not None:
         TrajectoryLog(out).append(0, rollouts.trajectories)
@@ -150,23 +139,76 @@ def evaluate_command(
     return 0 if statistics is not None else 1
 
 
+def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path) -> int:
+    """`agentrl rollout`: play episodes and keep everything: trajectories, metrics, a report.
+
+    Raises:
+        ConfigError: `out` already holds rollouts.
+    """
+    from agentrl.rollout.metrics import rollout_metrics
+    from agentrl.train.metrics import MetricsWriter
+    from agentrl.view.report import report_run
+
+    with MetricsWriter(out) as writer:
+        (out / "config.toml").write_text(config.to_toml())
+        started = time.perf_counter()
+        rollouts = _with_progress("rollout", config, checkpoint)
+        seconds = time.perf_counter() - started
+        TrajectoryLog(out).append(1, rollouts.trajectories)
+        metrics = rollout_metrics(rollouts) | {
+            "time/rollout_s": seconds,
+            "rollout/tokens_per_s": sum(t.num_sampled_tokens for t in rollouts.trajectories)
+            / seconds,
+        }
+        writer.write(1, metrics)
+    result = result_record(rollouts, None)
+    print(
+        f"{result['num_samples']} episodes of {result['num_tasks']} tasks in {seconds:.1f} s, "
+        f"reward {metrics['reward/mean']:.3f}, {result['num_failed']} failed"
+    )
+    if result["num_failed"]:
+        print(f"failed: {result['errors']}; first: {result['first_error']}")
+    print(f"trajectories, metrics and report: {report_run(out)}")
+    return 0 if result["num_failed"] < result["num_samples"] else 1
+
+
+def _with_progress(what: str, config: RunConfig, checkpoint: str | None) -> RolloutBatch:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("episodes"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as progress:
+        bar = progress.add_task(what, total=None)
+        return asyncio.run(
+            _evaluate_once(
+                config,
+                checkpoint,
+                lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+        )
+
+
 async def _evaluate_once(
     config: RunConfig, checkpoint: str | None, on_progress: Callable[[int, int], None]
 ) -> RolloutBatch:
-    env = connect(config.env.url or None, token=config.env.token)
-    try:
-        policy = _policy(config, checkpoint)
-        try:
-            return await evaluate(config, policy, env, on_progress=on_progress)
-        finally:
-            await policy.aclose()
-    finally:
-        await env.aclose()
+    async with AsyncExitStack() as stack:
+        env = await stack.enter_async_context(
+            aclosing(connect(config.env.url or None, token=config.env.token))
+        )
+        policy = await _policy(config, checkpoint, stack)
+        return await evaluate(config, policy, env, on_progress=on_progress)
 
 
-def _policy(config: RunConfig, checkpoint: str | None) -> Policy:
+async def _policy(config: RunConfig, checkpoint: str | None, stack: AsyncExitStack) -> Policy:
+    """Whom the run file names; `stack` closes what it takes."""
     if config.inference.backend == "openai":
-        return _chat_policy(config)
+        return await stack.enter_async_context(aclosing(_chat_policy(config)))
     from agentrl.train.checkpoint import latest_checkpoint
     from agentrl.train.model import load_tokenizer
     from agentrl.train.setup import newest_run
@@ -185,18 +227,30 @@ def _policy(config: RunConfig, checkpoint: str | None) -> Policy:
         history=config.rollout.history,
         template_kwargs=config.rollout.template,
     )
-    return token_policy(
-        config, _engine(config, path), renderer, temperature=config.eval.temperature
-    )
+    engine = await _engine(config, path, stack)
+    return token_policy(config, engine, renderer, temperature=config.eval.temperature)
 
 
-def _engine(config: RunConfig, path: str) -> InferenceEngine:
+async def _engine(config: RunConfig, path: str, stack: AsyncExitStack) -> InferenceEngine:
     if config.inference.backend == "vllm":
         from agentrl.inference.vllm import VLLMEngine
 
-        return VLLMEngine(
-            config.inference.urls, model=config.inference.model, token=config.inference.token
+        urls = config.inference.urls
+        if not urls:
+            from agentrl.train.serving import launcher_of
+
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="agentrl-vllm-")))
+            launcher = launcher_of(config, path, log_dir=folder, plugin_dir=None)
+            await stack.enter_async_context(aclosing(launcher))
+            await launcher.start()
+            urls = launcher.urls
+        engine = VLLMEngine(
+            urls,
+            model=config.inference.model,
+            token=config.inference.token,
+            retry_for_s=config.inference.retry_for_s,
         )
+        return await stack.enter_async_context(aclosing(engine))
     from agentrl.inference.embedded import EmbeddedEngine
     from agentrl.train.model import load_model
     from agentrl.train.setup import resolve_device, resolve_dtype
@@ -204,7 +258,7 @@ def _engine(config: RunConfig, path: str) -> InferenceEngine:
     model = load_model(
         path, dtype=resolve_dtype(config.model.dtype), device=resolve_device(config.model.device)
     )
-    return EmbeddedEngine(model, seed=config.run.seed)
+    return await stack.enter_async_context(aclosing(EmbeddedEngine(model, seed=config.run.seed)))
 
 
 def _chat_policy(config: RunConfig) -> Policy:

@@ -106,7 +106,7 @@ class StopReason(StrEnum):
 class TrajectoryError:
     """Where and why a trajectory failed."""
 
-    stage: Literal["reset", "render", "generate", "step", "record"]
+    stage: Literal["reset", "render", "generate", "step", "grade", "record"]
     code: str
     """The environment's problem code, or the exception's class in snake_case."""
     message: str
@@ -252,6 +252,12 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of the oldest sampled token; None when nothing was sampled."""
+        first = (next((v for v in b.policy_versions if v >= 0), None) for b in self.branches)
+        return min((version for version in first if version is not None), default=None)
 
     @property
     def truncated(self) -> bool:

@@ -67,3 +67,17 @@ def test_gsm8k_end_to_end(capsys, data_dir):
     )
     assert (result["num_tasks"], result["num_failed"]) == (24, 0)
     assert result["avg@1"]["value"] <= 0.2, "a model of this size knows no word problem"
+
+
+def test_rollouts_are_kept_with_metrics_and_a_report_that_shows_tokens(capsys, tmp_path):
+    out = tmp_path / "out"
+    few = ["--eval.num_tasks", "3", "--eval.samples_per_task", "2"]
+    assert main(["rollout", RUN, *few, "--out", str(out)]) == 0
+    assert "6 episodes of 3 tasks" in capsys.readouterr().out
+    assert len(list(read_trajectories(out))) == 6
+    assert (out / "metrics.jsonl").read_text().count("\n") == 1
+    assert "<|im_start|>" in (out / "report.html").read_text().replace("&lt;", "<").replace(
+        "&gt;", ">"
+    )
+    assert main(["rollout", RUN, *few, "--out", str(out)]) == 2, "nothing is overwritten"
+    assert "already holds" in capsys.readouterr().err

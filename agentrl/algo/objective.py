@@ -511,7 +511,7 @@ class StalenessMask(Stage):
 
     kind: Literal["staleness"] = "staleness"
     max_gap: Annotated[int, Field(ge=0)] = 1
-    """In policy versions (optimizer steps)."""
+    """In policy versions (training steps)."""
 
 
 class ClipCovMask(Stage):

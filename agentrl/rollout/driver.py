@@ -22,7 +22,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from agentrl.env.client import EnvClient, EnvSession
@@ -66,6 +66,23 @@ class Limits:
     episode_timeout_s: float
 
 
+Stage = Literal["reset", "render", "generate", "step"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where an episode stands, for whoever watches it from outside."""
+
+    trajectory_id: str
+    stage: Stage = "reset"
+    since: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` at which the stage began."""
+    num_turns: int = 0
+
+    def enter(self, stage: Stage) -> None:
+        self.stage, self.since = stage, time.monotonic()
+
+
 class Policy(Protocol):
     """Who acts. `TokenPolicy` below is the one that can be trained."""
 
@@ -92,8 +109,13 @@ async def play(
     env: EnvClient,
     limits: Limits,
     record: Callable[[Trajectory], None],
+    now: Progress | None = None,
 ) -> None:
-    """Play one episode and call `record` exactly once with how it went, cancelled or not."""
+    """Play one episode and call `record` exactly once with how it went, cancelled or not.
+
+    `now` says all the while where the episode stands.
+    """
+    now = now or Progress(episode.trajectory_id)
     trajectory = Trajectory(
         trajectory_id=episode.trajectory_id,
         group_id=episode.group_id,
@@ -102,7 +124,6 @@ async def play(
         seed=episode.seed,
     )
     session: EnvSession | None = None
-    stage: Literal["reset", "render", "generate", "step"] = "reset"
     started = time.perf_counter()
     deadline = asyncio.timeout(limits.episode_timeout_s)
     try:
@@ -120,23 +141,24 @@ async def play(
             trajectory.messages += observation
 
             while trajectory.stop_reason is None:
-                stage = "render"
+                now.enter("render")
                 if not policy.read(trajectory, observation, session.tools):
                     trajectory.stop_reason = StopReason.CONTEXT_LENGTH
                     break
 
-                stage = "generate"
+                now.enter("generate")
                 turn_started = time.perf_counter()
                 async with asyncio.timeout(limits.turn_timeout_s):
                     action = await policy.act(trajectory, session.tools)
                 turn = trajectory.turns[-1]
                 turn.generate_s = time.perf_counter() - turn_started
 
-                stage = "step"
+                now.enter("step")
                 turn_started = time.perf_counter()
                 last = len(trajectory.turns) >= limits.max_turns
                 result = await session.step(action, timeout_s=limits.step_timeout_s, last=last)
                 turn.step_s = time.perf_counter() - turn_started
+                now.num_turns += 1
                 observation = result.observation
                 _add_result(trajectory, turn, result)
                 # Told that there is no further turn, the environment truncates: the limit is ours.
@@ -144,19 +166,19 @@ async def play(
                     trajectory.stop_reason = StopReason.MAX_TURNS
     except asyncio.CancelledError:
         trajectory.stop_reason = StopReason.CANCELLED
-        trajectory.error = TrajectoryError(stage, "cancelled", "the run was stopped")
+        trajectory.error = TrajectoryError(now.stage, "cancelled", "the run was stopped")
         raise
     except TimeoutError:
-        what = "episode" if deadline.expired() else "turn" if stage == "generate" else "step"
+        what = "episode" if deadline.expired() else "turn" if now.stage == "generate" else "step"
         trajectory.stop_reason = StopReason.TIMEOUT
         trajectory.error = TrajectoryError(
-            stage, f"{what}_timeout", f"rollout.{what}_timeout_s passed during {stage}"
+            now.stage, f"{what}_timeout", f"rollout.{what}_timeout_s passed during {now.stage}"
         )
     except Exception as error:
         code = _code(error)
         late = code.endswith("_timeout")
         trajectory.stop_reason = StopReason.TIMEOUT if late else StopReason.ERROR
-        trajectory.error = TrajectoryError(stage, code, str(error) or repr(error))
+        trajectory.error = TrajectoryError(now.stage, code, str(error) or repr(error))
     finally:
         trajectory.total_s = time.perf_counter() - started
         record(trajectory)

@@ -7,21 +7,26 @@ the task that an uninterrupted one would have taken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
+import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from agentrl.env.client import EnvClient
 from agentrl.errors import DataError
-from agentrl.rollout.driver import Episode, Limits, Policy, play
+from agentrl.rollout.driver import Episode, Limits, Policy, Progress, play
 from agentrl.types import JSON, Group, Trajectory
 
 KeepGroup = Callable[[Group], str | None]
 """Returns None to keep a group, or the reason for which it is dropped."""
+
+Score = Callable[[list[Trajectory]], Awaitable[None]]
+"""Rewards the trajectories of one group in place, errors included."""
 
 
 @dataclass(slots=True)
@@ -35,10 +40,18 @@ class TaskSource:
     position: int = 0
     """Tasks handed out since the start of the run; saved in checkpoints."""
     shuffle: bool = True
+    returned: deque[int] = field(default_factory=deque)
+    """Positions that were handed out and came back unused; handed out again before new ones."""
 
-    def next_index(self) -> int:
-        """The next task's index; advances the position."""
+    def take(self) -> int:
+        """The next position."""
+        if self.returned:
+            return self.returned.popleft()
         position, self.position = self.position, self.position + 1
+        return position
+
+    def index_at(self, position: int) -> int:
+        """The task's index at a position."""
         if self.size is None:
             return position
         if self.size < 1:
@@ -93,7 +106,15 @@ class GroupScheduler:
         limits: Limits,
         seed: int,
         id_prefix: str = "",
+        score: Score | None = None,
+        seats: asyncio.Semaphore | None = None,
     ) -> None:
+        """
+        Args:
+            score: awaited for every group once its episodes ended, before any filter.
+            seats: shared by schedulers that play at the same time: an episode begins when it has
+                one. None where nothing else plays.
+        """
         self.policy = policy
         self.env = env
         self.source = source
@@ -104,6 +125,12 @@ class GroupScheduler:
         self.limits = limits
         self.seed = seed
         self.id_prefix = id_prefix
+        self.score = score
+        self.seats = seats
+        self.live: dict[str, Progress] = {}
+        """Episodes that are being played, by trajectory id."""
+        self.last_end = time.monotonic()
+        """When an episode last ended."""
 
     async def collect(
         self,
@@ -122,20 +149,25 @@ class GroupScheduler:
             on_progress: called with (episodes ended, episodes dispatched).
         """
         batch = RolloutBatch([], [])
-        sessions = (await self.env.info(self.env_id, self.env_config)).max_sessions
+        max_concurrent = min(self.max_concurrent, await self.num_sessions())
         for _ in range(max_waves):
             episodes = [
                 episode
                 for _ in range(num_groups - len(batch.groups))
-                for episode in self._next_group()
+                for episode in self.group_at(self.source.take())
             ]
             trajectories = await self._play_all(
-                episodes, min(self.max_concurrent, sessions), on_progress, len(batch.trajectories)
+                episodes, max_concurrent, on_progress, len(batch.trajectories)
             )
             batch.trajectories += trajectories
-            for start in range(0, len(trajectories), self.group_size):
-                members = trajectories[start : start + self.group_size]
-                group = Group(members[0].group_id, members[0].task_id, members)
+            groups = [
+                Group(members[0].group_id, members[0].task_id, members)
+                for start in range(0, len(trajectories), self.group_size)
+                if (members := trajectories[start : start + self.group_size])
+            ]
+            if self.score is not None:
+                await asyncio.gather(*(self.score(group.trajectories) for group in groups))
+            for group in groups:
                 reason = keep(group) if keep else None
                 if reason is None:
                     batch.groups.append(group)
@@ -145,9 +177,9 @@ class GroupScheduler:
                 break
         return batch
 
-    def _next_group(self) -> list[Episode]:
-        position = self.source.position
-        index = self.source.next_index()
+    def group_at(self, position: int) -> list[Episode]:
+        """The episodes of the group at a data position."""
+        index = self.source.index_at(position)
         group_id = f"{self.id_prefix}g{position:07d}"
         return [
             Episode(
@@ -161,6 +193,26 @@ class GroupScheduler:
             )
             for member in range(self.group_size)
         ]
+
+    async def num_sessions(self) -> int:
+        """Episodes the environment can hold at a time, all its servers together."""
+        return (await self.env.info(self.env_id, self.env_config)).max_sessions
+
+    async def play(self, episode: Episode, record: Callable[[Trajectory], None]) -> None:
+        """Play one episode; `record` is called exactly once, also when this is cancelled."""
+        now = self.live[episode.trajectory_id] = Progress(episode.trajectory_id)
+
+        def ended(trajectory: Trajectory) -> None:
+            del self.live[episode.trajectory_id]
+            self.last_end = time.monotonic()
+            record(trajectory)
+
+        await play(episode, self.policy, self.env, self.limits, ended, now)
+
+    def stalled_for_s(self) -> float:
+        """Seconds since any episode ended or went on to its next stage."""
+        newest = max((now.since for now in self.live.values()), default=0.0)
+        return time.monotonic() - max(newest, self.last_end)
 
     async def _play_all(
         self,
@@ -183,12 +235,15 @@ class GroupScheduler:
             # batches depend on which episodes are alive and not on when they arrived.
             try:
                 while waiting:
-                    await play(waiting.popleft(), self.policy, self.env, self.limits, record)
+                    async with self.seats or contextlib.nullcontext():
+                        if waiting:
+                            await self.play(waiting.popleft(), record)
             finally:
                 self.policy.release()
 
         num_workers = min(max_concurrent, len(episodes))
         self.policy.reserve(num_workers)
+        self.last_end = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_workers):
                 tasks.create_task(worker())

@@ -1,10 +1,9 @@
-"""From trajectories to the tensors of one step, and what a step's rollouts looked like."""
+"""From trajectories to the tensors of one step."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
@@ -13,7 +12,6 @@ import torch
 
 from agentrl.algo import Batch, Objective, filter_zero_variance
 from agentrl.errors import ConfigError
-from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.types import Group, Sample, Trajectory, samples_of
 
 
@@ -149,44 +147,6 @@ def require_components(objective: Objective, batch: Batch) -> None:
 def zero_variance(group: Group) -> str | None:
     """Drop a group whose rewards are all equal, or of which nothing can be trained."""
     return filter_zero_variance([t.reward for t in group.trajectories if t.trainable]).reason
-
-
-def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """What the step's rollouts looked like; every dispatched trajectory counts."""
-    trajectories = rollouts.trajectories
-    scored = [t for t in trajectories if t.trainable]
-    turns = [turn for t in trajectories for turn in t.turns]
-    rewards = np.asarray([t.reward for t in scored], np.float64)
-    metrics = {
-        "reward/mean": float(rewards.mean()) if scored else float("nan"),
-        "reward/std": float(rewards.std()) if scored else float("nan"),
-        "rollout/trajectories": len(trajectories),
-        "rollout/tokens": sum(t.num_sampled_tokens for t in trajectories),
-        "rollout/turns": _mean([len(t.turns) for t in trajectories]),
-        "rollout/tokens_per_trajectory": _mean([t.num_sampled_tokens for t in trajectories]),
-        "rollout/truncated_fraction": _mean([t.truncated for t in trajectories]),
-        "rollout/malformed_fraction": _mean([t.parse_status == "malformed" for t in turns]),
-        "rollout/error_fraction": _mean([t.error is not None for t in trajectories]),
-        "rollout/dropped_groups": sum(rollouts.dropped.values()),
-    }
-    for name in sorted({name for t in scored for name in t.reward_components}):
-        values = [t.reward_components[name] for t in scored if name in t.reward_components]
-        metrics[f"reward/{name}"] = _mean(values)
-    for name in sorted({name for t in scored for name in t.metrics}):
-        metrics[f"env/{name}"] = _mean([t.metrics.get(name, 0.0) for t in scored])
-    for reason, count in sorted(rollouts.dropped.items()):
-        metrics[f"group/dropped/{reason}"] = count
-    for code, count in sorted(error_codes(trajectories).items()):
-        metrics[f"error/{code}"] = count
-    return metrics
-
-
-def error_codes(trajectories: Sequence[Trajectory]) -> Counter[str]:
-    return Counter(t.error.code for t in trajectories if t.error is not None)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:

@@ -1,15 +1,20 @@
 """SPINE 2: a run, from the first rollout to the last checkpoint.
 
-    rollout -> batch -> update -> metrics -> checkpoint        once per step
+    rollout -> batch -> update -> sync -> metrics -> checkpoint        once per step
+
+With `rollout.max_staleness` = 0 these happen in turn. Above 0 rollouts never stop: a stream plays
+ahead, within the bound, while the trainer works; the order of everything else is the same.
 
 How this differs from the textbook loop:
 
 1. The trainer learns on the ids the engine sampled; a batch holds arrays, never text.
 2. The loss of an update is one weighted sum over all its tokens. The weights are computed before
    it is cut into micro-batches, so the cut changes memory and speed and nothing else.
-3. With the embedded engine the sampler reads the trainer's own weights: there is no sync to wait
-   for, and the log-probs of sampler and trainer agree to rounding, which every step measures.
-4. Everything random derives from the seed and from names (task, member, turn), not from what
+3. Every token carries the version of the policy that sampled it, so "how stale" is measured and
+   bounded, not assumed. Version k is the policy after training step k.
+4. Sampler and trainer must agree on the log-probs of what was sampled; every step measures it.
+   The embedded engine reads the trainer's own weights. A server's are compared after every sync.
+5. Everything random derives from the seed and from names (task, member, turn), not from what
    happened before, so a killed run continues bit for bit.
 """
 
@@ -17,9 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -33,18 +40,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import StallError, TrainingError
 from agentrl.evaluate import evaluate, limits_of, split_size, summarise, token_policy
-from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.rollout.log import TrajectoryLog
+from agentrl.rollout.metrics import error_codes, rollout_metrics, staleness_metrics
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource, stable_seed
+from agentrl.rollout.stream import GroupStream
 from agentrl.train import checkpoint
 from agentrl.train.batch import (
-    error_codes,
     make_batch,
     require_components,
-    rollout_metrics,
     trainable_samples,
     turn_states,
     zero_variance,
@@ -53,6 +59,7 @@ from agentrl.train.critic import Critic, make_critic
 from agentrl.train.metrics import MetricsWriter
 from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
+from agentrl.train.serving import Serving, start_serving
 from agentrl.train.setup import (
     interruptible,
     resolve_device,
@@ -70,6 +77,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+STALL_REPORT_ROWS = 40
+
 
 @dataclass(slots=True)
 class Run:
@@ -83,11 +92,13 @@ class Run:
     reference: PreTrainedModel | None
     teacher: PreTrainedModel | TeacherServer | None
     kl: KLController
-    engine: EmbeddedEngine
+    serving: Serving
     renderer: Renderer
     env: EnvClient
     source: TaskSource
     scheduler: GroupScheduler
+    stream: GroupStream | None
+    """Plays ahead of the trainer; None with the embedded engine, which plays when it is asked."""
     fingerprint: dict[str, JSON]
 
 
@@ -103,8 +114,9 @@ def train(config: RunConfig, *, quiet: bool = False) -> Path:
 async def _train(config: RunConfig, *, quiet: bool) -> Path:
     async with aclosing(connect(config.env.url or None, token=config.env.token)) as env:
         run = await _assemble(config, env)
-        last_step = _restore(run) if config.run.resume else 0
-        async with aclosing(run.engine):
+        async with aclosing(run.serving):
+            last_step = _restore(run) if config.run.resume else 0
+            await run.serving.push(run.learner.model, last_step)
             with (
                 MetricsWriter(
                     run.run_dir,
@@ -120,8 +132,14 @@ async def _train(config: RunConfig, *, quiet: bool) -> Path:
             ):
                 log = TrajectoryLog(run.run_dir, resume_step=last_step)
                 if not config.run.resume:
-                    _save(run, 0, display)  # from here on, a kill at any moment can be resumed
-                await _steps(run, last_step, metrics_writer, log, display, interrupted, thread)
+                    # From here on, a kill at any moment can be resumed.
+                    _save(run, 0, _data_position(run), display)
+                run.stream = _start_stream(run, last_step)
+                try:
+                    await _steps(run, last_step, metrics_writer, log, display, interrupted, thread)
+                finally:
+                    if run.stream is not None:
+                        await run.stream.aclose()
     report = report_run(run.run_dir)
     print(f"run directory {run.run_dir}, report {report}")
     return run.run_dir
@@ -137,15 +155,16 @@ async def _steps(
     trainer_thread: ThreadPoolExecutor,
 ) -> None:
     config, learner = run.config, run.learner
-    in_thread = asyncio.get_running_loop().run_in_executor
+    in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, trainer_thread)
     step = saved_step = last_step
     for step in range(last_step + 1, config.run.num_steps + 1):
-        # Rollout: the current policy plays groups of episodes.
+        # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
         started = time.perf_counter()
         position = run.source.position
-        collected = await _unless(interrupted, _collect(run, display))
+        collected = await _unless(interrupted, _collect(run, display), run)
         if collected is None:  # interrupted: these tasks are played again on resume
-            run.source.position = position
+            if run.stream is None:
+                run.source.position = position
             step -= 1
             break
         rollouts, greedy_rewards = collected
@@ -159,53 +178,64 @@ async def _steps(
         samples = trainable_samples(rollouts.groups)
         if samples:
             metrics |= await in_thread(
-                trainer_thread, _learn, run, step, samples, rollouts.groups, greedy_rewards, display
+                _learn, run, step, samples, rollouts.groups, greedy_rewards, display
             )
-        # Sync: the engine shares the weights, so all there is to tell is their version.
-        run.engine.policy_version = learner.num_updates
         seconds = time.perf_counter() - started
         num_tokens = sum(len(sample) for sample in samples)
-        metrics |= {
+        metrics |= staleness_metrics(samples, current_version=step - 1) | {
             "train/samples": len(samples),
             "train/tokens": num_tokens,
-            "train/policy_version": learner.num_updates,
+            "train/updates": learner.num_updates,
             "time/train_s": seconds,
             "train/tokens_per_s": num_tokens / seconds,
         }
         metrics.setdefault("loss/policy", 0.0)
         metrics.setdefault("loss/kl", 0.0)
 
+        # Sync: whoever samples has the new weights before the stream may play further ahead.
+        display.phase("sync", 0, 1)
+        metrics |= await run.serving.push(learner.model, step)
+        if run.stream is not None:
+            run.stream.advance(step)
+
         if config.run.eval_every and step % config.run.eval_every == 0:
             metrics |= await _evaluate(run, step, display)
         metrics_writer.write(step, metrics)
         display.step(step, metrics)
         if step % config.run.save_every == 0 or step == config.run.num_steps:
-            saved_step = _save(run, step, display) or saved_step
+            saved = await in_thread(_save, run, step, _data_position(run), display)
+            saved_step = saved or saved_step
         if interrupted.is_set():
             break
     if interrupted.is_set():
         if step > saved_step:
-            _save(run, step, display)
+            _save(run, step, _data_position(run), display)
         display.note(f"stopped after step {step}; continue with --resume")
 
 
 async def _collect(run: Run, display: Display) -> tuple[RolloutBatch, dict[str, float] | None]:
     """A step's rollouts and, where the objective compares with them, greedy rewards by group."""
-    config, position = run.config, run.source.position
-    rollouts = await run.scheduler.collect(
-        config.rollout.groups_per_step,
-        keep=zero_variance if config.rollout.drop_zero_variance else None,
-        max_waves=config.rollout.max_waves,
-        on_progress=lambda done, total: display.phase("rollout", done, total),
-    )
+    config = run.config
+    if run.stream is not None:
+        rollouts = await run.stream.next_batch(
+            lambda ready, total: display.phase("rollout", ready, total)
+        )
+    else:
+        rollouts = await run.scheduler.collect(
+            config.rollout.groups_per_step,
+            keep=zero_variance if config.rollout.drop_zero_variance else None,
+            max_waves=config.rollout.max_waves,
+            on_progress=lambda done, total: display.phase("rollout", done, total),
+        )
     if "baselines" not in config.objective.needs():
         return rollouts, None
     # ReMax: the same tasks once more, one answer each, always the most probable token.
     greedy = copy.copy(run.scheduler)
-    greedy.policy = token_policy(config, run.engine, run.renderer, temperature=0.0)
-    greedy.source = replace(run.source, position=position)
+    greedy.policy = token_policy(config, run.serving.engine, run.renderer, temperature=0.0)
+    positions = (int(group.group_id.removeprefix("g")) for group in rollouts.groups)
+    greedy.source = replace(run.source, returned=deque(positions))
     greedy.group_size, greedy.id_prefix = 1, "greedy-"
-    answers = await greedy.collect(run.source.position - position)
+    answers = await greedy.collect(len(rollouts.groups))
     rewards = {
         trajectory.group_id.removeprefix("greedy-"): trajectory.reward
         for trajectory in answers.trajectories
@@ -233,7 +263,7 @@ def _learn(
         states = {t.trajectory_id: turn_states(t) for t in played}
     batch = make_batch(
         samples,
-        current_version=run.learner.num_updates,
+        current_version=step - 1,
         weighted=objective.reward.weights or (),
         states=states,
         greedy_rewards=greedy_rewards,
@@ -270,11 +300,6 @@ def _learn(
 
 async def _assemble(config: RunConfig, env: EnvClient) -> Run:
     """Build everything, in the order in which a mistake is cheapest to report."""
-    if config.inference.backend != "embedded":
-        raise ConfigError(
-            f"inference.backend = {config.inference.backend!r} can be evaluated against, but not "
-            "trained with: nothing would update its weights; use the embedded backend"
-        )
     objective, split = config.objective, config.env.split
     size = await split_size(env, config, split)
     tokenizer = load_tokenizer(config.model.path)
@@ -300,10 +325,14 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
     if "ref_logprobs" in objective.needs():
         reference = load_model(config.model.path, dtype=dtype, device=device).requires_grad_(False)
     learner = Learner(model, config.train, total_updates=num_updates)
-    engine = EmbeddedEngine(model, seed=config.run.seed)
+    seats = None
+    if config.inference.backend != "embedded":
+        sessions = (await env.info(config.env.id, config.env.config)).max_sessions
+        seats = asyncio.Semaphore(min(config.rollout.max_concurrent, sessions))
+    serving = await start_serving(config, model, run_dir)
     source = TaskSource(split, size, config.run.seed)
     scheduler = GroupScheduler(
-        token_policy(config, engine, renderer, temperature=config.rollout.temperature),
+        token_policy(config, serving.engine, renderer, temperature=config.rollout.temperature),
         env,
         source,
         env_id=config.env.id,
@@ -312,6 +341,7 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
         max_concurrent=config.rollout.max_concurrent,
         limits=limits_of(config),
         seed=config.run.seed,
+        seats=seats,
     )
     fingerprint: dict[str, JSON] = {
         "run.seed": config.run.seed,
@@ -342,12 +372,32 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
         reference,
         teacher,
         KLController.of(objective.kl),
-        engine,
+        serving,
         renderer,
         env,
         source,
         scheduler,
+        None,
         fingerprint,
+    )
+
+
+def _start_stream(run: Run, last_step: int) -> GroupStream | None:
+    """Rollouts that go on while the trainer works, where the engine allows it."""
+    if run.scheduler.seats is None:
+        return None
+    rollout = run.config.rollout
+    return GroupStream(
+        run.scheduler,
+        groups_per_step=rollout.groups_per_step,
+        num_steps=run.config.run.num_steps - last_step,
+        max_staleness=rollout.max_staleness,
+        version=last_step,
+        keep=zero_variance if rollout.drop_zero_variance else None,
+        max_waves=rollout.max_waves,
+        oversample=rollout.oversample_groups,
+        min_group_size=rollout.min_group_size,
+        straggler_timeout_s=rollout.straggler_timeout_s,
     )
 
 
@@ -364,15 +414,22 @@ def _restore(run: Run) -> int:
     )
     saved: Any = state.extra | state.data_position
     run.source.position = saved["position"]
+    run.source.returned.extend(saved.get("returned", []))
     run.learner.restore_counters(saved["policy"])
     if run.critic is not None:
         run.critic.restore_counters(saved["critic"])
     run.kl = run.kl.loaded(saved["kl"])
-    run.engine.policy_version = state.policy_version
     return state.step
 
 
-def _save(run: Run, step: int, display: Display) -> int | None:
+def _data_position(run: Run) -> dict[str, JSON]:
+    """Where the task source stands, and which tasks it handed out that no step trained on."""
+    returned: list[JSON] = []
+    returned += run.source.returned if run.stream is None else run.stream.outstanding()
+    return {"position": run.source.position, "returned": returned}
+
+
+def _save(run: Run, step: int, position: dict[str, JSON], display: Display) -> int | None:
     """Write a checkpoint; its step, or None where a full disk refused it.
 
     That is a warning and no error: the run itself is still good, and so are older checkpoints.
@@ -381,13 +438,13 @@ def _save(run: Run, step: int, display: Display) -> int | None:
     learner = run.learner
     state = checkpoint.capture_state(
         step=step,
-        policy_version=learner.num_updates,
+        policy_version=step,
         fingerprint=run.fingerprint,
         model=learner.model,
         optimizer=learner.optimizer,
         critic=run.critic and run.critic.model,
         critic_optimizer=run.critic and run.critic.optimizer,
-        data_position={"position": run.source.position},
+        data_position=position,
         extra={
             "policy": learner.counters(),
             "critic": run.critic and run.critic.counters(),
@@ -408,8 +465,9 @@ async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
     config = run.config
     rollouts = await evaluate(
         config,
-        token_policy(config, run.engine, run.renderer, temperature=config.eval.temperature),
+        token_policy(config, run.serving.engine, run.renderer, temperature=config.eval.temperature),
         run.env,
+        seats=run.scheduler.seats,
         id_prefix=f"eval{step:06d}-",
         on_progress=lambda done, total: display.phase("eval", done, total),
     )
@@ -424,17 +482,46 @@ async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
     return metrics | {f"eval/pass@{k}": e.value for k, e in statistics.pass_at.items()}
 
 
-async def _unless(interrupted: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
-    """The result of `work`, or None if the interruption came first; then `work` is cancelled."""
+async def _unless(interrupted: asyncio.Event, work: Coroutine[None, None, T], run: Run) -> T | None:
+    """The result of `work`, or None if the interruption came first; then `work` is cancelled.
+
+    Raises:
+        StallError: nothing moved for `run.stall_timeout_s` while this waited.
+    """
     task = asyncio.ensure_future(work)
     signal = asyncio.ensure_future(interrupted.wait())
-    await asyncio.wait({task, signal}, return_when=asyncio.FIRST_COMPLETED)
-    signal.cancel()
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-        return None
-    return task.result()
+    limit = run.config.run.stall_timeout_s
+    try:
+        while not task.done() and not signal.done():
+            await asyncio.wait(
+                {task, signal}, timeout=min(limit / 4, 10), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not task.done() and run.scheduler.stalled_for_s() > limit:
+                raise StallError(_stall_report(run))
+    finally:
+        signal.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    return None if task.cancelled() else task.result()
+
+
+def _stall_report(run: Run) -> str:
+    """Where every episode stands, the longest wait first; one line each."""
+    now = time.monotonic()
+    live = sorted(run.scheduler.live.values(), key=lambda episode: episode.since)
+    lines = [
+        f"no episode moved for {run.scheduler.stalled_for_s():.0f} s (run.stall_timeout_s); "
+        f"{len(live)} in flight. Continue with --resume once its cause is gone",
+        f"{'trajectory':24} {'stage':10} {'turn':>4} {'waits':>8}",
+    ]
+    lines += [
+        f"{e.trajectory_id:24} {e.stage:10} {e.num_turns:4d} {now - e.since:6.0f} s"
+        for e in live[:STALL_REPORT_ROWS]
+    ]
+    if len(live) > STALL_REPORT_ROWS:
+        lines.append(f"and {len(live) - STALL_REPORT_ROWS} more")
+    return "\n".join(lines)
 
 
 def _require_some_success(rollouts: RolloutBatch, step: int) -> None:

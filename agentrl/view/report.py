@@ -105,8 +105,12 @@ def report_run(run_dir: str | Path) -> Path:
 
 
 def _decoder(run_dir: Path) -> Decode | None:
-    """Decode with the tokenizer of the newest checkpoint; None without one."""
+    """Decode with the tokenizer of the newest checkpoint, or of the model; None without one."""
     files = sorted(run_dir.glob("checkpoints/step_*/tokenizer.json"))
+    config = run_dir / "config.toml"
+    if not files and config.exists():
+        model = Path(tomllib.loads(config.read_text(encoding="utf-8"))["model"]["path"])
+        files = list(model.glob("tokenizer.json"))
     if not files:
         return None
     try:

@@ -152,7 +152,7 @@ def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
         assert mine.read_bytes() == its.read_bytes(), name
 
     first, second, third = metrics
-    assert first["train/policy_version"] == 0 and first["critic/updates"] == 2
+    assert first["train/updates"] == 0 and first["critic/updates"] == 2
     assert "train/grad_norm" not in first and second["train/grad_norm"] > 0
     # The policy is its reference, so the divergence is below its target and the penalty shrinks.
     assert second["policy/kl_coef"] == 0.1
@@ -223,7 +223,9 @@ def test_wrong_input_is_one_line_with_the_remedy(tmp_path):
         ),
         (["--objective.reward.weights.speed", "1"], ConfigError, "components are correct"),
         (["--rollout.max_context_tokens", "8"], TrainingError, "max_context_tokens = 8"),
-        (["--inference.backend", "vllm", "--inference.urls", "x"], ConfigError, "embedded"),
+        (["--inference.backend", "openai", "--inference.urls", "x"], ConfigError, "embedded"),
+        (["--inference.backend", "vllm"], ConfigError, "inference.python"),
+        (["--rollout.max_staleness", "1"], ConfigError, "inference.backend"),
     ]
     for number, (overrides, error, text) in enumerate(cases):
         with pytest.raises(error) as caught:

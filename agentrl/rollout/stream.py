@@ -1,0 +1,283 @@
+"""Groups played ahead of the trainer, never further ahead than the staleness bound allows.
+
+    source -> slots (capacity) -> episodes -> finished groups -> next_batch
+
+**Staleness** of a token at training step s is s - 1 minus the version that sampled it: the weights
+which step s starts from have version s - 1. A trajectory counts by its oldest token.
+
+The bound holds by construction. With B groups per step and the policy at version v, at most
+(v + 1 + S) * B groups have ever been dispatched, so a group dispatched at version v is among the
+first (v + 1 + S) * B and, taken in order, is trained at step v + 1 + S at the latest. Batches take
+whatever is ready, but wait for **due** groups: those that the next step would find too old. At
+most B groups are due at a time, because S * B fewer were dispatched before their version's end.
+So nothing is thrown away for its age, and long episodes are trained as often as short ones.
+
+`oversample` groups more than that may be in flight. Then a batch waits for nobody, and groups that
+would be too old for the next step are cancelled as a whole and their tasks played again later.
+That is faster where episodes differ much, and it trains fewer of the long ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentrl.rollout.driver import Episode
+from agentrl.rollout.scheduler import GroupScheduler, KeepGroup, RolloutBatch
+from agentrl.types import Group, StopReason, Trajectory, TrajectoryError
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One group's place, from its dispatch until a batch takes it. Refills keep their place."""
+
+    number: int
+    position: int
+    """Of its task in the source."""
+    version: int
+    """Policy version at dispatch: no token of the group is older."""
+    wave: int = 1
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """All that ended, those of dropped groups included."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    group: Group | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.task is not None and self.task.done()
+
+
+class GroupStream:
+    """Keeps episodes in flight while the trainer works, and cuts batches of whole groups."""
+
+    def __init__(
+        self,
+        scheduler: GroupScheduler,
+        *,
+        groups_per_step: int,
+        num_steps: int,
+        max_staleness: int,
+        version: int = 0,
+        keep: KeepGroup | None = None,
+        max_waves: int = 1,
+        oversample: int = 0,
+        min_group_size: int | None = None,
+        straggler_timeout_s: float | None = None,
+    ) -> None:
+        """
+        Args:
+            scheduler: plays the episodes; its `seats` bound how many at a time.
+            num_steps: batches that will be asked for; nothing is played beyond them.
+            version: of the policy at the start.
+            keep: the filter; a dropped group is replaced at once, `max_waves` - 1 times.
+            oversample: groups in flight beyond what the bound needs.
+            min_group_size: a group of which so many members ended waits `straggler_timeout_s` for
+                the others, then they are cancelled. None waits for all.
+        """
+        if scheduler.seats is None:
+            raise ValueError("GroupStream needs a scheduler with seats")
+        self.version = version
+        self.num_dispatched = 0
+        """Episodes begun; each ends in exactly one record."""
+        self.num_ended: Counter[str] = Counter()
+        """Episodes ended, by stop reason."""
+        self._scheduler = scheduler
+        self._seats = scheduler.seats
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._first_version = version
+        self._total_slots = num_steps * groups_per_step
+        self._keep = keep
+        self._max_waves = max_waves
+        self._oversample = oversample
+        self._min_group_size = min_group_size
+        self._straggler_timeout_s = straggler_timeout_s
+        self._slots: dict[int, _Slot] = {}
+        """Dispatched and not yet taken, by number."""
+        self._num_slots = 0
+        """Dispatched so far, less those that were cancelled."""
+        self._next_number = 0
+        self._changed = asyncio.Event()
+
+    async def next_batch(
+        self, on_progress: Callable[[int, int], None] | None = None
+    ) -> RolloutBatch:
+        """The groups of the next training step, in dispatch order, none staler than the bound.
+
+        Args:
+            on_progress: called with (groups ready, groups per step).
+        """
+        self._dispatch()
+        while True:
+            self._raise_errors()
+            if (chosen := self._cut()) is not None:
+                break
+            if on_progress:
+                ready = sum(slot.done for slot in self._slots.values())
+                on_progress(min(ready, self._groups_per_step), self._groups_per_step)
+            self._changed.clear()
+            await self._changed.wait()
+        batch = RolloutBatch([], [])
+        for slot in chosen:
+            del self._slots[slot.number]
+            batch.trajectories += slot.trajectories
+            batch.dropped += slot.dropped
+            if slot.group is None:
+                continue
+            if self._staleness(slot.group) > self._max_staleness:
+                # Only a server that labels its tokens with another version than it was told.
+                batch.dropped["stale"] += 1
+            else:
+                batch.groups.append(slot.group)
+        await self._cancel_too_old()
+        return batch
+
+    def advance(self, version: int) -> None:
+        """The policy has new weights: more groups may be dispatched."""
+        self.version = version
+        self._dispatch()
+
+    def outstanding(self) -> list[int]:
+        """Positions of tasks that no batch has taken yet; what a resumed run has to play again."""
+        return [*(slot.position for slot in self._slots.values()), *self._scheduler.source.returned]
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that wait for the trainer."""
+        return sum(slot.done for slot in self._slots.values())
+
+    async def aclose(self) -> None:
+        """Cancel what is in flight; every episode begun has its record after this."""
+        await self._cancel(list(self._slots.values()))
+
+    def _dispatch(self) -> None:
+        steps_ahead = self.version - self._first_version + 1 + self._max_staleness
+        capacity = steps_ahead * self._groups_per_step + self._oversample
+        while self._num_slots < min(capacity, self._total_slots + self._oversample):
+            slot = _Slot(self._next_number, self._scheduler.source.take(), self.version)
+            self._next_number += 1
+            self._num_slots += 1
+            self._slots[slot.number] = slot
+            slot.task = asyncio.create_task(self._play_slot(slot))
+            slot.task.add_done_callback(lambda _: self._changed.set())
+
+    def _cut(self) -> list[_Slot] | None:
+        """The slots of the next batch; None while they are not ready."""
+        done = [slot for slot in self._slots.values() if slot.done]
+        if len(done) < self._groups_per_step:
+            return None
+        due = [slot for slot in self._slots.values() if self._is_due(slot)]
+        if not self._oversample and not all(slot.done for slot in due):
+            return None
+        in_order = sorted(done, key=lambda slot: (not self._is_due(slot), slot.number))
+        return sorted(in_order[: self._groups_per_step], key=lambda slot: slot.number)
+
+    def _is_due(self, slot: _Slot) -> bool:
+        """The step after the next would find it too old."""
+        return self.version - slot.version >= self._max_staleness
+
+    def _staleness(self, group: Group) -> int:
+        versions = (trajectory.oldest_version for trajectory in group.trajectories)
+        return self.version - min((v for v in versions if v is not None), default=self.version)
+
+    async def _cancel_too_old(self) -> None:
+        """With over-sampling, a cut leaves behind what the next step could not train on."""
+        too_old = [slot for slot in self._slots.values() if self._is_due(slot)]
+        await self._cancel(too_old)
+        self._num_slots -= len(too_old)
+        for slot in too_old:
+            del self._slots[slot.number]
+            self._scheduler.source.returned.append(slot.position)
+
+    async def _cancel(self, slots: list[_Slot]) -> None:
+        tasks = [slot.task for slot in slots if slot.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _raise_errors(self) -> None:
+        """What a slot's task raises is no failed rollout (those are data) but a broken setup."""
+        for slot in self._slots.values():
+            if slot.task is not None and slot.task.done() and not slot.task.cancelled():
+                slot.task.result()
+
+    async def _play_slot(self, slot: _Slot) -> None:
+        scheduler = self._scheduler
+        while True:
+            members = await self._play_group(scheduler.group_at(slot.position), slot)
+            group = Group(members[0].group_id, members[0].task_id, members)
+            if scheduler.score is not None:
+                await scheduler.score(members)
+            reason = self._keep(group) if self._keep else None
+            if reason is None:
+                slot.group = group
+                return
+            slot.dropped[reason] += 1
+            if slot.wave == self._max_waves:
+                return
+            slot.wave += 1
+            slot.position, slot.version = scheduler.source.take(), self.version
+
+    async def _play_group(self, episodes: list[Episode], slot: _Slot) -> list[Trajectory]:
+        """The trajectories of one group in member order, its stragglers cut."""
+        ended: dict[str, Trajectory] = {}
+
+        def record(trajectory: Trajectory) -> None:
+            ended[trajectory.trajectory_id] = trajectory
+            slot.trajectories.append(trajectory)
+            self.num_ended[str(trajectory.stop_reason)] += 1
+
+        num_seated = 0
+        all_seated = asyncio.Event()
+
+        async def member(episode: Episode) -> None:
+            nonlocal num_seated
+            async with self._seats:
+                self.num_dispatched += 1
+                num_seated += 1
+                if num_seated == len(episodes):
+                    all_seated.set()
+                await self._scheduler.play(episode, record)
+
+        tasks = [asyncio.create_task(member(episode)) for episode in episodes]
+        try:
+            await self._without_stragglers(tasks, all_seated)
+        finally:
+            late = [task for task in tasks if not task.done()]
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        for trajectory in ended.values():
+            if trajectory.stop_reason is StopReason.CANCELLED:
+                trajectory.error = TrajectoryError(
+                    trajectory.error.stage if trajectory.error else "generate",
+                    "straggler",
+                    f"{self._min_group_size} members of its group ended "
+                    f"{self._straggler_timeout_s} s (rollout.straggler_timeout_s) earlier",
+                )
+        return [
+            ended[episode.trajectory_id] for episode in episodes if episode.trajectory_id in ended
+        ]
+
+    async def _without_stragglers(
+        self, tasks: list[asyncio.Task[None]], all_seated: asyncio.Event
+    ) -> None:
+        """Return when all members ended, or the deadline for the last of them passed."""
+        pending = set(tasks)
+        if self._min_group_size is None or self._straggler_timeout_s is None:
+            await asyncio.wait(pending)
+            return
+        while len(tasks) - len(pending) < self._min_group_size:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        # Who waits for a seat is late through no fault of its own.
+        await all_seated.wait()
+        if pending:
+            await asyncio.wait(pending, timeout=self._straggler_timeout_s)

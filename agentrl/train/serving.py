@@ -1,0 +1,147 @@
+"""Who samples for a run, and how it comes to new weights.
+
+`embedded`: this process, from the trainer's own weights; there is nothing to send.
+`vllm`: servers behind `inference.urls`, or started and watched over by this run; after every
+training step they get the weights through `agentrl.sync`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.inference.base import InferenceEngine
+from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.inference.vllm import VLLMEngine
+from agentrl.sync.base import WeightSync
+
+if TYPE_CHECKING:
+    from agentrl.inference.launcher import VLLMLauncher
+
+PROBE_TOKENS = 32
+"""Length of the prompt by which a server's weights are compared with the trainer's."""
+
+
+@dataclass(slots=True)
+class Serving:
+    engine: InferenceEngine
+    sync: WeightSync | None = None
+    """None where engine and trainer share their weights."""
+    launcher: VLLMLauncher | None = None
+    """None unless this run started the servers."""
+
+    async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
+        """Have the engine sample from these weights; returns metrics.
+
+        Raises:
+            WeightSyncError: a server refused them, or answers as if it had others.
+        """
+        metrics = {} if self.sync is None else await self.sync.push(model, version)
+        self.engine.policy_version = version
+        return metrics
+
+    async def aclose(self) -> None:
+        await self.engine.aclose()
+        if self.sync is not None:
+            await self.sync.aclose()
+        if self.launcher is not None:
+            await self.launcher.aclose()
+
+
+async def start_serving(config: RunConfig, model: PreTrainedModel, run_dir: Path) -> Serving:
+    """The engine of a training run. Servers hold `model.path` until the first `push`.
+
+    Raises:
+        ConfigError: the backend cannot be trained with.
+        InferenceError: a server does not start or cannot be reached.
+    """
+    inference = config.inference
+    if inference.backend == "embedded":
+        return Serving(EmbeddedEngine(model, seed=config.run.seed))
+    if inference.backend != "vllm":
+        raise ConfigError(
+            f"inference.backend = {inference.backend!r} can be evaluated against, but not trained "
+            "with: it returns no token ids and takes no weights; use embedded or vllm"
+        )
+    from agentrl.sync.vllm import VLLMWeightSync
+
+    launcher = None
+    if not inference.urls:
+        launcher = launcher_of(
+            config, config.model.path, log_dir=run_dir / "logs", plugin_dir=run_dir / "plugin"
+        )
+        await launcher.start()
+    urls = inference.urls or (launcher.urls if launcher else [])
+    engine = VLLMEngine(
+        urls,
+        model=inference.model,
+        token=inference.token,
+        seed=config.run.seed,
+        request_timeout_s=config.rollout.turn_timeout_s,
+        retry_for_s=inference.retry_for_s,
+    )
+    tolerance = 1e-3 if config.model.dtype == "float32" else 0.2
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    probe = np.random.default_rng(0).integers(vocab_size, size=PROBE_TOKENS)
+    sync = VLLMWeightSync(
+        urls,
+        model_name=inference.model,
+        token=inference.token,
+        directory=inference.weights_dir or run_dir / "weights",
+        on_update=config.rollout.on_update,
+        probe_ids=probe.tolist(),
+        temperature=config.rollout.temperature,
+        tolerance=inference.sync_tolerance or tolerance,
+    )
+    engine.resync = sync.push_to
+    serving = Serving(engine, sync, launcher)
+    try:
+        await engine.start()
+    except BaseException:
+        await serving.aclose()
+        raise
+    return serving
+
+
+def launcher_of(
+    config: RunConfig, model_path: str, *, log_dir: Path, plugin_dir: Path | None
+) -> VLLMLauncher:
+    """A launcher of servers for this run, not started yet.
+
+    Args:
+        plugin_dir: where the weight-transfer plugin is written for the servers to load; None for
+            servers whose weights never change.
+
+    Raises:
+        ConfigError: no interpreter with vLLM is named.
+    """
+    from agentrl.inference.launcher import VLLMLauncher
+    from agentrl.sync.plugin import write_plugin
+
+    inference = config.inference
+    python = inference.python or os.environ.get("AGENTRL_VLLM_PYTHON")
+    if python is None:
+        raise ConfigError(
+            "inference.backend = 'vllm' needs servers: name running ones with inference.urls, or "
+            "the interpreter of an environment that has vLLM with inference.python"
+        )
+    return VLLMLauncher(
+        python=python,
+        model=model_path,
+        num_servers=inference.num_servers,
+        served_model_name=inference.model,
+        dtype=config.model.dtype,
+        max_model_len=config.rollout.max_context_tokens,
+        log_dir=log_dir,
+        plugin_dir=None if plugin_dir is None else write_plugin(plugin_dir),
+        extra_args=inference.args,
+        startup_timeout_s=inference.startup_timeout_s,
+        seed=config.run.seed,
+    )
