@@ -124,18 +124,25 @@ async def play(
         seed=episode.seed,
     )
     session: EnvSession | None = None
+    clock = asyncio.get_running_loop().time
     started = time.perf_counter()
-    deadline = asyncio.timeout(limits.episode_timeout_s)
+    episode_ends = clock() + limits.episode_timeout_s
+
+    def enter(stage: Stage, seconds: float) -> None:
+        now.enter(stage)
+        deadline.reschedule(min(clock() + seconds, episode_ends))
+
     try:
-        async with deadline:
-            async with asyncio.timeout(limits.step_timeout_s):
-                session = await env.session(
-                    episode.env_id,
-                    split=episode.split,
-                    index=episode.index,
-                    seed=episode.seed,
-                    config=episode.env_config,
-                )
+        # One timer for all: of the stage, or of the episode if that ends earlier.
+        async with asyncio.timeout(None) as deadline:
+            enter("reset", limits.step_timeout_s)
+            session = await env.session(
+                episode.env_id,
+                split=episode.split,
+                index=episode.index,
+                seed=episode.seed,
+                config=episode.env_config,
+            )
             trajectory.task_id = session.task_id
             observation = session.messages
             trajectory.messages += observation
@@ -146,14 +153,14 @@ async def play(
                     trajectory.stop_reason = StopReason.CONTEXT_LENGTH
                     break
 
-                now.enter("generate")
+                enter("generate", limits.turn_timeout_s)
                 turn_started = time.perf_counter()
-                async with asyncio.timeout(limits.turn_timeout_s):
-                    action = await policy.act(trajectory, session.tools)
+                action = await policy.act(trajectory, session.tools)
                 turn = trajectory.turns[-1]
                 turn.generate_s = time.perf_counter() - turn_started
 
-                now.enter("step")
+                # The environment keeps the step's deadline; that of the episode is ours.
+                enter("step", limits.episode_timeout_s)
                 turn_started = time.perf_counter()
                 last = len(trajectory.turns) >= limits.max_turns
                 result = await session.step(action, timeout_s=limits.step_timeout_s, last=last)
@@ -169,7 +176,8 @@ async def play(
         trajectory.error = TrajectoryError(now.stage, "cancelled", "the run was stopped")
         raise
     except TimeoutError:
-        what = "episode" if deadline.expired() else "turn" if now.stage == "generate" else "step"
+        late = clock() >= episode_ends
+        what = "episode" if late else "turn" if now.stage == "generate" else "step"
         trajectory.stop_reason = StopReason.TIMEOUT
         trajectory.error = TrajectoryError(
             now.stage, f"{what}_timeout", f"rollout.{what}_timeout_s passed during {now.stage}"

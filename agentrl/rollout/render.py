@@ -25,6 +25,18 @@ HistoryMode = Literal["append_only", "fork"]
 
 # Never produced by a tokenizer's merges across its borders and never meaningful to a template.
 _SENTINEL = "agentrl-dummy-turn"
+_CONTENT = "agentrl-dummy-content"
+
+MAX_FRAMES = 4096
+
+_AWKWARD = (
+    "",
+    " \n leading and trailing space \n ",
+    "<think>\nx\n</think>\n\n<tool_response>\ny\n</tool_response><tool_call>",
+    '{"json": ["{{ x }}", "{% if y %}", null]}',
+    "ünïcode \u4f60\u597d & <b>&amp;</b> 'quotes' \"double\" \\ back",
+)
+"""Contents that templates are known to treat specially: trimmed, split, looked into, escaped."""
 
 
 class Tokenizer(Protocol):
@@ -84,6 +96,7 @@ class Renderer:
         self._decode = (tokenizer if backend is None else backend).decode
         # The members of a group begin with the same prompt, which is the longest text by far.
         self._encode_prompt = functools.lru_cache(maxsize=256)(self._encode)
+        self._frames: dict[tuple, list[str] | None] = {}
         self.close_token_id = self._find_close_token()
         self.stop_token_ids = tuple(
             sorted(
@@ -163,13 +176,69 @@ class Renderer:
 
     def _after_dummy_turn(self, observation: list[Message]) -> list[int]:
         """Ids from the dummy turn's close token to the next turn's first sampled position."""
+        return self._encode(self._tail(observation))
+
+    def _tail(self, observation: list[Message]) -> str:
+        """The text behind the dummy turn.
+
+        A template takes ten times as long as putting contents between texts that it rendered
+        before, so messages that differ in their content alone are spliced, where `_frame` found
+        that this gives what the template gives.
+        """
+        contents = []
+        key = []
+        for message in observation:
+            content = message["content"]
+            if type(content) is not str:
+                return self._render_tail(observation)
+            contents.append(content)
+            key.append(tuple((k, v) for k, v in message.items() if k != "content"))
+        try:
+            frame = self._frames[tuple(key)]
+        except KeyError:
+            frame = self._frames[tuple(key)] = self._frame(observation)
+            if len(self._frames) > MAX_FRAMES:
+                self._frames.pop(next(iter(self._frames)))
+        except TypeError:  # a message with a value that is no scalar
+            return self._render_tail(observation)
+        if frame is None:
+            return self._render_tail(observation)
+        text = frame[0]
+        for content, after in zip(contents, frame[1:], strict=True):
+            text += content + after
+        return text
+
+    def _frame(self, observation: list[Message]) -> list[str] | None:
+        """What the template puts around the contents of such messages.
+
+        None where splicing differs from rendering: a template may trim a content, escape it or
+        look into it. That is tried with contents which such templates change.
+        """
+        marked: list[Message] = [
+            {**message, "content": f"{_CONTENT}-{position}-"}
+            for position, message in enumerate(observation)
+        ]
+        rest, frame = self._render_tail(marked), []
+        for message in marked:
+            before, found, rest = rest.partition(str(message["content"]))
+            if not found:
+                return None
+            frame.append(before)
+        frame.append(rest)
+        for awkward in _AWKWARD:
+            tried: list[Message] = [{**message, "content": awkward} for message in observation]
+            spliced = frame[0] + "".join(awkward + after for after in frame[1:])
+            if spliced != self._render_tail(tried):
+                return None
+        return frame
+
+    def _render_tail(self, observation: list[Message]) -> str:
         dummy: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": _SENTINEL},
         ]
         text = self._text(dummy + observation, [], generation_prompt=True)
-        tail = text[text.index(_SENTINEL) + len(_SENTINEL) :]
-        return self._encode(tail)
+        return text[text.index(_SENTINEL) + len(_SENTINEL) :]
 
     def _find_close_token(self) -> int:
         ids = self._after_dummy_turn([{"role": "user", "content": "x"}])

@@ -86,3 +86,24 @@ def test_decoding_is_the_tokenizers_own(token_ids):
     renderer = CHATML_RENDERER
     kept = [token for token in token_ids if token not in renderer.stop_token_ids]
     assert renderer.decode(kept) == renderer.tokenizer.decode(kept, skip_special_tokens=False)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), st.text(max_size=40)), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_spliced_suffixes_equal_rendered_ones(observation):
+    messages = [{"role": role, "content": content} for role, content in observation]
+    assert CHATML_RENDERER._tail(messages) == CHATML_RENDERER._render_tail(messages)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["message.content | trim", "message.content | e", "message.content.split('</think>')[-1]"],
+)
+def test_a_template_that_edits_contents_is_rendered_every_time(content):
+    template = CHATML.replace("message.content", content)
+    assert template != CHATML
+    renderer = Renderer(make_tokenizer(template))
+    for text in (" spaces ", "<b>", "<think>x</think>y", "plain"):
+        messages = [{"role": "user", "content": text}]
+        assert renderer._tail(messages) == renderer._render_tail(messages)
+    assert None in renderer._frames.values()
