@@ -159,7 +159,7 @@ async def _steps(
     step = saved_step = last_step
     for step in range(last_step + 1, config.run.num_steps + 1):
         # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
-        started = time.perf_counter()
+        started = step_started = time.perf_counter()
         position = run.source.position
         collected = await _unless(interrupted, _collect(run, display), run)
         if collected is None:  # interrupted: these tasks are played again on resume
@@ -200,6 +200,7 @@ async def _steps(
 
         if config.run.eval_every and step % config.run.eval_every == 0:
             metrics |= await _evaluate(run, step, display)
+        metrics["time/step_s"] = time.perf_counter() - step_started
         metrics_writer.write(step, metrics)
         display.step(step, metrics)
         if step % config.run.save_every == 0 or step == config.run.num_steps:
