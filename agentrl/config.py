@@ -186,7 +186,7 @@ class InferenceSection(Section):
     """Bearer token of those servers; OPENAI_API_KEY is read for the `openai` backend."""
     python: str | None = None
     """Interpreter of the virtual environment in which vLLM is installed, to start servers with;
-    AGENTRL_VLLM_PYTHON is read when not given."""
+    when not given AGENTRL_VLLM_PYTHON, or what `make vllm` made in .venv-vllm."""
     num_servers: PositiveInt = 1
     """Servers to start when there are no `urls`."""
     args: list[str] = Field(default_factory=list)

@@ -113,7 +113,7 @@ def train(config: RunConfig, *, quiet: bool = False) -> Path:
 
 async def _train(config: RunConfig, *, quiet: bool) -> Path:
     async with aclosing(connect(config.env.url or None, token=config.env.token)) as env:
-        run = await _assemble(config, env)
+        run = await _assemble(config, env, quiet=quiet)
         async with aclosing(run.serving):
             last_step = _restore(run) if config.run.resume else 0
             await run.serving.push(run.learner.model, last_step)
@@ -299,7 +299,7 @@ def _learn(
     return metrics
 
 
-async def _assemble(config: RunConfig, env: EnvClient) -> Run:
+async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
     """Build everything, in the order in which a mistake is cheapest to report."""
     objective, split = config.objective, config.env.split
     size = await split_size(env, config, split)
@@ -330,7 +330,7 @@ async def _assemble(config: RunConfig, env: EnvClient) -> Run:
     if config.inference.backend != "embedded":
         sessions = (await env.info(config.env.id, config.env.config)).max_sessions
         seats = asyncio.Semaphore(min(config.rollout.max_concurrent, sessions))
-    serving = await start_serving(config, model, run_dir)
+    serving = await start_serving(config, model, run_dir, quiet=quiet)
     source = TaskSource(split, size, config.run.seed)
     scheduler = GroupScheduler(
         token_policy(config, serving.engine, renderer, temperature=config.rollout.temperature),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -19,12 +18,14 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.inference.launcher import VLLMLauncher
 from agentrl.inference.vllm import VLLMEngine
 from agentrl.sync.base import WeightSync
+from agentrl.sync.plugin import write_plugin
+from agentrl.sync.vllm import VLLMWeightSync
 
-if TYPE_CHECKING:
-    from agentrl.inference.launcher import VLLMLauncher
-
+BESIDE = Path(".venv-vllm/bin/python")
+"""Where `make vllm` puts vLLM."""
 PROBE_TOKENS = 32
 """Length of the prompt by which a server's weights are compared with the trainer's."""
 
@@ -55,7 +56,9 @@ class Serving:
             await self.launcher.aclose()
 
 
-async def start_serving(config: RunConfig, model: PreTrainedModel, run_dir: Path) -> Serving:
+async def start_serving(
+    config: RunConfig, model: PreTrainedModel, run_dir: Path, *, quiet: bool = True
+) -> Serving:
     """The engine of a training run. Servers hold `model.path` until the first `push`.
 
     Raises:
@@ -70,13 +73,13 @@ async def start_serving(config: RunConfig, model: PreTrainedModel, run_dir: Path
             f"inference.backend = {inference.backend!r} can be evaluated against, but not trained "
             "with: it returns no token ids and takes no weights; use embedded or vllm"
         )
-    from agentrl.sync.vllm import VLLMWeightSync
-
     launcher = None
     if not inference.urls:
         launcher = launcher_of(
             config, config.model.path, log_dir=run_dir / "logs", plugin_dir=run_dir / "plugin"
         )
+        if not quiet:
+            print(f"starting vLLM, half a minute or more; its log is in {run_dir / 'logs'}")
         await launcher.start()
     urls = inference.urls or (launcher.urls if launcher else [])
     engine = VLLMEngine(
@@ -122,15 +125,15 @@ def launcher_of(
     Raises:
         ConfigError: no interpreter with vLLM is named.
     """
-    from agentrl.inference.launcher import VLLMLauncher
-    from agentrl.sync.plugin import write_plugin
-
     inference = config.inference
     python = inference.python or os.environ.get("AGENTRL_VLLM_PYTHON")
+    if python is None and BESIDE.exists():
+        python = str(BESIDE)
     if python is None:
         raise ConfigError(
             "inference.backend = 'vllm' needs servers: name running ones with inference.urls, or "
-            "the interpreter of an environment that has vLLM with inference.python"
+            "with inference.python the interpreter of an environment that has vLLM (`make vllm` "
+            f"makes {BESIDE.parents[1]}, which is found by itself)"
         )
     return VLLMLauncher(
         python=python,

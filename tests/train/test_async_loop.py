@@ -59,7 +59,7 @@ class CopySync:
 def syncs(monkeypatch):
     made = []
 
-    async def start_serving(config, model, run_dir):
+    async def start_serving(config, model, run_dir, *, quiet):
         mine = copy.deepcopy(model).requires_grad_(False)
         engine = EmbeddedEngine(mine, seed=config.run.seed)
         made.append(CopySync(engine, mine))
@@ -147,7 +147,7 @@ def test_an_interruption_saves_and_the_run_goes_on_afterwards(tmp_path):
         "import copy, pathlib\n"
         "import test_async_loop as t\n"
         "from agentrl.train import loop\n"
-        "async def start(config, model, run_dir):\n"
+        "async def start(config, model, run_dir, *, quiet):\n"
         "    mine = copy.deepcopy(model).requires_grad_(False)\n"
         "    engine = t.EmbeddedEngine(mine, seed=1)\n"
         "    return t.Serving(engine, t.CopySync(engine, mine))\n"
