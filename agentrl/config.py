@@ -134,8 +134,8 @@ class RolloutSection(Section):
     4 or more that is DAPO's dynamic sampling."""
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that sampled may lag behind the one that is trained, counted from
-    a trajectory's oldest token. 0 plays and trains in turn; 1 plays a step ahead while the trainer
-    works; more is asynchronous. Above 0 it needs the `vllm` backend."""
+    a trajectory's oldest token. 0 plays and trains in turn, 1 plays a step ahead while the trainer
+    works, more is asynchronous. Above 0 it needs the `vllm` backend."""
     on_update: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight when new weights arrive at a server: `keep` goes on with them under the
     new weights, `wait` ends them first, `abort` cuts them and resumes by ids afterwards."""
@@ -386,6 +386,35 @@ class RunConfig(Section):
             return data  # the validation that follows says what is wrong with it
         longest = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_context_tokens)
         return {**data, "objective": {**objective, "aggregate": {**own, "max_tokens": longest}}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stale_samples_are_corrected(cls, data: object) -> object:
+        """With `max_staleness` above 0 the policy that sampled is not the one that is trained.
+
+        Treated alike, a run collapses. So where neither run file nor preset chooses, ratios are
+        taken to the policy that sampled, as PPO defines them; an objective without a ratio gets
+        the truncated weight of TIS instead.
+        """
+        rollout = data.get("rollout") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(rollout, dict):
+            return data
+        own = data.get("objective", {})
+        if not rollout.get("max_staleness") or not isinstance(own, dict):
+            return data
+        preset = PRESET_DATA.get(str(own.get("preset", "grpo")), {})
+        stages = {}
+        for stage in ("ratio", "off_policy", "surrogate"):
+            if not isinstance(own.get(stage, {}), dict):
+                return data
+            stages[stage] = preset.get(stage, {}) | own.get(stage, {})
+        if "anchor" in stages["ratio"] or stages["off_policy"]:
+            return data
+        if stages["surrogate"].get("kind") in ("logprob", "none"):
+            correction = {"off_policy": {"level": "token", "high": 2.0}}
+        else:
+            correction = {"ratio": {**own.get("ratio", {}), "anchor": "rollout"}}
+        return {**data, "objective": {**own, **correction}}
 
     @model_validator(mode="after")
     def _groups_make_sense(self) -> RunConfig:

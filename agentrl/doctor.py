@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
+import ipaddress
+import json
 import os
 import platform
 import shutil
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
-from agentrl.errors import AgentRLError
+import numpy as np
+
+from agentrl.errors import AgentRLError, ConfigError, InferenceError
+from agentrl.inference.http import AnswerCut, ConnectionFailed, HTTPClient, Response
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from agentrl.config import RunConfig
+    from agentrl.inference.vllm import VLLMEngine
 
 Status = Literal["ok", "note", "fix"]
+
+CHECK_TIMEOUT_S = 60.0
+"""Of one call to a server; a paused server answers none."""
+CONTROL_ROUTES = (
+    "/init_weight_transfer_engine",
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/resume",
+)
+OPEN_ROUTES = ("/pause", "/update_weights", "/collective_rpc")
+"""What an intruder would use; vLLM's --api-key does not protect them."""
+DEV_MODE = (
+    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "agentrl"}\''
+)
+PARITY = {"float32": 1e-4, "bfloat16": 0.05}
+"""Largest difference in nats between a server's log-probs and the trainer's, by the model's dtype:
+rounding mostly stays below; another model or another temperature exceeds it in the mean."""
+PARITY_TEXT = "What is 17 times 3? Think step by step, then give the answer."
+PARITY_TOKENS = 32
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +62,10 @@ class Finding:
 
 
 def doctor(run_file: Path | None, overrides: list[str]) -> int:
-    """Print one line per check; exit status 1 when something must be fixed."""
+    """Print one line per check; exit status 1 when something must be fixed.
+
+    Without a run file the servers of `--inference.urls` are checked, if any are given.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -50,6 +85,8 @@ def _findings(run_file: Path | None, overrides: list[str]) -> Iterator[Finding]:
     yield from _environments()
     if run_file is not None:
         yield from _run(run_file, overrides)
+    elif overrides:
+        yield from _servers(_config_without_a_file(overrides))
 
 
 def _machine() -> Iterator[Finding]:
@@ -121,6 +158,11 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
         yield Finding("fix", f"environment {config.env.id}", str(error))
     if config.inference.backend == "openai":
         return
+    yield from _model(config)
+    yield from _servers(config)
+
+
+def _model(config: RunConfig) -> Iterator[Finding]:
     try:
         from agentrl.rollout.render import Renderer
         from agentrl.train.model import load_tokenizer
@@ -154,3 +196,344 @@ async def _check_environment(config: RunConfig) -> None:
         await session.close()
     finally:
         await env.aclose()
+
+
+def _config_without_a_file(overrides: list[str]) -> RunConfig:
+    """
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    from agentrl.config import apply_overrides, load_config
+
+    given = apply_overrides({}, overrides)
+    if not given & {"inference.urls", "inference"}:
+        raise ConfigError("without a run file only servers are checked: give --inference.urls")
+    defaults = {"model.path": "", "inference.backend": "vllm"}
+    extra = [f"--{key}={value}" for key, value in defaults.items() if key not in given]
+    return load_config(Path(os.devnull), overrides + extra)
+
+
+def _servers(config: RunConfig) -> Iterator[Finding]:
+    """What each server of a `vllm` backend lets a trainer do."""
+    if config.inference.backend != "vllm":
+        return
+
+    async def findings() -> list[Finding]:
+        found: list[Finding] = []
+        for url in config.inference.urls:
+            found += [each async for each in _check_server(url.rstrip("/"), config)]
+        return found
+
+    yield from asyncio.run(findings())
+
+
+async def _check_server(url: str, config: RunConfig) -> AsyncIterator[Finding]:
+    from agentrl.inference.vllm import COMPLETIONS, GENERATE, VLLMEngine
+
+    token = config.inference.token
+    http, anyone = HTTPClient(url, token=token), HTTPClient(url)
+    engine = VLLMEngine([url], model=config.inference.model, token=token, seed=1)
+    try:
+        version = await _ask(http, "GET", "/version")
+        if version is None:
+            yield Finding(
+                "fix", url, "no server answers there; start it, or correct inference.urls"
+            )
+            return
+        shown = _json(version).get("version", f"unknown ({version.status} from /version)")
+        yield Finding("ok" if version.status == 200 else "note", url, f"vLLM {shown}")
+        yield await _served_model(url, http, config)
+
+        paused = _json(await _ask(http, "GET", "/is_paused")).get("is_paused")
+        if paused:
+            yield Finding(
+                "fix", url, f"it is paused and answers no request; curl -X POST {url}/resume"
+            )
+            return
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await engine.start()
+        except (InferenceError, TimeoutError) as error:
+            yield Finding("fix", url, f"tokens: {error or 'no answer to the probe'}")
+            return
+        endpoint, raw = engine.traits(url)
+        if endpoint == GENERATE:
+            yield Finding("ok", url, f"token ids in and out at {GENERATE}, with weight versions")
+        else:
+            yield Finding(
+                "note",
+                url,
+                f"token ids in and out at {COMPLETIONS}, which does not say which weights sampled "
+                "them; a restart or an update in the middle goes unnoticed: start it with "
+                "--enable-scale-out",
+            )
+        if not raw:
+            yield Finding("ok", url, "log-probs are those of the sampled distribution (processed)")
+        else:
+            exact = config.rollout.temperature == 1
+            yield Finding(
+                "note" if exact else "fix",
+                url,
+                "log-probs are those of the raw logits, which are the sampled ones at temperature "
+                "1 only; start it with --logprobs-mode processed_logprobs",
+            )
+        yield await _generation_config(url, http, config)
+        yield await _update_routes(url, http)
+        yield await _prefix_cache(url, http)
+        yield await _open_routes(url, anyone)
+        if config.model.path:
+            yield await _parity(url, engine, http, config)
+    finally:
+        await engine.aclose()
+        http.close()
+        anyone.close()
+
+
+async def _served_model(url: str, http: HTTPClient, config: RunConfig) -> Finding:
+    answer = await _ask(http, "GET", "/v1/models")
+    if answer is None or answer.status != 200:
+        status = "no answer" if answer is None else f"status {answer.status}"
+        return Finding("fix", url, f"{status} from /v1/models; check the address and the token")
+    models = _json(answer).get("data", [])
+    served = {model.get("id"): model.get("max_model_len") for model in models}
+    name = config.inference.model
+    if name not in served:
+        known = ", ".join(map(str, served)) or "nothing"
+        return Finding("fix", url, f"it serves {known}, not {name!r}; set --inference.model")
+    context, needed = served[name], config.rollout.max_context_tokens
+    if context is not None and context < needed:
+        return Finding(
+            "fix",
+            url,
+            f"its context is {context} tokens, rollout.max_context_tokens is {needed}; start it "
+            f"with --max-model-len {needed}, or lower the other",
+        )
+    return Finding(
+        "ok", url, f"serves {name!r}, context {context} >= rollout.max_context_tokens {needed}"
+    )
+
+
+async def _generation_config(url: str, http: HTTPClient, config: RunConfig) -> Finding:
+    """Compare the likeliest next tokens with all sampling parameters left out, and with all given.
+
+    A default temperature, top_k, top_p or penalty changes their processed log-probabilities.
+    """
+    request = {
+        "model": config.inference.model,
+        "prompt": [1, 2, 3, 1, 2, 3],
+        "max_tokens": 1,
+        "logprobs": 5,
+        "seed": 0,
+    }
+    neutral = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    seen = []
+    for parameters in ({}, neutral):
+        answer = await _ask(http, "POST", "/v1/completions", request | parameters)
+        choices = _json(answer).get("choices")
+        if not choices or not choices[0].get("logprobs"):
+            return Finding("note", url, "generation config: no log-probs at /v1/completions")
+        likeliest = choices[0]["logprobs"]["top_logprobs"][0]
+        seen.append(sorted(likeliest.values(), reverse=True)[:5])
+    difference = max(abs(left - right) for left, right in zip(*seen, strict=False))
+    if difference < 1e-3:
+        return Finding("ok", url, "generation config: no defaults of the model are applied")
+    return Finding(
+        "note",
+        url,
+        "generation config: the model's own defaults change what /v1 samples when a parameter is "
+        f"left out (log-probs move by {difference:.2g}); agentrl sends every parameter, other "
+        "clients may not: start it with --generation-config vllm",
+    )
+
+
+async def _update_routes(url: str, http: HTTPClient) -> Finding:
+    missing = [route for route in CONTROL_ROUTES if not await _has_route(http, route)]
+    if missing:
+        return Finding(
+            "fix", url, f"weight updates: no {', '.join(missing)}; {DEV_MODE} to train against it"
+        )
+    info = _json(await _ask(http, "GET", "/server_info?config_format=json"))
+    transfer = (info.get("vllm_config") or {}).get("weight_transfer_config")
+    if info and (transfer or {}).get("backend") != "agentrl":
+        backend = (transfer or {}).get("backend")
+        return Finding(
+            "fix", url, f"weight updates: its backend is {backend!r}, not 'agentrl'; {DEV_MODE}"
+        )
+    label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
+    return Finding("ok", url, f"weight updates: all routes are there; its weights are {label!r}")
+
+
+async def _prefix_cache(url: str, http: HTTPClient) -> Finding:
+    if await _has_route(http, "/reset_prefix_cache"):
+        return Finding("ok", url, "prefix cache: can be reset, and a pause resets it")
+    return Finding(
+        "note",
+        url,
+        "prefix cache: no /reset_prefix_cache, so only a pause resets it; start the server with "
+        "VLLM_SERVER_DEV_MODE=1",
+    )
+
+
+async def _open_routes(url: str, anyone: HTTPClient) -> Finding:
+    """Who else can replace the weights: asked without the token, and at this host's addresses."""
+    parts = urlsplit(url)
+    if not _is_loopback(parts.hostname or ""):
+        routes = [route for route in OPEN_ROUTES if await _has_route(anyone, route)]
+        if not routes:
+            return Finding("ok", url, "control routes: closed to callers without the token")
+        return Finding(
+            "fix",
+            url,
+            f"control routes: {', '.join(routes)} answer there without a token, and --api-key does "
+            "not protect them; bind the server to loopback or a private network, or put a proxy "
+            "in front that allows them to the trainer only",
+        )
+    for address in _own_addresses():
+        host = f"[{address}]" if ":" in address else address
+        outside = HTTPClient(f"{parts.scheme}://{host}:{parts.port or 80}")
+        routes = [route for route in OPEN_ROUTES if await _has_route(outside, route)]
+        outside.close()
+        if routes:
+            return Finding(
+                "fix",
+                url,
+                f"control routes: {', '.join(routes)} also answer at {address}: whoever reaches "
+                "this host can replace the weights; start the server with --host 127.0.0.1",
+            )
+    return Finding("ok", url, "control routes: not reachable from outside this host")
+
+
+async def _parity(url: str, engine: VLLMEngine, http: HTTPClient, config: RunConfig) -> Finding:
+    """Sample on the server, recompute with the trainer's model."""
+    import torch
+
+    from agentrl.inference.base import SamplingParams
+    from agentrl.train.model import load_model, load_tokenizer
+
+    label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
+    if label is not None and str(label).isdecimal() and int(label) > 0:
+        return Finding(
+            "note", url, f"parity: not checked, its weights are version {label} of a run"
+        )
+    path, dtype = config.model.path, config.model.dtype
+    try:
+        tokenizer = load_tokenizer(path)
+        model = load_model(path, dtype=getattr(torch, dtype), device="cpu").eval()
+        prompt_ids = tokenizer.encode(PARITY_TEXT, add_special_tokens=False)
+        temperature = config.rollout.temperature
+        if engine.traits(url)[1]:
+            temperature = 1.0
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            generation = await engine.generate(
+                "parity-m0", prompt_ids, SamplingParams(PARITY_TOKENS, temperature)
+            )
+    except (AgentRLError, TimeoutError) as error:
+        return Finding("fix", url, f"parity: {error or 'no answer in time'}")
+    expected = recomputed_logprobs(model, prompt_ids, generation.token_ids, temperature)
+    pairs = zip(generation.logprobs, expected, strict=True)
+    differences = [abs(got - wanted) for got, wanted in pairs]
+    largest, mean, limit = max(differences), sum(differences) / len(differences), PARITY[dtype]
+    what = (
+        f"parity: log-probs of {len(expected)} sampled tokens differ from {path} in {dtype} by at "
+        f"most {largest:.2g}, {mean:.2g} in the mean; the limit is {limit:g}"
+    )
+    if largest < limit:
+        return Finding("ok", url, what)
+    if dtype == "bfloat16" and mean < limit:
+        return Finding(
+            "note",
+            url,
+            f"{what}: rounding of 16 bits, more than usual; see to it that "
+            "the ratio is clipped or masked, or train in float32",
+        )
+    return Finding("fix", url, f"{what}; serve the same model with --dtype {dtype}")
+
+
+async def _ask(
+    http: HTTPClient, method: str, path: str, body: dict | None = None
+) -> Response | None:
+    """None where nobody answers."""
+    try:
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            return await http.request(
+                method, path, None if body is None else json.dumps(body).encode()
+            )
+    except (ConnectionFailed, AnswerCut, TimeoutError):
+        return None
+
+
+async def _has_route(http: HTTPClient, route: str) -> bool:
+    """GET on a route for POST: 405 where it exists, and nothing is done."""
+    answer = await _ask(http, "GET", route)
+    return answer is not None and answer.status == 405
+
+
+def _json(answer: Response | None) -> dict:
+    """The object in an answer; empty where there is none."""
+    if answer is None or answer.status != 200:
+        return {}
+    try:
+        parsed = json.loads(answer.body)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_addresses() -> list[str]:
+    """Addresses of this host that are not loopback, as its routes and its name tell them."""
+    found = []
+    # Connecting a datagram socket sends nothing; it only chooses the address to send from.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((target, 9))
+            except OSError:
+                continue
+            found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
+    addresses = {str(address) for address in found}
+    return sorted(a for a in addresses if not _is_loopback(a) and "%" not in a)
+
+
+def recomputed_logprobs(
+    model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int], temperature: float
+) -> list[float]:
+    """What the trainer computes for sampled tokens: log softmax(logits / temperature) of each.
+
+    The trainer's own path from packed rows to log-probs, in the model's dtype.
+    """
+    import torch
+
+    from agentrl.train.model import sample_logprobs
+    from agentrl.train.plan import pack
+    from agentrl.types import Sample
+
+    num_prompt, num_tokens = len(prompt_ids), len(prompt_ids) + len(token_ids)
+    row = Sample(
+        token_ids=np.array(prompt_ids + token_ids, np.int32),
+        loss_mask=(np.arange(num_tokens) >= num_prompt).astype(np.uint8),
+        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        policy_versions=np.zeros(num_tokens, np.int32),
+        turn_ids=np.zeros(num_tokens, np.int32),
+        trajectory_id="parity",
+        group_id="parity",
+        reward=0.0,
+        turn_rewards=np.zeros(1, np.float32),
+    )
+    with torch.no_grad():
+        logprobs, _ = sample_logprobs(model, pack([row], [0]), temperature=temperature)
+    return logprobs.tolist()

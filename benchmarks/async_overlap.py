@@ -93,7 +93,7 @@ def staleness_of_tokens(folder: Path) -> Counter[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=4, help="passes per step, to lengthen it")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])

@@ -1,7 +1,7 @@
 """The search environment: its index against bm25s and SQLite FTS5, and an oracle over HTTP.
 
     python benchmarks/search.py index [--passages 1000000] [--queries 200]
-    python benchmarks/search.py squad path/to/squad.json [--questions 200] [--sessions 64]
+    python benchmarks/search.py squad path/to/squad.json [--model DIR] [--questions 200]
 
 `index` writes one synthetic corpus (words drawn by Zipf's law from 200,000, passages of 60 words on
 average) and lets each engine build and query it, in processes of their own: seconds and peak
@@ -11,9 +11,10 @@ without stemming and k1 = 1.2, b = 0.75; `agentrl` also stores the passages and 
 found, the others return numbers only. Agreement is the share of queries whose best passage is
 `agentrl`'s. bm25s is left out where it is not installed.
 
-`squad` reports recall of BM25 for the answerable questions of a file in SQuAD's layout, then plays
-questions in Search-R1's dialect against a server process: a scripted policy searches for the
-question and answers with the gold span if it reads the gold paragraph, else says it does not know.
+`squad` reports recall of BM25, and with `--model` of dense and hybrid retrieval, for the answerable
+questions of a file in SQuAD's layout. Then it plays questions in Search-R1's dialect against a
+server process: a scripted policy searches for the question and answers with the gold span if it
+reads the gold paragraph, else says it does not know.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import numpy as np
 from agentrl.env.client import connect
 from agentrl.types import Action
 from agentrl_search.corpus import read_corpus, squad_paragraphs
-from agentrl_search.index import build_index, open_index
+from agentrl_search.index import Retrieval, build_index, open_index
 from agentrl_search.tasks import load_questions
 
 VOCABULARY = 200_000
@@ -182,27 +183,34 @@ def compare_indexes(num_passages: int, num_queries: int) -> None:
         shutil.rmtree(directory)
 
 
-def report_recall(squad: Path) -> None:
+def report_recall(squad: Path, model: str | None) -> None:
     tasks = load_questions(str(squad)).tasks["train"]
+    questions = [str(task.prompt) for task in tasks]
+    golds: list[Any] = [task.metadata["gold_ids"] for task in tasks]
     with tempfile.TemporaryDirectory(prefix="agentrl-search-") as directory:
-        for stemmer in ("english", None):
-            place = Path(directory) / str(stemmer)
-            build_index(read_corpus(squad), place, stemmer=stemmer)
-            retriever = open_index(place)
-            results = retriever.search([str(task.prompt) for task in tasks], 10)
-            golds: list[Any] = [task.metadata["gold_ids"] for task in tasks]
-            recalls = ", ".join(
-                f"@{k} "
-                + format(
-                    statistics.mean(
-                        any(hit.passage.id in gold for hit in hits[:k])
-                        for gold, hits in zip(golds, results, strict=True)
-                    ),
-                    ".3f",
+        plain, both = Path(directory) / "plain", Path(directory) / "both"
+        build_index(read_corpus(squad), plain, stemmer=None)
+        variants: list[tuple[str, Path, Retrieval]] = [("BM25, no stemmer", plain, "bm25")]
+        if model is None:
+            build_index(read_corpus(squad), both)
+        else:
+            build_index(read_corpus(squad), both, retrieval="hybrid", model=model)
+            variants += [("dense", both, "dense"), ("hybrid", both, "hybrid")]
+        variants.insert(1, ("BM25", both, "bm25"))
+        print(f"recall, {len(tasks)} questions")
+        for name, place, retrieval in variants:
+            retriever = open_index(place, retrieval)
+            results = retriever.search(questions, 10)
+            recalls = (
+                statistics.mean(
+                    any(hit.passage.id in gold for hit in hits[:k])
+                    for gold, hits in zip(golds, results, strict=True)
                 )
                 for k in (1, 3, 10)
             )
-            print(f"BM25 recall, {len(tasks)} questions, stemmer {stemmer}: {recalls}")
+            print(
+                f"{name:16} @1 {next(recalls):.3f}, @3 {next(recalls):.3f}, @10 {next(recalls):.3f}"
+            )
             retriever.close()
 
 
@@ -278,6 +286,7 @@ def main() -> None:
     index.add_argument("--queries", type=int, default=200)
     squad = commands.add_parser("squad")
     squad.add_argument("file", type=Path)
+    squad.add_argument("--model", help="sentence-transformers directory, for dense and hybrid")
     squad.add_argument("--questions", type=int, default=200)
     squad.add_argument("--sessions", type=int, default=64)
     worker = commands.add_parser("work")
@@ -290,7 +299,7 @@ def main() -> None:
     elif arguments.command == "work":
         print(json.dumps(work(arguments.task, arguments.engine, arguments.directory)))
     else:
-        report_recall(arguments.file)
+        report_recall(arguments.file, arguments.model)
         serve_and_play(arguments.file, arguments.questions, arguments.sessions)
 
 

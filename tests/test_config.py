@@ -123,3 +123,24 @@ def test_reading_the_configuration_loads_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "anchor", "level"),
+    [
+        ("", "rollout", "none"),
+        ("[objective]\npreset = 'dapo'\n", "rollout", "none"),
+        ("[objective]\npreset = 'grpo'\nratio = {anchor = 'old'}\n", "old", "none"),
+        ("[objective]\npreset = 'grpo'\noff_policy = {level = 'token'}\n", "old", "token"),
+        ("[objective]\nsurrogate = {kind = 'logprob'}\n", "old", "token"),
+    ],
+)
+def test_stale_samples_are_corrected_unless_the_run_file_chooses(
+    tmp_path, objective, anchor, level
+):
+    text = MINIMAL + "[inference]\nbackend = 'vllm'\n[rollout]\nmax_staleness = 2\n" + objective
+    config = load_config(_write(tmp_path, text), [])
+    assert config.objective.ratio.anchor == anchor
+    assert config.objective.off_policy.level == level
+    synchronous = load_config(_write(tmp_path, text), ["--rollout.max_staleness", "0"])
+    assert synchronous.objective.ratio.anchor == "old"

@@ -4,46 +4,95 @@ Two endpoints, chosen by a probe per server:
 
 * `POST /inference/v1/generate` (needs `--enable-scale-out`): ids both ways, ignores the model's
   own sampling defaults, and says which weight version sampled which tokens.
-* `POST /v1/completions` with an id prompt, on any vLLM.
+* `POST /v1/completions` with an id prompt, on any vLLM. It says nothing about versions: tokens get
+  the policy version of the moment their request was sent, and a restart between two requests goes
+  unnoticed.
 
 The same probe reads whether log-probabilities are those of the distribution that was sampled
 (`--logprobs-mode processed_logprobs`) or of the raw logits, which differ unless the temperature
 is 1. Every answer is checked before it is handed on.
 
-What is retried: a server that cannot be reached, drops the connection before it answers, or says
-429 or 503, for `retry_for_s`; a server that fails while answering (500, 502, 504, a body that ends
-early or is no JSON), up to `MAX_FAILURES` per call; a server that stays silent for
+**Faults.** What is retried: a server that cannot be reached, drops the connection before it
+answers, or says 429 or 503, for `retry_for_s`; a server that fails while answering (500, 502, 504,
+a body that ends early or is no JSON), up to `MAX_FAILURES` per call; a server that stays silent for
 `request_timeout_s`, once on each other server. An answer that breaks the contract is not retried.
+
+**Weights.** A server that was out of reach may have been restarted and then samples from the
+weights on its disk. With `resync` set, such a server gets the current weights before its next
+request, and an answer from older weights is thrown away and asked for again.
+
+**Updates.** An update that aborts the requests in flight ends them with what they had sampled;
+`generate` continues them from those ids, under whatever weights the server has by then. No
+`cache_salt` is sent: every way to pause a server for an update also empties its prefix cache. A
+salt per version would not be exact, because the server changes its weights before the client knows
+(a request in between stores new keys and values under the old salt), and it would keep a turn
+that crossed an update from sharing its prefix with the next turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
-import aiohttp
 import msgspec
 
-from agentrl.errors import InferenceError
+from agentrl.errors import AgentRLError, InferenceError
 from agentrl.inference.base import Generation, SamplingParams, request_seed
-from agentrl.types import JSON, FinishReason, bad_logprob
+from agentrl.inference.http import AnswerCut, ConnectionFailed, HTTPClient, Response
+from agentrl.types import FinishReason, bad_logprob
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 
-MAX_FAILURES = 3
+MAX_FAILURES = 6
 """Failed answers (not refused connections) a call tolerates before it gives up."""
-KEEPALIVE_S = 3.0
-"""Below the server's 5 s, so that the client never writes into a connection being closed."""
 MAX_GROUPS = 65536
 """Groups whose server is remembered."""
+NO_LOGPROB = -9999.0
+"""What vLLM sends for a log-probability that is NaN, minus infinity or missing."""
+
+FORCED_TOKEN = 0
+"""The token that the probe allows. Any would do; every vocabulary has this one."""
+
+
+class _Sampling(msgspec.Struct):
+    """Every sampling parameter: what is not sent, servers fill in differently."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int]
+    seed: int | msgspec.UnsetType = msgspec.UNSET
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
+    logprobs: int = 0
+    ignore_eos: bool = False
+    allowed_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class _GenerateBody(msgspec.Struct):
+    model: str
+    request_id: str
+    token_ids: list[int]
+    sampling_params: _Sampling
+
+
+class _CompletionBody(_Sampling, kw_only=True):
+    model: str
+    prompt: list[int]
+    return_token_ids: bool = True
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -88,17 +137,23 @@ class _CompletionAnswer(msgspec.Struct):
     choices: list[_CompletionChoice]
 
 
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
 Answer = TypeVar("Answer")
 Choice = TypeVar("Choice")
 
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 _completion_decoder = msgspec.json.Decoder(_CompletionAnswer)
+_weight_info_decoder = msgspec.json.Decoder(_WeightInfo)
 _encoder = msgspec.json.Encoder()
 
 
 @dataclass(slots=True)
 class _Server:
     url: str
+    http: HTTPClient
     endpoint: str | None = None
     """None until probed."""
     raw_logprobs: bool = False
@@ -107,6 +162,12 @@ class _Server:
     """`time.monotonic()` before which other servers are preferred."""
     labels_versions: bool = False
     """It once answered with an integer weight version."""
+    in_doubt: bool = False
+    """Its weights may not be the current ones: contact was lost, or an answer came from others."""
+    wanted_version: int = 0
+    """Newest version that was expected of it: the one of a server that is updated before the rest,
+    and whose sequence is continued here, is newer than the policy's."""
+    renewal: asyncio.Task[None] | None = None
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -122,6 +183,10 @@ class _Failed(Exception):
     """The server began to answer, or should have, and failed."""
 
 
+class _OldWeights(Exception):
+    """The answer was sampled from weights older than expected."""
+
+
 class VLLMEngine:
     """An `InferenceEngine` over one or several vLLM servers with the same weights.
 
@@ -129,9 +194,17 @@ class VLLMEngine:
     goes to the server with the fewest requests in flight. The group is the request id up to the
     last `-m`: `step3-group7-m2-turn0` and `step3-group7-m5-turn1` share a server.
 
-    `policy_version` stamps the tokens of servers that report no versions; set it after the new
-    weights are in place.
+    `policy_version` stamps the tokens of servers that report no versions, and is the oldest version
+    accepted from those that do; set it after the new weights are in place.
+
+    `resync(url)` sends the current weights, labelled `policy_version` or newer, to one server; it
+    raises an AgentRLError or OSError where it cannot, and is then called again. It is awaited, once
+    per server at a time, before a request goes to a server whose weights are in doubt. While it is
+    set, a server without an integer label counts as holding version 0. None: such a server is an
+    error.
     """
+
+    resync: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
         self,
@@ -158,17 +231,14 @@ class VLLMEngine:
         if not urls:
             raise ValueError("VLLMEngine needs at least one server address")
         self.policy_version = 0
-        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        addresses = [url.rstrip("/") for url in urls]
+        self._servers = [_Server(url, HTTPClient(url, token=token)) for url in addresses]
         self._model = model
-        self._headers = {"Content-Type": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
         self._seed = seed
         self._stop_token_ids = frozenset(stop_token_ids)
         self._request_timeout_s = request_timeout_s
         self._retry_for_s = retry_for_s
         self._server_of_group: OrderedDict[str, _Server] = OrderedDict()
-        self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Probe every server now instead of at its first request.
@@ -187,12 +257,77 @@ class VLLMEngine:
     ) -> Generation:
         """Sample one continuation of `prompt_ids`.
 
+        A request that the server aborts (a weight update may) is continued from the tokens it had,
+        with what is left of `max_tokens`, as often as it takes: one Generation comes back, of
+        tokens that may be of several versions, and never with finish reason `abort`. A part's seed
+        depends on where it starts, so that no part repeats the random numbers of another.
+
         Bounded by the caller's own deadline; cancelling closes the connection, which makes the
         server drop the request. With `top_p` or `top_k` the log-probabilities are those of the
         truncated distribution: good for evaluation, not for training.
 
         Raises:
             InferenceError: with the server's address and the reason.
+        """
+        part = await self._sample(request_id, prompt_ids, sampling, request_id, 0)
+        whole = part
+        pause_s = 0.02
+        while whole.finish_reason == "abort":
+            num_left = sampling.max_tokens - len(whole.token_ids)
+            if num_left == 0:
+                return dataclasses.replace(whole, finish_reason="length")
+            if not part.token_ids:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+            part = await self._sample(
+                f"{request_id}-from{len(whole.token_ids)}",
+                prompt_ids + whole.token_ids,
+                dataclasses.replace(sampling, max_tokens=num_left),
+                request_id,
+                whole.versions[-1] if whole.versions else 0,
+            )
+            whole = Generation(
+                whole.token_ids + part.token_ids,
+                whole.logprobs + part.logprobs,
+                whole.versions + part.versions,
+                part.finish_reason,
+            )
+        return whole
+
+    def traits(self, url: str) -> tuple[str, bool]:
+        """What the probe found: the endpoint, and whether log-probabilities are of raw logits."""
+        server = next(server for server in self._servers if server.url == url.rstrip("/"))
+        if server.endpoint is None:
+            raise InferenceError(f"{url} was not probed yet; call start() first")
+        return server.endpoint, server.raw_logprobs
+
+    def reserve(self, num_episodes: int) -> None:
+        """Nothing to do: a server forms its batches itself."""
+
+    def release(self, num_episodes: int = 1) -> None:
+        """Nothing to do."""
+
+    async def aclose(self) -> None:
+        for server in self._servers:
+            if server.renewal is not None:
+                server.renewal.cancel()
+                await asyncio.gather(server.renewal, return_exceptions=True)
+            server.http.close()
+
+    async def _sample(
+        self,
+        part_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        min_version: int,
+    ) -> Generation:
+        """One answer of one server, whichever it takes.
+
+        Args:
+            part_id: the request's id, or for a later part of it one of its own.
+            request_id: decides the server.
+            min_version: of the tokens before: versions never decrease within a sequence.
         """
         give_up_at = time.monotonic() + self._retry_for_s
         pause_s = 0.1
@@ -201,10 +336,14 @@ class VLLMEngine:
         attempt = 0
         while True:
             server = self._route(request_id, silent)
+            # The server may still hold an earlier attempt under its id.
+            wire_id = f"{part_id}-retry{attempt}" if attempt else part_id
             server.in_flight += 1
             try:
                 async with asyncio.timeout(self._request_timeout_s):
-                    return await self._attempt(server, attempt, request_id, prompt_ids, sampling)
+                    return await self._attempt(
+                        server, wire_id, part_id, prompt_ids, sampling, min_version
+                    )
             except TimeoutError as error:
                 silent.add(server.url)
                 server.down_until = time.monotonic() + self._request_timeout_s
@@ -223,29 +362,22 @@ class VLLMEngine:
                 if self._all_down():
                     await asyncio.sleep(wait_s)
                 pause_s = min(2 * pause_s, 2.0)
-            except _Failed as error:
+            except (_Failed, _OldWeights) as error:
                 failures += 1
-                server.down_until = time.monotonic() + pause_s
-                if failures == MAX_FAILURES:
+                server.in_doubt = True
+                stale = isinstance(error, _OldWeights)
+                if failures == MAX_FAILURES or (stale and self.resync is None):
                     raise InferenceError(
-                        f"{server.url}: {error}; {failures} attempts failed"
+                        f"{server.url}: {error}"
+                        + (f"; {failures} attempts failed" if failures > 1 else "")
                     ) from error
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
+                if not stale:
+                    server.down_until = time.monotonic() + pause_s
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, 2.0)
             finally:
                 server.in_flight -= 1
                 attempt += 1
-
-    def reserve(self, num_episodes: int) -> None:
-        """Nothing to do: a server forms its batches itself."""
-
-    def release(self, num_episodes: int = 1) -> None:
-        """Nothing to do."""
-
-    async def aclose(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
 
     def _route(self, request_id: str, silent: set[str]) -> _Server:
         """The group's server while it is up, else the least busy one that is."""
@@ -267,131 +399,136 @@ class VLLMEngine:
     async def _attempt(
         self,
         server: _Server,
-        attempt: int,
-        request_id: str,
+        wire_id: str,
+        part_id: str,
         prompt_ids: list[int],
         sampling: SamplingParams,
+        min_version: int,
     ) -> Generation:
-        endpoint = await self._probe(server)
+        endpoint = server.endpoint or await self._probe(server)
+        while server.in_doubt and self.resync is not None:
+            await self._renew(server)
         if server.raw_logprobs and sampling.temperature not in (0.0, 1.0):
             raise InferenceError(
                 f"{server.url}: its log-probabilities are those of the raw logits, not of the "
                 f"distribution at temperature {sampling.temperature:g}; start the server with "
                 "--logprobs-mode processed_logprobs, or sample at temperature 1"
             )
-        expected_version = self.policy_version
-        # The server may still hold an earlier attempt under its id.
-        wire_id = f"{request_id}-retry{attempt}" if attempt else request_id
-        parameters = self._parameters(request_id, sampling)
-        status, body = await self._post(
-            server, endpoint, self._body(endpoint, wire_id, prompt_ids, parameters)
+        expected_version = max(self.policy_version, min_version)
+        server.wanted_version = max(server.wanted_version, expected_version)
+        body = self._body(
+            endpoint, wire_id, prompt_ids, self._sampling_of(part_id, sampling, endpoint)
         )
-        if status != 200:
+        response = await self._post(server, endpoint, body)
+        if response.status != 200:
             raise InferenceError(
-                f"{server.url}: {request_id} ({len(prompt_ids)} prompt tokens, max_tokens "
-                f"{sampling.max_tokens}) was refused with {status}: {_message(body)}"
+                f"{server.url}: {wire_id} ({len(prompt_ids)} prompt tokens, max_tokens "
+                f"{sampling.max_tokens}) was refused with {response.status}: "
+                f"{_message(response.body)}"
             )
         if endpoint == GENERATE:
-            generation = self._read_generate(server, body, expected_version)
+            generation = self._read_generate(server, response.body, expected_version)
         else:
-            generation = self._read_completion(server, body, expected_version, prompt_ids)
-        _check_generation(server.url, generation, sampling)
+            generation = _read_completion(server.url, response.body, expected_version, prompt_ids)
+        _check_generation(server.url, generation, sampling.max_tokens)
         return generation
 
-    def _parameters(self, request_id: str, sampling: SamplingParams) -> dict[str, JSON]:
-        """Every sampling parameter: what is not sent, servers fill in differently."""
-        stop_token_ids: list[JSON] = []
-        stop_token_ids += sorted(self._stop_token_ids.union(sampling.stop_token_ids))
-        parameters: dict[str, JSON] = {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "n": 1,
-            "logprobs": 0,
-            "stop_token_ids": stop_token_ids,
-        }
-        if self._seed is not None:
-            parameters["seed"] = request_seed(self._seed, request_id)
-        return parameters
+    async def _renew(self, server: _Server) -> None:
+        """Wait until the weights of a server in doubt are the current ones.
+
+        All requests wait for one renewal, and their cancellation does not stop it: a server left
+        in the middle of an update answers nobody.
+
+        Raises:
+            _Unavailable: not now.
+        """
+        if server.renewal is None or server.renewal.done():
+            server.renewal = asyncio.create_task(self._renewal(server))
+            server.renewal.add_done_callback(_retrieve)
+        await asyncio.shield(server.renewal)
+
+    async def _renewal(self, server: _Server) -> None:
+        """One reset connection does not mean a restart: the server's label may still be right."""
+        assert self.resync is not None
+        try:
+            info = await server.http.request("GET", "/weight_info")
+        except (ConnectionFailed, AnswerCut) as error:
+            raise _Unavailable(str(error)) from error
+        label = None
+        if info.status == 200:
+            label = _integer(_decode(_weight_info_decoder, server.url, info.body).weight_version)
+        if label is None or label < max(self.policy_version, server.wanted_version):
+            try:
+                await self.resync(server.url)
+            except (AgentRLError, OSError) as error:
+                raise _Unavailable(f"the current weights could not be sent: {error}") from error
+        server.in_doubt = False
+
+    def _sampling_of(self, part_id: str, sampling: SamplingParams, endpoint: str) -> _Sampling:
+        stop_token_ids = self._stop_token_ids
+        if sampling.stop_token_ids:
+            stop_token_ids = stop_token_ids.union(sampling.stop_token_ids)
+        return _Sampling(
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sorted(stop_token_ids),
+            msgspec.UNSET if self._seed is None else request_seed(self._seed, part_id),
+        )
 
     def _body(
-        self, endpoint: str, wire_id: str, prompt_ids: list[int], parameters: dict[str, JSON]
-    ) -> dict[str, JSON]:
-        ids: list[JSON] = list(prompt_ids)
+        self, endpoint: str, wire_id: str, prompt_ids: list[int], sampling: _Sampling
+    ) -> bytes:
         if endpoint == GENERATE:
-            return {
-                "model": self._model,
-                "request_id": wire_id,
-                "token_ids": ids,
-                "sampling_params": parameters,
-            }
-        return {"model": self._model, "prompt": ids, "return_token_ids": True} | parameters
+            return _encoder.encode(_GenerateBody(self._model, wire_id, prompt_ids, sampling))
+        fields = msgspec.structs.asdict(sampling)
+        return _encoder.encode(_CompletionBody(**fields, model=self._model, prompt=prompt_ids))
 
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            # The timeout of a whole attempt is set around it; aiohttp's own are off.
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        return self._http
-
-    async def _post(self, server: _Server, path: str, body: dict[str, JSON]) -> tuple[int, bytes]:
-        """Status and body of an answer that is complete and not an error of the server's.
+    async def _post(self, server: _Server, path: str, body: bytes) -> Response:
+        """An answer that is complete and not an error of the server's.
 
         Raises:
             _Unavailable, _Failed: see their docstrings.
         """
         try:
-            response = await self._session().post(
-                server.url + path, data=_encoder.encode(body), headers=self._headers
+            response = await server.http.request("POST", path, body)
+        except ConnectionFailed as error:
+            server.in_doubt = True
+            raise _Unavailable(str(error)) from error
+        except AnswerCut as error:
+            raise _Failed(str(error)) from error
+        if response.status in (429, 503):
+            raise _Unavailable(
+                f"status {response.status}: {_message(response.body)}",
+                _seconds(response.headers.get("retry-after")),
             )
-        except aiohttp.ClientConnectionError as error:
-            raise _Unavailable(f"no answer ({type(error).__name__}: {error})") from error
-        except aiohttp.ClientError as error:
-            raise _Failed(f"no HTTP answer ({type(error).__name__}: {error})") from error
-        async with response:
-            try:
-                content = await response.read()
-            except aiohttp.ClientError as error:
-                raise _Failed(
-                    f"the answer ended early ({type(error).__name__}: {error})"
-                ) from error
-            if response.status in (429, 503):
-                raise _Unavailable(
-                    f"status {response.status}: {_message(content)}",
-                    _seconds(response.headers.get("Retry-After")),
-                )
-            if response.status >= 500:
-                raise _Failed(f"status {response.status}: {_message(content)}")
-            return response.status, content
+        if response.status >= 500:
+            raise _Failed(f"status {response.status}: {_message(response.body)}")
+        return response
 
     async def _probe(self, server: _Server) -> str:
         """Find out the server's endpoint and what its log-probabilities mean, once.
 
-        At an enormous temperature every token is equally likely: a processed log-probability is
-        the same for all of them, a raw one follows the logits.
+        With a single allowed token the sampled distribution gives it probability 1: a processed
+        log-probability is 0, a raw one is what the logits say.
         """
         async with server.probing:
             if server.endpoint is not None:
                 return server.endpoint
-            hot = SamplingParams(max_tokens=8, temperature=1e6)
-            parameters = self._parameters("probe", hot)
-            parameters.update(stop_token_ids=[], ignore_eos=True, seed=0)
+            sampling = _Sampling(4, 1.0, 1.0, -1, [])
+            sampling.ignore_eos = True
+            sampling.allowed_token_ids = [FORCED_TOKEN]
             for endpoint in (GENERATE, COMPLETIONS):
-                body = self._body(endpoint, f"probe-{uuid.uuid4().hex}", [0], parameters)
-                status, content = await self._post(server, endpoint, body)
-                if status == 200:
+                wire_id = f"probe-{uuid.uuid4().hex}"
+                body = self._body(endpoint, wire_id, [FORCED_TOKEN], sampling)
+                response = await self._post(server, endpoint, body)
+                if response.status == 200:
                     break
-                if status not in (403, 404, 405):
+                if response.status not in (403, 404, 405):
                     raise InferenceError(
-                        f"{server.url}{endpoint} refused the probe with {status}: "
-                        f"{_message(content)}; check the address, model {self._model!r} and "
+                        f"{server.url}{endpoint} refused the probe with {response.status}: "
+                        f"{_message(response.body)}; check the address, model {self._model!r} and "
                         "the token"
                     )
             else:
@@ -400,50 +537,19 @@ class VLLMEngine:
                     "is it a vLLM server?"
                 )
             if endpoint == GENERATE:
-                probe = self._read_generate(server, content, 0)
+                answer = _decode(_generate_decoder, server.url, response.body)
+                probe = _generation(server.url, _only_choice(server.url, answer.choices), [])
             else:
-                probe = self._read_completion(server, content, 0, [0])
-            _check_generation(server.url, probe, hot)
-            server.raw_logprobs = max(probe.logprobs) - min(probe.logprobs) > 1e-3
+                probe = _read_completion(server.url, response.body, 0, [FORCED_TOKEN])
+            _check_generation(server.url, probe, sampling.max_tokens)
+            server.raw_logprobs = min(probe.logprobs) < -1e-3
             server.endpoint = endpoint
             return endpoint
 
     def _read_generate(self, server: _Server, body: bytes, expected_version: int) -> Generation:
         answer = _decode(_generate_decoder, server.url, body)
         choice = _only_choice(server.url, answer.choices)
-        if choice.logprobs is None:
-            raise InferenceError(f"{server.url}: the answer holds no log-probabilities")
-        content = choice.logprobs.content
-        if [entry.token_id for entry in content] != choice.token_ids:
-            raise InferenceError(
-                f"{server.url}: {len(choice.token_ids)} tokens came with log-probabilities of "
-                f"{len(content)} other ones"
-            )
-        return Generation(
-            choice.token_ids,
-            _present(server.url, [entry.logprob for entry in content]),
-            self._versions(server, choice, expected_version),
-            _finish_reason(server.url, choice.finish_reason),
-        )
-
-    def _read_completion(
-        self, server: _Server, body: bytes, expected_version: int, prompt_ids: list[int]
-    ) -> Generation:
-        answer = _decode(_completion_decoder, server.url, body)
-        choice = _only_choice(server.url, answer.choices)
-        if choice.logprobs is None:
-            raise InferenceError(f"{server.url}: the answer holds no log-probabilities")
-        if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt_ids:
-            raise InferenceError(
-                f"{server.url}: it sampled from another prompt ({len(choice.prompt_token_ids)} "
-                f"tokens) than was sent ({len(prompt_ids)} tokens)"
-            )
-        return Generation(
-            choice.token_ids,
-            _present(server.url, choice.logprobs.token_logprobs),
-            [expected_version] * len(choice.token_ids),
-            _finish_reason(server.url, choice.finish_reason),
-        )
+        return _generation(server.url, choice, self._versions(server, choice, expected_version))
 
     def _versions(
         self, server: _Server, choice: _GenerateChoice, expected_version: int
@@ -453,16 +559,17 @@ class VLLMEngine:
         A server that never had its weights changed labels them with a word; one that was restarted
         goes back to that word, or to an older number, and must not be trained on unknowingly.
         """
-        labels = [_integer(span.version) for span in choice.weight_versions or []]
+        spans = choice.weight_versions or []
+        labels = [_integer(span.version) for span in spans]
         if not labels or None in labels:
-            if server.labels_versions:
-                raise InferenceError(
-                    f"{server.url}: it no longer says which weights it samples from; it was "
-                    f"probably restarted. Send it version {expected_version} again"
+            if server.labels_versions or (self.resync is not None and expected_version > 0):
+                raise _OldWeights(
+                    "it does not say which weights it samples from; it was probably restarted. "
+                    f"Send it version {expected_version} again"
                 )
             return [expected_version] * len(choice.token_ids)
         versions: list[int] = []
-        for span, label in zip(choice.weight_versions or [], labels, strict=True):
+        for span, label in zip(spans, labels, strict=True):
             if span.start != len(versions) or span.end < span.start or label is None:
                 raise InferenceError(f"{server.url}: its weight version spans leave gaps")
             versions += [label] * (span.end - span.start)
@@ -473,26 +580,67 @@ class VLLMEngine:
             )
         server.labels_versions = True
         if versions and min(versions) < expected_version:
-            raise InferenceError(
-                f"{server.url}: it samples from weights of version {min(versions)}, the policy is "
-                f"at version {expected_version}; it was probably restarted. Send the weights again"
+            raise _OldWeights(
+                f"it samples from weights of version {min(versions)}, the policy is at version "
+                f"{expected_version}; it was probably restarted. Send the weights again"
             )
         return versions
 
 
-def _check_generation(url: str, generation: Generation, sampling: SamplingParams) -> None:
+def _generation(url: str, choice: _GenerateChoice, versions: list[int]) -> Generation:
+    if choice.logprobs is None:
+        raise InferenceError(f"{url}: the answer holds no log-probabilities")
+    content = choice.logprobs.content
+    if [entry.token_id for entry in content] != choice.token_ids:
+        raise InferenceError(
+            f"{url}: {len(choice.token_ids)} tokens came with log-probabilities of "
+            f"{len(content)} other ones"
+        )
+    logprobs = _present(url, [entry.logprob for entry in content])
+    return Generation(
+        choice.token_ids, logprobs, versions, _finish_reason(url, choice.finish_reason)
+    )
+
+
+def _read_completion(url: str, body: bytes, version: int, prompt_ids: list[int]) -> Generation:
+    answer = _decode(_completion_decoder, url, body)
+    choice = _only_choice(url, answer.choices)
+    if choice.logprobs is None:
+        raise InferenceError(f"{url}: the answer holds no log-probabilities")
+    if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt_ids:
+        raise InferenceError(
+            f"{url}: it sampled from another prompt ({len(choice.prompt_token_ids)} "
+            f"tokens) than was sent ({len(prompt_ids)} tokens)"
+        )
+    return Generation(
+        choice.token_ids,
+        _present(url, choice.logprobs.token_logprobs),
+        [version] * len(choice.token_ids),
+        _finish_reason(url, choice.finish_reason),
+    )
+
+
+def _check_generation(url: str, generation: Generation, max_tokens: int) -> None:
     num_tokens = len(generation.token_ids)
     if len(generation.logprobs) != num_tokens:
         raise InferenceError(
             f"{url}: {num_tokens} tokens came with {len(generation.logprobs)} log-probabilities"
         )
-    if num_tokens > sampling.max_tokens:
-        raise InferenceError(f"{url}: {num_tokens} tokens, max_tokens was {sampling.max_tokens}")
-    if num_tokens == 0 and generation.finish_reason != "abort":
+    if num_tokens > max_tokens:
+        raise InferenceError(f"{url}: {num_tokens} tokens, max_tokens was {max_tokens}")
+    if num_tokens == 0:
+        if generation.finish_reason == "abort":
+            return
         raise InferenceError(f"{url}: the answer holds no tokens")
     if (position := bad_logprob(generation.logprobs)) is not None:
         logprob = generation.logprobs[position]
         raise InferenceError(f"{url}: log-probability {logprob} at sampled token {position}")
+    if min(generation.logprobs) <= NO_LOGPROB:
+        position = generation.logprobs.index(min(generation.logprobs))
+        raise InferenceError(
+            f"{url}: log-probability {NO_LOGPROB:g} at sampled token {position}, which is how vLLM "
+            "writes NaN; its weights or logits are not finite"
+        )
 
 
 def _decode(decoder: msgspec.json.Decoder[Answer], url: str, body: bytes) -> Answer:
@@ -526,6 +674,12 @@ def _finish_reason(url: str, reason: str | None) -> FinishReason:
         if reason == known:
             return known
     raise InferenceError(f"{url}: the request ended with finish_reason {reason!r}")
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """A renewal whose waiters were all cancelled may fail without anyone to tell."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _integer(label: str | int | None) -> int | None:

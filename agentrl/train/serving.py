@@ -86,12 +86,15 @@ async def start_serving(
         urls,
         model=inference.model,
         token=inference.token,
-        seed=config.run.seed,
+        # No seeds: a server's batches depend on timing, so they would not make a run repeatable;
+        # they slow sampling down, and vLLM's CPU build dies of them (partial prefills of requests
+        # with a generator of their own).
+        seed=None,
         request_timeout_s=config.rollout.turn_timeout_s,
         retry_for_s=inference.retry_for_s,
     )
     tolerance = 1e-3 if config.model.dtype == "float32" else 0.2
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.config.get_text_config().vocab_size
     probe = np.random.default_rng(0).integers(vocab_size, size=PROBE_TOKENS)
     sync = VLLMWeightSync(
         urls,
@@ -102,6 +105,8 @@ async def start_serving(
         probe_ids=probe.tolist(),
         temperature=config.rollout.temperature,
         tolerance=inference.sync_tolerance or tolerance,
+        # Long enough for a server that died to be there again.
+        timeout_s=inference.startup_timeout_s,
     )
     engine.resync = sync.push_to
     serving = Serving(engine, sync, launcher)

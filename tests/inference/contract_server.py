@@ -2,8 +2,9 @@
 
 It samples from a real model with plain forward passes, one token after the other without a cache,
 so its log-probabilities are a reference for the engines' cached ones. Defaults it fills in when a
-parameter is missing are vLLM's, so a client that relies on them is caught. Faults are switched on
-per request: each entry of `faults` is consumed by one request, after the probe.
+parameter is missing are vLLM's, so a client that relies on them is caught, and so are its limits.
+Faults are switched on per request: each entry of `faults` is consumed by one request, after the
+probe. `restart` and `update` change the weights the way vLLM shows it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ import torch
 from aiohttp import web
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+CONTROL_ROUTES = (
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+)
 VOCAB_SIZE = 48
 CONTEXT = 96
 
@@ -67,11 +78,30 @@ class ContractServer:
     faults: list[str] = field(default_factory=list)
     retry_after: str | None = "0.05"
 
+    dev_mode: bool = True
+    """Offer the control routes (`VLLM_SERVER_DEV_MODE=1`)."""
+    transfer_backend: str | None = "agentrl"
+    paused: bool = False
+    generation_config: dict = field(default_factory=lambda: {"top_k": 20})
+    """The model's own sampling defaults, which the completions endpoint applies."""
+
     url: str = ""
     bodies: list[dict] = field(default_factory=list)
     """Every body a request sent, with its path under `path`; the probe's too."""
     disconnects: int = 0
     """Requests whose client went away before the answer."""
+
+    def restart(self, model: PreTrainedModel | None = None) -> None:
+        """Go back to the weights on disk: vLLM labels those with a word."""
+        self.model = model or self.model
+        self.weight_version = "default"
+
+    def update(self, version: int, model: PreTrainedModel | None = None) -> None:
+        self.model = model or self.model
+        self.weight_version = str(version)
+
+    async def serve_weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version or "default"})
 
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:
         if not self.scale_out:
@@ -83,7 +113,7 @@ class ContractServer:
     async def serve_completion(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
         body.setdefault("max_tokens", 16)
-        body.setdefault("top_k", 20)
+        body = self.generation_config | body
         return await self._answer(request, "", body["prompt"], body)
 
     async def _read(self, request: web.Request) -> dict:
@@ -97,6 +127,8 @@ class ContractServer:
         key = request.headers.get("Authorization")
         if self.api_key is not None and key != f"Bearer {self.api_key}":
             return _problem(401, "Unauthorized")
+        if not 0 <= parameters.get("temperature", 1.0) <= 2:
+            return _problem(400, f"temperature must be in [0, 2], got {parameters['temperature']}")
         if len(prompt_ids) >= CONTEXT:
             return _problem(400, f"maximum context length is {CONTEXT} tokens")
         is_probe = request_id.startswith("probe-") or parameters.get("ignore_eos", False)
@@ -116,7 +148,13 @@ class ContractServer:
             except asyncio.CancelledError:
                 self.disconnects += 1
                 raise
-        payload = self._payload(request.path, prompt_ids, parameters, fault)
+        if fault == "trickle":
+            response = web.StreamResponse(headers={"Content-Length": "100000"})
+            await response.prepare(request)
+            while True:
+                await response.write(b"{")
+                await asyncio.sleep(0.05)
+        payload = await self._payload(request.path, prompt_ids, parameters, fault)
         text = json.dumps(payload)  # writes a NaN as vLLM's JSON never should: NaN
         if fault == "cut":  # announces more than it sends
             response = web.StreamResponse(headers={"Content-Length": str(len(text))})
@@ -129,13 +167,19 @@ class ContractServer:
             text = text[: len(text) // 2]
         return web.Response(text=text, content_type="application/json")
 
-    def _payload(
+    async def _payload(
         self, path: str, prompt_ids: list[int], parameters: dict, fault: str | None
     ) -> dict:
-        tokens, logprobs, reason = self._sample(prompt_ids, parameters)
+        tokens, logprobs, reason = await self._sample(prompt_ids, parameters)
+        if fault is not None and fault.startswith("abort"):  # abort4: after four tokens
+            num_kept = int(fault.removeprefix("abort"))
+            if num_kept <= len(tokens):
+                tokens, logprobs, reason = tokens[:num_kept], logprobs[:num_kept], "abort"
         shown: list[float | None] = list(logprobs)
         if fault == "nan":
             shown[0] = float("nan")
+        if fault == "sentinel":
+            shown[0] = -9999.0
         if fault == "null":
             shown[-1] = None
         if fault == "positive":
@@ -146,7 +190,11 @@ class ContractServer:
             reason = "error"
         choice: dict = {"index": 0, "token_ids": tokens, "finish_reason": reason}
         if path == "/v1/completions":
-            choice["logprobs"] = {"token_logprobs": shown, "tokens": [""] * len(tokens)}
+            choice["logprobs"] = {
+                "token_logprobs": shown,
+                "tokens": [""] * len(tokens),
+                "top_logprobs": self._likeliest(prompt_ids, parameters),
+            }
             choice["prompt_token_ids"] = prompt_ids
             if fault == "prompt":
                 choice["prompt_token_ids"] = [1, *prompt_ids]
@@ -169,7 +217,43 @@ class ContractServer:
             return {"choices": []}
         return {"id": "answer", "choices": [choice]}
 
-    def _sample(
+    @torch.no_grad()
+    def _likeliest(self, prompt_ids: list[int], parameters: dict) -> list[dict[str, float]] | None:
+        """Of the first token only, which is all that tests ask for."""
+        if not parameters.get("logprobs"):
+            return None
+        logits = self.model(input_ids=torch.tensor([prompt_ids])).logits[0, -1]
+        logits = logits / (parameters.get("temperature") or 1.0)
+        if (top_k := parameters.get("top_k", -1)) > 0:
+            logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+        values = torch.log_softmax(logits, dim=-1).topk(parameters["logprobs"])
+        pairs = zip(values.indices.tolist(), values.values.tolist(), strict=True)
+        return [{f"<{token}>": value for token, value in pairs}]
+
+    def add_control_routes(self, router: web.UrlDispatcher) -> None:
+        async def done(request: web.Request) -> web.Response:
+            return web.json_response({})
+
+        async def server_info(request: web.Request) -> web.Response:
+            backend = self.transfer_backend and {"backend": self.transfer_backend}
+            return web.json_response({"vllm_config": {"weight_transfer_config": backend}})
+
+        async def is_paused(request: web.Request) -> web.Response:
+            return web.json_response({"is_paused": self.paused})
+
+        for route in CONTROL_ROUTES:
+            router.add_post(route, done)
+        router.add_get("/weight_info", self.serve_weight_info)
+        router.add_get("/server_info", server_info)
+        router.add_get("/is_paused", is_paused)
+
+    async def serve_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.32.0"})
+
+    async def serve_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": CONTEXT}]})
+
+    async def _sample(
         self, prompt_ids: list[int], parameters: dict
     ) -> tuple[list[int], list[float], str]:
         generator = torch.Generator().manual_seed(parameters.get("seed") or 0)
@@ -178,9 +262,15 @@ class ContractServer:
         tokens: list[int] = []
         logprobs: list[float] = []
         for _ in range(min(parameters["max_tokens"], CONTEXT - len(prompt_ids))):
+            await asyncio.sleep(0)  # requests take turns, as in a batch
             with torch.no_grad():
                 logits = self.model(input_ids=torch.tensor([prompt_ids + tokens])).logits[0, -1]
-            processed = torch.log_softmax(logits / divisor, dim=-1)
+            scaled = logits / divisor
+            if allowed := parameters.get("allowed_token_ids"):
+                mask = torch.full_like(scaled, -torch.inf)
+                mask[allowed] = 0.0
+                scaled = scaled + mask
+            processed = torch.log_softmax(scaled, dim=-1)
             if temperature == 0:
                 token = int(processed.argmax())
             else:
@@ -200,14 +290,20 @@ def _problem(status: int, message: str, headers: dict[str, str] | None = None) -
 
 
 @contextlib.asynccontextmanager
-async def running(server: ContractServer, port: int = 0) -> AsyncIterator[ContractServer]:
-    """Serve on a loopback port, known as `server.url`, until the block ends."""
+async def running(
+    server: ContractServer, port: int = 0, host: str = "127.0.0.1"
+) -> AsyncIterator[ContractServer]:
+    """Serve on a port, of loopback unless told otherwise, as `server.url` until the block ends."""
     app = web.Application()
     app.router.add_post("/inference/v1/generate", server.serve_generate)
     app.router.add_post("/v1/completions", server.serve_completion)
+    app.router.add_get("/version", server.serve_version)
+    app.router.add_get("/v1/models", server.serve_models)
+    if server.dev_mode:
+        server.add_control_routes(app.router)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
+    site = web.TCPSite(runner, host, port)
     await site.start()
     address = runner.addresses[0]
     server.url = f"http://127.0.0.1:{address[1]}"

@@ -66,7 +66,7 @@ async def soak(vllm_url: str, env_url: str) -> None:
     codes: Counter[str] = Counter()
     sizes: list[tuple[float, int]] = []
     async with fault_proxy(vllm_url, share=FAULTS, seed=1) as proxy, connect(env_url) as env:
-        engine = VLLMEngine([proxy.url], seed=1)
+        engine = VLLMEngine([proxy.url])
         await engine.start()
         scheduler = GroupScheduler(
             TokenPolicy(engine, renderer, max_turn_tokens=24, max_context_tokens=256),

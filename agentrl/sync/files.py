@@ -1,0 +1,95 @@
+"""A model's weights as one safetensors file, under the names of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_WEIGHTS_NAME = re.compile(r"policy-(\d+)\.safetensors")
+_LEFTOVER_NAME = re.compile(r"\.policy-\d+\.safetensors\.tmp")
+
+
+def weights_path(directory: Path, version: int) -> Path:
+    return directory / f"policy-{version}.safetensors"
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers as `save_pretrained` would name them; tied ones once.
+
+    The tensors share the model's memory, except where the family's checkpoints hold them in
+    another form than its modules (experts of a mixture, for example).
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in seen or tensor.numel() == 0:
+            tensors[name] = tensor
+        seen.add(place)
+    return revert_weight_conversion(model, tensors)
+
+
+def write_weights(model: PreTrainedModel, path: Path) -> None:
+    """Write the model's weights in its own dtype, complete or not at all.
+
+    Tensors go to the file one after the other: a CPU model is not copied, of a GPU model one
+    tensor at a time is on the host. The data is not forced to disk, since a file that outlives a
+    crash of the machine would be of no use.
+
+    Raises:
+        OSError: the directory cannot be written, or is full; nothing is left there.
+    """
+    # Wide elements first, which keeps every tensor aligned, as readers of memory maps want it.
+    tensors = sorted(checkpoint_tensors(model).items(), key=lambda item: -item[1].itemsize)
+    header: dict[str, dict] = {}
+    end = 0
+    for name, tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(struct.pack("<Q", len(encoded)))
+            file.write(encoded)
+            for _, tensor in tensors:
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_weights(directory: Path, *, keep: int | None = None) -> None:
+    """Remove every version but `keep` from the directory, and what a killed writer left.
+
+    Servers that still read a removed file are not disturbed: its data lives until they close it.
+    """
+    for path in directory.iterdir():
+        match = _WEIGHTS_NAME.fullmatch(path.name)
+        if (match and match[1] != str(keep)) or _LEFTOVER_NAME.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,194 @@
+"""Does a server compute what the trainer's model computes? A fixed prompt answers it.
+
+Every update route of a server can answer 200 and yet leave a part of the old weights in use. The
+log-probabilities of a whole prompt depend on all of them, so after each update they are compared:
+
+* of every prompt token after the first, log softmax(z), which servers give at temperature 1;
+* of one token sampled after the prompt, log softmax(z / temperature), as a rollout gets it.
+
+A 16-bit model rounds its logits to about 1/256 of their size, so between two correct engines the
+log-probability of an unlikely token (-20, say) may differ by 0.1 and more. The tolerance is
+therefore one of nats for log-probabilities above -1 and of a share of the value below.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from agentrl.errors import WeightSyncError
+from agentrl.sync.control import RouteMissing, ServerControl
+from agentrl.types import JSON
+
+
+@dataclass(slots=True, frozen=True)
+class ProbeLogprobs:
+    """What the trainer's model computes at one version, for a prompt of P tokens."""
+
+    version: int
+    prompt_ids: list[int]
+    prompt: list[float]
+    """P - 1 values: of `prompt_ids[1:]`, temperature 1."""
+    sampled: torch.Tensor  # (V,) float32: of every token after the prompt, at `temperature`
+    temperature: float
+
+
+@dataclass(slots=True, frozen=True)
+class ProbeResult:
+    prompt_diff: float
+    """Largest |server - trainer| over the prompt's tokens, in nats."""
+    sampled_diff: float
+    """|server - trainer| of the sampled token."""
+    error: float
+    """Largest |server - trainer| / max(1, |trainer|) over all of them: what is judged."""
+    label: str | None
+    """The version by which the server labels the sampled token; None where it labels none."""
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    model: PreTrainedModel, prompt_ids: list[int], *, version: int, temperature: float
+) -> ProbeLogprobs:
+    """Raises:
+    WeightSyncError: the model's own log-probabilities are not finite.
+    """
+    ids = torch.tensor([prompt_ids], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0].float()  # (P, V)
+    prompt = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    sampled = (logits[-1] / temperature).log_softmax(-1).cpu()
+    if not (prompt.isfinite().all() and sampled.isfinite().all()):
+        raise WeightSyncError(
+            f"the model's log-probabilities at version {version} are not finite; its weights are "
+            "spoilt, go back to a checkpoint"
+        )
+    return ProbeLogprobs(version, prompt_ids, prompt.tolist(), sampled, temperature)
+
+
+async def probe(control: ServerControl, model_name: str, expected: ProbeLogprobs) -> ProbeResult:
+    """Ask a server for the probe's log-probabilities and compare.
+
+    The request carries a cache salt of its own: it cannot be answered from blocks that earlier
+    weights filled, and no other request will use the blocks it fills.
+
+    Raises:
+        WeightSyncError: the server did not answer, or not with these log-probabilities.
+    """
+    parameters: dict[str, JSON] = {
+        "max_tokens": 1,
+        "temperature": expected.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "prompt_logprobs": 0,
+        "seed": expected.version,
+    }
+    prompt_ids: list[JSON] = list(expected.prompt_ids)
+    request: dict[str, JSON] = {"model": model_name, "cache_salt": f"probe-{uuid.uuid4().hex}"}
+    try:
+        content = await control.post(
+            "/inference/v1/generate",
+            request | {"token_ids": prompt_ids, "sampling_params": parameters},
+        )
+        answer = _decode(control.url, content, _GenerateAnswer)
+        choice, prompt = answer.choices[0], answer.prompt_logprobs
+        token_id, logprob = choice.token_ids[0], choice.logprobs.content[0].logprob
+        label = choice.weight_versions[0].version if choice.weight_versions else None
+    except RouteMissing:
+        content = await control.post(
+            "/v1/completions",
+            request | {"prompt": prompt_ids, "return_token_ids": True} | parameters,
+        )
+        answer = _decode(control.url, content, _CompletionAnswer)
+        choice, prompt = answer.choices[0], answer.choices[0].prompt_logprobs
+        token_id, logprob = choice.token_ids[0], choice.logprobs.token_logprobs[0]
+        label = None
+    # The first prompt token has no log-probability: nothing predicts it.
+    if prompt is None or len(prompt) != len(expected.prompt_ids):
+        raise WeightSyncError(
+            f"{control.url} returned log-probabilities of {len(prompt or [])} prompt tokens, "
+            f"asked were {len(expected.prompt_ids)}"
+        )
+    got = [
+        (entry or {}).get(str(token_id), _Logprob(-math.inf)).logprob
+        for entry, token_id in zip(prompt[1:], expected.prompt_ids[1:], strict=True)
+    ]
+    if not 0 <= token_id < len(expected.sampled):
+        raise WeightSyncError(
+            f"{control.url} sampled token {token_id}, which the trainer's model does not have"
+        )
+    wanted = [*expected.prompt, expected.sampled[token_id].item()]
+    differences = [_difference(a, b) for a, b in zip([*got, logprob], wanted, strict=True)]
+    return ProbeResult(
+        prompt_diff=max(differences[:-1]),
+        sampled_diff=differences[-1],
+        error=max(d / max(1.0, abs(w)) for d, w in zip(differences, wanted, strict=True)),
+        label=label,
+    )
+
+
+def _difference(got: float, wanted: float) -> float:
+    """Infinite if the server's is NaN, which no comparison would catch."""
+    return math.inf if math.isnan(got) else abs(got - wanted)
+
+
+Answer = TypeVar("Answer", "_GenerateAnswer", "_CompletionAnswer")
+
+
+def _decode(url: str, content: bytes, kind: type[Answer]) -> Answer:
+    try:
+        answer = msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise WeightSyncError(f"{url} answered the probe with something else: {error}") from error
+    if len(answer.choices) != 1 or len(answer.choices[0].token_ids) != 1:
+        raise WeightSyncError(f"{url} answered the probe with more or less than one token")
+    return answer
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Content(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+
+
+class _GenerateChoice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Content
+    weight_versions: list[_Span] | None = None
+
+
+PromptLogprobs = list[dict[str, _Logprob] | None]
+
+
+class _GenerateAnswer(msgspec.Struct):
+    choices: list[_GenerateChoice]
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class _TokenLogprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class _CompletionChoice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _TokenLogprobs
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class _CompletionAnswer(msgspec.Struct):
+    choices: list[_CompletionChoice]

@@ -1,0 +1,189 @@
+"""Live weight updates of running vLLM servers, through a file both sides can see.
+
+    trainer                                      every server, in parallel
+    snapshot -> directory/policy-7.safetensors   pause -> load the file -> label "7" -> resume
+    log-probs of the probe                       the same probe; a difference ends the run
+
+The directory is on /dev/shm for servers on the trainer's machine, else on a shared file system
+under the same path everywhere, and belongs to one run. Servers need the backend of
+`agentrl.sync.vllm_plugin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+from transformers import PreTrainedModel
+
+from agentrl.errors import WeightSyncError
+from agentrl.sync.base import WeightSync
+from agentrl.sync.control import OnUpdate, ServerControl, ServerFailed, ServerUnreachable
+from agentrl.sync.files import remove_weights, weights_path, write_weights
+from agentrl.sync.probe import ProbeLogprobs, probe, trainer_logprobs
+
+RETRY_S = 0.5
+"""Between attempts while a server is unreachable."""
+
+Result = TypeVar("Result")
+
+
+class VLLMWeightSync(WeightSync):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        model_name: str = "policy",
+        token: str | None = None,
+        directory: Path,
+        on_update: OnUpdate = "keep",
+        probe_ids: list[int],
+        temperature: float,
+        tolerance: float,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """
+        Args:
+            urls: base addresses, `http://host:port`.
+            model_name: served model name.
+            token: the servers' `--api-key`.
+            directory: of this run alone; made if absent. Weights found there are removed.
+            on_update: sequences in flight go on under the new weights (`keep`), end under the old
+                ones (`wait`), or end now with finish reason `abort`.
+            probe_ids: a prompt of at least two tokens, long enough to look like a rollout.
+            temperature: of the run's rollouts.
+            tolerance: nats for log-probabilities above -1, relative below (see `probe`). 1e-3 for
+                float32 servers, 0.1 for bfloat16.
+            timeout_s: of every call to a server, and of waiting for one that is unreachable.
+        """
+        if len(probe_ids) < 2:
+            raise ValueError("the probe needs a prompt of at least two tokens")
+        self._urls = [url.rstrip("/") for url in urls]
+        self._model_name = model_name
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._directory = directory.absolute()
+        self._on_update: OnUpdate = on_update
+        self._probe_ids = probe_ids
+        self._temperature = temperature
+        self._tolerance = tolerance
+        self._timeout_s = timeout_s
+        self._pushed: ProbeLogprobs | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._http: aiohttp.ClientSession | None = None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        remove_weights(self._directory)
+
+    async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
+        """See `WeightSync.push`. A server that is unreachable is waited for, `timeout_s` long."""
+        started = time.monotonic()
+        async with self._one_at_a_time:
+            path = weights_path(self._directory, version)
+            try:
+                await _in_thread(lambda: write_weights(model, path))
+            except OSError as error:
+                raise WeightSyncError(
+                    f"the weights of version {version} cannot be written to {self._directory} "
+                    f"({error}); it needs room for two versions of the model"
+                ) from error
+            written = time.monotonic()
+            self._pushed = await _in_thread(
+                lambda: trainer_logprobs(
+                    model, self._probe_ids, version=version, temperature=self._temperature
+                )
+            )
+            # All of them end before the first error rises: none is left between two versions.
+            results = await asyncio.gather(
+                *(self._update(url, self._pushed) for url in self._urls), return_exceptions=True
+            )
+            failed = [result for result in results if isinstance(result, BaseException)]
+            if len(failed) > 1 and all(isinstance(error, WeightSyncError) for error in failed):
+                raise WeightSyncError("; ".join(str(error) for error in failed)) from failed[0]
+            if failed:
+                raise failed[0]
+            remove_weights(self._directory, keep=version)
+            done = [result for result in results if not isinstance(result, BaseException)]
+        return {
+            "sync/seconds": time.monotonic() - started,
+            "sync/write_s": written - started,
+            "sync/paused_s": max(paused_s for paused_s, _ in done),
+            "sync/probe_logprob_diff_max": max(diff for _, diff in done),
+        }
+
+    async def push_to(self, url: str) -> None:
+        """See `WeightSync.push_to`. Waits for a push in progress."""
+        async with self._one_at_a_time:
+            if self._pushed is None:
+                raise WeightSyncError(f"{url} cannot be given weights: none were pushed yet")
+            await self._update(url.rstrip("/"), self._pushed)
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+        self._pushed = None
+        remove_weights(self._directory)
+
+    async def _update(self, url: str, pushed: ProbeLogprobs) -> tuple[float, float]:
+        """Seconds paused, and the largest difference of the probe."""
+        control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                paused_s = await control.update(
+                    {"directory": str(self._directory)},
+                    {"path": str(weights_path(self._directory, pushed.version))},
+                    version=pushed.version,
+                    on_update=self._on_update,
+                )
+                result = await probe(control, self._model_name, pushed)
+                if result.label is not None and not result.label.isdecimal():
+                    raise ServerUnreachable(f"{url} was restarted while it was updated")
+                break
+            except (ServerUnreachable, ServerFailed) as error:
+                if isinstance(error, ServerFailed) and not await control.dead():
+                    raise
+                # It may be starting again, and then everything has to be sent again.
+                if time.monotonic() + RETRY_S > give_up_at:
+                    raise
+                await asyncio.sleep(RETRY_S)
+        if result.label is not None and result.label != str(pushed.version):
+            raise WeightSyncError(
+                f"{url} labels its tokens version {result.label} after it was sent version "
+                f"{pushed.version}; does another trainer update it?"
+            )
+        if not result.error <= self._tolerance:
+            raise WeightSyncError(
+                f"{url} does not compute what the trainer does: after version {pushed.version} was "
+                f"sent (the server says {result.label}), log-probabilities of the probe differ by "
+                f"up to {result.prompt_diff:.4g} over its {len(pushed.prompt)} prompt tokens and "
+                f"by {result.sampled_diff:.4g} at the token sampled at temperature "
+                f"{pushed.temperature:g}, {result.error:.4g} in relation to their size, allowed is "
+                f"{self._tolerance:g}. Part of the old weights may still be in use, or the server "
+                "runs another model, dtype or --logprobs-mode"
+            )
+        return paused_s, max(result.prompt_diff, result.sampled_diff)
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                # vLLM closes a connection after an error without saying so, and the next call has
+                # to go through: it resumes the server.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+            )
+        return self._http
+
+
+async def _in_thread(function: Callable[[], Result]) -> Result:
+    """Run in a thread, to its end even if the caller is cancelled: it reads the live model."""
+    future = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise

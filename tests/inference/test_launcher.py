@@ -1,0 +1,278 @@
+"""Starting, watching and ending servers, with a small server in vLLM's place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import InferenceError
+from agentrl.inference import launcher as launcher_module
+from agentrl.inference.http import HTTPClient
+from agentrl.inference.launcher import VLLMLauncher
+
+FAKE = Path(__file__).parent / "fake_vllm"
+
+
+def make_launcher(log_dir: Path, **settings) -> VLLMLauncher:
+    arguments = dict(
+        python=sys.executable,
+        model="toy",
+        dtype="float32",
+        log_dir=log_dir,
+        plugin_dir=FAKE,
+        startup_timeout_s=30,
+    )
+    return VLLMLauncher(**arguments | settings)  # pyright: ignore[reportArgumentType]
+
+
+def started(log: Path) -> list[tuple[int, Path]]:
+    """Engine process and shared memory of every server whose start the log tells of."""
+    found = re.findall(r"engine (\d+) memory (\S+)", log.read_text())
+    return [(int(pid), Path("/dev/shm", name.lstrip("/"))) for pid, name in found]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def server_pid(url: str) -> int:
+    port = url.rpartition(":")[2]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = command_of(int(entry.name))
+            except OSError:
+                continue
+            if port in command and "-m" in command and "guard.py" not in " ".join(command):
+                return int(entry.name)
+    raise AssertionError(f"no process serves {url}")
+
+
+async def until(condition, timeout_s: float = 20) -> float:
+    """Seconds until `condition()` held."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_s, "it never came true"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def can_connect(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), 0.5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_servers_start_with_exact_flags_and_leave_nothing(tmp_path):
+    async def go():
+        launcher = make_launcher(
+            tmp_path, num_servers=2, max_model_len=512, seed=3, extra_args=["--block-size", "16"]
+        )
+        await launcher.start()
+        assert len(set(launcher.urls)) == 2
+        for url in launcher.urls:
+            http = HTTPClient(url)
+            assert (await http.request("GET", "/health")).status == 200
+            http.close()
+        command = command_of(server_pid(launcher.urls[0]))
+        sockets = Path(launcher._sockets_dir or "")
+        assert sockets.is_dir()
+        await launcher.aclose()
+        await launcher.aclose()
+        assert not sockets.exists()
+        return launcher.urls, command
+
+    urls, command = asyncio.run(go())
+    line = " ".join(command)
+    for flags in (
+        "--served-model-name policy",
+        "--dtype float32",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--enable-scale-out",
+        "--enable-prefix-caching",
+        "--host 127.0.0.1",
+        "--max-model-len 512",
+        "--seed 3",
+        '--weight-transfer-config {"backend": "agentrl"}',
+        "--block-size 16",
+    ):
+        assert flags in line
+    assert not any(map(can_connect, urls))
+    for number in range(2):
+        [(engine, memory)] = started(tmp_path / f"vllm-{number}.log")
+        assert not alive(engine)
+        assert not memory.exists()
+
+
+def test_a_stubborn_server_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)
+
+    async def go():
+        launcher = make_launcher(tmp_path, env={"FAKE_VLLM_STUBBORN": "1"})
+        await launcher.start()
+        begin = time.monotonic()
+        await launcher.aclose()
+        return time.monotonic() - begin
+
+    assert 1 < asyncio.run(go()) < 4
+    [(engine, memory)] = started(tmp_path / "vllm-0.log")
+    assert not alive(engine)
+    assert not memory.exists()
+
+
+def test_a_server_that_died_is_restarted_on_its_port(tmp_path):
+    async def go():
+        launcher = make_launcher(tmp_path)
+        await launcher.start()
+        url = launcher.urls[0]
+        os.kill(server_pid(url), signal.SIGKILL)
+        await until(lambda: not can_connect(url))
+        await until(lambda: can_connect(url))
+        await until(lambda: launcher.restarts == 1)
+        [(engine, memory), _] = started(tmp_path / "vllm-0.log")
+        assert not alive(engine)
+        assert not memory.exists()
+        await launcher.aclose()
+        assert not can_connect(url)
+
+    asyncio.run(go())
+
+
+def test_a_server_that_hangs_is_restarted(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)
+
+    async def go():
+        launcher = make_launcher(tmp_path, unhealthy_after_s=1.0)
+        await launcher.start()
+        first = server_pid(launcher.urls[0])
+        os.kill(first, signal.SIGSTOP)
+        await until(lambda: launcher.restarts == 1)
+        await until(lambda: len(started(tmp_path / "vllm-0.log")) == 2)
+        assert not alive(first)
+        await launcher.aclose()
+
+    asyncio.run(go())
+
+
+def test_a_server_that_keeps_dying_is_given_up_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "MAX_RESTARTS_PER_HOUR", 1)
+
+    async def go():
+        launcher = make_launcher(tmp_path)
+        await launcher.start()
+        for restarts in (1, 2):
+            os.kill(server_pid(launcher.urls[0]), signal.SIGKILL)
+            await until(lambda n=restarts: launcher.restarts == n or launcher.failure is not None)
+            await until(lambda: launcher.failure is not None or can_connect(launcher.urls[0]))
+        await launcher.aclose()
+        return launcher.failure
+
+    assert re.search(r"after 1 restarts within an hour; see .*vllm-0.log", asyncio.run(go()) or "")
+
+
+TRAINER = """
+import asyncio, os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_launcher import make_launcher
+async def main():
+    launcher = make_launcher(Path({log_dir!r}))
+    await launcher.start()
+    if os.fork() == 0:      # a worker that inherits every descriptor and outlives the trainer
+        import time
+        time.sleep(30)
+        os._exit(0)
+    print(launcher.urls[0], flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_killed_trainer(tmp_path):
+    code = TRAINER.format(tests=str(FAKE.parent), log_dir=str(tmp_path))
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert trainer.stdout is not None
+    url = trainer.stdout.readline().decode().strip()
+    server = server_pid(url)
+    [(engine, memory)] = started(tmp_path / "vllm-0.log")
+    assert alive(server) and alive(engine)
+    trainer.kill()
+    trainer.wait()
+
+    async def gone():
+        return await until(lambda: not alive(server) and not alive(engine), 10)
+
+    took = asyncio.run(gone())
+    os.killpg(trainer.pid, signal.SIGKILL)  # its forked worker
+    trainer.stdout.close()
+    assert took < 5
+    assert not memory.exists()
+
+
+def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):
+    async def start(**settings):
+        await make_launcher(tmp_path, **settings).start()
+
+    with pytest.raises(InferenceError, match=r"cannot import vllm \(ModuleNot.*--inference.python"):
+        asyncio.run(start(plugin_dir=None))
+    with pytest.raises(InferenceError, match=r"cannot run /nowhere/python .*--inference.python"):
+        asyncio.run(start(python="/nowhere/python"))
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("unrecognized arguments: --enable-scale-out", "too old for these flags"),
+        ("the moon is full", "the moon is full"),
+    ],
+)
+def test_a_failed_start_shows_the_end_of_the_log(tmp_path, failure, reason):
+    async def start():
+        launcher = make_launcher(tmp_path, env={"FAKE_VLLM_FAIL": failure})
+        try:
+            await launcher.start()
+        finally:
+            assert launcher._sockets_dir is None
+
+    with pytest.raises(InferenceError, match=f"(?s)ended with status 1.*{reason}"):
+        asyncio.run(start())
+
+
+def test_servers_share_the_devices_that_are_visible(tmp_path):
+    async def go():
+        launcher = make_launcher(tmp_path, num_servers=2, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        await launcher.start()
+        environments = [
+            Path(f"/proc/{server_pid(url)}/environ").read_text().split("\0")
+            for url in launcher.urls
+        ]
+        await launcher.aclose()
+        return environments
+
+    first, second = asyncio.run(go())
+    assert "CUDA_VISIBLE_DEVICES=0,1" in first
+    assert "CUDA_VISIBLE_DEVICES=2,3" in second

@@ -1,0 +1,371 @@
+"""Weight updates of a real vLLM: tied heads, sequences in flight, caches, refusals.
+
+One server per dtype for the whole module; AGENTRL_VLLM_PYTHON names a python that has vLLM.
+"""
+
+import asyncio
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from control_server import perturb
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm_process import python_of_vllm, vllm_server
+
+from agentrl.errors import WeightSyncError
+from agentrl.sync.control import ServerControl
+from agentrl.sync.files import weights_path, write_weights
+from agentrl.sync.probe import probe, trainer_logprobs
+from agentrl.sync.vllm import VLLMWeightSync
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+PROBE_IDS = list(range(10, 74))
+TEMPERATURE = 0.8
+LONG = 1200
+"""Tokens of a sequence that is still in flight when a push arrives."""
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(python_of_vllm() is None, reason="AGENTRL_VLLM_PYTHON is not set"),
+    pytest.mark.timeout(600),
+]
+
+
+@dataclass
+class Server:
+    url: str
+    dtype: torch.dtype
+    first_label: str
+
+    @property
+    def tolerance(self) -> float:
+        """For the probe, whose prompt holds tokens the model finds unlikely."""
+        return 1e-3 if self.dtype == torch.float32 else 0.1
+
+
+@dataclass
+class Sequence:
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[str, int, int]]
+    finish_reason: str
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def server(request, tmp_path_factory):
+    with vllm_server(MODEL, tmp_path_factory.mktemp("vllm"), dtype=request.param) as url:
+        first = asyncio.run(one_token(url))
+        yield Server(url, getattr(torch, request.param), first.spans[0][0])
+
+
+@pytest.fixture
+def model(server):
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=server.dtype)
+
+
+@pytest.fixture
+def sync(server, tmp_path):
+    return VLLMWeightSync(
+        [server.url],
+        directory=tmp_path / "weights",
+        probe_ids=PROBE_IDS,
+        temperature=TEMPERATURE,
+        tolerance=server.tolerance,
+        timeout_s=60.0,
+    )
+
+
+async def generate(http, url, prompt_ids, max_tokens) -> Sequence:
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": TEMPERATURE,
+        "top_p": 1.0,
+        "top_k": -1,
+        "logprobs": 0,
+        "ignore_eos": True,
+    }
+    body = {"model": "policy", "token_ids": prompt_ids, "sampling_params": sampling}
+    async with http.post(f"{url}/inference/v1/generate", json=body) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+    choice = answer["choices"][0]
+    return Sequence(
+        choice["token_ids"],
+        [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]],
+        [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
+        choice["finish_reason"],
+    )
+
+
+async def one_token(url) -> Sequence:
+    async with aiohttp.ClientSession() as http:
+        return await generate(http, url, [5, 6, 7], 1)
+
+
+async def prefix_hits(http, url) -> float:
+    async with http.get(f"{url}/metrics") as response:
+        text = await response.text()
+    found = re.search(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)", text, re.MULTILINE)
+    assert found, "the server has no prefix cache metric"
+    return float(found[1])
+
+
+def recomputed(model, prompt_ids, token_ids) -> torch.Tensor:
+    """Log-probs of the sampled tokens, (num_tokens,), from one pass over the whole row."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt_ids + token_ids])).logits[0].float()
+    logprobs = (logits / TEMPERATURE).log_softmax(-1)[len(prompt_ids) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None]).squeeze(1)
+
+
+def prompts(number: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 340, (24,), generator=generator).tolist() for _ in range(number)]
+
+
+def test_a_fresh_server_labels_its_weights_with_a_word(server):
+    assert server.first_label == "default"
+
+
+def test_every_pushed_version_is_what_the_server_computes(server, model, sync):
+    async def main():
+        for version in range(1, 6):
+            perturb(model, seed=version, scale=0.01)
+            metrics = await sync.push(model, version)
+            if server.dtype == torch.float32:
+                assert metrics["sync/probe_logprob_diff_max"] < 1e-4
+            label = (await one_token(server.url)).spans[0][0]
+            assert label == str(version)
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+def test_vllms_own_reload_updates_half_of_a_tied_model_and_the_probe_sees_it(
+    server, model, sync, tmp_path
+):
+    """The reason for the probe, and for packing the head again in our backend."""
+    if server.dtype != torch.float32:
+        pytest.skip("vLLM keeps packed copies of float32 matrices only, on this CPU")
+
+    async def main():
+        perturb(model, seed=11, scale=0.05)
+        shutil.copytree(MODEL, tmp_path / "model")
+        model.save_pretrained(tmp_path / "model")
+        expected = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
+        async with aiohttp.ClientSession() as http:
+            control = ServerControl(http, server.url, timeout_s=60)
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": f"{tmp_path}/model"}}
+            await control.post("/pause?mode=keep")
+            await control.post("/collective_rpc", reload)  # answers 200
+            await control.post("/resume")
+            naive = await probe(control, "policy", expected)
+            await sync.push(model, 1)
+            ours = await probe(control, "policy", expected)
+            print(f"reload: {naive.prompt_diff:.3g}, ours: {ours.prompt_diff:.3g}")
+            assert naive.error > 100 * server.tolerance
+            assert ours.error < server.tolerance
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+def test_sequences_in_flight_go_on_under_the_new_weights(server, model, sync):
+    """`keep`: each token's log-prob is that of a recomputation under the version it is labelled."""
+
+    async def main():
+        await sync.push(model, 1)
+        models = {"1": AutoModelForCausalLM.from_pretrained(MODEL, dtype=server.dtype)}
+        perturb(model, seed=21, scale=0.02)
+        models["2"] = model
+        async with aiohttp.ClientSession() as http:
+            rows = prompts(4)
+            tasks = [asyncio.create_task(generate(http, server.url, row, LONG)) for row in rows]
+            await asyncio.sleep(0.6)
+            await sync.push(model, 2)
+            sequences = await asyncio.gather(*tasks)
+        differences, wrong = [], []
+        for row, sequence in zip(rows, sequences, strict=True):
+            assert [span[0] for span in sequence.spans] == ["1", "2"], "no update in between"
+            assert [sequence.spans[0][1], sequence.spans[1][2]] == [0, LONG]
+            assert sequence.spans[0][2] == sequence.spans[1][1]
+            got = torch.tensor(sequence.logprobs)
+            old, new = (recomputed(models[v], row, sequence.token_ids) for v in ("1", "2"))
+            switch = sequence.spans[1][1]
+            differences += [(got - old).abs()[:switch], (got - new).abs()[switch:]]
+            wrong += [(got - old).abs()[switch:]]
+        worst, mean = torch.cat(differences).max().item(), torch.cat(differences).mean().item()
+        print(f"{server.dtype}: |log-prob - recomputation| at most {worst:.2g}, mean {mean:.2g}")
+        assert mean < 0.01 * torch.cat(wrong).mean(), "the labels mean nothing"
+        if server.dtype == torch.float32:
+            assert worst < 1e-4
+        else:
+            # Both sides round to 8 bits; thousands of tokens hold a few very unlikely ones.
+            assert mean < 2e-3 and worst < 0.2
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+def test_wait_lets_sequences_end_and_abort_cuts_them(server, model, sync):
+    async def main():
+        await sync.push(model, 1)
+        async with aiohttp.ClientSession() as http:
+            for version, mode in ((2, "wait"), (3, "abort")):
+                sync._on_update = mode
+                tasks = [
+                    asyncio.create_task(generate(http, server.url, row, LONG)) for row in prompts(4)
+                ]
+                await asyncio.sleep(0.5)
+                await sync.push(model, version)
+                for sequence in await asyncio.gather(*tasks):
+                    assert [span[0] for span in sequence.spans] == [str(version - 1)]
+                    if mode == "wait":
+                        assert sequence.finish_reason == "length"
+                        assert len(sequence.token_ids) == LONG
+                    else:
+                        assert sequence.finish_reason == "abort"
+                        assert 0 < len(sequence.token_ids) < LONG
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_no_prefix_of_the_old_weights_is_used(server, model, sync, mode):
+    async def main():
+        sync._on_update = mode
+        prompt = prompts(1)[0] * 20
+        async with aiohttp.ClientSession() as http:
+            await generate(http, server.url, prompt, 1)
+            before = await prefix_hits(http, server.url)
+            await generate(http, server.url, prompt, 1)
+            cached = await prefix_hits(http, server.url)
+            assert cached > before, "the cache never hits, so this test shows nothing"
+            perturb(model, seed=31, scale=0.02)
+            await sync.push(model, 1)
+            pushed = await prefix_hits(http, server.url)
+            sequence = await generate(http, server.url, prompt, 1)
+            assert await prefix_hits(http, server.url) == pushed == cached
+        expected = recomputed(model, prompt, sequence.token_ids)
+        assert abs(sequence.logprobs[0] - expected.item()) < server.tolerance
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
+    async def main():
+        await sync.push(model, 1)
+        old = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
+        perturb(model, seed=41)
+        directory = tmp_path / "spoilt"
+        directory.mkdir()
+        write_weights(model, weights_path(directory, 2))
+        good = load_file(weights_path(directory, 2))
+        key = "model.layers.1.self_attn.k_proj.weight"
+        lacking = {name: tensor for name, tensor in good.items() if name != key}
+        headless = {n: t for n, t in good.items() if n != "model.embed_tokens.weight"}
+        cases = {
+            "is missing": lacking,
+            "lacks 2 parameters: model.embed_tokens.weight": headless,
+            "no module or parameter named 'surplus'": good | {"surplus.weight": torch.zeros(2)},
+            r"shape \(32, 128\) does not fit .*qkv_proj": good | {key: torch.zeros(32, 128)},
+            r"shape \(300, 128\) does not fit .*embed": good
+            | {"model.embed_tokens.weight": torch.zeros(300, 128)},
+        }
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            control = ServerControl(http, server.url, timeout_s=60)
+
+            async def refused(path, reason):
+                with pytest.raises(WeightSyncError, match=reason):
+                    await control.update(
+                        {"directory": str(directory)},
+                        {"path": str(path)},
+                        version=2,
+                        on_update="keep",
+                    )
+                result = await probe(control, "policy", old)
+                assert result.error < server.tolerance and result.label == "1", reason
+
+            for reason, tensors in cases.items():
+                save_file(tensors, directory / "case.safetensors")
+                await refused(directory / "case.safetensors", reason)
+            whole = weights_path(directory, 2).read_bytes()
+            (directory / "cut.safetensors").write_bytes(whole[:-64])
+            await refused(directory / "cut.safetensors", "no complete safetensors file")
+            await refused(MODEL / "model.safetensors", "does not lie in the weight directory")
+            (directory / "link.safetensors").symlink_to(MODEL / "model.safetensors")
+            await refused(directory / "link.safetensors", "does not lie in the weight directory")
+            with pytest.raises(WeightSyncError, match="share it with the trainer"):
+                await control.post(
+                    "/init_weight_transfer_engine", {"init_info": {"directory": "/not/there"}}
+                )
+        await sync.push(model, 2)
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+def test_an_update_left_open_by_a_killed_trainer_is_no_obstacle(server, model, sync):
+    async def main():
+        await sync.push(model, 1)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            control = ServerControl(http, server.url, timeout_s=60)
+            await control.post("/pause?mode=keep")
+            await control.post("/start_weight_update")
+        perturb(model, seed=51, scale=0.01)
+        await sync.push(model, 2)
+        assert (await one_token(server.url)).spans[0][0] == "2"
+        await sync.aclose()
+
+    asyncio.run(main())
+
+
+def mixture(directory: Path) -> Path:
+    """A small mixture of experts with the quickstart's tokenizer."""
+    config = Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=349,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    shutil.copytree(MODEL, directory, ignore=shutil.ignore_patterns("model.safetensors"))
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_experts_of_a_mixture_are_packed_again(tmp_path):
+    async def main(path, url):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        sync = VLLMWeightSync(
+            [url],
+            directory=tmp_path / "weights",
+            probe_ids=PROBE_IDS,
+            temperature=TEMPERATURE,
+            tolerance=1e-3,
+            timeout_s=60.0,
+        )
+        for version in (1, 2, 3):
+            await sync.push(model, version)
+            perturb(model, seed=version, scale=0.01)
+        await sync.aclose()
+
+    path = mixture(tmp_path / "model")
+    with vllm_server(path, tmp_path, dtype="float32") as url:
+        asyncio.run(main(path, url))

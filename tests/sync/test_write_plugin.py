@@ -1,0 +1,107 @@
+"""The plugin is found the way vLLM looks for it, and refuses paths outside of its directory."""
+
+import importlib
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from agentrl.sync.plugin import MODULE, write_plugin
+
+FIND = """
+from importlib.metadata import entry_points
+for point in entry_points(group="vllm.general_plugins"):
+    print(point.name, point.value, point.dist.name)
+"""
+
+
+def test_a_python_that_starts_with_the_directory_finds_the_entry_point(tmp_path):
+    assert write_plugin(tmp_path / "plugin") == tmp_path / "plugin"
+    write_plugin(tmp_path / "plugin")
+    found = subprocess.run(
+        [sys.executable, "-c", FIND],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "plugin")},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert f"agentrl {MODULE}:register agentrl-vllm-plugin" in found
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """The written module, imported with empty classes in the place of vLLM's."""
+    registered = []
+
+    class Factory:
+        @staticmethod
+        def register_engine(name, module, class_name):
+            if any(entry[0] == name for entry in registered):
+                raise ValueError(f"Weight transfer engine '{name}' is already registered.")
+            registered.append((name, module, class_name))
+
+    class Generic:
+        def __class_getitem__(cls, item):
+            return cls
+
+    stand_ins = {
+        "vllm": {},
+        "vllm.config": {"set_current_vllm_config": None},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {"WeightTransferEngineFactory": Factory},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": Generic,
+            "WeightTransferInitInfo": object,
+            "WeightTransferUpdateInfo": object,
+        },
+    }
+    for name, attributes in stand_ins.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(str(write_plugin(tmp_path / "plugin")))
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    module = importlib.import_module(MODULE)
+    yield module, registered
+    sys.modules.pop(MODULE, None)
+
+
+def test_registering_twice_is_harmless(plugin):
+    module, registered = plugin
+    module.register()
+    module.register()
+    assert registered == [("agentrl", MODULE, "FileWeightTransferEngine")]
+    assert hasattr(module, registered[0][2])
+
+
+def test_only_files_in_the_directory_are_read(plugin, tmp_path):
+    module, _ = plugin
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    inside = directory / "policy-1.safetensors"
+    outside = tmp_path / "secret.safetensors"
+    sibling = tmp_path / "weights-of-another-run.safetensors"
+    for path in (inside, outside, sibling):
+        path.write_bytes(b"x")
+    (directory / "link").symlink_to(outside)
+    (directory / "linked_directory").symlink_to(tmp_path)
+    (directory / "kept").symlink_to(inside)
+
+    assert module.file_inside(directory, str(inside)) == inside
+    assert module.file_inside(directory, str(directory / "kept")) == inside
+    for path in (
+        outside,
+        sibling,
+        directory / ".." / "secret.safetensors",
+        directory / "link",
+        directory / "linked_directory" / "secret.safetensors",
+        "policy-1.safetensors",
+        "",
+    ):
+        with pytest.raises(ValueError, match="does not lie in"):
+            module.file_inside(directory, str(path))
+    for path in (directory, directory / "absent.safetensors"):
+        with pytest.raises(ValueError, match="no file"):
+            module.file_inside(directory, str(path))
