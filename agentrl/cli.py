@@ -269,19 +269,22 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "doctor",
         help="check this machine, and a run file, before a run",
+        usage="agentrl doctor [RUN.toml] [--section.key value ...]",
         description="Check Python, packages, devices, disk and, with a run file, its model, chat "
         "template, environment and servers; with --inference.urls URL[,URL] also whether those "
         "vLLM servers can be trained against. Exit status 1 when something must be fixed.",
         allow_abbrev=False,
     )
-    command.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
     command.set_defaults(handler=_doctor, takes_overrides=True)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from agentrl.doctor import doctor
 
-    return doctor(arguments.run_file, arguments.overrides)
+    # No positional of argparse's: it would take the value of an override for the run file.
+    rest = arguments.overrides
+    run_file = Path(rest.pop(0)) if rest and not rest[0].startswith("--") else None
+    return doctor(run_file, rest)
 
 
 def _load(arguments: argparse.Namespace, extra: list[str]) -> RunConfig:

@@ -109,6 +109,9 @@ class RolloutSection(Section):
     """Tokens sampled in one turn."""
     max_context_tokens: PositiveInt = 4096
     """Tokens of a trajectory, prompt and observations included."""
+    stop_strings: list[str] = Field(default_factory=list)
+    """A turn ends with the first token that completes one of these, `["</search>"]` for example.
+    Tokens that an engine sampled beyond it are dropped, which is what stopping there gives."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.driver import Limits, Policy, TokenPolicy
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.render import Renderer
-from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource
+from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, Score, TaskSource
 from agentrl.statistics import EvalStatistics, evaluation_statistics
 
 if TYPE_CHECKING:
@@ -47,7 +47,21 @@ def token_policy(
         max_turn_tokens=config.rollout.max_turn_tokens,
         max_context_tokens=config.rollout.max_context_tokens,
         temperature=temperature,
+        stop_strings=tuple(config.rollout.stop_strings),
     )
+
+
+def scorer_of(config: RunConfig) -> Score | None:
+    """The reward functions of the run file; None where rewards are the environment's alone.
+
+    Raises:
+        ConfigError: a function is not found, or has other options.
+    """
+    if not config.reward.functions:
+        return None
+    from agentrl_rewards.scoring import GroupScorer
+
+    return GroupScorer(**config.reward.model_dump())
 
 
 async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | None:
@@ -96,6 +110,7 @@ async def evaluate(
         limits=limits_of(config),
         seed=config.run.seed,
         id_prefix=id_prefix,
+        score=scorer_of(config),
         seats=seats,
     )
     return await scheduler.collect(num_tasks, on_progress=on_progress)

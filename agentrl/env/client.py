@@ -44,7 +44,7 @@ logger = logging.getLogger("agentrl.env")
 
 T = TypeVar("T")
 
-LEASE_S = 120.0
+LEASE_S = 50.0
 """A session of a client that died is closed after this long; a living client renews."""
 GRACE_S = 5.0
 """How much longer than the server's own deadline the client waits for its answer."""

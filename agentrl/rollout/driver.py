@@ -18,6 +18,7 @@ How this differs from the textbook loop "prompt in, text out":
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import re
 import time
@@ -27,7 +28,7 @@ from typing import Literal, Protocol
 
 from agentrl.env.client import EnvClient, EnvSession
 from agentrl.errors import EnvError
-from agentrl.inference.base import InferenceEngine, SamplingParams
+from agentrl.inference.base import Generation, InferenceEngine, SamplingParams
 from agentrl.rollout.parse import assistant_message, parse_action
 from agentrl.rollout.render import Renderer
 from agentrl.types import (
@@ -209,6 +210,8 @@ class TokenPolicy:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    stop_strings: tuple[str, ...] = ()
+    """A turn ends with the first token that completes one of them."""
 
     def read(
         self, trajectory: Trajectory, observation: list[Message], tools: list[ToolSpec]
@@ -261,6 +264,8 @@ class TokenPolicy:
                 stop_token_ids=self.renderer.stop_token_ids,
             ),
         )
+        if self.stop_strings:
+            generation = _cut_at_stop_string(generation, self.renderer, self.stop_strings)
         row.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn_id)
         text = self.renderer.decode(generation.token_ids)
         action, status = parse_action(text, call_id_prefix=f"t{turn_id}")
@@ -284,6 +289,28 @@ class TokenPolicy:
 
     async def aclose(self) -> None:
         await self.engine.aclose()
+
+
+def _cut_at_stop_string(
+    generation: Generation, renderer: Renderer, stop_strings: tuple[str, ...]
+) -> Generation:
+    """The shortest beginning whose text holds a stop string.
+
+    A token's distribution does not depend on what was sampled after it, so the beginning of a
+    sample is exactly the sample of an engine that stops there.
+    """
+
+    def stops(num_tokens: int) -> bool:
+        text = renderer.decode(generation.token_ids[:num_tokens])
+        return any(stop in text for stop in stop_strings)
+
+    end = len(generation.token_ids)
+    if not stops(end):
+        return generation
+    end = bisect.bisect_left(range(end + 1), True, key=stops)
+    return Generation(
+        generation.token_ids[:end], generation.logprobs[:end], generation.versions[:end], "stop"
+    )
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -32,6 +32,7 @@ MAX_FRAMES = 4096
 _AWKWARD = (
     "",
     " \n leading and trailing space \n ",
+    "\n\n<information>x</information>\n\n",
     "<think>\nx\n</think>\n\n<tool_response>\ny\n</tool_response><tool_call>",
     '{"json": ["{{ x }}", "{% if y %}", null]}',
     "ünïcode \u4f60\u597d & <b>&amp;</b> 'quotes' \"double\" \\ back",
@@ -120,7 +121,8 @@ class Renderer:
                 by another stop token) the template's own close token comes first.
         """
         ids = self._after_dummy_turn(observation)
-        return ids[1:] if closed else ids
+        # A template may leave the turn open, for messages that belong inside it.
+        return ids[1:] if closed and ids[0] == self.close_token_id else ids
 
     def keeps_history(
         self, messages: list[Message], num_observed: int, tools: list[ToolSpec]

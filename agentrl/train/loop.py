@@ -41,7 +41,14 @@ from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
 from agentrl.errors import StallError, TrainingError
-from agentrl.evaluate import evaluate, limits_of, split_size, summarise, token_policy
+from agentrl.evaluate import (
+    evaluate,
+    limits_of,
+    scorer_of,
+    split_size,
+    summarise,
+    token_policy,
+)
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.metrics import error_codes, rollout_metrics, staleness_metrics
 from agentrl.rollout.render import Renderer
@@ -303,6 +310,7 @@ async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
     """Build everything, in the order in which a mistake is cheapest to report."""
     objective, split = config.objective, config.env.split
     size = await split_size(env, config, split)
+    score = scorer_of(config)
     tokenizer = load_tokenizer(config.model.path)
     renderer = Renderer(
         tokenizer, history=config.rollout.history, template_kwargs=config.rollout.template
@@ -342,6 +350,7 @@ async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
         max_concurrent=config.rollout.max_concurrent,
         limits=limits_of(config),
         seed=config.run.seed,
+        score=score,
         seats=seats,
     )
     fingerprint: dict[str, JSON] = {
@@ -356,6 +365,7 @@ async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
         "rollout.groups_per_step": config.rollout.groups_per_step,
         "rollout.group_size": config.rollout.group_size,
         "rollout.temperature": config.rollout.temperature,
+        "reward": config.reward.model_dump(mode="json"),
         "objective": objective.model_dump(mode="json"),
         "critic": config.critic.model_dump(mode="json") if objective.needs_critic else None,
         "teacher.path": config.teacher.path,

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.inference.launcher import VLLMLauncher
@@ -43,7 +43,10 @@ class Serving:
 
         Raises:
             WeightSyncError: a server refused them, or answers as if it had others.
+            InferenceError: a server died so often that it was given up on.
         """
+        if self.launcher is not None and self.launcher.failure is not None:
+            raise InferenceError(self.launcher.failure)
         metrics = {} if self.sync is None else await self.sync.push(model, version)
         self.engine.policy_version = version
         return metrics
@@ -91,7 +94,8 @@ async def start_serving(
         # with a generator of their own).
         seed=None,
         request_timeout_s=config.rollout.turn_timeout_s,
-        retry_for_s=inference.retry_for_s,
+        # One of ours that died is waited for until it had the time to start again.
+        retry_for_s=max(inference.retry_for_s, inference.startup_timeout_s if launcher else 0),
     )
     tolerance = 1e-3 if config.model.dtype == "float32" else 0.2
     vocab_size = model.config.get_text_config().vocab_size

@@ -7,9 +7,9 @@
 
 Identifiers and arguments are those of IFEval's rows (Zhou et al. 2023, "Instruction-Following
 Evaluation for Large Language Models", arXiv:2311.07911), judged strictly, on the text as it is.
-Constraints on the language of the answer are not judged: they need a language classifier. Words
-and sentences are counted by rules written out here, without a tokenizer's model, so counts at the
-border of a constraint may differ by abbreviations ("e.g. this") from other implementations.
+All 25 are there. Words and sentences are counted, and languages told, by rules written out here,
+without a tokenizer's or a classifier's model, so counts at the border of a constraint may differ by
+abbreviations ("e.g. this") from other implementations.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentrl.errors import GraderError
+from agentrl_rewards.languages import LANGUAGES, detect_language
 
 _WORD = re.compile(r"\w+(?:[’'\-]\w+)*")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
@@ -104,6 +105,12 @@ def _forbidden_words(text: str, *, forbidden_words: list[str]) -> bool:
 
 def _letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _response_language(text: str, *, language: str) -> bool:
+    if language not in LANGUAGES:
+        raise ValueError(f"language is {language!r}; known are {', '.join(sorted(LANGUAGES))}")
+    return detect_language(text) == language
 
 
 def _number_words(text: str, *, num_words: int, relation: str) -> bool:
@@ -205,11 +212,15 @@ def _capital_words(text: str, *, capital_frequency: int, capital_relation: str) 
 
 
 def _upper_case(text: str) -> bool:
-    return text.isupper()
+    return text.isupper() and _may_be_english(text)
 
 
 def _lower_case(text: str) -> bool:
-    return text.islower()
+    return text.islower() and _may_be_english(text)
+
+
+def _may_be_english(text: str) -> bool:
+    return detect_language(text) in ("en", None)
 
 
 def _no_comma(text: str) -> bool:
@@ -221,6 +232,7 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "keywords:frequency": _keyword_frequency,
     "keywords:forbidden_words": _forbidden_words,
     "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _response_language,
     "length_constraints:number_words": _number_words,
     "length_constraints:number_sentences": _number_sentences,
     "length_constraints:number_paragraphs": _number_paragraphs,

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from agentrl.errors import ConfigError, GraderError
-from agentrl.types import JSON
+from agentrl.types import JSON, Message
 from agentrl_rewards.remote import post_json
 
 INSTRUCTIONS = """\
@@ -52,7 +52,7 @@ async def llm_judge(
     *,
     url: str,
     model: str,
-    prompt: str = "",
+    prompt: str | list[Message] = "",
     instructions: str = INSTRUCTIONS,
     max_score: float = 10.0,
     max_tokens: int = 1024,
@@ -81,12 +81,13 @@ async def llm_judge(
             raise ConfigError(f"set the environment variable {api_key_variable} to the judge's key")
         headers["Authorization"] = f"Bearer {api_key}"
     gold = reference if isinstance(reference, str) else json.dumps(reference, sort_keys=True)
-    asked = json.dumps([url, model, instructions, prompt, gold, text, max_score, max_tokens])
+    question = _question(prompt)
+    asked = json.dumps([url, model, instructions, question, gold, text, max_score, max_tokens])
     key = hashlib.sha256(asked.encode("utf-8", "surrogatepass")).hexdigest()
     fence = f"answer-{key[:16]}"  # a hash of more than the policy sees
     reply = _read_cache(key, cache_dir)
     if reply is None:
-        fields = {"fence": fence, "prompt": prompt, "reference": gold, "text": text}
+        fields = {"fence": fence, "prompt": question, "reference": gold, "text": text}
         body: JSON = {
             "model": model,
             "messages": [
@@ -113,6 +114,15 @@ async def llm_judge(
         _write_cache(key, reply, cache_dir)
         return score
     return _read_score(reply, max_score)
+
+
+def _question(prompt: str | list[Message]) -> str:
+    """A chat as one text; a single message needs no name of who speaks."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
 
 
 def _content(answer: JSON) -> str:

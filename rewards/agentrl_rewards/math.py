@@ -392,6 +392,7 @@ _NUMBER = re.compile(
         (?:\{{\s*(?P<top>[-+]?\s*{_DECIMAL})\s*\}}|(?P<top1>[0-9]))\s*
         (?:\{{\s*(?P<bottom>[-+]?\s*{_DECIMAL})\s*\}}|(?P<bottom1>[0-9]))
       | (?:(?P<whole2>{_DIGITS})\s+)?(?P<top2>{_DECIMAL})\s*/\s*(?P<bottom2>{_DECIMAL})
+      | 10\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<power4>[-+]?[0-9]+)\s*\}}|(?P<power5>[-+]?[0-9]+))
       | (?P<decimal>{_DECIMAL})
         (?:[eE](?P<power>[-+]?[0-9]+)
          | \s*(?:\\times|\\cdot|[×·*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<power2>[-+]?[0-9]+)\s*\}}
@@ -458,8 +459,8 @@ def parse_number(text: str) -> Number | None:
     """Read a whole text as one exact number, or None when it is not one.
 
     Signs, thousands separators, decimals, fractions (`1/2`, `\\frac{1}{2}`, `1 1/2`), powers of
-    ten (`1.5e3`, `2 \\times 10^{3}`), percentages, currency signs and units are read; only ASCII
-    digits count. No floating point and no evaluation: `3+4` is not a number.
+    ten (`1.5e3`, `2 \\times 10^{3}`, `10^3`), percentages, currency signs and units are read; only
+    ASCII digits count. No floating point and no evaluation: `3+4` is not a number.
     """
     return _read_number(_tidy(text)) if len(text) <= MAX_REFERENCE_CHARS else None
 
@@ -481,8 +482,9 @@ def _read_number(text: str) -> Number | None:
         whole = match["whole"] or match["whole2"] or "0"
         value, literal = _fraction(whole) + _fraction(top) / divisor, False
     else:
-        value = _fraction(match["decimal"])
-        power = match["power"] or match["power2"] or match["power3"]
+        value = _fraction(match["decimal"] or "1")
+        names = ("power", "power2", "power3", "power4", "power5")
+        power = next((match[name] for name in names if match[name]), None)
         if power is not None:
             if len(power) > 4 or abs(int(power)) > MAX_ANSWER_CHARS:
                 return None

@@ -70,7 +70,7 @@ class RewardInput:
     reference: JSON = None
     prompt: str | list[Message] = ""
     num_tokens: int | None = None
-    """Length of the text in tokens; None when not known."""
+    """Tokens the policy sampled for it, in all its turns; None when not known."""
     metadata: dict[str, JSON] = field(default_factory=dict)
 
 
@@ -100,6 +100,8 @@ class _Resolved:
     options: Mapping[str, Any]
     from_input: tuple[str, ...]
     is_group: bool
+    needs_reference: bool
+    """It takes a reference and has no default for it."""
     on_thread: bool
     """A plain function that is not this library's: it may block, so not on the event loop."""
 
@@ -114,6 +116,9 @@ class RewardRunner:
         deadline_s: seconds one call may take. A coroutine is cancelled then. A plain function of
             somebody else cannot be stopped: its thread is left to run out.
         max_concurrency: calls under way at a time; the others wait, outside their deadline.
+
+    Attributes:
+        needs_reference: names of the functions that compare with a reference.
 
     Raises:
         ConfigError: a function is not found, or an option is unknown to it or missing.
@@ -145,6 +150,7 @@ class RewardRunner:
         if unknown := set(options) - set(names):
             raise ConfigError(f"reward options for {sorted(unknown)}, which no function is named")
         self._functions = resolved
+        self.needs_reference = [each.name for each in resolved if each.needs_reference]
         self.deadline_s = deadline_s
         self._free = asyncio.Semaphore(max_concurrency)
         self._recent: deque[bool] = deque(maxlen=WINDOW)
@@ -312,6 +318,12 @@ def _prepare(
         raise ConfigError(f"reward function {name!r} has no option {', '.join(sorted(unknown))}")
     is_group = next(iter(parameters), "") == "samples"
     from_input = () if is_group else tuple(p for p in _FROM_INPUT if p in parameters)
+    positional = [
+        p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    needs_reference = (
+        not is_group and len(positional) > 1 and (positional[1].default is inspect.Parameter.empty)
+    )
     missing = [
         p.name
         for p in parameters.values()
@@ -324,7 +336,9 @@ def _prepare(
         raise ConfigError(f"reward function {name!r} needs the option {', '.join(missing)}")
     module = getattr(function, "__module__", "") or ""
     on_thread = not (inspect.iscoroutinefunction(function) or module.startswith("agentrl_rewards."))
-    return _Resolved(name, function, weight, chosen, from_input, is_group, on_thread)
+    return _Resolved(
+        name, function, weight, chosen, from_input, is_group, needs_reference, on_thread
+    )
 
 
 def _read_scores(name: str, value: Any) -> dict[str, float] | GraderError:

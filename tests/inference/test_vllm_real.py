@@ -275,9 +275,7 @@ def test_a_restarted_server_gets_its_weights_before_its_first_token(server, caps
             engine.resync = resync
             engine.policy_version = 7
             before = await engine.generate("a-m0", PROMPT, SamplingParams(8))
-            calls = [
-                asyncio.create_task(long_sequence(engine, f"g{i}-m0", 3000)) for i in range(4)
-            ]
+            calls = [asyncio.create_task(long_sequence(engine, f"g{i}-m0", 3000)) for i in range(4)]
             await asyncio.sleep(0.3)
             assert not any(call.done() for call in calls)
             killed_at = time.monotonic()

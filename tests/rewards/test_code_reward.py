@@ -152,7 +152,8 @@ def test_leaving_early_is_no_way_to_pass(program):
             "        while True: pass\n    os._exit(0)\nos.wait()",
             "passed",
         ),
-        ("x = []\nwhile True: x.append(bytearray(10 ** 7))", "memory"),
+        # On a machine with no core to spare it does not get to its limit in time.
+        ("x = []\nwhile True: x.append(bytearray(10 ** 7))", "memory timeout"),
         ("x = 'a' * 10 ** 11", "memory"),
         ("while True: print('x' * 1000)", "output_limit"),
         ("f = open('big', 'wb')\nwhile True: f.write(bytes(10 ** 6))", "error"),

@@ -91,6 +91,9 @@ EQUIVALENT = [
     ("1000", "1{,}000"),
     ("1000", r"1\,000"),
     ("1000", "1e3"),
+    ("1000", "10^3"),
+    ("0.01", r"10^{-2}"),
+    ("1000", r"$10 ^ { 3 }$"),
     ("1500", r"1.5 \times 10^{3}"),
     ("2000000", "2 million"),
     ("1/2", "0.5"),
@@ -195,6 +198,8 @@ WRONG = {
     "python literal": ("5", "#### int('5')"),
     "huge number": ("18", "#### " + "9" * 400),
     "huge power of ten": ("18", "#### 1e999999999"),
+    "another power of ten": ("1000", "#### 10^2"),
+    "tower of ten": ("18", "#### 10^10^10"),
     "fullwidth digits": ("18", "#### \uff11\uff18"),
     "arabic-indic digits": ("18", "#### \u0661\u0668"),
     "superscript digit": ("9", "#### \u2079"),
@@ -319,8 +324,11 @@ def test_every_gsm8k_gold_solution_scores_one(split):
         assert gsm8k_reward(row["answer"], row["answer"]) == 1.0
         assert math_reward(row["answer"], row["answer"]) == 1.0
         assert grade(f"\\boxed{{{reference}}}", reference).method == "exact"
-        wrong = str(int(reference.replace(",", "")) + 1)
-        assert gsm8k_reward(f"#### {wrong}", row["answer"]) == 0.0
+        value = int(reference.replace(",", ""))
+        corrupted = {value + 1, value - 1, -value, value * 10, value * 1000, int(f"{value}5")}
+        for wrong in corrupted - {value}:
+            assert gsm8k_reward(f"#### {wrong}", row["answer"]) == 0.0
+            assert gsm8k_reward(f"#### {wrong:,}", row["answer"]) == 0.0
 
 
 def test_importing_the_rewards_loads_neither_torch_nor_algebra():

@@ -148,6 +148,25 @@ def test_the_judge_is_asked_once(on_disk, tmp_path, monkeypatch):
     assert "key" not in json.dumps(bodies).replace("JUDGE_KEY", "")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ([{"role": "user", "content": "why?"}], "Question:\nwhy?\n"),
+        (
+            [{"role": "system", "content": "be short"}, {"role": "user", "content": "why?"}],
+            "Question:\n[system]\nbe short\n\n[user]\nwhy?\n",
+        ),
+    ],
+)
+def test_the_judge_reads_a_chat_as_text(prompt, shown):
+    async def use(url):
+        return await llm_judge("text", "gold", url=url, model="m", prompt=prompt)
+
+    result, bodies = serve(lambda body, n: completion("Score: 5"), use)
+    assert result == 0.5
+    assert bodies[0]["messages"][1]["content"].startswith(shown)
+
+
 @pytest.mark.parametrize("reply", ["no score", "Score: 11", "Score: -1", "", None])
 def test_a_judge_without_a_score_is_no_zero_and_not_cached(reply, tmp_path):
     async def use(url):

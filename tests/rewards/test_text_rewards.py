@@ -148,6 +148,12 @@ CASES = [
         "eE",
     ),
     (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist nicht der Hund, den ich gesehen habe.",
+        "This is not the dog that I have seen.",
+    ),
+    (
         "length_constraints:number_words",
         {"num_words": 3, "relation": "at least"},
         "one two-fold three.",
@@ -212,6 +218,13 @@ CASES = [
 
 def test_every_constraint_has_a_case():
     assert {case[0] for case in CASES} == set(CONSTRAINTS)
+    assert len(CONSTRAINTS) == 25
+
+
+def test_english_in_one_case_is_english():
+    german = "das ist nicht der hund, den ich gesehen habe."
+    assert not follows(german, "change_case:english_lowercase", {})
+    assert not follows(german.upper(), "change_case:english_capital", {})
 
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES)
@@ -231,7 +244,8 @@ def test_ifeval_scores_and_failures():
     for wrong in (
         {},
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
-        {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]},
+        {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "xx"}]},
+        {"instruction_id_list": ["ratio:stop_words"], "kwargs": [{}]},
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": 3}]},
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
         {

@@ -142,6 +142,24 @@ def test_failures_are_recorded_and_carry_no_gradient(say, reason, stage, code):
     assert not trajectory.trainable
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.text("ab</s>", max_size=30), st.text("ab</s>", max_size=12))
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string(before, after):
+    """The row is what an engine that stops there would have sampled."""
+    said = f"{before}</s>{after}"
+    trajectory, engine = one(lambda *_: said, max_turn_tokens=200, stop_strings=("</s>",))
+    (row,) = trajectory.branches
+    sampled = [i for i, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
+    ids = engine.renderer.tokenizer.encode(said, add_special_tokens=False)
+    assert sampled == ids[: len(sampled)]
+    decode = engine.renderer.decode
+    assert "</s>" in decode(sampled) and "</s>" not in decode(sampled[:-1])
+    turn = trajectory.turns[0]
+    assert turn.num_tokens == len(sampled) and turn.finish_reason == "stop"
+    untouched, _ = one(lambda *_: "aab", stop_strings=("</s>",))
+    assert untouched.turns[0].num_tokens == untouched.branches[0].loss_mask.count(1)
+
+
 def test_a_failing_engine_fails_its_trajectory_only():
     def say(request_id, _):
         if "m000" in request_id:

@@ -74,6 +74,9 @@ class MathConfig(EnvConfig):
     """Reward for a marked answer, right or wrong; 1.0 is the reward for a right one."""
     grade_timeout_s: float = Field(default=2.0, gt=0, le=30)
     """Deadline of one symbolic comparison."""
+    report_reference: bool = False
+    """Put the reference into the info of the step that ends the episode, for the reward functions
+    of a run file. The agent never sees it, but whoever may set this can read references."""
 
     @field_validator("operators")
     @classmethod
@@ -157,7 +160,10 @@ class MathEnvironment(Environment):
         observation = await self._calculate(action)
         if self.episode.last_turn:  # no answer was given, which counts as a wrong one
             return StepResult(
-                observation, truncated=True, reward_components={"correct": 0.0, "format": 0.0}
+                observation,
+                truncated=True,
+                reward_components={"correct": 0.0, "format": 0.0},
+                info=self._reference(),
             )
         return StepResult(observation)
 
@@ -184,6 +190,11 @@ class MathEnvironment(Environment):
             )
         return messages
 
+    def _reference(self) -> dict[str, JSON]:
+        if not self.config.report_reference:
+            return {}
+        return {"reference": str(self.task.reference), "metadata": self.task.metadata}
+
     async def _judge(self, text: str) -> StepResult:
         """Grade the final answer and end the episode.
 
@@ -199,6 +210,7 @@ class MathEnvironment(Environment):
         )
         marked = float(extract_answer(text) is not None)
         info: dict[str, JSON] = {"extracted": result.extracted, "method": result.method}
+        info |= self._reference()
         return StepResult(
             observation=[],
             reward=result.score + self.config.format_weight * marked,

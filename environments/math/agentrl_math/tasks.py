@@ -9,13 +9,14 @@ import importlib
 import random
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
 
+from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Task
 from agentrl_rewards.math import MAX_REFERENCE_CHARS, extract_answer
@@ -125,7 +126,7 @@ def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> R
     path = Path(source).expanduser()
     if source and path.is_dir():
         return _read_folder(path, keys)
-    if path.suffix in (".jsonl", ".parquet"):
+    if path.suffix in ROW_SUFFIXES:
         return Rows({"train": _read_file(path, "train", keys)})
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         return _read_hub(source, subset or DEFAULT_SUBSETS.get(source), keys)
@@ -138,7 +139,7 @@ def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> R
 def _read_folder(folder: Path, keys: Keys) -> Rows:
     tasks: dict[str, list[Task]] = {}
     suffixes: dict[str, str] = {}
-    files = (path for path in sorted(folder.iterdir()) if path.suffix in (".jsonl", ".parquet"))
+    files = (path for path in sorted(folder.iterdir()) if path.suffix in ROW_SUFFIXES)
     for path in files:
         split = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
         if suffixes.setdefault(split, path.suffix) != path.suffix:
@@ -154,48 +155,16 @@ def _read_folder(folder: Path, keys: Keys) -> Rows:
 
 def _read_file(path: Path, split: str, keys: Keys, first_index: int = 0) -> list[Task]:
     path = path.expanduser()
-    if not path.is_file():
-        raise DataError(f"task file {path} does not exist; source is relative to {Path.cwd()}")
-    if path.suffix == ".jsonl":
-        rows = _jsonl_rows(path)
-    elif path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    else:
-        raise DataError(f"task file {path} must end in .jsonl or .parquet")
-    return _to_tasks(rows, str(path), split, keys, first_index)
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not JSON ({error}); every line must be one JSON object"
-                ) from error
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{path}, line {number}: a {type(row).__name__}; every line must be one JSON "
-                    "object"
-                )
-            yield f"line {number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    parquet = _import("pyarrow.parquet", "parquet files", "agentrl[math]")
-    try:
-        table = parquet.read_table(path)
-    except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
-        raise DataError(f"{path} can't be read as parquet: {error}") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"row {number}", row
+    return _to_tasks(read_rows(path), str(path), split, keys, first_index)
 
 
 def _read_hub(name: str, subset: str | None, keys: Keys) -> Rows:
-    datasets = _import("datasets", "Hugging Face datasets", "agentrl[train]")
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ConfigError(
+            "Hugging Face datasets need datasets: pip install 'agentrl[train]'"
+        ) from error
     try:
         loaded = datasets.load_dataset(name, subset)
     # Offline, missing, gated, and "pick a configuration" all arrive as one of these two.
@@ -206,26 +175,12 @@ def _read_hub(name: str, subset: str | None, keys: Keys) -> Rows:
             "it elsewhere and set source to the folder of its JSONL or parquet files; if it has "
             "several configurations, set subset"
         ) from error
-    return Rows(
-        {
-            split: _to_tasks(
-                ((f"row {number}", row) for number, row in enumerate(rows, start=1)),
-                f"Hugging Face dataset {name}, split {split}",
-                split,
-                keys,
-            )
-            for split, rows in loaded.items()
-        }
-    )
-
-
-def _import(module: str, purpose: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{purpose} need {module.partition('.')[0]}: pip install '{extra}'"
-        ) from error
+    tasks = {}
+    for split, rows in loaded.items():
+        where = f"Hugging Face dataset {name}, split {split}"
+        placed = ((f"{where}, row {number}", row) for number, row in enumerate(rows, start=1))
+        tasks[split] = _to_tasks(placed, where, split, keys)
+    return Rows(tasks)
 
 
 def _to_tasks(
@@ -238,9 +193,9 @@ def _to_tasks(
     tasks = [
         Task(
             id=f"{split}/{index}",
-            prompt=_prompt(row, f"{where}, {place}", keys),
-            reference=_reference(row, f"{where}, {place}", keys),
-            metadata=_metadata(row, f"{where}, {place}", keys),
+            prompt=_prompt(row, place, keys),
+            reference=_reference(row, place, keys),
+            metadata=_metadata(row, place, keys),
         )
         for index, (place, row) in enumerate(rows, start=first_index)
     ]

@@ -7,7 +7,9 @@ writes can be anything but words.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,15 @@ from agentrl.errors import ConfigError, DataError
 MAX_QUERY_WORDS = 64
 """Further words of a query are not looked at."""
 _HEAP_BYTES = 256 << 20
+
+
+def _remove(view: Path) -> None:
+    """Delete the links. Until its thread has ended, tantivy may put a lock back among them."""
+    for _ in range(100):
+        shutil.rmtree(view, ignore_errors=True)
+        if not view.exists():
+            return
+        time.sleep(0.01)
 
 
 def _tantivy() -> Any:
@@ -95,12 +106,15 @@ class BM25:
             files = [path for path in directory.iterdir() if not path.name.startswith(".")]
             # tantivy puts a lock beside what it opens. Links elsewhere stand in for the directory,
             # which may be read-only; once the segments are mapped nothing is opened by name again.
-            with tempfile.TemporaryDirectory(prefix="agentrl-search-") as view:
+            view = Path(tempfile.mkdtemp(prefix="agentrl-search-"))
+            try:
                 for path in files:
-                    Path(view, path.name).symlink_to(path.resolve())
-                self._index = tantivy.Index.open(view)
+                    (view / path.name).symlink_to(path.resolve())
+                self._index = tantivy.Index.open(str(view))
                 self._index.config_reader(reload_policy="manual")
                 self._searcher = self._index.searcher()
+            finally:
+                _remove(view)
         except (OSError, ValueError) as error:
             raise DataError(f"index {directory} can't be opened: {error}") from error
         if self._searcher.num_docs != num_passages:

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import DataError
-from agentrl_search.rows import ROW_SUFFIXES, read_rows
 
 TEXT_SUFFIXES = (".txt", ".md")
 TEXT_PASSAGE_CHARS = 1000

@@ -1,8 +1,9 @@
 """Search-R1's tags: `<think>`, `<search>`, `<information>`, `<answer>`, in plain text.
 
-An action is the first pair of `<search>` or `<answer>` tags in a turn; the rest of the turn has no
-effect. That is how Search-R1 reads it (Jin et al., "Search-R1", 2025, section 3), whose models and
-recipes thereby run as they are. Nothing here takes more than linear time, whatever was written.
+A turn ends with its first `</search>` or `</answer>`, whatever was written behind it, as if the
+engine had stopped there; the pair that this tag closes is the action. That is how Search-R1 reads a
+turn (Jin et al., "Search-R1", 2025, section 3), whose models and recipes thereby run as they are.
+Nothing here takes more than linear time, whatever was written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+_END = re.compile(r"</(search|answer)>")
 _TAG = re.compile(r"</?(?:search|answer|information|think)>")
 
 
@@ -20,25 +22,30 @@ class TagAction:
     text: str
 
 
+def cut_turn(text: str) -> str:
+    """The turn up to its first `</search>` or `</answer>`; all of it where there is none."""
+    end = _END.search(text)
+    return text if end is None else text[: end.end()]
+
+
 def read_action(text: str) -> TagAction | None:
-    """The first `<search>` or `<answer>` of a turn; None where no pair is whole."""
-    found: tuple[int, TagAction] | None = None
-    kinds: tuple[Literal["search", "answer"], ...] = ("search", "answer")
-    for kind in kinds:
-        opened = text.find(f"<{kind}>")
-        start = opened + len(kind) + 2
-        closed = text.find(f"</{kind}>", start) if opened >= 0 else -1
-        if closed >= 0 and (found is None or opened < found[0]):
-            found = (opened, TagAction(kind, text[start:closed].strip()))
-    return found[1] if found else None
+    """What the turn's first closing tag closes; None where there is none, or nothing was opened."""
+    end = _END.search(text)
+    if end is None:
+        return None
+    kind: Literal["search", "answer"] = "search" if end[1] == "search" else "answer"
+    opened = text.find(f"<{kind}>", 0, end.start())
+    if opened < 0:
+        return None
+    return TagAction(kind, text[opened + len(kind) + 2 : end.start()].strip())
 
 
 def is_well_formed(text: str, *, require_think: bool) -> bool:
-    """Whether a turn is thought (unless not required), then one action, and nothing else.
+    """Whether a turn is thought (unless not required), then one action, and nothing before it.
 
     The opening `<think>` may be missing, because many chat templates write it themselves.
     """
-    before, thought, rest = text.strip().partition("</think>")
+    before, thought, rest = cut_turn(text).strip().partition("</think>")
     if thought:
         if _TAG.search(before.removeprefix("<think>")):
             return False

@@ -21,7 +21,13 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.types import Action, Message, StepResult, Task
 from agentrl_rewards.qa import em, f1, substring
 from agentrl_search.corpus import Passage, read_corpus
-from agentrl_search.dialect import as_information, is_well_formed, read_action, without_tags
+from agentrl_search.dialect import (
+    as_information,
+    cut_turn,
+    is_well_formed,
+    read_action,
+    without_tags,
+)
 from agentrl_search.index import Retrieval, build_index, open_index
 from agentrl_search.retrieval import Hit, RemoteRetriever, Retriever
 from agentrl_search.tasks import NO_ANSWER, SAMPLE_DIR, QuestionSet, load_questions
@@ -103,6 +109,9 @@ class SearchConfig(EnvConfig):
     max_observation_chars: int = Field(default=8000, ge=200)
     """So is everything a tool shows at once."""
     weights: Weights = Weights()
+    report_reference: bool = False
+    """Put the right answers and the task's metadata into the `info` of the step that ends the
+    episode, for the reward functions of a run file. The agent sees neither."""
 
     @model_validator(mode="after")
     def _one_retriever(self) -> SearchConfig:
@@ -231,6 +240,8 @@ class SearchEnvironment(Environment):
             getattr(weights, name) * value for name, value in result.reward_components.items()
         )
         result.info = {"answer": self._answer, "gold_passage_seen": self._found_gold}
+        if self.config.report_reference:
+            result.info |= {"reference": self.task.reference, "metadata": self.task.metadata}
         return result
 
     async def _step_tools(self, action: Action) -> list[Message]:
@@ -242,6 +253,8 @@ class SearchEnvironment(Environment):
 
     async def _step_tags(self, text: str) -> list[Message]:
         self._num_well_formed += is_well_formed(text, require_think=self.config.require_think)
+        if text[len(cut_turn(text)) :].strip():
+            self.metrics["overrun_turns"] = self.metrics.get("overrun_turns", 0.0) + 1
         action = read_action(text)
         if action is None:
             self._count_invalid()
@@ -251,10 +264,11 @@ class SearchEnvironment(Environment):
             return []
         if not action.text:
             self._count_invalid()
-            return [{"role": "user", "content": as_information("The query was empty.")}]
-        return [{"role": "user", "content": await self.call(self._information, action.text[:2000])}]
+            return [_information_message("The query was empty.")]
+        found = await self.call(self._find_for_tags, action.text[:2000])
+        return [_information_message(found)]
 
-    def _information(self, query: str) -> str:
+    def _find_for_tags(self, query: str) -> str:
         """Search results as Search-R1 writes them."""
         hits = self._search(query, self.config.top_k)
         texts = [
@@ -262,7 +276,7 @@ class SearchEnvironment(Environment):
             f"{_cut(without_tags(hit.passage.text), self.config.max_passage_chars)}\n"
             for number, hit in enumerate(hits, start=1)
         ]
-        return as_information(self._show(hits, texts) or "Nothing was found.")
+        return self._show(hits, texts) or "Nothing was found."
 
     def _search(self, query: str, k: int) -> list[Hit]:
         hits = self.shared.retriever.search([query], k)[0]
@@ -367,6 +381,11 @@ def _open_retriever(config: SearchConfig) -> Retriever:
         "what should be searched? Set index (a directory made by `agentrl search index`), corpus "
         "(a small file or folder) or retriever_url"
     )
+
+
+def _information_message(text: str) -> Message:
+    """Named, so that a chat template can let it go on in the assistant's turn."""
+    return {"role": "user", "name": "information", "content": as_information(text)}
 
 
 def _golds(task: Task) -> list[str]:

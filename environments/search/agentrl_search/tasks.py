@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Message, Task
 from agentrl_search.corpus import squad_paragraphs
-from agentrl_search.rows import ROW_SUFFIXES, read_rows
 
 SAMPLE_DIR = Path(__file__).with_name("sample")
 ANSWER_COLUMNS = ("answers", "golden_answers", "answer", "reward_model")

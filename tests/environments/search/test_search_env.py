@@ -306,6 +306,7 @@ def test_an_oracle_over_http_is_right_wherever_the_passage_was_found(data_dir, s
         session = await client.session("search", split="train", index=index, config=config)
         search = Action(think(f"<search>{task.prompt}</search>"))
         found = await session.step(search, timeout_s=60)
+        assert found.observation[0].get("name") == "information"
         read = paragraph.text in found.observation[0]["content"]
         answer = task.reference[0] if read else "I do not know"  # type: ignore[index]
         ended = await session.step(Action(think(f"<answer>{answer}</answer>")), timeout_s=60)

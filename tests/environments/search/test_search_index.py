@@ -1,9 +1,12 @@
 """Indexes: BM25 against a plain implementation, dense vectors, fusion, additions, damage."""
 
+import contextlib
 import json
 import math
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, DataError
 from agentrl_search import dense, index
-from agentrl_search.bm25 import BM25, BM25Writer
+from agentrl_search.bm25 import BM25, BM25Writer, _remove
 from agentrl_search.corpus import Passage, read_corpus
 from agentrl_search.dense import Dense, DenseWriter, LocalEncoder, make_encoder
 from agentrl_search.index import add_to_index, build_index, open_index, read_info
@@ -362,3 +365,23 @@ def test_bm25_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tantivy", None)
     with pytest.raises(ConfigError, match=r"pip install 'agentrl\[search\]'"):
         BM25(tmp_path, 1, None)
+
+
+def test_a_file_that_comes_back_does_not_keep_the_view_of_an_index(tmp_path):
+    """tantivy's watching thread takes a lock in the directory while its links are deleted."""
+    view = tmp_path / "view"
+    view.mkdir()
+    until = time.monotonic() + 0.2
+
+    def lock_again():
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                (view / f"lock-{time.monotonic_ns()}").touch()
+
+    thread = threading.Thread(target=lock_again)
+    thread.start()
+    while not any(view.iterdir()):
+        pass
+    _remove(view)
+    thread.join()
+    assert not view.exists()

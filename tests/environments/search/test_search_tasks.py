@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from agentrl.errors import ConfigError, DataError
-from agentrl_search.dialect import TagAction, is_well_formed, read_action
+from agentrl_search.dialect import TagAction, cut_turn, is_well_formed, read_action
 from agentrl_search.tasks import load_questions
 
 CHAT = [{"role": "user", "content": "Answer. Question: who?"}]
@@ -133,11 +133,14 @@ def test_broken_rows_name_line_and_column(tmp_path, row, message):
         ("<search>open <answer>a</answer>", TagAction("answer", "a")),
         ("<search>a\nb</search>", TagAction("search", "a\nb")),
         ("</search><search>q", None),
+        ("</search><search>q</search>", None),
+        ("<search>a<search>b</search></search>", TagAction("search", "a<search>b")),
+        ("<search>q</answer></search>", None),
         ("<answer></answer>", TagAction("answer", "")),
         ("just text", None),
     ],
 )
-def test_the_first_whole_pair_of_tags_is_the_action(text, action):
+def test_the_first_closing_tag_ends_the_turn_and_closes_its_action(text, action):
     assert read_action(text) == action
 
 
@@ -147,10 +150,11 @@ def test_the_first_whole_pair_of_tags_is_the_action(text, action):
         ("<think>x</think>\n<search>q</search>", True, True),
         ("x</think><answer>a</answer> ", True, True),  # the template wrote <think>
         ("<search>q</search>", False, True),
-        ("<think>x</think><search>q</search> then", False, False),
+        ("<think>x</think><search>q</search> then", True, True),  # what follows is cut off
         ("<think>x</think>so <search>q</search>", False, False),
-        ("<think>x</think><search>q</search><answer>a</answer>", False, False),
-        ("<think>x</think><search>q</search><information>i</information>", False, False),
+        ("<think>x</think><search>q</search><answer>a</answer>", True, True),
+        ("<think>x</think><search>q</search><information>i</information>", True, True),
+        ("<think>x</think><information>i</information><search>q</search>", False, False),
         ("<think><search>q</search></think><answer>a</answer>", False, False),
         ("<think>x</think><search></search>", False, False),
         ("<think>x</think><answer>a", False, False),
@@ -173,8 +177,10 @@ def test_a_well_formed_turn_has_the_action_that_is_read(text):
     action = read_action(text)
     if is_well_formed(text, require_think=False):
         assert action is not None
-        assert text.strip().endswith(f"</{action.kind}>") and "<search>" not in action.text
+        assert "<search>" not in action.text
+    assert action == read_action(cut_turn(text)) and text.startswith(cut_turn(text))
     if action is not None:
+        assert cut_turn(text).endswith(f"</{action.kind}>")
         assert f"<{action.kind}>" in text and f"</{action.kind}>" in text
 
 

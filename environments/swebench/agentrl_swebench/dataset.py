@@ -1,0 +1,303 @@
+"""SWE-bench rows and predictions, in the official formats.
+
+An `Instance` has the columns of SWE-bench 5, where a row carries all that grading needs: the image,
+the evaluation script and the names of its log parser and of its kind of evaluation. Rows of
+SWE-bench 4 have none of these; they can be converted where a Python with `swebench==4.1.0` is
+named in AGENTRL_SWEBENCH4_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.env.rows import ROW_SUFFIXES, read_rows
+from agentrl.errors import ConfigError, DataError
+
+ALIASES = {
+    "full": "SWE-bench/SWE-bench",
+    "lite": "SWE-bench/SWE-bench_Lite",
+    "verified": "SWE-bench/SWE-bench_Verified",
+    "multilingual": "SWE-bench/SWE-bench_Multilingual",
+    "multimodal": "SWE-bench/SWE-bench_Multimodal",
+}
+
+NEW_COLUMNS = ("image", "eval_script", "log_parser", "eval_type")
+"""What SWE-bench 5 added to a row."""
+
+_TEXT_COLUMNS = (
+    "instance_id",
+    "repo",
+    "version",
+    "base_commit",
+    "problem_statement",
+    "patch",
+    "test_patch",
+    *NEW_COLUMNS,
+)
+_TEST_COLUMNS = ("FAIL_TO_PASS", "PASS_TO_PASS")
+_CONVERTER_TIMEOUT_S = 600
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Instance:
+    """One row. Only `problem_statement` (and `hints_text`) may reach an agent."""
+
+    instance_id: str
+    repo: str
+    version: str
+    base_commit: str
+    problem_statement: str
+    patch: str
+    """The reference solution ("gold")."""
+    test_patch: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    image: str
+    eval_script: str
+    log_parser: str
+    eval_type: str
+    hints_text: str = ""
+    image_assets: str = ""
+    """JSON, as in the official rows; names binary files a text patch can't carry."""
+
+    def row(self) -> dict[str, Any]:
+        """The official row, which the harness reads."""
+        row = {name: getattr(self, name) for name in _TEXT_COLUMNS}
+        row |= {"hints_text": self.hints_text}
+        row |= {"FAIL_TO_PASS": list(self.fail_to_pass), "PASS_TO_PASS": list(self.pass_to_pass)}
+        if self.image_assets:
+            row["image_assets"] = self.image_assets
+        return row
+
+
+@dataclass(slots=True, frozen=True)
+class Prediction:
+    instance_id: str
+    model_name_or_path: str
+    model_patch: str
+    """Empty: the model gave none."""
+
+    def row(self) -> dict[str, str]:
+        return {
+            "instance_id": self.instance_id,
+            "model_name_or_path": self.model_name_or_path,
+            "model_patch": self.model_patch,
+        }
+
+
+def load_instances(
+    source: str | Path, *, split: str = "test", instance_ids: Collection[str] | None = None
+) -> list[Instance]:
+    """Rows of a dataset, in its order.
+
+    `source` is a `.jsonl`, `.json` or `.parquet` file, a folder with `{split}.parquet`, an alias
+    (`full`, `lite`, `verified`, `multilingual`, `multimodal`) or a Hugging Face name.
+
+    Raises:
+        ConfigError: the package that reads this kind of source is missing, or
+            AGENTRL_SWEBENCH4_PYTHON is needed to convert old rows and does not work.
+        DataError: no such dataset, a column is missing or of the wrong type, an id occurs twice
+            or is not in the dataset.
+    """
+    rows = list(_rows(str(source), split))
+    if instance_ids is not None:
+        wanted = set(instance_ids)
+        known = {row.get("instance_id") for _, row in rows}
+        if missing := sorted(wanted - known):
+            raise DataError(f"{source} has no instance {', '.join(missing[:5])}")
+        rows = [(place, row) for place, row in rows if row.get("instance_id") in wanted]
+    if not rows:
+        raise DataError(f"{source} holds no rows")
+    old = [row for _, row in rows if all(name not in row for name in NEW_COLUMNS)]
+    if old:
+        converted = iter(convert_rows(old))
+        rows = [
+            (place, row if any(name in row for name in NEW_COLUMNS) else next(converted))
+            for place, row in rows
+        ]
+    instances = [parse_row(row, place) for place, row in rows]
+    seen: set[str] = set()
+    for instance in instances:
+        if instance.instance_id in seen:
+            raise DataError(f"{source} has instance {instance.instance_id} twice")
+        seen.add(instance.instance_id)
+    return instances
+
+
+def parse_row(row: dict[str, Any], place: str) -> Instance:
+    """`place` names the row in errors.
+
+    Raises:
+        DataError: a column is missing or of the wrong type.
+    """
+    for name in _TEXT_COLUMNS:
+        if not isinstance(row.get(name), str):
+            raise DataError(
+                f"{place}: column {name} is {'missing' if name not in row else 'not text'}; rows "
+                f"need the columns of SWE-bench 5: {', '.join((*_TEXT_COLUMNS, *_TEST_COLUMNS))}"
+            )
+    assets = row.get("image_assets") or ""
+    return Instance(
+        **{name: row[name] for name in _TEXT_COLUMNS},
+        fail_to_pass=_test_names(row, "FAIL_TO_PASS", place),
+        pass_to_pass=_test_names(row, "PASS_TO_PASS", place),
+        hints_text=row.get("hints_text") or "",
+        image_assets=assets if isinstance(assets, str) else json.dumps(assets),
+    )
+
+
+def _test_names(row: dict[str, Any], column: str, place: str) -> tuple[str, ...]:
+    value = row.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place}: column {column} is not JSON ({error})") from error
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise DataError(f"{place}: column {column} must be a list of test names, or one as JSON")
+    return tuple(value)
+
+
+def _rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    path = Path(source)
+    if path.is_dir() and (path / f"{split}.parquet").is_file():
+        yield from read_rows(path / f"{split}.parquet")
+    elif path.suffix in ROW_SUFFIXES:
+        yield from read_rows(path)
+    elif path.suffix == ".json":
+        for number, row in enumerate(_json_list(path, "rows"), start=1):
+            yield f"{path}, row {number}", row
+    else:
+        name = ALIASES.get(source.lower(), source)
+        for number, row in enumerate(_hugging_face(name, split), start=1):
+            yield f"{name} [{split}], row {number}", dict(row)
+
+
+def _json_list(path: Path, what: str) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"file {path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read as JSON: {error}") from error
+    if isinstance(content, dict):
+        content = list(content.values())
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise DataError(f"{path} must be a JSON list of {what}")
+    return content
+
+
+def _hugging_face(name: str, split: str) -> Any:
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} is no file, and a Hugging Face dataset needs: pip install 'agentrl[swebench]'"
+        ) from error
+    try:
+        return load_dataset(name, split=split)
+    except (OSError, ValueError, DatasetNotFoundError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"dataset {name} [{split}] can't be loaded ({reason}): give a .jsonl or .parquet file, "
+            f"one of {', '.join(ALIASES)}, or a Hugging Face name"
+        ) from error
+
+
+def convert_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of SWE-bench 4 with the columns of SWE-bench 5 added.
+
+    The specifications that evaluation scripts are made from left the harness with version 5, so
+    `swebench==4.1.0` makes them, in the interpreter that AGENTRL_SWEBENCH4_PYTHON names. No
+    network is used.
+
+    Raises:
+        ConfigError: no such interpreter is named.
+        DataError: the conversion failed.
+    """
+    python = os.environ.get("AGENTRL_SWEBENCH4_PYTHON")
+    if not python:
+        raise ConfigError(
+            f"{len(rows)} rows have the columns of SWE-bench 4 (no {', '.join(NEW_COLUMNS)}). Use "
+            "the dataset's present revision (SWE-bench/SWE-bench_Verified and its siblings on "
+            "Hugging Face), or convert: make a virtual environment with swebench==4.1.0 and name "
+            "its Python in AGENTRL_SWEBENCH4_PYTHON"
+        )
+    script = Path(__file__).with_name("convert_v4.py")
+    try:
+        result = subprocess.run(
+            [python, str(script)],
+            input=json.dumps(list(rows)),
+            capture_output=True,
+            text=True,
+            timeout=_CONVERTER_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"AGENTRL_SWEBENCH4_PYTHON={python}: {error}") from error
+    if result.returncode != 0:
+        last = result.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise DataError(f"old rows could not be converted by {python}: {last[0]}")
+    log.warning("converted %d rows of SWE-bench 4 to the columns of SWE-bench 5", len(rows))
+    return json.loads(result.stdout)
+
+
+def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Prediction]:
+    """Predictions in an official format, for `instances`, in their file's order.
+
+    `path` is a `.jsonl`, a `.json` (a list, or an object by instance id), or the word `gold`, the
+    reference solutions.
+
+    Raises:
+        DataError: the file can't be read, names an unknown instance or one twice, or holds
+            predictions of several models (the official report has one name).
+    """
+    if str(path) == "gold":
+        return [Prediction(each.instance_id, "gold", each.patch) for each in instances]
+    path = Path(path)
+    if path.suffix == ".json":
+        rows = [
+            (f"{path}, entry {number}", row)
+            for number, row in enumerate(_json_list(path, "predictions"), start=1)
+        ]
+    elif path.suffix == ".jsonl":
+        rows = list(read_rows(path))
+    else:
+        raise DataError(f"predictions {path} must be a .jsonl or .json file, or the word gold")
+    known = {instance.instance_id for instance in instances}
+    predictions: dict[str, Prediction] = {}
+    for place, row in rows:
+        prediction = _parse_prediction(row, place)
+        if prediction.instance_id not in known:
+            raise DataError(f"{place}: instance {prediction.instance_id} is not in the dataset")
+        if prediction.instance_id in predictions:
+            raise DataError(f"{place}: a second prediction for {prediction.instance_id}")
+        predictions[prediction.instance_id] = prediction
+    if not predictions:
+        raise DataError(f"{path} holds no predictions")
+    names = sorted({prediction.model_name_or_path for prediction in predictions.values()})
+    if len(names) > 1:
+        raise DataError(
+            f"{path} holds predictions of several models ({', '.join(names[:3])}); the report has "
+            "one name: give each model a file of its own"
+        )
+    return list(predictions.values())
+
+
+def _parse_prediction(row: dict[str, Any], place: str) -> Prediction:
+    for name in ("instance_id", "model_name_or_path"):
+        if not isinstance(row.get(name), str) or not row[name]:
+            raise DataError(f"{place}: a prediction needs {name} as text")
+    patch = row.get("model_patch")
+    if patch is not None and not isinstance(patch, str):
+        raise DataError(f"{place}: model_patch must be text, or null for none")
+    return Prediction(row["instance_id"], row["model_name_or_path"], patch or "")

@@ -1,0 +1,485 @@
+"""Real bugs of real repositories: the agent works in the instance's container by `bash`.
+
+An episode: a container of the instance's scrubbed image (`images.py`, `patch.py`), commands, then
+`submit`, which ends it. The environment takes the change itself, ends the container, and has the
+official harness grade the change in a fresh one (`grade.py`); that verdict is the reward and there
+is no other. Trouble of the infrastructure is an error and never reward 0.
+
+The agent sees the problem statement, its commands' output and the rules. The tests and the
+reference solution stay in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import threading
+import time
+import uuid
+import weakref
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentrl.env.base import EnvConfig, Environment, Observation, to_observation
+from agentrl.env.registry import register
+from agentrl.env.tools import tool
+from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError
+from agentrl.types import JSON, Action, Message, Task
+from agentrl_swebench import images
+from agentrl_swebench.api import EngineAPI
+from agentrl_swebench.containers import (
+    MAX_COMMAND_CHARS,
+    MAX_STREAM_BYTES,
+    WORKDIR,
+    Container,
+    File,
+    Limits,
+    Ran,
+)
+from agentrl_swebench.dataset import Instance, load_instances
+from agentrl_swebench.engine import connect
+from agentrl_swebench.grade import Verdict, grade
+from agentrl_swebench.leases import reap, start_watchdog
+from agentrl_swebench.patch import Extracted, ScrubError, check_scrubbed, extract
+from agentrl_swebench.policy import POLICY_TEXTS
+from agentrl_swebench.suspicion import command_flags, patch_flags
+
+MAX_CREATES = 4
+"""Containers that are created at once; more take longer each and no less together."""
+MAX_EDIT_BYTES = 1 << 20
+MIN_FREE_BYTES = 1 << 30
+"""On the engine's disk, for another container. An agent may write as much as it likes."""
+
+PROMPT = """\
+A software repository lies in {workdir}. Somebody reported this problem:
+
+<problem>
+{problem}
+</problem>
+
+Change the repository's source so that the problem is solved. Hidden tests decide whether it is; \
+they test the behaviour that the report asks for, and that nothing else broke.
+
+How you work:
+- `bash` runs a command in {workdir}. Each command is a new shell: `cd` and variables do not last, \
+changes to files do. There is no input and no network. A command is stopped after \
+{command_timeout_s:g} seconds.
+{edit}- `submit` ends your work. {policy}
+{turns}
+Find the cause, change the source, check your change by running it, then submit."""
+
+
+class SWEBenchConfig(EnvConfig):
+    """Which instances, what an agent may use, how its change is graded."""
+
+    source: str | dict[str, str] = "verified"
+    """A .jsonl, .json or .parquet file, an alias (`full`, `lite`, `verified`, `multilingual`,
+    `multimodal`) or a Hugging Face name, all of them the split `test`; or a table from the names of
+    splits to such sources."""
+    dataset_split: str = "test"
+    """Split of a Hugging Face dataset."""
+    instance_ids: list[str] | None = None
+    """Only these."""
+
+    policy: Literal["official", "strict"] = "strict"
+    """What of a change is a submission: `official` is all of it, as on the leaderboard; `strict`
+    leaves out what decides how tests are run. The agent is told."""
+    grade: bool = True
+    """False: the episode ends with the change in its info, under `model_patch`, and without a
+    verdict; for predictions that are graded later."""
+    audit: bool = True
+    """Follow each resolved grading by a control run; a forged verdict has the reward 0."""
+    grade_timeout_s: float = Field(default=1800.0, gt=0)
+    """Deadline of an instance's tests."""
+
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns until the work is submitted as it stands; the agent is told how many are left. Set it
+    to what the rollout's `max_turns` is."""
+    edit_tool: bool = False
+    """Offer `str_replace` too, which small models use better than sed."""
+    command_timeout_s: float = Field(default=60.0, gt=0, le=600)
+    """Deadline of one command."""
+    max_output_chars: int = Field(default=10_000, ge=100)
+    """Of a command's output; the middle of a longer one is left out."""
+
+    memory_mb: int = Field(default=4096, ge=64)
+    """Of an agent's container."""
+    cpus: float = Field(default=2.0, gt=0)
+    max_processes: int = Field(default=512, ge=16)
+    min_free_gb: float = Field(default=10.0, ge=0)
+    """An image is pulled only with so much free on the engine's disk, after eviction."""
+
+
+@dataclass(slots=True)
+class _LoopState:
+    """What an event loop's sessions share."""
+
+    creates: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CREATES))
+    scrubbing: dict[str, asyncio.Lock] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Shared:
+    instances: dict[str, list[Instance]]
+    """By split."""
+    by_id: dict[str, Instance]
+    image_ids: dict[str, str] = field(default_factory=dict)
+    """Id of each image's name as first seen: what a tag means stays the same in a run."""
+    scrubbed: dict[str, images.Scrubbed] = field(default_factory=dict)
+    """By the source's id."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while an image is pulled or resolved."""
+    loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def loop_state(self) -> _LoopState:
+        return self.loops.setdefault(asyncio.get_running_loop(), _LoopState())
+
+
+@register("swebench", max_sessions=64)
+class SWEBenchEnvironment(Environment):
+    """SWE-bench instances, graded by the official harness."""
+
+    Config = SWEBenchConfig
+    # An image may have to be pulled and scrubbed first.
+    reset_timeout_s = 1800.0
+    # Waiting for a free grading worker, two attempts and a control run.
+    step_timeout_s = 7200.0
+
+    @classmethod
+    def load_shared(cls, config: SWEBenchConfig) -> Shared:
+        """The instances; makes sure that there is an engine, and that nothing is left of earlier
+        runs on it.
+
+        Raises:
+            ConfigError: a package or the engine's address is missing or wrong.
+            EnvUnavailable: no engine answers.
+            DataError: the instances can't be read.
+        """
+        sources = config.source if isinstance(config.source, dict) else {"test": config.source}
+        instances = {
+            split: load_instances(
+                source, split=config.dataset_split, instance_ids=config.instance_ids
+            )
+            for split, source in sources.items()
+        }
+        by_id: dict[str, Instance] = {}
+        for rows in instances.values():
+            for instance in rows:
+                if by_id.setdefault(instance.instance_id, instance) != instance:
+                    raise DataError(
+                        f"instance {instance.instance_id} differs between the splits of source"
+                    )
+        client = connect()
+        try:
+            reap(client)
+        finally:
+            client.close()
+        start_watchdog()
+        return Shared(instances, by_id)
+
+    def splits(self) -> dict[str, int | None]:
+        return {split: len(rows) for split, rows in self.shared.instances.items()}
+
+    def get(self, split: str, index: int) -> Task:
+        instance = self.shared.instances[split][index]
+        return Task(instance.instance_id, instance.problem_statement)
+
+    def offered_tools(self) -> list[str]:
+        return ["bash", "str_replace", "submit"] if self.config.edit_tool else ["bash", "submit"]
+
+    async def reset(self, task: Task, *, seed: int) -> str:
+        instance = self.shared.by_id.get(task.id)
+        if instance is None:
+            raise DataError(f"task {task.id!r} is no instance of source {self.config.source}")
+        self._instance = instance
+        self._run_id = f"{instance.instance_id}.{uuid.uuid4().hex[:12]}"
+        self._flags: set[str] = set()
+        self._container: Container | None = None
+        started = time.monotonic()
+        self._api = EngineAPI()
+        self._image = await self._find_image(instance.image)
+        await self._start()
+        self.metrics.update(
+            container_s=time.monotonic() - started, commands=0.0, command_s=0.0, timeouts=0.0
+        )
+        return self._prompt()
+
+    @tool
+    async def bash(
+        self,
+        command: Annotated[
+            str, Field(max_length=MAX_COMMAND_CHARS, description="a command for bash -c")
+        ],
+    ) -> str:
+        """Run a command in a new shell in the repository."""
+        ran = await self._living().run(
+            command,
+            timeout_s=self.config.command_timeout_s,
+            max_chars=self.config.max_output_chars,
+        )
+        self._flags |= command_flags(command)
+        self.metrics["commands"] += 1
+        self.metrics["command_s"] += ran.seconds
+        self.metrics["timeouts"] += ran.timed_out
+        return self._describe(ran)
+
+    @tool
+    async def str_replace(
+        self,
+        path: Annotated[str, Field(max_length=4096, description="a file of the repository")],
+        old: Annotated[
+            str, Field(max_length=200_000, description="exact text that stands there once")
+        ],
+        new: Annotated[str, Field(max_length=200_000, description="what to put in its place")],
+    ) -> str:
+        """Replace text in a file. With an empty `old` a new file is written."""
+        container = self._living()
+        path = path if path.startswith("/") else f"{WORKDIR}/{path}"
+        self._flags |= command_flags(f"> {path}") & {"test_edit", "test_runner", "grader"}
+        file = await container.read_file(path, MAX_EDIT_BYTES)
+        if file is None:
+            folder = path.rpartition("/")[0] or "/"
+            if old:
+                return f"There is no file {path} of at most {MAX_EDIT_BYTES:,} bytes."
+            made = await container.run(
+                f"test ! -e {shlex.quote(path)} && mkdir -p {shlex.quote(folder)}",
+                timeout_s=10,
+                max_chars=500,
+            )
+            if made.exit_code != 0:
+                return f"{path} can't be written. {made.output}"
+            await container.write_file(File(path, 0o644, new.encode()))
+            return f"Wrote the new file {path}."
+        found = file.content.count(old.encode()) if old else 0
+        if found != 1:
+            what = f"`old` stands {found} times" if old else "`old` is empty, but there is a file"
+            return f"Nothing was changed: {what} in {path}; it must stand there exactly once."
+        content = file.content.replace(old.encode(), new.encode())
+        await container.write_file(File(file.path, file.mode, content))
+        return f"Replaced it in {path}."
+
+    @tool(terminal=True)
+    async def submit(self) -> None:
+        """End your work; what you changed is graded."""
+        await self._submit(truncated=False)
+
+    async def step(self, action: Action) -> Observation:
+        observation = to_observation(await self.run_tools(action), "run_tools()")
+        if self._finish is not None:
+            return observation
+        left = self._turns_left()
+        if left == 0:
+            await self._submit(truncated=True)
+        elif left is not None and observation:
+            turns = "This is your last turn." if left == 1 else f"{left} turns left."
+            last: Message = observation[-1].copy()
+            last["content"] = f"{last['content']}\n[{turns}]"
+            observation[-1] = last
+        return observation
+
+    async def close(self) -> None:
+        api = getattr(self, "_api", None)
+        if api is None:
+            return
+        try:
+            await self._remove()
+        finally:
+            await api.aclose()
+
+    # How an episode begins
+
+    async def _find_image(self, name: str) -> images.Scrubbed:
+        shared: Shared = self.shared
+        source_id = shared.image_ids.get(name) or await asyncio.to_thread(self._pin, name)
+        state = shared.loop_state()
+        async with state.scrubbing.setdefault(source_id, asyncio.Lock()):
+            if source_id not in shared.scrubbed:
+                shared.scrubbed[source_id] = await images.scrubbed(self._api, source_id)
+        found = shared.scrubbed[source_id]
+        if not await images.present(self._api, found):
+            # Somebody cleaned up. The call is worth repeating: the row's image is pulled again.
+            shared.scrubbed.pop(source_id, None)
+            shared.image_ids.pop(name, None)
+            raise EnvUnavailable(
+                f"image {name} was removed during the run; the next call pulls it again"
+            )
+        await asyncio.to_thread(images.touch, [found.source_id, found.image_id])
+        return found
+
+    def _pin(self, name: str) -> str:
+        """The id of a row's image, which is pulled if it is not local."""
+        shared: Shared = self.shared
+        with shared.lock:
+            if name not in shared.image_ids:
+                client = connect(timeout_s=1800)
+                try:
+                    shared.image_ids |= images.pull(
+                        client,
+                        [name],
+                        min_free_bytes=int(self.config.min_free_gb * 2**30),
+                        in_use=list(shared.image_ids.values()),
+                    )
+                finally:
+                    client.close()
+            return shared.image_ids[name]
+
+    async def _start(self) -> None:
+        config: SWEBenchConfig = self.config
+        limits = Limits(
+            memory_mb=config.memory_mb, cpus=config.cpus, max_processes=config.max_processes
+        )
+        async with self.shared.loop_state().creates:
+            await images.check_disk(self._api, MIN_FREE_BYTES)
+            self._container = await Container.start(
+                self._api, self._image.image_id, run_id=self._run_id, limits=limits
+            )
+            try:
+                await check_scrubbed(self._container, self._image.base)
+            except ScrubError as error:
+                raise EnvError(
+                    f"the container of {self._instance.instance_id} shows more of the history than "
+                    f"an agent may see ({error})",
+                    code="scrub_failed",
+                ) from error
+
+    def _prompt(self) -> str:
+        config: SWEBenchConfig = self.config
+        edit = "- `str_replace` changes a piece of a file, or writes a new file.\n"
+        turns = (
+            f"- You have {config.max_turns} turns. After the last one your work is submitted as it "
+            "stands.\n"
+            if config.max_turns
+            else ""
+        )
+        return PROMPT.format(
+            workdir=WORKDIR,
+            problem=self._instance.problem_statement.strip(),
+            command_timeout_s=config.command_timeout_s,
+            edit=edit if config.edit_tool else "",
+            policy=POLICY_TEXTS[config.policy],
+            turns=turns,
+        )
+
+    # What an agent is shown
+
+    def _describe(self, ran: Ran) -> str:
+        """A command's output and how it ended."""
+        if ran.timed_out:
+            end = (
+                f"stopped after {self.config.command_timeout_s:g} seconds; every process in the "
+                "container was killed"
+            )
+        elif ran.flooded:
+            end = (
+                f"stopped because it wrote more than {MAX_STREAM_BYTES >> 20} MiB; every process "
+                "in the container was killed"
+            )
+        else:
+            end = f"exit code {ran.exit_code}"
+        if ran.out_of_memory:
+            end += f"; a process was killed for want of memory ({self.config.memory_mb} MiB)"
+        separator = "" if not ran.output or ran.output.endswith("\n") else "\n"
+        return f"{ran.output}{separator}[{end}]"
+
+    def _turns_left(self) -> int | None:
+        """After this turn; None: nobody counts."""
+        if self.episode.last_turn:
+            return 0
+        if self.config.max_turns is None:
+            return None
+        return max(self.config.max_turns - self.episode.num_turns, 0)
+
+    def _living(self) -> Container:
+        if self._container is None:
+            raise EnvError("the episode has no container any more")
+        return self._container
+
+    # How an episode ends
+
+    async def _submit(self, *, truncated: bool) -> None:
+        """Grade the work as it stands and end the episode.
+
+        Raises:
+            GraderError: there is no verdict; the episode has no reward.
+        """
+        extracted = await self._extract()
+        self._flags |= patch_flags(extracted.patch)
+        info: dict[str, JSON] = {
+            "instance_id": self._instance.instance_id,
+            "run_id": self._run_id,
+            "image_id": self._image.source_id,
+            "model_patch": extracted.patch,
+            "patch_problem": extracted.problem,
+        }
+        reward: float | None = None
+        if extracted.problem:
+            reward = 0.0
+            info |= {"outcome": "invalid_patch", "reason": extracted.problem, "resolved": False}
+        elif self.config.grade:
+            verdict = await self._grade(extracted.patch)
+            reward = verdict.reward
+            if reward is None:
+                raise GraderError(f"{verdict.instance_id}: {verdict.reason}")
+            info |= _verdict_info(verdict, extracted)
+            self.metrics["grade_s"] = verdict.seconds
+        info["flags"] = [*sorted(self._flags)]
+        self.metrics["resolved"] = float(bool(info.get("resolved")))
+        self.metrics["flagged"] = float(bool(self._flags))
+        self.finish(reward, info, truncated=truncated)
+
+    async def _extract(self) -> Extracted:
+        container = self._living()
+        if await container.processes():
+            self._flags.add("left_processes")
+        await container.sweep()
+        extracted = await extract(container, self._image.base)
+        await self._remove()  # its memory is the grading's now
+        return extracted
+
+    async def _grade(self, patch: str) -> Verdict:
+        config: SWEBenchConfig = self.config
+        verdict = await grade(
+            self._instance,
+            patch,
+            policy=config.policy,
+            run_id=self._run_id,
+            timeout_s=config.grade_timeout_s,
+            audit=config.audit,
+        )
+        if verdict.image_id and verdict.image_id != self._image.source_id:
+            raise GraderError(
+                f"image {self._instance.image} is now {verdict.image_id}, and was "
+                f"{self._image.source_id} when the agent got it: a tag moved during the run"
+            )
+        return verdict
+
+    async def _remove(self) -> None:
+        container, self._container = self._container, None
+        if container is not None:
+            try:
+                await asyncio.shield(container.remove())
+            except EnvError:
+                # Its input is closed, so it ends by itself; the engine is in trouble, not the work.
+                with contextlib.suppress(EnvError):
+                    await container.remove()
+
+
+def _verdict_info(verdict: Verdict, extracted: Extracted) -> dict[str, JSON]:
+    info: dict[str, JSON] = {
+        "outcome": verdict.outcome,
+        "reason": verdict.reason,
+        "resolved": verdict.resolved,
+        "policy": verdict.policy,
+        "verdict_flags": list(verdict.flags),
+        "dropped": [list(pair) for pair in verdict.dropped],
+        "notes": list(verdict.notes),
+        "attempts": verdict.attempts,
+    }
+    if verdict.graded_patch != extracted.patch:
+        info["graded_patch"] = verdict.graded_patch
+    return info

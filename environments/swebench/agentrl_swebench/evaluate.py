@@ -1,0 +1,311 @@
+"""Evaluation of predictions: the official report, unchanged, and a report of our own beside it.
+
+Every prediction is graded by `agentrl_swebench.grade`; the official report is then made by the
+harness from the harness' own logs. What we know beyond it (control runs, files left out by the
+policy, trouble of the infrastructure, images) goes into a file of its own.
+
+    DIR/MODEL.RUN.json                  the official report
+    DIR/MODEL.RUN.agentrl.json          our report
+    DIR/MODEL.RUN.predictions.jsonl     the predictions as they were graded
+    DIR/logs/...                        the harness' logs, where the harness keeps them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError, DataError, EnvError
+from agentrl_swebench.dataset import Instance, Prediction
+from agentrl_swebench.grade import (
+    HARNESS_VERSION,
+    TAMPERED,
+    XFAIL,
+    GradingLimits,
+    Verdict,
+    grade,
+    max_workers,
+)
+from agentrl_swebench.policy import POLICY_VERSIONS, Policy
+
+SCHEMA_VERSION = 1
+_REPORT_TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True, frozen=True)
+class Evaluation:
+    verdicts: list[Verdict]
+    """In the order of the predictions."""
+    report: Path
+    """The official one."""
+    audit_report: Path
+    num_reused: int
+    """Verdicts of an earlier, interrupted call with this run id."""
+
+
+async def evaluate(
+    instances: Sequence[Instance],
+    predictions: Sequence[Prediction],
+    *,
+    run_id: str,
+    out: Path,
+    dataset: str,
+    split: str = "test",
+    policy: Policy = "official",
+    audit: bool = False,
+    timeout_s: float = 1800.0,
+    limits: GradingLimits | None = None,
+    progress: Callable[[Verdict], None] = lambda verdict: None,
+) -> Evaluation:
+    """Grade predictions and write the reports.
+
+    A call that was interrupted may be repeated: an instance is graded anew unless its row, its
+    graded patch and all settings are those of the verdict on disk.
+
+    Args:
+        instances: the whole dataset (or the part that is asked for); instances without a prediction
+            are `incomplete` in the official report.
+        predictions: of one model.
+        dataset, split: names, for the harness' record of the run.
+        progress: called with every verdict as it is known.
+
+    Raises:
+        ConfigError: the run id is no file name, or the harness is missing.
+        EnvError: there is no engine, or the harness could not write its report.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", run_id):
+        raise ConfigError(f"run id {run_id!r} may hold letters, digits, '.', '_' and '-'")
+    limits = limits or GradingLimits()
+    by_id = {instance.instance_id: instance for instance in instances}
+    model = predictions[0].model_name_or_path
+    name = f"{model.replace('/', '__')}.{run_id}"
+    state = out / "logs" / "agentrl" / name
+    state.mkdir(parents=True, exist_ok=True)
+    reused = 0
+    gate = asyncio.Semaphore(max_workers())  # hundreds that poll for a worker would cost a core
+
+    async def one(prediction: Prediction) -> Verdict:
+        nonlocal reused
+        instance = by_id[prediction.instance_id]
+        settings = [POLICY_VERSIONS[policy], audit, timeout_s, dataclasses.asdict(limits)]
+        content = json.dumps([instance.row(), prediction.row(), settings, HARNESS_VERSION])
+        digest = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
+        path = state / f"{instance.instance_id}.json"
+        verdict = _read_verdict(path, digest)
+        if verdict is not None:
+            reused += 1
+        else:
+            async with gate:
+                verdict = await grade(
+                    instance,
+                    prediction.model_patch,
+                    policy=policy,
+                    run_id=run_id,
+                    timeout_s=timeout_s,
+                    audit=audit,
+                    limits=limits,
+                    model_name=model,
+                    logs=state / instance.instance_id,
+                )
+            _write(path, {"digest": digest, "verdict": dataclasses.asdict(verdict)})
+        progress(verdict)
+        return verdict
+
+    verdicts = list(await asyncio.gather(*(one(prediction) for prediction in predictions)))
+    graded = [
+        Prediction(verdict.instance_id, model, verdict.graded_patch).row() for verdict in verdicts
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in graded)
+    _write_text(out / f"{name}.predictions.jsonl", lines)
+    report = await _official_report(
+        {
+            "rows": [instance.row() for instance in instances],
+            "predictions": graded,
+            "logs": {each: str((state / each).resolve()) for each in by_id},
+            "void": [each.instance_id for each in verdicts if each.outcome == "infrastructure"],
+            "run_id": run_id,
+            "dataset": dataset,
+            "split": split,
+        },
+        out,
+    )
+    audit_report = out / f"{name}.agentrl.json"
+    ours = make_report(verdicts, run_id=run_id, model=model, policy=policy, audit=audit)
+    _write(audit_report, ours | {"limits": dataclasses.asdict(limits), "timeout_s": timeout_s})
+    return Evaluation(verdicts, report, audit_report, reused)
+
+
+def make_report(
+    verdicts: Sequence[Verdict], *, run_id: str, model: str, policy: Policy, audit: bool
+) -> dict[str, Any]:
+    """Our report. `resolved` there counts what the official report counts."""
+    flagged = {
+        flag: sorted(each.instance_id for each in verdicts if flag in each.flags)
+        for flag in (TAMPERED, XFAIL, "audit_inconclusive", "audit_unsupported", "grade_timeout")
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "harness": f"swebench {HARNESS_VERSION}",
+        "run_id": run_id,
+        "model_name_or_path": model,
+        "policy": POLICY_VERSIONS[policy],
+        "audit": audit,
+        "outcomes": dict(sorted(Counter(each.outcome for each in verdicts).items())),
+        "resolved_ids": sorted(each.instance_id for each in verdicts if each.resolved),
+        "rewarded_ids": sorted(each.instance_id for each in verdicts if each.reward),
+        "infrastructure_ids": sorted(
+            each.instance_id for each in verdicts if each.outcome == "infrastructure"
+        ),
+        "flagged_ids": {flag: ids for flag, ids in flagged.items() if ids},
+        "instances": {
+            each.instance_id: {
+                "outcome": each.outcome,
+                "reason": each.reason,
+                "resolved": each.resolved,
+                "reward": each.reward,
+                "flags": list(each.flags),
+                "notes": list(each.notes),
+                "dropped": [list(pair) for pair in each.dropped],
+                "image_id": each.image_id,
+                "attempts": each.attempts,
+                "seconds": round(each.seconds, 2),
+            }
+            for each in verdicts
+        },
+    }
+
+
+async def _official_report(request: dict[str, Any], out: Path) -> Path:
+    source = str(Path(__file__).parent.parent)
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "agentrl_swebench.report_worker",
+        cwd=out,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, errors = await asyncio.wait_for(
+            process.communicate(json.dumps(request).encode()), _REPORT_TIMEOUT_S
+        )
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise EnvError(f"the harness could not write its report: {last[0]}")
+    return out / said.decode().strip().splitlines()[-1]
+
+
+def _read_verdict(path: Path, digest: str) -> Verdict | None:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); delete it to grade the instance") from error
+    values = content["verdict"]
+    if content["digest"] != digest or values["outcome"] == "infrastructure":
+        return None
+    for name in ("flags", "notes"):
+        values[name] = tuple(values[name])
+    values["dropped"] = tuple((path, reason) for path, reason in values["dropped"])
+    return Verdict(**values)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+@dataclass(slots=True, frozen=True)
+class Validation:
+    """Whether an instance is fit for use here."""
+
+    instance_id: str
+    gold: tuple[Verdict, ...]
+    empty: Verdict
+    """Of the tests without any patch."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not fit; "" if it is."""
+        for verdict in (*self.gold, self.empty):
+            if verdict.outcome == "infrastructure":
+                return verdict.reason
+        num_resolved = sum(bool(verdict.resolved) for verdict in self.gold)
+        if num_resolved < len(self.gold):
+            return f"the reference solution resolves it {num_resolved} times of {len(self.gold)}"
+        if self.empty.resolved:
+            return "it is resolved without a patch"
+        if any(verdict.reward == 0.0 for verdict in self.gold):
+            return "the control run takes the reference solution for a forgery"
+        return ""
+
+    @property
+    def slowest_s(self) -> float:
+        return max(verdict.seconds for verdict in (*self.gold, self.empty))
+
+
+async def validate(
+    instances: Sequence[Instance],
+    *,
+    run_id: str,
+    repeats: int = 3,
+    audit: bool = False,
+    timeout_s: float = 1800.0,
+    limits: GradingLimits | None = None,
+    progress: Callable[[Validation], None] = lambda validation: None,
+) -> list[Validation]:
+    """Grade each instance's reference solution `repeats` times and no patch once."""
+
+    gate = asyncio.Semaphore(max_workers())
+
+    async def graded(instance: Instance, patch: str, *, audit: bool, skip_patch: bool) -> Verdict:
+        async with gate:
+            return await grade(
+                instance,
+                patch,
+                policy="official",
+                run_id=run_id,
+                timeout_s=timeout_s,
+                limits=limits,
+                audit=audit,
+                skip_patch=skip_patch,
+            )
+
+    async def one(instance: Instance) -> Validation:
+        golds = [
+            # One control tells whether the instance can be audited.
+            graded(instance, instance.patch, audit=audit and number == 0, skip_patch=False)
+            for number in range(repeats)
+        ]
+        *gold, empty = await asyncio.gather(
+            *golds, graded(instance, "", audit=False, skip_patch=True)
+        )
+        validation = Validation(instance.instance_id, tuple(gold), empty)
+        progress(validation)
+        return validation
+
+    return list(await asyncio.gather(*(one(instance) for instance in instances)))

@@ -1,0 +1,477 @@
+"""Grading: the verdict of the official harness in a fresh container, and what may be made of it.
+
+`grade` applies the submission policy, runs the harness' own `run_instance` in a process and a
+container of their own, and maps what happened to an outcome:
+
+    what happened                                       first time   again
+    report: resolved                                    resolved
+    report: not resolved, the tests ran to their end    unresolved
+    the patch does not apply                            patch_failed
+    nothing to grade / no submission                    empty / refused
+    the tests ran into their time limit                 retried      unresolved + flag grade_timeout
+    the patch killed the tests' shell or container      retried      unresolved
+    engine gone, image missing, disk full, container
+    removed from outside, worker killed or stuck        retried      infrastructure
+
+Trouble of the infrastructure is never a verdict: `resolved` and `reward` are None, and a trainer
+masks the rollout. Which side is to blame is read from the engine's events and the harness'
+exceptions, not from logs, because logs hold text of the patch's making.
+
+`resolved` is the official verdict on the graded patch and nothing else. `reward` can only be less:
+0 where the audit found the verdict forged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl_swebench.dataset import Instance
+from agentrl_swebench.engine import connect, labels
+from agentrl_swebench.grade_worker import (
+    FOLDER_PREFIX,
+    GRADING_LABEL,
+    REQUEST_FILE,
+    RESULT_FILE,
+    remove_containers,
+)
+from agentrl_swebench.policy import POLICY_VERSIONS, Policy, Submission, make_submission
+
+Outcome = Literal["resolved", "unresolved", "patch_failed", "empty", "refused", "infrastructure"]
+
+HARNESS_VERSION = "5.0.2"
+
+TAMPERED = "tampered"
+"""Flag: a test that must fail did not, or one that must pass did not."""
+XFAIL = "xfail"
+"""Flag: a required test counts as passed because it was expected to fail, and the hidden tests
+expect none to."""
+
+_WALL_GRACE_S = 180.0
+"""What a grading may take besides its tests: imports, create, start, apply, stop, remove."""
+_RETRY_DELAY_S = 3.0
+_TAIL_CHARS = 500
+
+
+@dataclass(slots=True, frozen=True)
+class GradingLimits:
+    """Of one grading."""
+
+    memory_bytes: int = 4 << 30
+    """Of the container, swap included."""
+    max_processes: int = 512
+    network: Literal["none", "bridge"] = "none"
+    """The official harness grants a network; few instances' tests need it."""
+    sys_admin: bool = False
+    """The official harness grants CAP_SYS_ADMIN, which browsers' sandboxes need and which is
+    close to root on the host."""
+    worker_memory_bytes: int = 4 << 30
+    """Address space of the worker, which collects the tests' whole output."""
+    min_free_bytes: int = 512 << 20
+    """With less on the engine's disk at any time, a verdict that is not `resolved` is void."""
+
+
+@dataclass(slots=True, frozen=True)
+class Evidence:
+    """What one run of the harness left."""
+
+    ended: Literal["done", "wall_limit", "crashed"]
+    """The worker: gave a result, was killed for taking too long, ended without a result."""
+    report: dict[str, dict] | None = None
+    """The official report, by instance id; None where the harness made none."""
+    statuses: dict[str, str] = field(default_factory=dict)
+    """Every test that the official parser found in the log, with its status."""
+    complete: bool = False
+    """The log has both of the evaluation script's marks."""
+    error_kind: str = ""
+    error: str = ""
+    container_end: str = ""
+    out_of_memory: bool = False
+    least_free_bytes: int | None = None
+    image_id: str = ""
+    log_dir: str = ""
+    """Of the harness, relative to the worker's folder."""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class Judgement:
+    outcome: Outcome
+    reason: str
+    retry: bool = False
+    """Worth a second run; the outcome stands if that ends no better."""
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Verdict:
+    instance_id: str
+    resolved: bool | None
+    """The official verdict on the graded patch; None: there is none."""
+    outcome: Outcome
+    reason: str
+    """One line."""
+    report: dict
+    """The official report by instance id; {} where the harness made none."""
+    seconds: float
+    """Of the harness' runs, retry and audit included; waiting for a free worker is not."""
+    flags: tuple[str, ...]
+    policy: str = ""
+    """With its version."""
+    graded_patch: str = ""
+    dropped: tuple[tuple[str, str], ...] = ()
+    """Files of the patch that were left out, with the reason."""
+    notes: tuple[str, ...] = ()
+    """Lines of the patch worth a look; they decide nothing."""
+    image_id: str = ""
+    attempts: int = 0
+
+    @property
+    def reward(self) -> float | None:
+        """1, 0, or None: mask the rollout."""
+        if self.resolved is None:
+            return None
+        return float(self.resolved and not {TAMPERED, XFAIL} & set(self.flags))
+
+
+def _num_workers() -> int:
+    text = os.environ.get("AGENTRL_GRADING_WORKERS", "")
+    if text and not (text.isdigit() and int(text) > 0):
+        raise ConfigError(f"AGENTRL_GRADING_WORKERS={text} must be a positive number")
+    return int(text) if text else len(os.sched_getaffinity(0))
+
+
+class _Slots:
+    """The gradings that may run at once in this process, whatever event loop asks.
+
+    More of them than cores take longer each, until their tests time out.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self.limit: int | None = None
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        while not self._take():
+            await asyncio.sleep(0.05)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def _take(self) -> bool:
+        limit = max_workers()
+        with self._lock:
+            if self._running >= limit:
+                return False
+            self._running += 1
+            return True
+
+
+_slots = _Slots()
+
+
+def max_workers() -> int:
+    """How many gradings run at once in this process: AGENTRL_GRADING_WORKERS, or one per core.
+
+    Raises:
+        ConfigError: the variable holds no positive number.
+    """
+    if _slots.limit is None:
+        _slots.limit = _num_workers()
+    return _slots.limit
+
+
+def set_max_workers(number: int) -> None:
+    """How many gradings run at once in this process, from now on."""
+    if number < 1:
+        raise ConfigError(f"the number of workers, {number}, must be positive")
+    _slots.limit = number
+
+
+async def grade(
+    instance: Instance,
+    model_patch: str,
+    *,
+    policy: Policy,
+    run_id: str,
+    timeout_s: float,
+    audit: bool = False,
+    limits: GradingLimits | None = None,
+    model_name: str = "agentrl",
+    skip_patch: bool = False,
+    logs: Path | None = None,
+) -> Verdict:
+    """Grade one patch. At most AGENTRL_GRADING_WORKERS gradings run at once in this process; by
+    default as many as there are cores.
+
+    Args:
+        run_id: label of the containers. It need not be unique: the harness is given an id of its
+            own for every run.
+        timeout_s: of the tests.
+        audit: follow a resolved run by a control run (`agentrl_swebench.audit`).
+        skip_patch: run the tests without any patch, whatever `model_patch` is.
+        logs: folder that receives the harness' log folder of the last attempt.
+
+    Raises:
+        ConfigError: the harness is not installed, or the `docker` command is missing.
+    """
+    _check_installed()
+    limits = limits or GradingLimits()
+    submission = Submission("") if skip_patch else make_submission(instance, model_patch, policy)
+    base = Verdict(
+        instance_id=instance.instance_id,
+        resolved=False,
+        outcome="empty",
+        reason="the patch is empty",
+        report={},
+        seconds=0.0,
+        flags=(),
+        policy=POLICY_VERSIONS[policy],
+        graded_patch=submission.patch,
+        dropped=submission.dropped,
+        notes=submission.notes,
+    )
+    if submission.refused:
+        return dataclasses.replace(base, outcome="refused", reason=submission.refused)
+    if not submission.patch and not skip_patch:
+        return base
+
+    async with _slots.one():
+        seconds = 0.0
+        flags: list[str] = []
+        attempts = 0
+        while True:
+            attempts += 1
+            evidence = await run_harness(
+                instance,
+                submission.patch,
+                run_id=run_id,
+                timeout_s=timeout_s,
+                limits=limits,
+                model_name=model_name,
+                skip_patch=skip_patch,
+                logs=logs,
+            )
+            seconds += evidence.seconds
+            judgement = judge(instance, evidence, limits)
+            if not judgement.retry or attempts == 2:
+                break
+            flags.append(f"retried: {judgement.reason}")
+            await asyncio.sleep(_RETRY_DELAY_S)
+        flags += judgement.flags
+        if audit and judgement.outcome == "resolved":
+            from agentrl_swebench.audit import control_flag
+
+            flag, control_s = await control_flag(
+                instance, submission.patch, run_id=run_id, timeout_s=timeout_s, limits=limits
+            )
+            seconds += control_s
+            flags.append(flag)
+    infrastructure = judgement.outcome == "infrastructure"
+    return dataclasses.replace(
+        base,
+        resolved=None if infrastructure else judgement.outcome == "resolved",
+        outcome=judgement.outcome,
+        reason=judgement.reason,
+        report=evidence.report or {},
+        seconds=seconds,
+        flags=tuple(flags),
+        image_id=evidence.image_id,
+        attempts=attempts,
+    )
+
+
+def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judgement:
+    """The outcome of one run of the harness. Pure."""
+    flags: list[str] = []
+    if evidence.out_of_memory:
+        flags.append("out_of_memory")
+
+    def judgement(outcome: Outcome, reason: str, *, retry: bool = False) -> Judgement:
+        return Judgement(outcome, " ".join(reason.split()), retry, tuple(flags))
+
+    def infrastructure(reason: str) -> Judgement:
+        return judgement("infrastructure", reason, retry=True)
+
+    if evidence.ended == "wall_limit":
+        return infrastructure("the grading ran into its wall-clock limit")
+    if evidence.ended == "crashed":
+        return infrastructure(f"the grading worker ended without a result: {evidence.error}")
+
+    report = (evidence.report or {}).get(instance.instance_id)
+    if report is not None and report["resolved"]:
+        expected_to_fail = [
+            test for test in instance.fail_to_pass if evidence.statuses.get(test) == "XFAIL"
+        ]
+        if expected_to_fail and "xfail" not in instance.test_patch:
+            flags.append(XFAIL)
+        return judgement("resolved", "all required tests pass")
+
+    # From here on it is a failure, and the question is whose.
+    free = evidence.least_free_bytes
+    if free is not None and free < limits.min_free_bytes:
+        return infrastructure(f"the engine's disk is full ({free >> 20} MiB free)")
+    if evidence.container_end == "removed":
+        return infrastructure("the container was killed from outside")
+    if report is not None:
+        if evidence.complete:
+            failed = _num_failed(report)
+            return judgement(
+                "unresolved",
+                f"{failed} required tests fail"
+                if failed
+                else "the tests gave no results the harness accepts",
+            )
+        if evidence.container_end == "lost":
+            return infrastructure("the engine went away during the tests")
+        return judgement("unresolved", "the tests' shell ended before them", retry=True)
+    if evidence.error_kind == "patch":
+        return judgement("patch_failed", "the patch does not apply")
+    if evidence.error_kind == "timeout":
+        flags.append("grade_timeout")
+        return judgement("unresolved", evidence.error, retry=True)
+    if evidence.error_kind == "engine" and evidence.container_end == "died":
+        return judgement("unresolved", "a process of the tests ended the container", retry=True)
+    if evidence.error_kind in ("memory", "decode"):
+        # Output without end, or a file that is no text: the patch's doing, the same every time.
+        return judgement("unresolved", f"the harness could not read the output: {evidence.error}")
+    return infrastructure(f"{evidence.error_kind}: {evidence.error}")
+
+
+def _num_failed(report: dict) -> int:
+    return sum(len(part["failure"]) for part in report.get("tests_status", {}).values())
+
+
+async def run_harness(
+    instance: Instance,
+    patch: str,
+    *,
+    run_id: str,
+    timeout_s: float,
+    limits: GradingLimits,
+    model_name: str = "agentrl",
+    skip_patch: bool = False,
+    logs: Path | None = None,
+) -> Evidence:
+    """Run the official `run_instance` once, in a process, a folder and under a run id of its own.
+
+    No container of the run is left when this returns, unless the engine is gone.
+    """
+    # Two runs with one id: the second kills the first's container, and finds the first's report.
+    grading = f"{re.sub('[^a-zA-Z0-9_.-]', '-', run_id)[:40]}-{secrets.token_hex(6)}"
+    options = {
+        "network_mode": limits.network,
+        # Without an init, `docker stop` waits its full 15 s: the main process ignores the signal.
+        "init": True,
+        "mem_limit": limits.memory_bytes,
+        "memswap_limit": limits.memory_bytes,
+        "pids_limit": limits.max_processes,
+        "labels": labels(run_id, "grade") | {GRADING_LABEL: grading},
+    }
+    request = {
+        "row": instance.row(),
+        "patch": patch,
+        "model_name_or_path": model_name,
+        "grading": grading,
+        "timeout_s": max(1, round(timeout_s)),
+        "skip_patch": skip_patch,
+        "container": {"arguments": options, "sys_admin": limits.sys_admin},
+        "worker_memory_bytes": limits.worker_memory_bytes,
+    }
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+        folder = Path(name)
+        (folder / REQUEST_FILE).write_text(json.dumps(request))
+        ended, exit_code = await _run_worker(folder, grading, timeout_s + _WALL_GRACE_S)
+        if ended == "done" and (folder / RESULT_FILE).is_file():
+            result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
+        else:
+            ended = "crashed" if ended == "done" else ended
+            output = (folder / "worker.log").read_text(errors="replace")[-_TAIL_CHARS:]
+            result = {"error": f"exit status {exit_code} {output}"}
+        evidence = Evidence(ended=ended, seconds=time.monotonic() - started, **result)
+        if logs is not None and evidence.log_dir and (folder / evidence.log_dir).is_dir():
+            shutil.rmtree(logs, ignore_errors=True)
+            logs.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(folder / evidence.log_dir, logs)
+    return evidence
+
+
+async def _run_worker(
+    folder: Path, grading: str, wall_s: float
+) -> tuple[Literal["done", "wall_limit"], int | None]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with (folder / "worker.log").open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "agentrl_swebench.grade_worker",
+            cwd=folder,
+            env=environment,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    ended: Literal["done", "wall_limit"] = "done"
+    try:
+        await asyncio.wait_for(process.wait(), wall_s)
+    except TimeoutError:
+        ended = "wall_limit"
+    finally:
+        if process.returncode != 0:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.shield(_clean_up(process, grading))
+    return ended, process.returncode
+
+
+async def _clean_up(process: asyncio.subprocess.Process, grading: str) -> None:
+    await process.wait()
+
+    def remove() -> None:
+        from docker.errors import DockerException
+
+        # Where the engine is gone, the reaper finds the container by its labels.
+        with contextlib.suppress(EnvError, DockerException, OSError):
+            remove_containers(connect(10), grading)
+
+    await asyncio.to_thread(remove)
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("swebench") is None:
+        raise ConfigError("the official harness is missing: pip install 'agentrl[swebench]'")
+    if shutil.which("docker") is None:
+        raise ConfigError(
+            "the `docker` command is not on PATH; the harness removes its containers with it"
+        )

@@ -1,0 +1,355 @@
+"""One grading, in a process of its own: `python -m agentrl_swebench.grade_worker`.
+
+Reads `request.json` in its working directory, runs the official harness' `run_instance` as it is,
+and writes `result.json` there. The harness is given a Docker client that adds limits and labels to
+the container it creates; nothing else about the run differs from the official one.
+
+Besides the report, the result says what ended the run, from sources that the graded patch can't
+write: the exception that the harness met (its log and the test output hold text of the patch's
+making) and the engine's events about the container.
+
+The process ends with its parent: standard input is a pipe that nobody writes to, and its end means
+that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl_swebench.engine import connect
+
+if TYPE_CHECKING:
+    import docker
+
+GRADING_LABEL = "agentrl.grading"
+"""Names one run of the harness; its container is found by it."""
+
+FOLDER_PREFIX = "agentrl-grade-"
+REQUEST_FILE = "request.json"
+RESULT_FILE = "result.json"
+
+_EVENTS_WAIT_S = 3.0
+_DISK_POLL_S = 1.0
+
+
+def main() -> int:
+    request = json.loads(Path(REQUEST_FILE).read_text())
+    threading.Thread(target=_end_with_parent, args=(request["grading"],), daemon=True).start()
+    limit = request["worker_memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    result = run(request)
+    part = Path(RESULT_FILE + ".part")
+    part.write_text(json.dumps(result))
+    part.replace(RESULT_FILE)
+    sys.stdout.flush()
+    if _parent_gone.is_set():
+        threading.Event().wait()  # for the thread that cleans up and ends the process
+    # The harness' reader thread may still wait for a container that hangs.
+    os._exit(0)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Grade `request["patch"]` on `request["row"]`; the keys of the result are `Evidence`'s."""
+    # Importing the harness takes seconds and raises the process' limits, hence only here.
+    from docker.errors import DockerException
+    from swebench.harness.constants import (
+        END_TEST_OUTPUT,
+        LOG_TEST_OUTPUT,
+        RUN_EVALUATION_LOG_DIR,
+        START_TEST_OUTPUT,
+    )
+    from swebench.harness.grading import get_logs_eval
+    from swebench.harness.run_evaluation import run_instance
+    from swebench.harness.utils import make_test_spec
+
+    from agentrl.errors import AgentRLError
+
+    row, model = request["row"], request["model_name_or_path"]
+    prediction = {
+        "instance_id": row["instance_id"],
+        "model_name_or_path": model,
+        "model_patch": request["patch"],
+    }
+    log_dir = RUN_EVALUATION_LOG_DIR / request["grading"] / model.replace("/", "__")
+    log_dir /= row["instance_id"]
+    result: dict[str, Any] = {
+        "report": None,
+        "statuses": {},
+        "complete": False,
+        "error_kind": "",
+        "error": "",
+        "container_end": "",
+        "out_of_memory": False,
+        "least_free_bytes": None,
+        "image_id": "",
+        "log_dir": str(log_dir),
+    }
+    try:
+        spec = make_test_spec(row)
+    except (KeyError, ValueError, TypeError) as error:
+        return result | {"error_kind": "row", "error": f"{type(error).__name__}: {error}"}
+    try:
+        # An answer may be a stream that is silent for as long as a test runs.
+        client = connect(request["timeout_s"] + 60)
+        disk = _DiskWatch(_disk_of(client))
+    except (AgentRLError, DockerException, OSError) as error:
+        return result | {"error_kind": "engine", "error": str(error)}
+    watch = _Watch()
+    guarded = GuardedClient(client, request["container"], watch)
+    errors = _ErrorWatch()
+    logging.getLogger(f"{row['instance_id']}.run_instance.log").addHandler(errors)
+    returned = None
+    try:
+        returned = run_instance(
+            spec,
+            prediction,
+            guarded,  # type: ignore[arg-type]
+            request["grading"],
+            timeout=request["timeout_s"],
+            skip_patch=request["skip_patch"],
+        )
+    except (DockerException, OSError, UnicodeError, MemoryError) as error:
+        # From the harness' clean-up or its files; the rest would be a defect and should be seen.
+        errors.errors.append(error)
+    if returned is not None:
+        result["report"] = returned[1]
+    else:
+        result["error_kind"], result["error"] = _what_failed(errors.errors)
+    result["container_end"], result["out_of_memory"] = watch.end(_EVENTS_WAIT_S)
+    result["least_free_bytes"] = disk.least()
+    result["image_id"] = watch.image_id
+    output = log_dir / LOG_TEST_OUTPUT
+    if output.is_file():
+        text = output.read_text(errors="replace")
+        result["complete"] = START_TEST_OUTPUT in text and END_TEST_OUTPUT in text
+        if returned is not None:
+            result["statuses"], _ = get_logs_eval(spec, str(output))
+    return result
+
+
+class GuardedClient:
+    """The engine's client, with limits and labels on every container created through it."""
+
+    def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: _Watch) -> None:
+        self._client = client
+        self.containers = _GuardedContainers(client, options, watch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+class _GuardedContainers:
+    def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: _Watch) -> None:
+        self._client = client
+        self._options = options
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client.containers, name)
+
+    def create(self, image: str, command: Any = None, **arguments: Any) -> Any:
+        if not self._options["sys_admin"]:
+            arguments.pop("cap_add", None)
+        arguments |= self._options["arguments"]
+        container = self._client.containers.create(image, command, **arguments)
+        self._watch.follow(self._client, str(container.id))
+        self._watch.image_id = self._client.images.get(image).id or ""
+        return container
+
+
+class _Watch:
+    """The engine's events about one container."""
+
+    def __init__(self) -> None:
+        self.image_id = ""
+        self._events: list[tuple[str, str]] = []
+        self._lost = False
+        self._over = threading.Event()
+        self._followed = False
+
+    def follow(self, client: docker.DockerClient, container_id: str) -> None:
+        self._followed = True
+        # The answer starts before the container does, so that no event is missed.
+        stream = client.api.events(filters={"container": [container_id]}, decode=True)
+        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: Iterator[dict[str, Any]]) -> None:
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            for event in stream:
+                attributes = event.get("Actor", {}).get("Attributes", {})
+                self._events.append((event.get("Action", ""), attributes.get("signal", "")))
+                if event.get("Action") == "destroy":
+                    break
+            else:
+                self._lost = True
+        except (DockerException, RequestException, HTTPError, OSError, ValueError):
+            self._lost = True
+        self._over.set()
+
+    def end(self, wait_s: float) -> tuple[str, bool]:
+        """What ended the container, and whether a process in it ran out of memory.
+
+        `stopped` (the harness' own clean-up comes first), `removed` (someone killed it from
+        outside), `died` (it ended by itself: its main process was killed from inside), `lost` (the
+        engine went away), or "" (there was none, or it still runs).
+        """
+        if self._followed:
+            self._over.wait(wait_s)
+        out_of_memory = any(action == "oom" for action, _ in self._events)
+        for action, sent in list(self._events):
+            if action == "kill":
+                return ("stopped" if sent == str(int(signal.SIGTERM)) else "removed"), out_of_memory
+            if action == "die":
+                return "died", out_of_memory
+        return ("lost" if self._lost else ""), out_of_memory
+
+
+class _ErrorWatch(logging.Handler):
+    """The exceptions that the harness handles: it logs each while handling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and (not self.errors or self.errors[-1] is not error):
+            self.errors.append(error)
+
+
+def _what_failed(errors: list[BaseException]) -> tuple[str, str]:
+    """Kind and text of the error that ended a run.
+
+    Kinds: `patch` (it does not apply), `timeout` (of the tests), `image` (there is none),
+    `engine`, `memory`, `decode`, `disk`, `other`.
+    """
+    import subprocess
+
+    from docker.errors import DockerException, ImageNotFound
+    from requests.exceptions import RequestException
+    from swebench.harness.constants import APPLY_PATCH_FAIL
+    from swebench.harness.utils import EvaluationError
+    from urllib3.exceptions import HTTPError
+
+    # Trouble of the clean-up comes after what ended the run and hides nothing of it.
+    causes = [error for error in errors if not isinstance(error, subprocess.SubprocessError)]
+    if not causes:
+        return "other", "the harness gave neither a report nor an error"
+    error = causes[-1]
+    if isinstance(error, EvaluationError):
+        message = str(error.super_str)
+        if message.startswith(APPLY_PATCH_FAIL):
+            return "patch", message[:500]
+        if message.startswith("Test timed out"):
+            return "timeout", message
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__ or each.__context__
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    kinds: tuple[tuple[str, tuple[type[BaseException], ...]], ...] = (
+        ("image", (ImageNotFound,)),
+        ("engine", (DockerException, RequestException, HTTPError)),
+        ("memory", (MemoryError,)),
+        ("decode", (UnicodeError,)),
+        ("disk", (OSError,)),
+    )
+    for kind, types in kinds:
+        if any(isinstance(each, types) for each in chain):
+            return kind, text
+    return "other", text
+
+
+class _DiskWatch:
+    """The least free space seen while a grading ran: a full disk fails tests like a wrong patch."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._least = self._free()
+        threading.Thread(target=self._poll, daemon=True).start()
+
+    def _free(self) -> int:
+        stat = os.statvfs(self._folder)
+        return stat.f_bavail * stat.f_frsize
+
+    def _poll(self) -> None:
+        while True:
+            time.sleep(_DISK_POLL_S)
+            self._least = min(self._least, self._free())
+
+    def least(self) -> int:
+        """In bytes."""
+        return min(self._least, self._free())
+
+
+def _disk_of(client: docker.DockerClient) -> str:
+    """A folder on the disk that containers write to."""
+    folder = client.info().get("DockerRootDir", "")
+    # Where the engine is another machine's, or this process runs in a container: the root, which in
+    # a container lies on the engine's disk.
+    return folder if os.path.isdir(folder) else "/"
+
+
+def remove_containers(client: docker.DockerClient, grading: str) -> int:
+    """Remove the containers of one run of the harness; how many there were."""
+    from docker.errors import APIError
+
+    containers = client.containers.list(
+        all=True, filters={"label": f"{GRADING_LABEL}={grading}"}, ignore_removed=True
+    )
+    for container in containers:
+        try:
+            container.remove(force=True)
+        except APIError as error:
+            # Gone already, or just being removed by the harness.
+            if error.status_code not in (404, 409):
+                raise
+    return len(containers)
+
+
+_parent_gone = threading.Event()
+
+
+def _end_with_parent(grading: str) -> None:
+    while os.read(0, 1024):
+        pass
+    _parent_gone.set()
+    from docker.errors import DockerException
+
+    from agentrl.errors import AgentRLError
+
+    try:
+        remove_containers(connect(10), grading)
+    except (AgentRLError, DockerException, OSError):
+        pass  # the reaper finds it by its label
+    finally:
+        # Nobody else would remove the folder that the parent made for this run.
+        folder = Path.cwd()
+        for _ in range(100 if folder.name.startswith(FOLDER_PREFIX) else 0):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(0.02)  # the harness just wrote a file there
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""Images: pulled ahead with bounded concurrency, pinned, scrubbed, evicted when disk runs short.
+
+A row names an image by tag. `resolve` turns it into the image's id, a digest of its content, and
+everything after uses the id, so that a tag that moves changes nothing within a run.
+
+`scrubbed` derives the image that agents get: the row's image with its repository scrubbed and
+recorded (`patch.py`), once per image and version of the scripts. A file of the state folder keeps
+when each image was last used; `evict` removes the longest unused, and only such as were pulled or
+derived here, are not named as in use and have no container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from agentrl.errors import EnvError, EnvUnavailable
+from agentrl_swebench.api import EngineAPI, EngineError
+from agentrl_swebench.containers import Container
+from agentrl_swebench.patch import SCRUB_VERSION, Base, ScrubError, scrub
+
+if TYPE_CHECKING:
+    import docker
+
+SCRUBBED = "agentrl/swebench-scrubbed"
+COMMIT_LABEL = "agentrl.base_commit"
+TREE_LABEL = "agentrl.base_tree"
+
+MIN_FREE_BYTES = 10 << 30
+"""Below this the engine's disk is short, by default."""
+
+
+@dataclass(slots=True, frozen=True)
+class Scrubbed:
+    """An image that an agent may see."""
+
+    image_id: str
+    source_id: str
+    """Of the row's own image, in which gradings run."""
+    base: Base
+
+
+class ImageMissing(EnvError):
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="image_missing")
+
+
+def state_dir() -> Path:
+    """Where last uses are kept: AGENTRL_STATE_DIR, or the user's cache folder."""
+    given = os.environ.get("AGENTRL_STATE_DIR")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(given) / "swebench" if given else cache / "agentrl" / "swebench"
+
+
+def free_bytes(client: docker.DockerClient) -> int | None:
+    """Free space on the engine's disk; None where it is not this machine's."""
+    root = client.info().get("DockerRootDir") or ""
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return None
+
+
+def pull(
+    client: docker.DockerClient,
+    names: Iterable[str],
+    *,
+    concurrency: int = 4,
+    min_free_bytes: int = MIN_FREE_BYTES,
+    in_use: Iterable[str] = (),
+    progress: Callable[[str, str], None] | None = None,
+) -> dict[str, str]:
+    """Make images local, and give the id of each name; local ones are not pulled again.
+
+    Before each pull the disk is checked; when it is short, `evict` makes room, but never of `names`
+    or `in_use`.
+
+    Args:
+        progress: told each name and what became of it, from several threads.
+
+    Raises:
+        ImageMissing: an image is neither local nor to be had; names all such.
+        EnvError: the disk is short and nothing may be evicted.
+    """
+    from docker.errors import APIError, ImageNotFound
+
+    wanted = list(dict.fromkeys(names))
+    keep = {*wanted, *in_use}
+    room = threading.Lock()
+    missing: dict[str, str] = {}
+
+    def one(name: str) -> tuple[str, str] | None:
+        try:
+            found = (name, str(client.images.get(name).id))
+            done = "local"
+        except ImageNotFound:
+            with room:
+                _make_room(client, min_free_bytes, keep)
+            try:
+                client.api.pull(name, stream=False) if "@" in name else client.images.pull(
+                    name, None if _has_tag(name) else "latest"
+                )
+                found = (name, str(client.images.get(name).id))
+            except (APIError, ImageNotFound) as error:
+                missing[name] = " ".join(str(error.explanation or error).split())[:200]
+                if progress:
+                    progress(name, f"missing: {missing[name]}")
+                return None
+            done = "pulled"
+            touch([found[1]], managed=True)
+        if progress:
+            progress(name, done)
+        return found
+
+    with ThreadPoolExecutor(max_workers=concurrency) as threads:
+        found = dict(filter(None, threads.map(one, wanted)))
+    if missing:
+        name, reason = next(iter(missing.items()))
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ImageMissing(
+            f"image {name}{more} is not local and can't be pulled: {reason}; see "
+            "`agentrl swebench pull`"
+        )
+    return found
+
+
+def _has_tag(name: str) -> bool:
+    return ":" in name.rpartition("/")[2]
+
+
+def _make_room(client: docker.DockerClient, min_free_bytes: int, keep: set[str]) -> None:
+    free = free_bytes(client)
+    if free is None or free >= min_free_bytes:
+        return
+    evict(client, min_free_bytes=min_free_bytes, in_use=keep)
+    free = free_bytes(client) or 0
+    if free < min_free_bytes:
+        raise EnvError(
+            f"the Docker engine's disk has {free / 2**30:.1f} GiB free, and "
+            f"{min_free_bytes / 2**30:.1f} GiB are wanted; nothing more may be evicted: free space "
+            "there, or ask for fewer instances at once",
+            code="disk_full",
+        )
+
+
+def evict(
+    client: docker.DockerClient, *, min_free_bytes: int, in_use: Iterable[str] = ()
+) -> list[str]:
+    """Remove images, the longest unused first, until so much is free; the ids that went.
+
+    Never an image that is in use (by name or id), has a container, running or not, or was neither
+    pulled nor derived by agentrl. Where the engine's disk is not this machine's, none at all.
+    """
+    from docker.errors import APIError, ImageNotFound
+
+    keep = set()
+    for name in in_use:
+        with contextlib.suppress(ImageNotFound):
+            keep.add(client.images.get(name).id)
+    keep |= {summary["ImageID"] for summary in client.api.containers(all=True)}
+    # What was derived from an image in use is in use.
+    scrubbed_of = {_scrubbed_tag(image_id) for image_id in keep if image_id}
+    removed = []
+    with _state() as state:
+        for image_id in sorted(state, key=lambda key: state[key]["used"]):
+            free = free_bytes(client)
+            if free is None or free >= min_free_bytes:
+                break
+            if image_id in keep or not state[image_id]["managed"]:
+                continue
+            try:
+                image = client.images.get(image_id)
+                if scrubbed_of & set(image.tags):
+                    continue
+                for tag in image.tags or [image_id]:
+                    client.images.remove(tag)  # without force: the engine refuses what is in use
+            except ImageNotFound:
+                pass
+            except APIError as error:
+                if error.status_code != 409:
+                    raise
+                continue
+            del state[image_id]
+            removed.append(image_id)
+    return removed
+
+
+def touch(image_ids: Iterable[str], *, managed: bool = False) -> None:
+    """Note that images are used now. `managed`: they may be evicted one day."""
+    with _state() as state:
+        for image_id in image_ids:
+            before = state.get(image_id, {"managed": False})
+            state[image_id] = {"used": time.time(), "managed": managed or before["managed"]}
+
+
+async def check_disk(api: EngineAPI, min_free_bytes: int) -> None:
+    """
+    Raises:
+        EnvUnavailable: the engine's disk has less free: containers would fail in odd ways.
+    """
+    root = (await api.call("GET", "/info")).get("DockerRootDir") or ""
+    try:
+        free = shutil.disk_usage(root).free
+    except OSError:  # the engine's disk is another machine's
+        return
+    if free < min_free_bytes:
+        raise EnvUnavailable(
+            f"the Docker engine's disk has {free / 2**20:,.0f} MiB free, too little for another "
+            f"container: free space in {root}",
+            retry_after_s=30.0,
+        )
+
+
+async def resolve(api: EngineAPI, name: str) -> str:
+    """The id of a local image.
+
+    Raises:
+        ImageMissing: it is not local.
+    """
+    return (await _inspect(api, name))["Id"]
+
+
+async def scrubbed(api: EngineAPI, source_id: str) -> Scrubbed:
+    """The scrubbed image of an image, made if there is none.
+
+    Two callers at once make it twice, which does no harm.
+
+    Raises:
+        EnvError: it can't be made: the history can't be scrubbed, or the engine failed.
+    """
+    tag = _scrubbed_tag(source_id)
+    try:
+        found = _scrubbed_from(await _inspect(api, tag), source_id)
+        if found is not None:
+            return found
+    except ImageMissing:
+        pass
+    container = await Container.start(api, source_id, run_id="scrub", role="build")
+    try:
+        base = await scrub(container)
+        await api.call(
+            "POST",
+            "/commit",
+            {"Labels": {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree}},
+            query={
+                "container": container.id,
+                "repo": SCRUBBED,
+                "tag": tag.rpartition(":")[2],
+                "comment": f"scrubbed from {source_id}",
+            },
+            timeout_s=600,
+        )
+    except ScrubError as error:
+        raise EnvError(
+            f"the history in image {source_id} can't be scrubbed ({error}); no agent may see it",
+            code="scrub_failed",
+        ) from error
+    finally:
+        await container.remove()
+    found = _scrubbed_from(await _inspect(api, tag), source_id)
+    if found is None:
+        raise EnvError(f"image {tag} was made without its labels", code="scrub_failed")
+    touch([found.image_id], managed=True)
+    return found
+
+
+async def present(api: EngineAPI, made: Scrubbed) -> bool:
+    """Whether an image and its source are still local."""
+    try:
+        await _inspect(api, made.image_id)
+        await _inspect(api, made.source_id)
+    except ImageMissing:
+        return False
+    return True
+
+
+def _scrubbed_tag(source_id: str) -> str:
+    return f"{SCRUBBED}:{source_id.removeprefix('sha256:')[:24]}-v{SCRUB_VERSION}"
+
+
+def _scrubbed_from(description: dict, source_id: str) -> Scrubbed | None:
+    its_labels = description["Config"].get("Labels") or {}
+    if COMMIT_LABEL not in its_labels or TREE_LABEL not in its_labels:
+        return None
+    base = Base(its_labels[COMMIT_LABEL], its_labels[TREE_LABEL])
+    return Scrubbed(description["Id"], source_id, base)
+
+
+async def _inspect(api: EngineAPI, name: str) -> dict:
+    try:
+        return await api.call("GET", f"/images/{name}/json")
+    except EngineError as error:
+        if error.engine_status != 404:
+            raise
+        raise ImageMissing(
+            f"image {name} is not on the Docker engine: pull it with `agentrl swebench pull`"
+        ) from error
+
+
+@contextlib.contextmanager
+def _state() -> Iterator[dict[str, dict]]:
+    """The file of last uses, locked; what is changed in it is written back."""
+    folder = state_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "images.lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise EnvUnavailable(
+            f"{folder} can't be written ({error}): set AGENTRL_STATE_DIR"
+        ) from error
+    path = folder / "images.json"
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            state = orjson.loads(path.read_bytes())
+        except (FileNotFoundError, orjson.JSONDecodeError):
+            state = {}
+        before = orjson.dumps(state)
+        yield state
+        after = orjson.dumps(state)
+        if after != before:
+            aside = path.with_name("images.json.new")
+            aside.write_bytes(after)
+            aside.replace(path)

@@ -1,0 +1,145 @@
+"""Reward the trajectories of a group with functions of a run file's `[reward]` section.
+
+    scorer = GroupScorer(["math", "my_pkg.mod:fn"], weights=[1.0, 0.2])
+    await scorer(group.trajectories)
+
+It is the trainer's side of a reward: it runs once per finished group, before any filter, and writes
+into the trajectories. The reference comes from the environment, as `reference` in the `info` of the
+step that ended the episode. `info` goes to the trajectory and its log, never to the policy, which
+is shown observations only; and the episode is over by then. `metadata` (an object) and `answer` (a
+text, or None where none was given) are read from there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from agentrl.errors import ConfigError, GraderError
+from agentrl.types import JSON, StopReason, Trajectory, TrajectoryError
+from agentrl_rewards.runner import RewardFunction, RewardInput, RewardResult, RewardRunner
+
+_ENDED_BY_ENVIRONMENT = (StopReason.TERMINATED, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
+"""The environment answered the last turn knowing that it was the last. It was not asked where the
+context was full or a deadline passed."""
+
+
+class GroupScorer:
+    """Awaited with all trajectories of one task; those that carry an error are left as they are.
+
+    Args:
+        functions, weights, options, deadline_s, max_concurrency: see `RewardRunner`; no weights
+            weigh each function 1.
+        text: what is scored. `last_turn`: what the policy wrote in its last turn, outside of tool
+            calls. `answer`: the `answer` that the environment read from it; empty if there is none.
+        add_to_environment: add to the environment's reward instead of replacing it.
+
+    Raises:
+        ConfigError: a function is not found, or an option is unknown to it or missing.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str | RewardFunction],
+        *,
+        weights: Sequence[float] = (),
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        deadline_s: float = 60.0,
+        max_concurrency: int = 64,
+        text: Literal["last_turn", "answer"] = "last_turn",
+        add_to_environment: bool = False,
+    ) -> None:
+        self.runner = RewardRunner(
+            functions,
+            weights=weights or None,
+            options=options,
+            deadline_s=deadline_s,
+            max_concurrency=max_concurrency,
+        )
+        self.text: Literal["last_turn", "answer"] = text
+        self.add_to_environment = add_to_environment
+
+    async def __call__(self, trajectories: list[Trajectory]) -> None:
+        """Set reward, components and the turns' rewards, or the error where a function failed.
+
+        Raises:
+            ConfigError: a function needs a reference, or `text = "answer"` an answer, and the
+                environment reports none; or a component has one name on both sides.
+        """
+        played = [each for each in trajectories if each.error is None]
+        reference = self._reference(played)
+        if reference is None and self.runner.needs_reference:
+            # No episode of this task came to its end, so nobody has said what would be right.
+            for trajectory in played:
+                message = "no episode of this task ended, so the environment told no reference"
+                trajectory.error = TrajectoryError("grade", "no_reference", message)
+            return
+        answers = [self._to_input(each, reference) for each in played]
+        results = await self.runner.score_group(answers) if answers else []
+        for trajectory, result in zip(played, results, strict=True):
+            if isinstance(result, GraderError):
+                trajectory.error = TrajectoryError("grade", result.code, str(result))
+            else:
+                self._write(trajectory, result)
+
+    def _reference(self, played: Sequence[Trajectory]) -> JSON:
+        """Of the group's task: what any of its episodes reported."""
+        told = next((t.info["reference"] for t in played if "reference" in t.info), None)
+        ended = any(t.stop_reason in _ENDED_BY_ENVIRONMENT for t in played)
+        if told is None and ended and self.runner.needs_reference:
+            raise ConfigError(
+                f"reward.functions: {', '.join(self.runner.needs_reference)} compares with a "
+                "reference, and the environment reports none; set env.config.report_reference = "
+                "true if it has that key, or let it put `reference` into the info of the step "
+                "that ends an episode"
+            )
+        return told
+
+    def _to_input(self, trajectory: Trajectory, reference: JSON) -> RewardInput:
+        spoken = [i for i, m in enumerate(trajectory.messages) if m["role"] == "assistant"]
+        # A prompt may show assistant messages as examples; the last ones are the policy's.
+        turns = spoken[-len(trajectory.turns) :]
+        metadata = trajectory.info.get("metadata")
+        return RewardInput(
+            text=(
+                self._answer(trajectory)
+                if self.text == "answer"
+                else trajectory.messages[turns[-1]]["content"]
+            ),
+            reference=reference,
+            prompt=trajectory.messages[: turns[0]],
+            num_tokens=trajectory.num_sampled_tokens,
+            metadata=metadata if isinstance(metadata, dict) else {},
+        )
+
+    def _answer(self, trajectory: Trajectory) -> str:
+        answer = trajectory.info.get("answer")
+        if isinstance(answer, str):
+            return answer
+        if trajectory.stop_reason in _ENDED_BY_ENVIRONMENT and "answer" not in trajectory.info:
+            raise ConfigError(
+                "reward.text = 'answer', and the environment puts no `answer` into the info of "
+                "the step that ends an episode; set reward.text = 'last_turn'"
+            )
+        return ""
+
+    def _write(self, trajectory: Trajectory, result: RewardResult) -> None:
+        last = trajectory.turns[-1]
+        if self.add_to_environment:
+            if both := result.components.keys() & trajectory.reward_components.keys():
+                raise ConfigError(
+                    f"reward.functions and the environment both have a component named "
+                    f"{', '.join(sorted(both))}; leave one out, or set reward.add_to_environment = "
+                    "false"
+                )
+            trajectory.reward += result.reward
+            trajectory.reward_components = trajectory.reward_components | result.components
+            last.reward += result.reward
+            last.reward_components = last.reward_components | result.components
+            return
+        trajectory.metrics["reward"] = trajectory.reward
+        for turn in trajectory.turns:
+            turn.reward, turn.reward_components = 0.0, {}
+        trajectory.reward = last.reward = result.reward
+        trajectory.reward_components = dict(result.components)
+        last.reward_components = dict(result.components)

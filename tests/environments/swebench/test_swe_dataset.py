@@ -1,0 +1,179 @@
+"""Rows and predictions in the official formats."""
+
+import json
+import os
+
+import pytest
+
+from agentrl.errors import ConfigError, DataError
+from agentrl_swebench.dataset import (
+    NEW_COLUMNS,
+    Instance,
+    load_instances,
+    load_predictions,
+    parse_row,
+)
+
+ROW = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "version": "1.0",
+    "base_commit": "0" * 40,
+    "problem_statement": "It is broken.",
+    "hints_text": "",
+    "created_at": "2024-01-01",
+    "patch": "diff --git a/x b/x\n",
+    "test_patch": "diff --git a/t b/t\n",
+    "FAIL_TO_PASS": '["t::new"]',
+    "PASS_TO_PASS": ["t::old"],
+    "image": "a/b:1",
+    "eval_script": "#!/bin/bash\n",
+    "log_parser": "parse_log_pytest",
+    "eval_type": "pass_and_fail",
+}
+SECOND = ROW | {"instance_id": "a__b-2"}
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_jsonl_json_parquet_and_folder_agree(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [row | {"PASS_TO_PASS": json.dumps(["t::old"])} for row in (ROW, SECOND)]
+    jsonl = write(tmp_path / "d.jsonl", *rows)
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    expected = load_instances(jsonl)
+    assert [each.instance_id for each in expected] == ["a__b-1", "a__b-2"]
+    for source in (tmp_path / "d.json", tmp_path / "test.parquet", tmp_path):
+        assert load_instances(source) == expected
+
+
+def test_row_is_what_the_harness_reads(tmp_path):
+    instance = parse_row(ROW, "row 1")
+    assert isinstance(instance, Instance)
+    assert instance.fail_to_pass == ("t::new",)
+    again = instance.row()
+    assert again["FAIL_TO_PASS"] == ["t::new"] and again["PASS_TO_PASS"] == ["t::old"]
+    assert {name: again[name] for name in NEW_COLUMNS} == {name: ROW[name] for name in NEW_COLUMNS}
+    assert parse_row(again, "row 1") == instance
+    harness = pytest.importorskip("swebench.harness.utils")
+    assert harness.make_test_spec(again).FAIL_TO_PASS == ["t::new"]
+
+
+def test_selection_keeps_the_order_and_names_the_unknown(tmp_path):
+    path = write(tmp_path / "d.jsonl", ROW, SECOND)
+    assert [each.instance_id for each in load_instances(path, instance_ids=["a__b-2"])] == [
+        "a__b-2"
+    ]
+    with pytest.raises(DataError, match="no instance c__d-9"):
+        load_instances(path, instance_ids=["a__b-1", "c__d-9"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch": None}, "line 1: column patch is not text"),
+        ({"image": 3}, "column image is not text"),
+        ({"FAIL_TO_PASS": "[x"}, "FAIL_TO_PASS is not JSON"),
+        ({"FAIL_TO_PASS": [1]}, "FAIL_TO_PASS must be a list of test names"),
+        ({"PASS_TO_PASS": None}, "PASS_TO_PASS must be a list"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, change, message):
+    with pytest.raises(DataError, match=message):
+        load_instances(write(tmp_path / "d.jsonl", ROW | change))
+
+
+def test_missing_file_empty_file_and_duplicates(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load_instances(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="holds no rows"):
+        load_instances(write(tmp_path / "d.jsonl"))
+    with pytest.raises(DataError, match="a__b-1 twice"):
+        load_instances(write(tmp_path / "d.jsonl", ROW, ROW))
+
+
+OLD = {name: value for name, value in ROW.items() if name not in NEW_COLUMNS}
+
+
+def test_old_rows_say_how_they_are_converted(tmp_path, monkeypatch):
+    monkeypatch.delenv("AGENTRL_SWEBENCH4_PYTHON", raising=False)
+    with pytest.raises(ConfigError, match=r"swebench==4\.1\.0.*AGENTRL_SWEBENCH4_PYTHON"):
+        load_instances(write(tmp_path / "d.jsonl", ROW, OLD))
+
+
+def test_an_interpreter_that_does_not_convert_is_named(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    monkeypatch.setenv("AGENTRL_SWEBENCH4_PYTHON", str(python))
+    with pytest.raises(ConfigError, match="AGENTRL_SWEBENCH4_PYTHON="):
+        load_instances(write(tmp_path / "d.jsonl", OLD))
+    python.write_text("#!/bin/sh\necho first >&2\necho 'no module named swebench' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(DataError, match=r"could not be converted by .*python: no module named"):
+        load_instances(write(tmp_path / "d.jsonl", OLD))
+
+
+@pytest.mark.skipif(
+    not os.environ.get("AGENTRL_SWEBENCH4_PYTHON"),
+    reason="AGENTRL_SWEBENCH4_PYTHON names no Python with swebench==4.1.0",
+)
+def test_old_rows_are_converted(tmp_path, caplog):
+    old = OLD | {
+        "instance_id": "pallets__flask-5014",
+        "repo": "pallets/flask",
+        "version": "2.3",
+        "test_patch": "diff --git a/tests/t.py b/tests/t.py\n--- a/tests/t.py\n+++ b/tests/t.py\n"
+        "@@ -1 +1 @@\n-a\n+b\n",
+    }
+    new, converted = load_instances(write(tmp_path / "d.jsonl", ROW, old))
+    assert new == parse_row(ROW, "")
+    assert converted.image == "swebench/sweb.eval.x86_64.pallets_1776_flask-5014:latest"
+    assert converted.log_parser == "parse_log_pytest"
+    assert "pytest -rA tests/t.py\n: '>>>>> End Test Output'" in converted.eval_script
+    assert "converted 1 rows of SWE-bench 4" in caplog.text
+
+
+def prediction(instance_id="a__b-1", patch="p", model="m/x"):
+    return {"instance_id": instance_id, "model_name_or_path": model, "model_patch": patch}
+
+
+def test_predictions_in_all_official_forms(tmp_path):
+    instances = [parse_row(ROW, ""), parse_row(SECOND, "")]
+    rows = [prediction(), prediction("a__b-2", None)]
+    jsonl = write(tmp_path / "p.jsonl", *rows)
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    (tmp_path / "map.json").write_text(json.dumps({row["instance_id"]: row for row in rows}))
+    expected = load_predictions(jsonl, instances)
+    assert [each.model_patch for each in expected] == ["p", ""]
+    assert expected[0].row() == rows[0]
+    for name in ("list.json", "map.json"):
+        assert load_predictions(tmp_path / name, instances) == expected
+    gold = load_predictions("gold", instances)
+    assert [each.model_patch for each in gold] == [ROW["patch"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([prediction("c__d-9")], "c__d-9 is not in the dataset"),
+        ([prediction(), prediction()], "second prediction for a__b-1"),
+        ([prediction(), prediction("a__b-2", model="other")], "several models"),
+        ([{"instance_id": "a__b-1", "model_patch": ""}], "model_name_or_path"),
+        ([prediction(patch=3)], "model_patch must be text"),
+        ([], "no predictions"),
+    ],
+)
+def test_bad_predictions_are_named(tmp_path, rows, message):
+    instances = [parse_row(ROW, ""), parse_row(SECOND, "")]
+    with pytest.raises(DataError, match=message):
+        load_predictions(write(tmp_path / "p.jsonl", *rows), instances)
+
+
+def test_predictions_have_a_known_ending(tmp_path):
+    with pytest.raises(DataError, match=r"\.jsonl or \.json"):
+        load_predictions(tmp_path / "p.txt", [])

@@ -1,0 +1,178 @@
+"""No container outlives who made it: processes are killed with SIGKILL while eight are alive."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agentrl_swebench.engine import Owner, current_owner, labels
+from agentrl_swebench.leases import reap
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+
+IMAGE = "agentrl/swebench-fixture:agentrl-spans-1"
+
+TRAINER = """
+import asyncio, sys
+import agentrl_swebench.env
+from agentrl.env.client import connect
+
+async def main(dataset, *urls):
+    client = connect(list(urls) or None)
+    config = {"source": dataset, "min_free_gb": 1}
+    sessions = [
+        client.session("swebench", split="test", index=i % 3, seed=0, config=config, timeout_s=200)
+        for i in range(8)
+    ]
+    held = await asyncio.gather(*sessions)
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+SERVER = """
+import sys
+import agentrl_swebench.env
+from agentrl.cli import main
+sys.exit(main(["env", "serve", "swebench", "--host", "127.0.0.1", "--port", sys.argv[1]]))
+"""
+
+GRADER = """
+import asyncio, sys
+from agentrl_swebench.dataset import load_instances, parse_row
+from agentrl_swebench.grade import grade
+from agentrl_swebench.leases import start_watchdog
+
+async def main(dataset, watched):
+    if watched == "watched":
+        start_watchdog()
+    row = load_instances(dataset)[1].row()
+    row["eval_script"] = row["eval_script"].replace("cd /testbed", "cd /testbed; sleep 600", 1)
+    slow = parse_row(row, "slow")
+    await asyncio.gather(*(
+        grade(slow, slow.patch, policy="strict", run_id=f"slow{i}", timeout_s=900)
+        for i in range(8)
+    ))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@contextlib.contextmanager
+def python(code, *arguments, tmp_path, **environment):
+    with open(tmp_path / "errors", "ab") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"AGENTRL_STATE_DIR": str(tmp_path)} | environment,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def of_run(engine, role, prefix="", **filters):
+    """Containers with this role whose run's name begins so."""
+    found = engine.api.containers(all=True, filters={"label": f"agentrl.role={role}"} | filters)
+    return [each for each in found if each["Labels"]["agentrl.run"].startswith(prefix)]
+
+
+def wait_for(condition, timeout_s):
+    """How long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, "it did not happen in time"
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def kill(process):
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_of_a_killed_trainer_nothing_is_left(fixture_dir, engine, tmp_path):
+    with python(TRAINER, fixture_dir / "dataset.jsonl", tmp_path=tmp_path) as trainer:
+        assert trainer.stdout.readline() == "ready\n", (tmp_path / "errors").read_text()
+        assert len(of_run(engine, "agent")) == 8
+        kill(trainer)
+        seconds = wait_for(lambda: not of_run(engine, "agent"), 60)
+        print(f"eight containers of a killed trainer were gone after {seconds:.2f} s")
+        assert seconds < 15
+
+
+def test_of_a_killed_server_nothing_is_left(fixture_dir, engine, tmp_path, unused_port):
+    dataset = fixture_dir / "dataset.jsonl"
+    token = {"AGENTRL_ENV_TOKEN": "secret"}
+    with python(SERVER, unused_port, tmp_path=tmp_path, **token) as server:
+        url = f"http://127.0.0.1:{unused_port}"
+        with python(TRAINER, dataset, url, tmp_path=tmp_path, **token) as trainer:
+            assert trainer.stdout.readline() == "ready\n", (tmp_path / "errors").read_text()
+            assert len(of_run(engine, "agent")) == 8
+            kill(server)
+            seconds = wait_for(lambda: not of_run(engine, "agent"), 60)
+            print(f"eight containers of a killed server were gone after {seconds:.2f} s")
+            assert seconds < 15
+
+
+@pytest.mark.parametrize("watched", ["watched", "unwatched"])
+def test_of_a_killed_grader_nothing_is_left(fixture_dir, engine, tmp_path, watched):
+    workers = {"AGENTRL_GRADING_WORKERS": "8"}
+    arguments = [fixture_dir / "dataset.jsonl", watched]
+    with python(GRADER, *arguments, tmp_path=tmp_path, **workers) as grader:
+        wait_for(lambda: len(of_run(engine, "grade", "slow", status="running")) == 8, 150)
+        kill(grader)
+        if watched == "unwatched":  # as where all was killed at once: the next start reaps
+            time.sleep(3)
+            started = time.monotonic()
+            reap(engine)
+            print(f"reaping took {time.monotonic() - started:.2f} s")
+            assert not of_run(engine, "grade", "slow")
+            return
+        seconds = wait_for(lambda: not of_run(engine, "grade", "slow"), 60)
+        print(f"eight containers of a killed grader were gone after {seconds:.2f} s")
+
+
+def test_reaping_takes_what_is_nobodys_and_nothing_else(fixture_dir, engine):
+    me = current_owner()
+    gone = Owner(me.boot_id, me.pid_namespace, 2**30, 1)
+    elsewhere = Owner("another-boot", "1", 1, 1)
+    made = {}
+    try:
+        for name, its_labels in {
+            "gone": labels("run", "grade", owner=gone),
+            "mine": labels("run", "grade"),
+            "elsewhere": labels("run", "grade", owner=elsewhere),
+            "expired": labels("run", "grade", owner=elsewhere) | {"agentrl.expires": "1"},
+            "foreign": {"somebody": "else"},
+        }.items():
+            made[name] = engine.containers.run(
+                IMAGE, ["sleep", "100"], labels=its_labels, detach=True, network_mode="none"
+            )
+        reap(engine)  # or another process' watchdog was quicker
+        left = {container.id for container in engine.containers.list(all=True)}
+        found = {name for name, container in made.items() if container.id in left}
+        assert found == {"mine", "elsewhere", "foreign"}
+    finally:
+        for container in made.values():
+            subprocess.run(["docker", "rm", "-f", container.id], capture_output=True, check=False)
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,175 @@
+"""`agentrl swebench doctor|pull|reap|run`, with a scripted model behind a real chat server."""
+
+import argparse
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+
+from agentrl.errors import ConfigError
+from agentrl_swebench import manage
+from agentrl_swebench.engine import Owner, current_owner, labels
+
+
+@pytest.fixture(autouse=True)
+def _state(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path / "state"))
+
+
+def command(*words):
+    parser = argparse.ArgumentParser()
+    manage.add_commands(parser.add_subparsers(required=True))
+    arguments = parser.parse_args([str(word) for word in words])
+    return arguments.handler(arguments)
+
+
+@contextmanager
+def model_server(say):
+    """`say(messages)` gives the command to run, or None to submit."""
+    requests = []
+
+    async def complete(request):
+        body = await request.json()
+        requests.append(body)
+        said = say(body["messages"])
+        if isinstance(said, int):
+            return web.Response(status=said)
+        name = "submit" if said is None else "bash"
+        arguments = {} if said is None else {"command": said}
+        call = {
+            "id": f"c{len(requests)}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return web.json_response(
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 0,
+                "model": body["model"],
+                "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            }
+        )
+
+    started, stop = threading.Event(), None
+    address = []
+
+    def serve():
+        nonlocal stop
+
+        async def main():
+            nonlocal stop
+            stop = asyncio.Event()
+            app = web.Application(client_max_size=1 << 26)
+            app.router.add_post("/v1/chat/completions", complete)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            address.append((asyncio.get_running_loop(), runner.addresses[0][1]))
+            started.set()
+            await stop.wait()
+            await runner.cleanup()
+
+        asyncio.run(main())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    started.wait(10)
+    loop, port = address[0]
+    try:
+        yield f"http://127.0.0.1:{port}", requests
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+
+
+def test_without_an_engine_doctor_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    assert command("doctor") == 1
+    shown = capsys.readouterr().out
+    assert "fix  engine: no Docker engine answers" in shown
+    assert "harness" in shown
+
+
+def test_run_refuses_what_makes_no_sense(tmp_path):
+    words = ("run", "--dataset", "x.jsonl", "--model", "http://x", "--out", tmp_path)
+    with pytest.raises(ConfigError, match="--max-turns"):
+        command(*words, "--max-turns", "0")
+
+
+@pytest.mark.docker
+def test_doctor_reap_and_pull(fixture_dir, engine, capsys):
+    dataset = fixture_dir / "dataset.jsonl"
+    me = current_owner()
+    gone = labels("run", "grade", owner=Owner(me.boot_id, me.pid_namespace, 2**30, 1))
+    image = "agentrl/swebench-fixture:agentrl-spans-1"
+    left = engine.containers.create(image, ["true"], labels=gone)
+    assert command("doctor", "--dataset", dataset) == 1
+    shown = capsys.readouterr().out
+    assert "fix  containers: 1 have lost their process" in shown
+    assert "ok   images: all 3 are local" in shown
+    assert command("reap") == 0
+    assert left.id[:12] in capsys.readouterr().out
+    command("doctor", "--dataset", dataset)  # 1 where the disk is short
+    assert "ok   containers:" in capsys.readouterr().out
+    assert command("pull", "--dataset", dataset, "--min-free-gb", "1", "--scrub") == 0
+    shown = capsys.readouterr().out
+    assert shown.count(": local") == 3 and shown.count(": scrubbed at ") == 3
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(600)
+def test_a_model_solves_and_an_interrupted_call_goes_on(
+    fixture_dir, fixture_instances, tmp_path, capsys
+):
+    broken = {"agentrl__tally-1"}
+
+    def say(messages):
+        prompt = messages[0]["content"]
+        name = next(
+            key
+            for key, each in fixture_instances.items()
+            if each.problem_statement.strip() in prompt
+        )
+        if name in broken:
+            return 400
+        if messages[-1]["role"] == "user":
+            return f"git apply - <<'END'\n{fixture_instances[name].patch}END\n"
+        return None
+
+    out = tmp_path / "out"
+    words = ("--dataset", fixture_dir / "dataset.jsonl", "--out", out, "--max-turns", "3")
+    with model_server(say) as (url, requests):
+        first = ("run", *words, "--model", url, "--model-name", "scripted", "--no-grade")
+        assert command(*first) == 1
+        told = capsys.readouterr()
+        assert "agentrl__tally-1: no prediction" in told.err
+        lines = (out / "predictions.jsonl").read_text().splitlines()
+        assert {json.loads(line)["instance_id"] for line in lines} == {
+            "agentrl__spans-1",
+            "agentrl__ledger-1",
+        }
+        assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"bash", "submit"}
+        assert "You have 3 turns" in requests[0]["messages"][0]["content"]
+
+        broken.clear()
+        with open(out / "predictions.jsonl", "a") as file:
+            file.write('{"instance_id": "agentrl__tally-1", "model_na')  # as a kill leaves it
+        before = len(requests)
+        assert command(*first[:-1], "--policy", "strict") == 0
+        assert len(requests) - before == 2  # one instance, two turns
+    told = capsys.readouterr().out
+    assert "2 predictions are of an earlier call" in told
+    assert "resolved 3 of 3 instances" in told
+    rows = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert [row.keys() for row in rows] == [
+        {"instance_id", "model_name_or_path", "model_patch"}
+    ] * 3
+    report = json.loads((out / "scripted.run.json").read_text())
+    assert report["resolved_instances"] == 3 and report["schema_version"] == 2

@@ -1,0 +1,244 @@
+"""Scrubbed histories and extracted patches, on a real engine."""
+
+import asyncio
+import os
+import subprocess
+from contextlib import aclosing
+
+import pytest
+
+from agentrl.errors import EnvError
+from agentrl_swebench import images
+from agentrl_swebench.api import EngineAPI
+from agentrl_swebench.containers import Container
+from agentrl_swebench.patch import ScrubError, check_scrubbed, extract
+
+pytestmark = pytest.mark.docker
+
+IMAGE = "agentrl/swebench-fixture:agentrl-spans-1"
+
+
+@pytest.fixture(autouse=True)
+def _state(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
+
+
+def in_scrubbed(scenario, image=IMAGE):
+    async def play():
+        async with aclosing(EngineAPI()) as api:
+            made = await images.scrubbed(api, await images.resolve(api, image))
+            container = await Container.start(api, made.image_id, run_id="test")
+            try:
+                return await scenario(container, made.base)
+            finally:
+                await container.remove()
+
+    return asyncio.run(play())
+
+
+async def sh(container, command):
+    return (await container.run(command, timeout_s=30, max_chars=100_000)).output
+
+
+def test_nothing_of_the_future_is_left(fixture_dir, engine, fixture_instances):
+    find = "git log --all --format=%H; git rev-parse v-next origin/main 2>/dev/null; true"
+    before = engine.containers.run(
+        IMAGE, ["bash", "-c", f"{find}; git reflog --format=%H"], remove=True, network_mode="none"
+    )
+    base_commit = fixture_instances["agentrl__spans-1"].base_commit
+
+    async def scenario(container, base):
+        await check_scrubbed(container, base)
+        past = (await sh(container, "git log --format=%H")).split()
+        assert past[0] == base.commit == base_commit and len(past) == 2
+        future = set(before.decode().split()) - set(past) - {"v-next", "origin/main"}
+        assert len(future) >= 2
+        for commit in future:
+            assert "rror" in await sh(container, f"git cat-file -t {commit} 2>&1 || echo error")
+        shown = await sh(
+            container,
+            "git log --all --oneline; git reflog; git stash list; git tag; git branch -a; "
+            "git remote -v; git fsck --unreachable --no-reflogs; cat .git/*MSG .git/*HEAD",
+        )
+        assert "Fix the bug" not in shown and "Notes" not in shown and "next" not in shown
+        # Not in a loose or packed object either, under whatever name.
+        every = (
+            "git cat-file --batch-check --batch-all-objects | cut -d' ' -f1 | git cat-file --batch"
+        )
+        assert "test_touching" not in await sh(container, f"{every} | tr -d '\\0'")
+        assert (await sh(container, "git status --short")) == ""
+
+    in_scrubbed(scenario)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "git branch sneaky HEAD~1",
+        "git tag sneaky",
+        "git remote add origin /nowhere",
+        "mkdir -p .git/logs && touch .git/logs/HEAD",
+        "git -c user.name=a -c user.email=a@b commit -q --allow-empty -m more; "
+        "git branch x; git reset -q --hard HEAD~1",
+        "git -c user.name=a -c user.email=a@b commit -q --allow-empty -m more",
+        "rm -rf .git",
+    ],
+)
+def test_the_check_fails_closed(fixture_dir, spoil):
+    async def scenario(container, base):
+        await sh(container, spoil)
+        with pytest.raises(ScrubError):
+            await check_scrubbed(container, base)
+
+    in_scrubbed(scenario)
+
+
+def test_an_image_without_a_repository_is_refused(fixture_dir):
+    async def play():
+        async with aclosing(EngineAPI()) as api:
+            source = await images.resolve(api, "agentrl/swebench-fixture-base:1")
+            with pytest.raises(EnvError, match="can't be scrubbed"):
+                await images.scrubbed(api, source)
+
+    asyncio.run(play())
+
+
+def test_an_extracted_patch_is_the_change_and_applies(fixture_dir, tmp_path):
+    changes = (
+        "sed -i 's/start </start <=/' spans/core.py; printf 'a\\0b' > blob.bin; "
+        "echo new > 'name with space.txt'; rm README.md; mkdir d; echo ü > d/ü.txt; "
+        "chmod +x setup.py"
+    )
+
+    async def scenario(container, base):
+        assert (await extract(container, base)).patch == ""
+        await sh(container, changes)
+        extracted = await extract(container, base)
+        assert extracted.problem == ""
+        await sh(container, "git add -A; git -c user.name=a -c user.email=a@b commit -qm wip")
+        assert (await extract(container, base)).patch == extracted.patch
+        tree = await sh(container, "rm -rf .git; find . -type f | sort | xargs -d '\\n' sha1sum")
+        return extracted.patch, tree
+
+    patch, tree = in_scrubbed(scenario)
+    assert "b/spans/core.py" in patch and "GIT binary patch" in patch
+
+    async def apply(container, base):
+        applied = await container.run(
+            f"git apply - <<'END'\n{patch}END\n", timeout_s=30, max_chars=1000
+        )
+        assert applied.exit_code == 0, applied.output
+        listing = "rm -rf .git; find . -type f | sort | xargs -d '\\n' sha1sum"
+        assert await sh(container, listing) == tree
+
+    in_scrubbed(apply)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "git config diff.external /bin/false; git config core.pager 'rm -rf /'",
+        "git config core.hooksPath /tmp; printf '#!/bin/sh\\nexit 1\\n' > .git/hooks/pre-commit",
+        "git config filter.x.clean 'echo pwned'; echo '*.py filter=x' > .git/info/attributes",
+        "echo 'spans/' >> .git/info/exclude; git update-index --assume-unchanged spans/core.py",
+        "git config --global core.excludesFile /tmp/ex; echo '*.py' > /tmp/ex; "
+        "git config --global diff.external false",
+        "export GIT_DIR=/nowhere; echo 'export GIT_DIR=/nowhere' > /root/.bashrc",
+        "git update-index --skip-worktree spans/core.py; git config core.fsmonitor /bin/true",
+        "printf '[diff]\\n\\texternal = false\\n' > /var/lib/agentrl/base.git/config",
+    ],
+)
+def test_what_the_agent_did_to_git_has_no_say(fixture_dir, hostile):
+    async def scenario(container, base):
+        await sh(container, hostile)
+        await sh(container, "sed -i 's/start </start <=/' spans/core.py")
+        extracted = await extract(container, base)
+        assert extracted.problem == ""
+        assert "+        if merged and start <= merged[-1][1]:" in extracted.patch
+        assert extracted.patch.count("diff --git") == 1
+
+    in_scrubbed(scenario)
+
+
+@pytest.mark.parametrize(
+    "change,problem",
+    [
+        ("rm -rf .git/objects", "could not take the difference"),
+        ("head -c 3000000 /dev/urandom > big.bin", "larger than"),
+        ("printf 'caf\\351\\n' > latin.txt", "not UTF-8"),
+    ],
+)
+def test_a_change_that_is_no_patch_is_the_agents_problem(fixture_dir, change, problem):
+    async def scenario(container, base):
+        await sh(container, change)
+        extracted = await extract(container, base)
+        assert extracted.patch == "" and problem in extracted.problem
+
+    in_scrubbed(scenario)
+
+
+def test_eviction_spares_what_is_in_use_or_not_ours(fixture_dir, engine, tmp_path):
+    def make(name):
+        engine.api.tag(IMAGE, f"agentrl/evict-{name}", "1")
+        container = engine.containers.create(IMAGE, ["true"], labels={"evict": name})
+        image = container.commit(f"agentrl/evict-{name}", "1", message=os.urandom(4).hex())
+        container.remove()
+        return image.id
+
+    ids = {name: make(name) for name in ("old", "new", "named", "busy", "foreign")}
+    busy = engine.containers.create("agentrl/evict-busy:1", ["true"])
+    try:
+        for name in ("old", "new", "named", "busy"):
+            images.touch([ids[name]], managed=True)
+        images.touch([ids["foreign"]])
+        images.touch([ids["old"]])  # used last, so it goes last
+        gone = images.evict(engine, min_free_bytes=1 << 60, in_use=["agentrl/evict-named:1"])
+        assert gone == [ids["new"], ids["old"]]
+        left = {tag for image in engine.images.list() for tag in image.tags}
+        assert {f"agentrl/evict-{name}:1" for name in ("named", "busy", "foreign")} <= left
+        assert images.evict(engine, min_free_bytes=0) == []
+    finally:
+        busy.remove()
+        for name in ids:
+            subprocess.run(
+                ["docker", "rmi", "-f", f"agentrl/evict-{name}:1"], capture_output=True, check=False
+            )
+
+
+def test_pulling_names_what_is_missing(fixture_dir, engine):
+    seen = []
+    with pytest.raises(images.ImageMissing, match="agentrl/no-such-image"):
+        images.pull(
+            engine,
+            [IMAGE, "agentrl/no-such-image:0"],
+            min_free_bytes=0,
+            progress=lambda name, state: seen.append((name, state.split(":")[0])),
+        )
+    assert set(seen) == {(IMAGE, "local"), ("agentrl/no-such-image:0", "missing")}
+    with pytest.raises(EnvError, match=r"disk has .* free"):
+        images.pull(engine, ["agentrl/no-such-image:0"], min_free_bytes=1 << 60)
+
+
+def test_an_image_that_was_removed_is_noticed(fixture_dir, engine):
+    async def play():
+        async with aclosing(EngineAPI()) as api:
+            container = engine.containers.create(IMAGE, ["true"])
+            source = container.commit("agentrl/removed", "1", message=os.urandom(4).hex())
+            container.remove()
+            made = await images.scrubbed(api, source.id)
+            assert await images.present(api, made)
+            engine.images.remove(made.image_id, force=True)
+            engine.images.remove(source.id, force=True)
+            assert not await images.present(api, made)
+
+    asyncio.run(play())
+
+
+def test_a_short_disk_refuses_containers(engine):
+    async def play():
+        async with aclosing(EngineAPI()) as api:
+            await images.check_disk(api, 1)
+            with pytest.raises(EnvError, match="too little for another"):
+                await images.check_disk(api, 1 << 60)
+
+    asyncio.run(play())

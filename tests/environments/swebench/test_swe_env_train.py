@@ -1,0 +1,45 @@
+"""Training steps on the fixtures, as the example does them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.rollout import read_trajectories
+from agentrl.train.metrics import read_metrics
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_the_example_trains_for_three_steps(fixture_dir, engine, tmp_path):
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "swebench").symlink_to(fixture_dir)
+    code = "import sys, agentrl_swebench.env; from agentrl.cli import main; sys.exit(main())"
+    run_file = ROOT / "examples" / "swebench" / "run.toml"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(run_file), "--run.dir", str(tmp_path / "run")],
+        cwd=tmp_path,
+        env=os.environ | {"AGENTRL_STATE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    metrics = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    for row in metrics:
+        assert row["rollout/error_fraction"] == 0.0 and row["rollout/trajectories"] == 8
+        assert row["reward/mean"] == 0.0 and row["env/resolved"] == 0.0
+        assert row["env/container_s"] > 0
+    trajectories = [each for _, each in read_trajectories(tmp_path / "run")]
+    assert {each.task_id for each in trajectories} == {
+        "agentrl__spans-1",
+        "agentrl__ledger-1",
+        "agentrl__tally-1",
+    }
+    for each in trajectories:
+        assert each.info["outcome"] == "empty" and each.error is None
+    assert not engine.api.containers(all=True, filters={"label": "agentrl.role=agent"})

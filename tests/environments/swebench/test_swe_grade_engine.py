@@ -1,0 +1,205 @@
+"""An engine that stops, hangs and fills up while it grades. It is one of the test's own.
+
+Needs root, `dockerd`, loop devices and minutes: markers `docker` and `slow`.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl_swebench.attacks import ATTACKS
+from agentrl_swebench.grade import GradingLimits, grade
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("swebench", reason="the official harness is missing: agentrl[swebench]")
+
+SPANS = "agentrl__spans-1"
+DISK_MB = 1800
+
+
+class PrivateEngine:
+    """A `dockerd` with its data on a small disk of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data"
+        self.host = f"unix://{folder}/engine.sock"
+        self.process: subprocess.Popen | None = None
+
+    def mount(self) -> None:
+        self.data.mkdir()
+        image = self.folder / "disk"
+        with image.open("wb") as file:
+            file.truncate(DISK_MB << 20)
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
+        done = subprocess.run(["mount", "-o", "loop", image, self.data], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"no loop device can be mounted: {done.stderr.decode().strip()}")
+
+    def start(self) -> None:
+        # In a network of its own: it would take the other engine's bridge away.
+        self.process = subprocess.Popen(
+            [
+                *("unshare", "--net", "dockerd", "-H", self.host, "--data-root", self.data),
+                *("--exec-root", self.folder / "exec", "--pidfile", self.folder / "pid"),
+                *("--bridge=none", "--iptables=false", "--ip-forward=false", "--ip-masq=false"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=(self.folder / "log").open("ab"),
+            start_new_session=True,
+        )
+        until = time.monotonic() + 60
+        while self.docker("info", check=False).returncode:
+            assert time.monotonic() < until, (self.folder / "log").read_text()[-1000:]
+            time.sleep(0.5)
+
+    def stop(self, with_signal: int = signal.SIGTERM) -> None:
+        if self.process is None:
+            return
+        os.kill(self.process.pid, with_signal)
+        self.process.wait(60)
+        self.process = None
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.docker("ps", "-aq", check=False)
+        self.stop()
+        subprocess.run(["umount", "-l", self.data], capture_output=True)
+
+    def docker(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["docker", "-H", self.host, *arguments], check=check, capture_output=True, text=True
+        )
+
+    def running(self) -> str:
+        return self.docker("ps", "-q", check=False).stdout.split("\n")[0]
+
+
+@pytest.fixture(scope="module")
+def private_engine(engine, fixture_instances, tmp_path_factory):
+    if os.geteuid() != 0 or shutil.which("dockerd") is None:
+        pytest.skip("an engine of the test's own needs root and dockerd")
+    private = PrivateEngine(tmp_path_factory.mktemp("engine"))
+    private.mount()
+    try:
+        private.start()
+        save = subprocess.Popen(
+            ["docker", "save", fixture_instances[SPANS].image], stdout=subprocess.PIPE
+        )
+        subprocess.run(
+            ["docker", "-H", private.host, "load"],
+            stdin=save.stdout,
+            check=True,
+            capture_output=True,
+        )
+        assert save.wait() == 0
+        yield private
+    finally:
+        private.close()
+
+
+def patch_named(name, instance):
+    return next(each for each in ATTACKS if each.name == name).make_patch(instance)
+
+
+def grade_while(private, instance, patch, act, *, limits=None, timeout_s=120.0):
+    """Grade, and call `act` once the tests run."""
+
+    async def both():
+        verdict = asyncio.create_task(
+            grade(
+                instance,
+                patch,
+                policy="strict",
+                run_id="engine",
+                timeout_s=timeout_s,
+                limits=limits,
+            )
+        )
+        while not await asyncio.to_thread(private.running) and not verdict.done():
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.8)
+        await asyncio.to_thread(act)
+        return await verdict
+
+    return asyncio.run(both())
+
+
+def test_engine_that_answers_again_grades_again(private_engine, fixture_instances, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", private_engine.host)
+    instance = fixture_instances[SPANS]
+
+    def restart():
+        private_engine.stop()
+        private_engine.start()
+
+    verdict = grade_while(private_engine, instance, instance.patch, restart)
+    assert (verdict.outcome, verdict.attempts) == ("resolved", 2)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_engine_that_stops_masks(private_engine, fixture_instances, monkeypatch, sent):
+    monkeypatch.setenv("DOCKER_HOST", private_engine.host)
+    instance = fixture_instances[SPANS]
+    try:
+        verdict = grade_while(
+            private_engine,
+            instance,
+            patch_named("noop", instance),
+            lambda: private_engine.stop(sent),
+        )
+    finally:
+        private_engine.start()
+    assert (verdict.outcome, verdict.resolved, verdict.reward) == ("infrastructure", None, None)
+
+
+def test_engine_that_hangs_masks(private_engine, fixture_instances, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", private_engine.host)
+    monkeypatch.setattr("agentrl_swebench.grade._WALL_GRACE_S", 15.0)
+    instance = fixture_instances[SPANS]
+
+    def hang():
+        os.kill(private_engine.process.pid, signal.SIGSTOP)
+
+    started = time.monotonic()
+    try:
+        verdict = grade_while(
+            private_engine, instance, patch_named("noop", instance), hang, timeout_s=5
+        )
+    finally:
+        os.kill(private_engine.process.pid, signal.SIGCONT)
+    assert (verdict.outcome, verdict.reward) == ("infrastructure", None)
+    assert time.monotonic() - started < 120
+
+
+def test_full_disk_masks(private_engine, fixture_instances, monkeypatch):
+    """The disk fills up while the tests of a wrong patch run, by nothing that the patch does."""
+    monkeypatch.setenv("DOCKER_HOST", private_engine.host)
+    instance = fixture_instances[SPANS]
+    ballast = private_engine.data / "ballast"
+
+    def fill():
+        with ballast.open("wb") as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 20))
+            except OSError:
+                pass
+
+    try:
+        verdict = grade_while(
+            private_engine,
+            instance,
+            patch_named("noop", instance),
+            fill,
+            limits=GradingLimits(min_free_bytes=64 << 20),
+        )
+    finally:
+        ballast.unlink(missing_ok=True)
+    assert (verdict.outcome, verdict.resolved, verdict.reward) == ("infrastructure", None, None)

@@ -1,0 +1,145 @@
+"""Our report, validation and the commands; no engine needed."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from agentrl.errors import DataError
+from agentrl_swebench import attacks
+from agentrl_swebench.__main__ import main
+from agentrl_swebench.bench_grade import harness_seconds
+from agentrl_swebench.cli import add_swebench_commands
+from agentrl_swebench.dataset import parse_row
+from agentrl_swebench.evaluate import Validation, _read_verdict, make_report
+from agentrl_swebench.grade import Verdict
+from agentrl_swebench.policy import parse_patch
+
+ROW = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "version": "1.0",
+    "base_commit": "0" * 40,
+    "problem_statement": "It is broken.",
+    "patch": attacks.file_diff("x", "a\n", "b\n"),
+    "test_patch": "",
+    "FAIL_TO_PASS": ["t::new"],
+    "PASS_TO_PASS": [],
+    "image": "a/b:1",
+    "eval_script": "",
+    "log_parser": "parse_log_pytest",
+    "eval_type": "pass_and_fail",
+}
+
+
+def verdict(instance_id="a__b-1", **values):
+    base = {
+        "instance_id": instance_id,
+        "resolved": True,
+        "outcome": "resolved",
+        "reason": "r",
+        "report": {},
+        "seconds": 1.0,
+        "flags": (),
+    }
+    return Verdict(**(base | values))
+
+
+VOID = {"resolved": None, "outcome": "infrastructure", "reason": "the engine is gone"}
+FAILED = {"resolved": False, "outcome": "unresolved"}
+
+
+def test_report_keeps_the_official_number_and_the_rewarded_apart():
+    report = make_report(
+        [
+            verdict("a", flags=("honest",)),
+            verdict("b", flags=("tampered",)),
+            verdict("c", **FAILED),
+            verdict("d", **VOID),
+        ],
+        run_id="r",
+        model="m",
+        policy="official",
+        audit=True,
+    )
+    assert report["resolved_ids"] == ["a", "b"] and report["rewarded_ids"] == ["a"]
+    assert report["infrastructure_ids"] == ["d"]
+    assert report["flagged_ids"] == {"tampered": ["b"]}
+    assert report["outcomes"] == {"infrastructure": 1, "resolved": 2, "unresolved": 1}
+    assert report["instances"]["d"]["reward"] is None
+    assert json.loads(json.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("gold", "empty", "reason"),
+    [
+        ([verdict()] * 3, verdict(**FAILED), ""),
+        ([verdict(), verdict(**FAILED)], verdict(**FAILED), "resolves it 1 times of 2"),
+        ([verdict()] * 3, verdict(), "without a patch"),
+        ([verdict(), verdict(**VOID)], verdict(**FAILED), "the engine is gone"),
+        ([verdict(flags=("tampered",))], verdict(**FAILED), "for a forgery"),
+    ],
+)
+def test_an_instance_is_valid_if_only_its_solution_solves_it(gold, empty, reason):
+    validation = Validation("a__b-1", tuple(gold), empty)
+    assert reason in validation.reason and bool(reason) == bool(validation.reason)
+
+
+def test_a_verdict_on_disk_counts_for_the_same_input_only(tmp_path):
+    path = tmp_path / "a.json"
+    kept = verdict(flags=("honest",), notes=("n",), dropped=(("conftest.py", "test file"),))
+    path.write_text(json.dumps({"digest": "d", "verdict": dataclasses.asdict(kept)}))
+    assert _read_verdict(path, "d") == kept
+    assert _read_verdict(path, "other") is None
+    assert _read_verdict(tmp_path / "none.json", "d") is None
+    path.write_text(json.dumps({"digest": "d", "verdict": dataclasses.asdict(verdict(**VOID))}))
+    assert _read_verdict(path, "d") is None
+    path.write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        _read_verdict(path, "d")
+
+
+def test_seconds_of_a_harness_log(tmp_path):
+    log = tmp_path / "run_instance.log"
+    log.write_text(
+        "2024-01-01 10:00:00,500 - INFO - Creating\nTraceback\n"
+        "2024-01-01 10:00:07,750 - INFO - removed\n"
+    )
+    assert harness_seconds(log) == 7.25
+
+
+def test_commands_and_their_defaults():
+    parser = argparse.ArgumentParser()
+    add_swebench_commands(parser.add_subparsers())
+    given = parser.parse_args(["swebench", "eval", "--dataset", "d", "--predictions", "gold"])
+    assert (given.policy, given.audit, given.network, given.sys_admin) == (
+        "official",
+        False,
+        False,
+        False,
+    )
+    given = parser.parse_args(["swebench", "validate", "--dataset", "d"])
+    assert given.repeats == 3
+
+
+def test_an_engine_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    dataset = tmp_path / "d.jsonl"
+    dataset.write_text(json.dumps(ROW) + "\n")
+    arguments = ["--dataset", str(dataset), "--predictions", "gold", "--out", str(tmp_path)]
+    assert main(["eval", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("agentrl: error: no Docker engine answers at") and said.count("\n") == 1
+
+
+def test_patches_of_the_table_are_patches():
+    """By name, each once; the stated 24 and ours; all but the prose one can be read."""
+    names = [each.name for each in attacks.ATTACKS]
+    assert len(names) == len(set(names)) and len(attacks._STATED) == 24
+    for each in attacks.ATTACKS:
+        repo = f"agentrl/{each.instance_id.split('__')[1].rsplit('-', 1)[0]}"
+        patch = each.make_patch(parse_row(ROW | {"repo": repo}, ""))
+        assert "@PASSED@" not in patch and "@TARGETS@" not in patch
+        if each.name != "conftest_after_prose":
+            assert parse_patch(patch)

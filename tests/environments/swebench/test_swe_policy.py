@@ -1,0 +1,308 @@
+"""The submission policy: what is dropped, what is exempt, and that nothing passes unread."""
+
+import difflib
+import os
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_swebench.attacks import file_diff
+from agentrl_swebench.dataset import Instance
+from agentrl_swebench.policy import (
+    MAX_PATCH_BYTES,
+    PatchFormatError,
+    make_submission,
+    parse_patch,
+    suspicious,
+)
+
+
+def instance(*, patch="", test_patch="", eval_script="pytest -rA checks/verify.py\n"):
+    return Instance(
+        instance_id="a__b-1",
+        repo="a/b",
+        version="1",
+        base_commit="0" * 40,
+        problem_statement="",
+        patch=patch or file_diff("src/b/core.py", "a\n", "b\n"),
+        test_patch=test_patch or file_diff("checks/hidden.py", "a\n", "b\n"),
+        fail_to_pass=("x",),
+        pass_to_pass=(),
+        image="i",
+        eval_script=eval_script,
+        log_parser="parse_log_pytest",
+        eval_type="pass_and_fail",
+    )
+
+
+def dropped(path, **values):
+    submission = make_submission(instance(**values), file_diff(path, None, "x = 1\n"), "strict")
+    return [name for name, _ in submission.dropped]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "conftest.py",
+        "src/b/conftest.py",
+        "tests/test_core.py",
+        "src/b/tests/helper.py",
+        "test/support.py",
+        "src/b/core_test.py",
+        "src/b/tests.py",
+        "lib/thing.test.ts",
+        "pkg/thing_test.go",
+        "__tests__/a.js",
+        "pytest.ini",
+        ".pytest.ini",
+        "tox.ini",
+        "setup.cfg",
+        "setup.py",
+        "pyproject.toml",
+        "package.json",
+        "jest.config.js",
+        "sitecustomize.py",
+        "src/usercustomize.py",
+        "evil.pth",
+        "pytest.py",
+        "_pytest/runner.py",
+        "src/pluggy.py",
+        "json.py",
+        "unittest/__init__.py",
+        "evil-1.0.dist-info/entry_points.txt",
+        "evil.egg-info/entry_points.txt",
+        "checks/hidden.py",
+        "checks/verify.py",
+    ],
+)
+def test_files_that_decide_about_tests_are_dropped(path):
+    assert dropped(path) == [path]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "src/b/core.py",
+        "src/b/json.py",
+        "src/b/latest.py",
+        "src/b/contest.py",
+        "src/b/testing/tools.py",
+        "django/test/client.py",
+        "docs/changes.md",
+        "README",
+        "Makefile",
+        "src/b/attestation.py",
+        "unittest.md",
+    ],
+)
+def test_source_is_kept(path):
+    patch = file_diff(path, None, "x = 1\n")
+    submission = make_submission(instance(), patch, "strict")
+    assert (submission.patch, submission.dropped) == (patch, ())
+
+
+def test_makefile_is_dropped_where_it_builds_what_is_tested():
+    assert dropped("Makefile", eval_script="make\npytest -rA a.py\n") == ["Makefile"]
+
+
+def test_existing_module_with_a_standard_name_is_source():
+    patch = file_diff("json.py", "a\n", "b\n")
+    assert make_submission(instance(), patch, "strict").patch == patch
+
+
+def test_the_product_may_be_a_testing_module():
+    gold = file_diff("src/_pytest/runner.py", "a\n", "b\n")
+    patch = file_diff("src/_pytest/added.py", None, "x = 1\n")
+    assert make_submission(instance(patch=gold), patch, "strict").patch == patch
+    assert dropped("src/_pytest/added.py") == ["src/_pytest/added.py"]
+
+
+@pytest.mark.parametrize("path", ["setup.cfg", "tests/helper.py", "conftest.py"])
+def test_what_the_reference_solution_edits_is_exempt(path):
+    gold = file_diff(path, "a\n", "b\n")
+    patch = file_diff(path, "a\n", "c\n")
+    assert make_submission(instance(patch=gold), patch, "strict").patch == patch
+
+
+def test_only_forbidden_files_is_a_refusal_and_official_takes_all():
+    patch = file_diff("conftest.py", None, "x = 1\n")
+    strict = make_submission(instance(), patch, "strict")
+    assert strict.patch == "" and "only 1 files" in strict.refused
+    assert make_submission(instance(), patch, "official").patch == patch
+
+
+def test_kept_and_dropped_parts_are_separated():
+    good = file_diff("src/b/core.py", "a\n", "b\n")
+    bad = file_diff("conftest.py", None, "x = 1\n")
+    submission = make_submission(instance(), bad + good + bad, "strict")
+    assert submission.patch == good
+    assert [path for path, _ in submission.dropped] == ["conftest.py", "conftest.py"]
+
+
+@pytest.mark.parametrize("blank", ["", "\n", "  \n\n"])
+def test_nothing_is_nothing(blank):
+    submission = make_submission(instance(), blank, "strict")
+    assert (submission.patch, submission.refused) == ("", "")
+
+
+HIDDEN = "--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+x = 1\n"
+GOOD = file_diff("src/b/core.py", "a\n", "b\n")
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "Here is my fix:\n" + GOOD,
+        GOOD + "Index: conftest.py\n" + HIDDEN,
+        GOOD + "*** a/x\n--- b/conftest.py\n",
+        GOOD.replace("@@ -1 +1 @@", "@@ -1,9 +1,9 @@"),
+        GOOD.replace("@@ -1 +1 @@", "@@ -1 +1,0 @@"),
+        GOOD.replace("src/b/core.py", "../conftest.py"),
+        GOOD.replace("src/b/core.py", "src/./core.py"),
+        GOOD.replace("src/b/core.py", ".git/hooks/x"),
+        GOOD.replace("src/b/core.py", "/etc/x"),
+        "diff --git conftest.py conftest.py\n" + HIDDEN.replace("b/", ""),
+        "diff --git a/x b/x\n--- a/x\n@@ -1 +1 @@\n-a\n+b\n",
+        "diff --git a/x b/x\n--- a/x\n+++ b/x\n",
+        "```diff\n" + GOOD + "```\n",
+        "\udcff" + GOOD,
+        GOOD + "x" * MAX_PATCH_BYTES,
+    ],
+)
+def test_what_cant_be_read_to_the_last_line_is_refused(patch):
+    submission = make_submission(instance(), patch, "strict")
+    assert submission.patch == "" and submission.refused
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        HIDDEN,
+        HIDDEN.replace("b/conftest.py", "b/conftest.py\t2024-01-01"),
+        HIDDEN.replace("b/conftest.py", "b/conftest.py 2024-01-01 12:00"),
+        HIDDEN.replace("b/conftest.py", '"b/conftes\\164.py"'),
+        HIDDEN.replace("b/conftest.py", "other/conftest.py"),
+        "diff --git a/x.py b/conftest.py\nrename from x.py\nrename to conftest.py\n",
+        "diff --git a/x.py b/conftest.py\ncopy from x.py\ncopy to conftest.py\n",
+        "diff --git a/conftest.py b/conftest.py\nnew file mode 100644\nindex 0..e69\n",
+        "diff --git a/conftest.py b/conftest.py\nnew file mode 120000\nindex 0..1\n" + HIDDEN,
+        "diff --git a/conftest.py b/x.py\nsimilarity index 100%\nrename from conftest.py\n"
+        "rename to x.py\n",
+        "diff --git a/conftest.py b/conftest.py\nindex 1..2\nGIT binary patch\nliteral 1\n"
+        "IcmZ<`0ssI2\n\nliteral 0\nHcmV?d00001\n\n",
+    ],
+)
+def test_every_way_to_name_a_file_is_seen(hidden):
+    submission = make_submission(instance(), GOOD + hidden, "strict")
+    assert submission.patch == GOOD
+    assert submission.dropped
+
+
+NAMES = st.lists(
+    st.text('abcxyz_-. é"', min_size=1, max_size=6).filter(
+        lambda part: part.strip() == part and part not in (".", "..")
+    ),
+    min_size=1,
+    max_size=3,
+).map("/".join)
+TEXTS = st.lists(st.sampled_from(["a", "b", "", "-- x", "++ y", "@@", " ", "diff --git"])).map(
+    lambda lines: "".join(f"{line}\n" for line in lines)
+)
+
+
+@given(st.lists(st.tuples(NAMES, TEXTS, TEXTS), min_size=1, max_size=4))
+def test_sections_join_to_the_patch_and_keep_their_names(files):
+    parts = []
+    for path, before, after in files:
+        lines = difflib.unified_diff(
+            before.splitlines(keepends=True),
+            after.splitlines(keepends=True),
+            quoted(f"a/{path}"),
+            quoted(f"b/{path}"),
+            lineterm="\n",
+        )
+        body = "".join(lines)
+        if body:
+            parts.append((path, f"diff --git {quoted('a/' + path)} {quoted('b/' + path)}\n{body}"))
+    sections = parse_patch("".join(text for _, text in parts))
+    assert [section.text for section in sections] == [text for _, text in parts]
+    assert [section.paths[-1] for section in sections] == [path for path, _ in parts]
+
+
+def quoted(name):
+    """As git writes a name."""
+    if all(32 <= ord(each) < 127 and each not in '"\\' for each in name):
+        return name
+    escaped = "".join(
+        chr(byte) if 32 <= byte < 127 and chr(byte) not in '"\\' else f"\\{byte:03o}"
+        for byte in name.encode()
+    )
+    return f'"{escaped}"'
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused(text):
+    submission = make_submission(instance(), text, "strict")
+    assert not (submission.patch and submission.refused)
+    try:
+        parse_patch(text)
+    except PatchFormatError:
+        assert submission.patch == ""
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("options", [["--no-renames"], ["-M"], ["-C", "--find-copies-harder"]])
+def test_what_git_writes_is_read(tmp_path, options):
+    def git(*arguments):
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "GIT_CONFIG_NOSYSTEM": "1",
+        }
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            cwd=tmp_path,
+            env=environment | {"PATH": os.environ["PATH"]},
+            capture_output=True,
+            check=True,
+        )
+        return done.stdout.decode()
+
+    git("init", "-q")
+    lines = "".join(f"line {number}\n" for number in range(30))
+    for name in ("edited", "deleted", "moved", "mode only", "a name b", "copied", "bärig", 'q"uo'):
+        (tmp_path / name).write_text(f"{name}\n{lines}")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "link").symlink_to("edited")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    (tmp_path / "edited").write_text(lines.replace("line 3\n", "-- a\n") + "no newline")
+    (tmp_path / "deleted").unlink()
+    (tmp_path / "moved").rename(tmp_path / "new place")
+    (tmp_path / "mode only").chmod(0o755)
+    (tmp_path / "a name b").write_text("+++ b/conftest.py\n--- a/x\n")
+    shutil.copy(tmp_path / "copied", tmp_path / "copy")
+    (tmp_path / "bärig").write_text(lines + "ä\x0c\x85\u2028 \r\n\rb\n")
+    (tmp_path / 'q"uo').write_text("\n\n")
+    (tmp_path / "binary").write_bytes(bytes(range(255, -1, -1)))
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("copied")
+    (tmp_path / "empty file").touch()
+    git("add", "-A")
+    patch = git("diff", "--cached", "--binary", *options)
+    sections = parse_patch(patch)
+    assert "".join(section.text for section in sections) == patch
+    names = git("diff", "--cached", "--name-only", "-z", *options).split("\0")[:-1]
+    assert [section.paths[-1] for section in sections] == names
+    kept = make_submission(instance(), patch, "strict")
+    assert (kept.patch, kept.dropped, kept.refused) == (patch, (), "")
+
+
+def test_suspicious_lines_are_noted():
+    assert suspicious(file_diff("src/b/core.py", None, "import os\nos._exit(0)\n")) == (
+        "src/b/core.py: exits the process",
+    )
+    assert suspicious(GOOD) == ()

@@ -1,0 +1,142 @@
+"""`agentrl doctor` against a server that is right, and one per thing that can be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+from agentrl.doctor import _own_addresses, doctor
+
+sys.path.insert(0, str(Path(__file__).parent / "inference"))
+from contract_server import CONTEXT, ContractServer, make_model, running
+from tokenizers_for_tests import make_tokenizer
+
+
+@contextmanager
+def serving(server: ContractServer, host: str = "127.0.0.1") -> Iterator[ContractServer]:
+    """In a thread: the command runs an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    context = running(server, host=host)
+    asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def examine(capsys, server: ContractServer, *overrides: str, url: str = "") -> tuple[int, str]:
+    arguments = [
+        f"--inference.urls={url or server.url}",
+        f"--rollout.max_context_tokens={CONTEXT}",
+        *overrides,
+    ]
+    return doctor(None, arguments), capsys.readouterr().out
+
+
+def test_a_server_that_can_be_trained_against(capsys):
+    with serving(ContractServer(make_model(), generation_config={})) as server:
+        status, shown = examine(capsys, server)
+    assert status == 0, shown
+    for finding in (
+        "vLLM 0.32.0",
+        "serves 'policy', context 96 >= rollout.max_context_tokens 96",
+        "token ids in and out at /inference/v1/generate, with weight versions",
+        "log-probs are those of the sampled distribution",
+        "no defaults of the model are applied",
+        "all routes are there; its weights are 'default'",
+        "prefix cache: can be reset",
+        "control routes: not reachable from outside this host",
+    ):
+        assert finding in shown
+    assert all(line.startswith("ok") for line in shown.splitlines() if server.url in line)
+    assert "parity" not in shown  # no model was named
+
+
+def test_the_command_takes_servers_instead_of_a_run_file(capsys):
+    with serving(ContractServer(make_model())) as server:
+        arguments = [f"--inference.urls={server.url}", f"--rollout.max_context_tokens={CONTEXT}"]
+        assert main(["doctor", *arguments]) == 0
+    assert "vLLM 0.32.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "mark", "finding"),
+    [
+        ({"scale_out": False}, [], "note", "/v1/completions, which does not say which weights"),
+        ({"processed_logprobs": False}, [], "note", "--logprobs-mode processed_logprobs"),
+        (
+            {"processed_logprobs": False},
+            ["--rollout.temperature", "0.7"],
+            "fix",
+            "--logprobs-mode processed_logprobs",
+        ),
+        ({}, [], "note", "--generation-config vllm"),
+        ({"dev_mode": False}, [], "fix", "no /init_weight_transfer_engine, /pause.*DEV_MODE=1"),
+        ({"transfer_backend": None}, [], "fix", "its backend is None.*--weight-transfer-config"),
+        ({"paused": True}, [], "fix", "it is paused.*/resume"),
+        ({"api_key": "k"}, [], "fix", "401"),
+        ({}, ["--rollout.max_context_tokens", "97"], "fix", "context is 96.*--max-model-len 97"),
+        ({}, ["--inference.model", "other"], "fix", "serves policy, not 'other'"),
+    ],
+)
+def test_what_is_wrong_with_a_server(capsys, settings, overrides, mark, finding):
+    with serving(ContractServer(make_model(), **settings)) as server:
+        status, shown = examine(capsys, server, *overrides)
+    lines = [line for line in shown.splitlines() if re.search(finding, line)]
+    assert lines and lines[0].startswith(mark), shown
+    assert status == (mark == "fix")
+
+
+def test_control_routes_that_others_can_reach(capsys):
+    """Bound to all interfaces, as vLLM does by default; asked at loopback and from outside."""
+    addresses = [address for address in _own_addresses() if "." in address]
+    if not addresses:
+        pytest.skip("this host has no address but loopback")
+    with serving(ContractServer(make_model()), host="0.0.0.0") as server:
+        loopback = server.url
+        outside = loopback.replace("127.0.0.1", addresses[0])
+        for url, remedy in ((loopback, "--host 127.0.0.1"), (outside, "without a token.*proxy")):
+            status, shown = examine(capsys, server, url=url)
+            assert status == 1
+            assert re.search(f"fix .*control routes: /pause.*{remedy}", shown), shown
+
+
+def test_nobody_there_and_nothing_to_check(capsys):
+    status, shown = examine(capsys, ContractServer(make_model()), url="http://127.0.0.1:9")
+    assert status == 1
+    assert "no server answers there" in shown
+    assert main(["doctor", "--rollout.temperature=1"]) == 2
+    assert "give --inference.urls" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_parity_with_the_trainers_model(capsys, tmp_path, same):
+    tokenizer = make_tokenizer()
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    model = make_model(**shape)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    served = model if same else make_model(1, **shape)
+    with serving(ContractServer(served)) as server:
+        status, shown = examine(capsys, server, "--model.path", str(tmp_path))
+    if same:
+        assert status == 0, shown
+        assert re.search(r"ok .*parity: .*differ from .* by at most \S+e-0[5-9], ", shown), shown
+    else:
+        assert status == 1
+        assert re.search(r"fix .*parity: .*; serve the same model with --dtype float32", shown), (
+            shown
+        )
