@@ -98,6 +98,14 @@ def _add_run_file(command: argparse.ArgumentParser) -> None:
     command.set_defaults(takes_overrides=True)
 
 
+def _add_checkpoint(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--checkpoint",
+        metavar="DIR|latest",
+        help="a checkpoint directory, or `latest` of the run directory, instead of model.path",
+    )
+
+
 def _add_train(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "train",
@@ -140,11 +148,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         add_help=False,
     )
     _add_run_file(command)
-    command.add_argument(
-        "--checkpoint",
-        metavar="DIR|latest",
-        help="a checkpoint directory, or `latest` of the run directory, instead of model.path",
-    )
+    _add_checkpoint(command)
     command.add_argument("--out", type=Path, help="write result and trajectories to this directory")
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(handler=_eval)
@@ -176,11 +180,7 @@ def _add_rollout(commands: argparse._SubParsersAction) -> None:
         add_help=False,
     )
     _add_run_file(command)
-    command.add_argument(
-        "--checkpoint",
-        metavar="DIR|latest",
-        help="a checkpoint directory, or `latest` of the run directory, instead of model.path",
-    )
+    _add_checkpoint(command)
     command.add_argument("--out", type=Path, required=True, help="directory of the result")
     command.set_defaults(handler=_rollout)
 
