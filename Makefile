@@ -12,7 +12,7 @@ RUN ?= examples/quickstart/run.toml
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 
-.PHONY: quickstart test test-slow test-vllm test-docker vllm types benchmarks model clean help
+.PHONY: quickstart test test-slow test-vllm test-docker test-docker-slow vllm types benchmarks model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -40,7 +40,11 @@ test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
-	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m docker
+	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and not slow"
+
+## make test-docker-slow  attacks, faults of the engine itself and speed; needs root
+test-docker-slow: $(VENV)/.dev
+	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
 
 ## make types        pyright on the library
 types: $(VENV)/.dev

@@ -109,8 +109,8 @@ def _decoder(run_dir: Path) -> Decode | None:
     files = sorted(run_dir.glob("checkpoints/step_*/tokenizer.json"))
     config = run_dir / "config.toml"
     if not files and config.exists():
-        model = Path(tomllib.loads(config.read_text(encoding="utf-8"))["model"]["path"])
-        files = list(model.glob("tokenizer.json"))
+        model = tomllib.loads(config.read_text(encoding="utf-8")).get("model", {}).get("path")
+        files = list(Path(model).glob("tokenizer.json")) if isinstance(model, str) else []
     if not files:
         return None
     try:
