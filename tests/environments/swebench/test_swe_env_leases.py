@@ -161,7 +161,7 @@ def test_reaping_takes_what_is_nobodys_and_nothing_else(fixture_dir, engine):
                 IMAGE, ["sleep", "100"], labels=its_labels, detach=True, network_mode="none"
             )
         reap(engine)  # or another process' watchdog was quicker
-        left = {container.id for container in engine.containers.list(all=True)}
+        left = {container.id for container in engine.containers.list(all=True, ignore_removed=True)}
         found = {name for name, container in made.items() if container.id in left}
         assert found == {"mine", "elsewhere", "foreign"}
     finally:
