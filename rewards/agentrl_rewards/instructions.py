@@ -17,10 +17,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import GraderError
 from agentrl_rewards.languages import LANGUAGES, detect_language
+
+Constraints = Mapping[str, Callable[..., bool]]
+"""Name -> check(text, **arguments)."""
 
 _WORD = re.compile(r"\w+(?:[’'\-]\w+)*")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
@@ -37,27 +41,46 @@ def ifeval(text: str, reference: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         GraderError: the row is not in IFEval's form, or a constraint is unknown.
     """
+    return score_constraints(text, reference, CONSTRAINTS)
+
+
+def score_constraints(
+    text: str, reference: Mapping[str, Any], constraints: Constraints
+) -> dict[str, float]:
+    """`score` and `share` of a row whose constraints are looked up in `constraints`.
+
+    Raises:
+        GraderError: as of `ifeval`.
+    """
     names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
     if not isinstance(names, list) or not names:
         raise GraderError(
-            "an ifeval reference needs instruction_id_list, a list of constraint names, and "
+            "the reference needs instruction_id_list, a list of constraint names, and "
             "kwargs, a list of their arguments"
         )
     if not isinstance(arguments, list) or len(arguments) != len(names):
         raise GraderError(f"{len(names)} constraints need a list of {len(names)} kwargs")
-    kept = [follows(text, name, given or {}) for name, given in zip(names, arguments, strict=True)]
+    kept = [
+        follows(text, name, given or {}, constraints)
+        for name, given in zip(names, arguments, strict=True)
+    ]
     return {"score": float(all(kept)), "share": sum(kept) / len(kept)}
 
 
-def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
+def follows(
+    text: str, name: str, arguments: Mapping[str, Any], constraints: Constraints | None = None
+) -> bool:
     """Whether the text keeps one constraint. Arguments that are None count as not given.
+
+    `constraints` are IFEval's unless others are given.
 
     Raises:
         GraderError: the constraint is unknown, or an argument is missing, too many or of no use.
     """
-    check = CONSTRAINTS.get(name)
+    constraints = CONSTRAINTS if constraints is None else constraints
+    check = constraints.get(name)
     if check is None:
-        raise GraderError(f"unknown constraint {name!r}; known are {', '.join(CONSTRAINTS)}")
+        raise GraderError(f"unknown constraint {name!r}; known are {', '.join(constraints)}")
     given = {key: value for key, value in arguments.items() if value is not None}
     try:
         return bool(text.strip()) and check(text[:_MAX_COUNT_CHARS], **given)
@@ -65,14 +88,30 @@ def follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
         raise GraderError(f"constraint {name!r} cannot take {given}: {error}") from error
 
 
+def split_words(text: str) -> list[str]:
+    """Runs of letters and digits; an apostrophe or a hyphen within one belongs to it."""
+    return _WORD.findall(text)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Runs of text that end in `.`, `!` or `?` before white space, or with the text."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    sentences = [text[start:end].strip() for start, end in pairwise([0, *ends])]
+    rest = text[ends[-1] if ends else 0 :].strip()
+    return [*sentences, rest] if _WORD.search(rest) else sentences
+
+
 def count_words(text: str) -> int:
     return sum(1 for _ in _WORD.finditer(text))
 
 
 def count_sentences(text: str) -> int:
-    """Runs of text that end in `.`, `!` or `?` before white space, or with the text."""
-    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-    return len(ends) + bool(_WORD.search(text, ends[-1] if ends else 0))
+    return len(split_sentences(text))
+
+
+def count_word(text: str, word: str) -> int:
+    """How often a word or phrase stands in the text as a whole, in any case."""
+    return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE))
 
 
 def _compare(count: int, relation: str, number: float) -> bool:
@@ -87,10 +126,6 @@ def _occurrences(text: str, keyword: str) -> int:
     return len(re.findall(re.escape(keyword.strip()), text, re.IGNORECASE))
 
 
-def _has_word(text: str, word: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE) is not None
-
-
 def _keywords(text: str, *, keywords: list[str]) -> bool:
     return all(_occurrences(text, keyword) > 0 for keyword in keywords)
 
@@ -100,7 +135,7 @@ def _keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str
 
 
 def _forbidden_words(text: str, *, forbidden_words: list[str]) -> bool:
-    return not any(_has_word(text, word) for word in forbidden_words)
+    return not any(count_word(text, word) for word in forbidden_words)
 
 
 def _letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:

@@ -42,6 +42,7 @@ REWARDS = {
     "substring": "agentrl_rewards.qa:substring",
     "gpqa": "agentrl_rewards.choice:gpqa",
     "ifeval": "agentrl_rewards.instructions:ifeval",
+    "ifbench": "agentrl_rewards.ifbench:ifbench",
     "format": "agentrl_rewards.style:format",
     "length": "agentrl_rewards.style:length",
     "repetition": "agentrl_rewards.style:repetition",

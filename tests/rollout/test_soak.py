@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -44,20 +45,24 @@ def resident_mib() -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_thousand_episodes_with_faults_leave_one_record_each_and_nothing_else(tmp_path):
-    server = subprocess.Popen(
-        [sys.executable, "-m", "agentrl", "env", "serve", ENVIRONMENT, "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    # To a file: a pipe that nobody reads fills up with the traces of faults and stops the server.
+    log = tmp_path / "env.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "agentrl", "env", "serve", ENVIRONMENT, "--port", "0"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     try:
-        lines = iter(server.stdout.readline, "")
-        env_url = next(found[0] for line in lines if (found := re.search(r"http://\S+:\d+", line)))
+        while not (found := re.search(r"http://[\d.]+:\d+", log.read_text())):
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.1)
+        env_url = found[0]
         with running_vllm(tmp_path, max_model_len=256) as launcher:
             asyncio.run(soak(launcher.urls[0], env_url))
     finally:
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=20)
+        server.wait(timeout=20)
 
 
 async def soak(vllm_url: str, env_url: str) -> None:

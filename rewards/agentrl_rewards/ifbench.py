@@ -1,0 +1,568 @@
+"""Verifiable instructions beyond IFEval's: the constraints of IFBench.
+
+    ifbench(text, {
+        "instruction_id_list": ["words:no_consecutive", "sentence:keyword"],
+        "kwargs": [{}, {"word": "saffron", "N": 3}],
+    })
+
+Identifiers and arguments are those of IFBench's rows (Pyatkin et al. 2025, "Generalizing Verifiable
+Instruction Following", arXiv:2507.02833), judged strictly, on the text as it is. 54 of its 58 are
+there. Unknown here are the four whose check is a tool's opinion or a tool's word list:
+
+* `words:start_verb` needs a part-of-speech tagger,
+* `words:odd_even_syllables` a syllable counter,
+* `format:emoji` an emoji library,
+* `ratio:stop_words` the stop words of a particular toolkit and version.
+
+Words and sentences are those of `ifeval`, which knows no abbreviations, so counts at the border of
+a constraint may differ from implementations with a tokenizer's model. Where the benchmark's own
+check and its instruction disagree, the instruction decides: brackets are closed on all five levels,
+conjunctions are told apart by the word and not by its case, a ratio of sentence types has a
+question, a span of words includes its last, typographic quotes are quotes, stairs have two lines,
+the labels of a template stand in order, every `*` bullet has a line that starts with `-` below it,
+all rows of a table are complete, and dates exist.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import date
+from itertools import groupby, pairwise
+from typing import Any
+
+from agentrl_rewards.instructions import (
+    count_word,
+    count_words,
+    score_constraints,
+    split_sentences,
+    split_words,
+)
+
+_STRAIGHT_QUOTES = str.maketrans("“”‘’", "\"\"''")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation + "“”‘’")
+_EDGE = string.punctuation + string.whitespace + "“”‘’"
+_CLOSING = {")": "(", "]": "[", "}": "{"}
+_BULLET = re.compile(r"\*(?!\*)")
+_CONJUNCTIONS = {"and", "but", "for", "nor", "or", "so", "yet"}
+_PRONOUN = re.compile(
+    "i|me|we|us|you|he|him|she|her|it|they|them|"
+    "my|mine|our|ours|your|yours|his|hers|its|their|theirs|"
+    "myself|ourselves|yourself|yourselves|himself|herself|itself|themselves|"
+    "this|that|these|those|who|whom|whose|which|what|whoever|whomever|whatever|whichever|"
+    "anybody|anyone|anything|everybody|everyone|everything|nobody|nothing|"
+    "somebody|someone|something|each|either|neither|both|all|some|any|none"
+)
+_NAME = re.compile(  # the prompt names them
+    r"\b(?:Emma|Liam|Sophia|Jackson|Olivia|Noah|Ava|Lucas|Isabella|Mason|Mia|Ethan|Charlotte|"
+    r"Alexander|Amelia|Benjamin|Harper|Leo|Zoe|Daniel|Chloe|Samuel|Lily|Matthew|Grace|Owen|"
+    r"Abigail|Gabriel|Ella|Jacob|Scarlett|Nathan|Victoria|Elijah|Layla|Nicholas|Audrey|David|"
+    r"Hannah|Christopher|Penelope|Thomas|Nora|Andrew|Aria|Joseph|Claire|Ryan|Stella|Jonathan)\b"
+)
+_CAPITALS = (  # of Europe, north of 45 degrees, from north to south
+    "Reykjavik,Helsinki,Oslo,Tallinn,Stockholm,Riga,Moscow,Copenhagen,Vilnius,Minsk,Dublin,"
+    "Berlin,Amsterdam,Warsaw,London,Brussels,Prague,Luxembourg,Paris,Vienna,Bratislava,"
+    "Budapest,Vaduz,Chisinau,Bern,Ljubljana,Zagreb"
+)
+_NUM_AFRICAN_COUNTRIES = 52
+"""The fewest a list may have: lists differ by the states their makers recognise."""
+_SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests."
+
+
+def ifbench(text: str, reference: Mapping[str, Any]) -> dict[str, float]:
+    """How many of a row's constraints the text keeps.
+
+    `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
+    where all at once is too rare. An empty text keeps none.
+
+    Raises:
+        GraderError: the row is not in IFBench's form, or a constraint is unknown.
+    """
+    return score_constraints(text, reference, CONSTRAINTS)
+
+
+def _bare_words(text: str) -> list[str]:
+    """Between white space, in lower case, without punctuation; "don't" is `dont`."""
+    words = text.lower().translate(_WITHOUT_PUNCTUATION).split()
+    return [word for word in words if re.search(r"\w", word)]
+
+
+def _edge_words(text: str) -> list[str]:
+    """Between white space, in lower case, without punctuation at either end."""
+    return [word for part in text.lower().split() if (word := part.strip(_EDGE))]
+
+
+def _whole(number: float, least: int = 1) -> int:
+    """Rows that passed through a table hold whole numbers as floats."""
+    if number != int(number) or number < least:
+        raise ValueError(f"{number!r} is not a whole number from {least} up")
+    return int(number)
+
+
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.split("\n") if line.strip()]
+
+
+# count
+
+
+def _word_count_range(text: str, *, min_words: int, max_words: int) -> bool:
+    return min_words <= count_words(text) <= max_words
+
+
+def _unique_words(text: str, *, N: int) -> bool:
+    return len(set(_edge_words(text))) >= N
+
+
+def _conjunctions(text: str, *, small_n: int) -> bool:
+    return len(_CONJUNCTIONS.intersection(_edge_words(text))) >= small_n
+
+
+def _person_names(text: str, *, N: int) -> bool:
+    return len(set(_NAME.findall(text))) >= N
+
+
+def _numbers(text: str, *, N: int) -> bool:
+    # without punctuation, so that 1,000.5 is one number
+    return len(re.findall(r"\d+", text.translate(_WITHOUT_PUNCTUATION))) == N
+
+
+def _punctuation(text: str) -> bool:
+    rest = re.sub(r"\?!|!\?|‽", "", text, count=1)
+    return rest != text and set(".,!?;:") <= set(rest)
+
+
+def _words_japanese(text: str, *, N: int) -> bool:
+    every = _whole(N)
+    words = [part.strip(_EDGE) for part in text.split()[every - 1 :: every]]
+    japanese = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
+    return all(japanese.search(word) for word in words if word and not word.isdigit())
+
+
+def _pronouns(text: str, *, N: int) -> bool:
+    words = [re.split("[’']", word)[0] for word in split_words(text.lower())]  # it's: it
+    return sum(_PRONOUN.fullmatch(word) is not None for word in words) >= N
+
+
+def _keywords_multiple(
+    text: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
+) -> bool:
+    keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
+    return [count_word(text, keyword) for keyword in keywords] == [1, 2, 3, 5, 7]
+
+
+# ratio
+
+
+def _endings(text: str) -> Counter[str]:
+    return Counter(sentence[-1] for sentence in split_sentences(text))
+
+
+def _sentence_type(text: str) -> bool:
+    endings = _endings(text)
+    return endings["."] == 2 * endings["?"] > 0
+
+
+def _sentence_balance(text: str) -> bool:
+    endings = _endings(text)
+    return endings["."] == endings["?"] == endings["!"] > 0
+
+
+def _overlap(text: str, *, reference_text: str, percentage: float) -> bool:
+    trigrams = _trigrams(text)
+    if not trigrams:
+        return False
+    shared = len(trigrams & _trigrams(reference_text)) / len(trigrams)
+    return abs(100 * shared - percentage) <= 2
+
+
+def _trigrams(text: str) -> set[tuple[str, ...]]:
+    tokens = re.findall(r"\w+(?:[’'\-]\w+)*|[^\w\s]", text)  # a mark is a token of its own
+    return set(zip(tokens, tokens[1:], tokens[2:], strict=False))
+
+
+def _sentence_words(text: str) -> bool:
+    sentences, words = split_sentences(text), _bare_words(text)
+    return (
+        len(sentences) == 3
+        and len({len(sentence) for sentence in sentences}) == 1
+        and len(set(words)) == len(words)
+    )
+
+
+# words
+
+
+def _alphabet(text: str) -> bool:
+    letters = [string.ascii_lowercase.find(word[0]) for word in _bare_words(text)]
+    return (
+        bool(letters) and -1 not in letters and all((a + 1) % 26 == b for a, b in pairwise(letters))
+    )
+
+
+def _vowels(text: str) -> bool:
+    return "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3
+
+
+def _consonants(text: str) -> bool:
+    words = _edge_words(text)
+    return bool(words) and all(re.search(r"[b-df-hj-np-tv-z]{2}", word) for word in words)
+
+
+def _palindromes(text: str) -> bool:
+    return sum(len(word) >= 5 and word == word[::-1] for word in _bare_words(text)) >= 10
+
+
+def _prime_lengths(text: str) -> bool:
+    lengths = {len(word) for word in _bare_words(text)}
+    return bool(lengths) and all(map(_is_prime, lengths))
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))
+
+
+def _repeats(text: str, *, small_n: int) -> bool:
+    return max(Counter(_bare_words(text)).values(), default=0) <= small_n
+
+
+def _last_first(text: str) -> bool:
+    sentences = [_edge_words(sentence) for sentence in split_sentences(text)]
+    return all(sentences) and all(a[-1] == b[0] for a, b in pairwise(sentences))
+
+
+def _paragraph_last_first(text: str) -> bool:
+    paragraphs = [words for line in _lines(text) if (words := _edge_words(line))]
+    return bool(paragraphs) and all(words[0] == words[-1] for words in paragraphs)
+
+
+def _no_consecutive(text: str) -> bool:
+    return all(a[0] != b[0] for a, b in pairwise(_bare_words(text)))
+
+
+def _keyword_position(text: str, *, keyword: str, n: int, m: int) -> bool:
+    sentence, word = _whole(n), _whole(m)
+    sentences = split_sentences(text)
+    words = split_words(sentences[sentence - 1]) if sentence <= len(sentences) else []
+    return word <= len(words) and words[word - 1].lower() == keyword.strip().lower()
+
+
+def _words_position(text: str, *, keyword: str) -> bool:
+    words = split_words(text.lower())
+    return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
+
+
+# sentence
+
+
+def _alliteration_increment(text: str) -> bool:
+    counts = [_num_alliterative(sentence) for sentence in split_sentences(text)]
+    return bool(counts) and all(a < b for a, b in pairwise(counts))
+
+
+def _num_alliterative(sentence: str) -> int:
+    """Words with a neighbour that starts with the same letter."""
+    runs = [len(list(run)) for _, run in groupby(word[0] for word in _edge_words(sentence))]
+    return sum(length for length in runs if length > 1)
+
+
+def _sentence_keyword(text: str, *, word: str, N: int) -> bool:
+    nth, sentences = _whole(N), split_sentences(text)
+    return nth <= len(sentences) and count_word(sentences[nth - 1], word) > 0
+
+
+def _sentence_increment(text: str, *, small_n: int) -> bool:
+    counts = [len(_bare_words(sentence)) for sentence in split_sentences(text)]
+    return bool(counts) and all(b - a == small_n for a, b in pairwise(counts))
+
+
+# format
+
+
+def _parentheses(text: str) -> bool:
+    open_brackets: list[tuple[str, int]] = []  # with the number of levels closed inside
+    for char in text:
+        if char in "([{":
+            open_brackets.append((char, 0))
+        elif char in ")]}":
+            if not open_brackets or open_brackets[-1][0] != _CLOSING[char]:
+                open_brackets = []
+                continue
+            levels = open_brackets.pop()[1] + 1
+            if levels >= 5:
+                return True
+            if open_brackets:
+                outer, inside = open_brackets[-1]
+                open_brackets[-1] = (outer, max(inside, levels))
+    return False
+
+
+def _quotes(text: str) -> bool:
+    text = re.sub(r"(?<=\w)'(?=\w)", "", text.translate(_STRAIGHT_QUOTES))  # apostrophes
+    open_quotes: list[str] = []
+    deepest = 0
+    for char in text:
+        if open_quotes and char == open_quotes[-1]:
+            open_quotes.pop()
+            if deepest - len(open_quotes) >= 3:
+                return True
+        elif char in "\"'":
+            open_quotes.append(char)
+            deepest = max(deepest, len(open_quotes))
+    return False
+
+
+def _options(text: str, *, options: str) -> bool:
+    separator = "/" if "/" in options else r"\bor\b" if re.search(r"\bor\b", options) else ","
+    allowed = [option.strip() for option in re.split(separator, options)]
+    if re.match(r"\W*a\W*b\W*c\W*", options, re.IGNORECASE):  # letters, as they are
+        return text.strip() in allowed
+    return text.strip(_EDGE).lower() in [option.strip(_EDGE).lower() for option in allowed]
+
+
+def _newline(text: str) -> bool:
+    words = text.translate(_WITHOUT_PUNCTUATION)
+    return 0 < len(words.split()) == len(_lines(words))
+
+
+def _line_indent(text: str) -> bool:
+    indents = [len(line) - len(line.lstrip(" ")) for line in _lines(text)]
+    return len(indents) > 1 and all(a < b for a, b in pairwise(indents))
+
+
+def _quote_unquote(text: str) -> bool:
+    text = text.translate(_STRAIGHT_QUOTES).replace("'\"'", "")  # '"' is about the character
+    end = text.rstrip(string.punctuation.replace('"', "") + string.digits + string.whitespace)
+    return re.search(r'"\s*+"', text) is None and not end.endswith('"')
+
+
+def _list(text: str, *, sep: str) -> bool:
+    return text.count(sep) >= 2
+
+
+def _thesis(text: str) -> bool:
+    start = re.search(r"<(i|em)>", text)
+    if start is None:
+        return False
+    thesis, close, rest = text[start.end() :].partition(f"</{start[1]}>")
+    return bool(close and thesis.strip() and rest.strip())
+
+
+def _sub_bullets(text: str) -> bool:
+    subs: list[int] = []  # per bullet
+    for line in map(str.strip, _lines(text)):
+        if _BULLET.match(line):
+            subs.append(0)
+        elif line.startswith("-") and subs:
+            subs[-1] += 1
+    return bool(subs) and all(subs)
+
+
+def _no_bullets_bullets(text: str) -> bool:
+    lines = [line.strip() for line in _lines(text)]
+    is_bullet = [_BULLET.match(line) is not None for line in lines]
+    first = is_bullet.index(True) if any(is_bullet) else len(lines)
+    sentences = split_sentences("\n".join(lines[:first]))
+    return (
+        sum(sentence.endswith(".") for sentence in sentences) >= 2
+        and len(lines) - first >= 2
+        and all(is_bullet[first:])
+    )
+
+
+def _title_case(text: str) -> bool:
+    # a word of mixed case, like iPhone, is its own matter
+    small = [word for word in split_words(text) if word[0].islower()]
+    return not any(len(w) == 1 or w[1:].islower() or w[1:].isupper() for w in small)
+
+
+def _output_template(text: str) -> bool:
+    at = [text.find(label) for label in ("My Answer:", "My Conclusion:", "Future Outlook:")]
+    return -1 < at[0] < at[1] < at[2]
+
+
+def _no_whitespace(text: str) -> bool:
+    return not any(map(str.isspace, text))
+
+
+# custom
+
+
+def _multiples(text: str) -> bool:
+    return re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)]
+
+
+def _mcq(text: str) -> bool:
+    before, *questions = re.split(r"^[ \t]*+Question\b[ \t]*+\d*+[.):;]?", text, flags=re.MULTILINE)
+    lengths = []
+    for question in questions:
+        lines = [line.strip() for line in _lines(question)]
+        options = [re.match(r"[A-Ea-e][.)]\s*+\w", line) is not None for line in lines]
+        if options.count(True) != 5:
+            return False
+        lengths.append(len(" ".join(lines[: options.index(True)])))
+    return not before.strip() and len(lengths) == 4 and all(a < b for a, b in pairwise(lengths))
+
+
+def _reverse_newline(text: str) -> bool:
+    lines = [stripped for line in text.split("\n") if (stripped := _ascii(line).strip(_EDGE))]
+    start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
+    countries = lines[start:]
+    return len(countries) >= _NUM_AFRICAN_COUNTRIES and countries == sorted(countries, reverse=True)
+
+
+def _word_reverse(text: str) -> bool:
+    return "bald eagle" in " ".join(reversed(_bare_words(text)))
+
+
+def _character_reverse(text: str) -> bool:
+    return "bald eagle" in text.lower()[::-1]
+
+
+def _sentence_alphabet(text: str) -> bool:
+    first_words = [_edge_words(sentence)[:1] for sentence in split_sentences(text)]
+    return [word[0][0] for word in first_words if word] == list(string.ascii_lowercase)
+
+
+def _european_capitals(text: str) -> bool:
+    names = [name.strip() for name in _ascii(text).split(",")]
+    return ",".join(name for name in names if name) == _CAPITALS
+
+
+def _table(text: str, header: str, *, num_rows: int, delimiter: str = ",") -> list[list[str]]:
+    """Rows below the header, quotes left on their fields; none if the table has another shape."""
+    lines = text.strip().splitlines()
+    if len(lines) != num_rows + 1:
+        return []
+    first, *rows = [_fields(line, delimiter) for line in lines]
+    if [field.strip('"') for field in first] != header.split():
+        return []
+    return rows if all(len(row) == len(first) for row in rows) else []
+
+
+def _fields(line: str, delimiter: str) -> list[str]:
+    cuts, quoted = [-1], False
+    for position, char in enumerate(line):
+        if char == '"':
+            quoted = not quoted
+        elif char == delimiter and not quoted:
+            cuts.append(position)
+    return [line[a + 1 : b].strip() for a, b in pairwise([*cuts, len(line)])]
+
+
+def _is_quoted(field: str) -> bool:
+    return len(field) > 1 and field[0] == field[-1] == '"'
+
+
+def _csv_city(text: str) -> bool:
+    return bool(_table(text, "ID Country City Year Count", num_rows=7))
+
+
+def _csv_special_character(text: str) -> bool:
+    rows = _table(text, "ProductID Category Brand Price Stock", num_rows=14)
+    fields = [field for row in rows for field in row]
+    return any(_is_quoted(field) and re.search(r"[^\w\s]", field[1:-1]) for field in fields)
+
+
+def _csv_quotes(text: str) -> bool:
+    header = "StudentID Subject Grade Semester Score"
+    rows = _table(text, header, num_rows=3, delimiter="\t")
+    names = _fields(text.strip().splitlines()[0], "\t")
+    return bool(rows) and all(_is_quoted(field) for row in [names, *rows] for field in row)
+
+
+def _date_format_list(text: str) -> bool:
+    return all(_is_napoleonic(day.strip()) for day in text.split(","))
+
+
+def _is_napoleonic(day: str) -> bool:
+    found = re.fullmatch(r"([0-9]{4})-([0-9]{2})-([0-9]{2})", day)
+    if found is None:
+        return False
+    try:
+        return 1769 <= date(*map(int, found.groups())).year <= 1821
+    except ValueError:  # no such day
+        return False
+
+
+# repeat
+
+
+def _repeat_change(text: str, *, prompt_to_repeat: str) -> bool:
+    first, *rest = prompt_to_repeat.split()
+    words = text.split()
+    return words[0] != first and words[1:] == rest
+
+
+def _repeat_simple(text: str) -> bool:
+    return text.strip().lower() == _SENTENCE_TO_REPEAT
+
+
+def _repeat_span(text: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+    span = prompt_to_repeat.split()[_whole(n_start, least=0) : _whole(n_end, least=0) + 1]
+    return text.strip().lower() == " ".join(span).lower()
+
+
+CONSTRAINTS: dict[str, Callable[..., bool]] = {
+    "count:word_count_range": _word_count_range,
+    "count:unique_word_count": _unique_words,
+    "count:conjunctions": _conjunctions,
+    "count:person_names": _person_names,
+    "count:numbers": _numbers,
+    "count:punctuation": _punctuation,
+    "count:words_japanese": _words_japanese,
+    "count:pronouns": _pronouns,
+    "count:keywords_multiple": _keywords_multiple,
+    "ratio:sentence_type": _sentence_type,
+    "ratio:sentence_balance": _sentence_balance,
+    "ratio:overlap": _overlap,
+    "ratio:sentence_words": _sentence_words,
+    "words:alphabet": _alphabet,
+    "words:vowel": _vowels,
+    "words:consonants": _consonants,
+    "words:palindrome": _palindromes,
+    "words:prime_lengths": _prime_lengths,
+    "words:repeats": _repeats,
+    "words:last_first": _last_first,
+    "words:paragraph_last_first": _paragraph_last_first,
+    "words:no_consecutive": _no_consecutive,
+    "words:keywords_specific_position": _keyword_position,
+    "words:words_position": _words_position,
+    "sentence:alliteration_increment": _alliteration_increment,
+    "sentence:keyword": _sentence_keyword,
+    "sentence:increment": _sentence_increment,
+    "format:parentheses": _parentheses,
+    "format:quotes": _quotes,
+    "format:options": _options,
+    "format:newline": _newline,
+    "format:line_indent": _line_indent,
+    "format:quote_unquote": _quote_unquote,
+    "format:list": _list,
+    "format:thesis": _thesis,
+    "format:sub-bullets": _sub_bullets,
+    "format:no_bullets_bullets": _no_bullets_bullets,
+    "format:title_case": _title_case,
+    "format:output_template": _output_template,
+    "format:no_whitespace": _no_whitespace,
+    "custom:multiples": _multiples,
+    "custom:mcq_count_length": _mcq,
+    "custom:reverse_newline": _reverse_newline,
+    "custom:word_reverse": _word_reverse,
+    "custom:character_reverse": _character_reverse,
+    "custom:sentence_alphabet": _sentence_alphabet,
+    "custom:european_capitals_sort": _european_capitals,
+    "custom:csv_city": _csv_city,
+    "custom:csv_special_character": _csv_special_character,
+    "custom:csv_quotes": _csv_quotes,
+    "custom:date_format_list": _date_format_list,
+    "repeat:repeat_change": _repeat_change,
+    "repeat:repeat_simple": _repeat_simple,
+    "repeat:repeat_span": _repeat_span,
+}

@@ -1,0 +1,241 @@
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import GraderError
+from agentrl_rewards import instructions
+from agentrl_rewards.ifbench import CONSTRAINTS, ifbench
+
+LEFT_OUT = {
+    "words:start_verb",
+    "words:odd_even_syllables",
+    "format:emoji",
+    "ratio:stop_words",
+}
+CAPITALS = (
+    "Reykjavík, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, "
+    "Dublin, Berlin, Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, "
+    "Bratislava, Budapest, Vaduz, Chișinău, Bern, Ljubljana, Zagreb"
+)
+COUNTRIES = ["Zimbabwe", "Zambia", "São Tomé", *(f"Land {chr(90 - n // 3)}" for n in range(49))]
+PALINDROMES = "Level radar civic rotor kayak refer madam tenet solos stats."
+OPTIONS = "\n".join(f"{letter}) choice" for letter in "ABCDE")
+QUIZ = "\n".join(f"Question {n}: Who{' really' * n} was it?\n{OPTIONS}" for n in range(1, 5))
+CITY = "ID,Country,City,Year,Count\n" + "\n".join(f"{n},Chad,Bol,2001,{n}" for n in range(7))
+PRODUCT = "ProductID,Category,Brand,Price,Stock\n" + "1,a,b,2,3\n" * 13
+GRADES = '"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"' + '\n"1"\t"a"\t"B"\t"2"\t"9"' * 3
+KEYWORDS = {f"keyword{n}": word for n, word in enumerate(("ant", "bee", "cow", "dog", "elk"), 1)}
+ZOO = "Ant " + "bee " * 2 + "cow " * 3 + "dog " * 5 + "elk " * 7
+TEMPLATE = "My Answer: yes\nMy Conclusion: sure\nFuture Outlook: fine"
+SPAN = {"prompt_to_repeat": "zero one two three four", "n_start": 1.0, "n_end": 3.0}
+
+# (constraint, arguments, texts that keep it, texts that do not)
+CASES = [
+    (
+        "count:word_count_range",
+        {"min_words": 2, "max_words": 3},
+        ["a b", "a b c"],
+        ["a", "a b c d"],
+    ),
+    ("count:unique_word_count", {"N": 3}, ["one two, three"], ["one One one. two"]),
+    ("count:conjunctions", {"small_n": 2}, ["this and that, but"], ["and And and, band"]),
+    ("count:person_names", {"N": 2}, ["Emma met Leo."], ["Emma met Emma, Leopold and leo"]),
+    ("count:numbers", {"N": 2}, ["1,000.5 and 7"], ["7", "1 2 3"]),
+    ("count:punctuation", {}, ["a, b; c: d! e? f?! g."], ["a, b; c: d! e? g.", "a, b; c: d?! g."]),
+    ("count:words_japanese", {"N": 2.0}, ["a 猫 b ねこ.", "a 12 b ネコ"], ["a 猫 b cat", "a b"]),
+    ("count:pronouns", {"N": 3}, ["She/her saw it", "It's I, he said"], ["She saw Ida and him"]),
+    ("count:keywords_multiple", KEYWORDS, [ZOO], [ZOO + "elk", ZOO.replace("Ant", "Antic")]),
+    ("ratio:sentence_type", {}, ["Yes. No. Why?"], ["Yes. Why?", "Yes!"]),
+    ("ratio:sentence_balance", {}, ["Yes. No! Why?"], ["Yes. No. Why?", "none"]),
+    (
+        "ratio:overlap",
+        {"reference_text": "a b c d e f", "percentage": 50},
+        ["a b c d x y"],
+        ["a b c d e f", "a b c x y z", "a b"],
+    ),
+    (
+        "ratio:sentence_words",
+        {},
+        ["Cats sleep. Dogs barks! Cows chews?"],
+        ["Cats sleep. Cats barks! Cows chews?", "Cat sleep. Dogs barks! Cows chews?", "A b. C d."],
+    ),
+    ("words:alphabet", {}, ["Young zebras ate “big” carrots"], ["a b d", "1 b"]),
+    ("words:vowel", {}, ["A cat is in the rain"], ["A cat is on the run", "a\nb"]),
+    ("words:consonants", {}, ["Bright plants, starry"], ["Bright area", "it's"]),
+    ("words:palindrome", {}, [PALINDROMES], [PALINDROMES.replace("radar", "noon")]),
+    ("words:prime_lengths", {}, ["we sit quiet."], ["we four", "a cat", "!!!"]),
+    ("words:repeats", {"small_n": 2}, ["no, no yes"], ["no No, NO"]),
+    ("words:last_first", {}, ["I saw rain. Rain saw me! Me?"], ["I saw rain. Snow fell."]),
+    ("words:paragraph_last_first", {}, ["Go we go!\n\nUp, up"], ["Go we go!\nUp down"]),
+    ("words:no_consecutive", {}, ["big cats act"], ["big, Bad cat"]),
+    (
+        "words:keywords_specific_position",
+        {"keyword": "Fox", "n": 2.0, "m": 3.0},
+        ["One. See, a fox runs."],
+        ["One. A fox runs.", "See a fox."],
+    ),
+    (
+        "words:words_position",
+        {"keyword": "so"},
+        ["And so it is so, right"],
+        ["And so it is, right"],
+    ),
+    (
+        "sentence:alliteration_increment",
+        {},
+        ["We go. Big bears eat. Six silly snakes sing."],
+        ["Big bears eat. Two tall men.", "Big bad bears. We go."],
+    ),
+    (
+        "sentence:keyword",
+        {"word": "saffron", "N": 2.0},
+        ["A b. Add Saffron!"],
+        ["Saffron. B.", "A"],
+    ),
+    ("sentence:increment", {"small_n": 2.0}, ["Go. We go now. I say we go now."], ["Go. We go."]),
+    ("format:parentheses", {}, ["a (b [c {d (e [f])}])"], ["(((((a", "((((a))))", "([{([a)}])])"]),
+    ("format:quotes", {}, ['"a \'b "c" d\' e"', "“a ‘don’t “c” d’ e”"], ["\"a 'b' c\"", "\"a 'b"]),
+    ("format:options", {"options": "yes/no/maybe"}, ["Maybe."], ["yes and no"]),
+    ("format:options", {"options": "a), b), c), d)"}, ["b)"], ["b", "B) since"]),
+    ("format:options", {"options": "I know or I don't know"}, ["I don't know!"], ["I do"]),
+    ("format:newline", {}, ["One\ntwo\n\n-\nthree."], ["One two\nthree"]),
+    ("format:line_indent", {}, ["a\n b\n\n   c"], ["a\n b\n c", "a"]),
+    ("format:quote_unquote", {}, ['"Go" means leave. "x" too'], ['"a" "b" c', 'He said "go".']),
+    ("format:list", {"sep": "!?!?"}, ["!?!? a\n!?!? b"], ["!?!? a\n- b"]),
+    ("format:thesis", {}, ["<i>All is well</i> since", "<em>a</em> b"], ["<i> </i> a", "<i>a</i>"]),
+    ("format:sub-bullets", {}, ["* a\n  - b\n* c\n  - d"], ["* a\n  - b\n* c", "- b", "no"]),
+    (
+        "format:no_bullets_bullets",
+        {},
+        ["One. Two.\n\n* a\n* b\n"],
+        ["One.\n* a\n* b", "One. Two.\n* a", "One. Two.\n* a\n* b\nEnd.", "One. Two."],
+    ),
+    ("format:title_case", {}, ["The NASA iPhone Isn't Well-made"], ["The end", "A b"]),
+    ("format:output_template", {}, [TEMPLATE], [TEMPLATE.replace("My C", "C"), "My Answer: a"]),
+    ("format:no_whitespace", {}, ["one-two"], ["one two", "one\n"]),
+    (
+        "custom:multiples",
+        {},
+        ["14, 21, 28, 35, 42, 49"],
+        ["14, 21, 28, 35, 42", "7 14 21 28 35 42 49"],
+    ),
+    (
+        "custom:mcq_count_length",
+        {},
+        [QUIZ],
+        ["Sure!\n" + QUIZ, QUIZ.replace("E) choice", "", 1), QUIZ.replace(" really", "")],
+    ),
+    (
+        "custom:reverse_newline",
+        {},
+        ["Here they are:\n" + "\n".join(COUNTRIES)],
+        ["\n".join(COUNTRIES[:40]), "\n".join(reversed(COUNTRIES)), "\n".join(COUNTRIES[1:])],
+    ),
+    ("custom:word_reverse", {}, ["Eagle bald the is it."], ["It is the bald eagle."]),
+    ("custom:character_reverse", {}, [".elgae dlab ehT"], ["The bald eagle."]),
+    (
+        "custom:sentence_alphabet",
+        {},
+        [" ".join(f'"{chr(65 + n)}" it is.' for n in range(26))],
+        [" ".join(f"{chr(65 + n)} it is." for n in range(25))],
+    ),
+    (
+        "custom:european_capitals_sort",
+        {},
+        [CAPITALS],
+        [CAPITALS.replace("Helsinki, Oslo", "Oslo, Helsinki"), CAPITALS.replace(", Zagreb", "")],
+    ),
+    ("custom:csv_city", {}, [CITY], [CITY + "\n8,a,b,c,d", CITY + ",9", CITY.replace("ID", "Id")]),
+    (
+        "custom:csv_special_character",
+        {},
+        [PRODUCT + '2,"a, & b",c,4,5'],
+        [PRODUCT + "2,a&,c,4,5", PRODUCT + '2,"a",c,4,5', PRODUCT],
+    ),
+    ("custom:csv_quotes", {}, [GRADES], [GRADES.replace('"9"', "9", 1), GRADES.replace("\t", ",")]),
+    (
+        "custom:date_format_list",
+        {},
+        ["1805-12-02, 1815-06-18"],
+        ["1805-12-02 1815-06-18", "1805-02-30", "1905-12-02", "2 December 1805"],
+    ),
+    (
+        "repeat:repeat_change",
+        {"prompt_to_repeat": "Write a poem."},
+        ["Draft a poem."],
+        ["Write a poem.", "Draft a song."],
+    ),
+    (
+        "repeat:repeat_simple",
+        {},
+        ["Only output this sentence here, ignore all other requests."],
+        ["Sure. Only output this sentence here, ignore all other requests."],
+    ),
+    ("repeat:repeat_span", SPAN, ["one two three"], ["one two", "zero one two three"]),
+]
+
+
+def follows(text, name, arguments):
+    return instructions.follows(text, name, arguments, CONSTRAINTS)
+
+
+def test_every_constraint_has_a_case():
+    assert {name for name, _, keep, break_ in CASES if keep and break_} == set(CONSTRAINTS)
+    assert len(CONSTRAINTS) == 58 - len(LEFT_OUT)
+    assert not LEFT_OUT & set(CONSTRAINTS)
+
+
+@pytest.mark.parametrize(("name", "arguments", "keep", "break_"), CASES)
+def test_constraints(name, arguments, keep, break_):
+    for text in keep:
+        assert follows(text, name, arguments), text
+    for text in [*break_, " \n"]:
+        assert not follows(text, name, arguments), text
+
+
+def test_scores_count_the_constraints_kept():
+    row = {
+        "instruction_id_list": ["format:no_whitespace", "count:numbers"],
+        "kwargs": [None, {"N": 1.0, "small_n": None}],
+    }
+    assert ifbench("a1", row) == {"score": 1, "share": 1}
+    assert ifbench("a 1", row) == {"score": 0, "share": 0.5}
+    assert ifbench("", row) == {"score": 0, "share": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *((name, {}) for name in sorted(LEFT_OUT)),
+        ("punctuation:no_comma", {}),
+        ("count:numbers", {}),
+        ("count:numbers", {"N": 1, "word": "a"}),
+        ("count:pronouns", {"N": "many"}),
+        ("count:words_japanese", {"N": 0}),
+        ("sentence:keyword", {"word": "a", "N": 1.5}),
+        ("repeat:repeat_change", {"prompt_to_repeat": " "}),
+        ("repeat:repeat_span", {"prompt_to_repeat": "a b", "n_start": -1, "n_end": 1}),
+    ],
+)
+def test_what_cannot_be_judged_is_an_error(name, arguments):
+    with pytest.raises(GraderError, match=re.escape(repr(name))):
+        ifbench("text", {"instruction_id_list": [name], "kwargs": [arguments]})
+
+
+def test_the_page_names_what_is_left_out():
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    section = page.split("## Instructions\n", 1)[1].split("\n## ", 1)[0]
+    assert set(re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)) == LEFT_OUT
+
+
+@pytest.mark.parametrize(
+    "pattern", [" ", "\n", "(", '"', ",", "<i>", "* ", "a.", "a. ", "Question ", "7", "\t", "? "]
+)
+def test_no_text_takes_long(pattern):
+    text = "a" + pattern * (200_000 // len(pattern)) + "x"
+    start = time.process_time()
+    for name, arguments, _, _ in CASES:
+        follows(text, name, arguments)
+    assert time.process_time() - start < 10.0
