@@ -12,6 +12,9 @@ RUN ?= examples/quickstart/run.toml
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 
+# Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
+AGAIN = echo "=== once more, those that failed:"
+
 .PHONY: quickstart test test-slow test-vllm test-docker test-docker-slow vllm types benchmarks model clean help
 
 help:
@@ -36,11 +39,14 @@ vllm: $(VLLM_VENV)/.vllm
 
 ## make test-vllm    install vLLM's CPU build, then the tests against real vLLM servers
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
-	AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/pytest -m vllm
+	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
+	$(BIN)/pytest -m vllm || { $(AGAIN); $(BIN)/pytest -m vllm --last-failed; }
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
-	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and not slow"
+	export AGENTRL_REQUIRE_DOCKER=1; \
+	$(BIN)/pytest -m "docker and not slow" || \
+		{ $(AGAIN); $(BIN)/pytest -m "docker and not slow" --last-failed; }
 
 ## make test-docker-slow  attacks, faults of the engine itself and speed; needs root
 test-docker-slow: $(VENV)/.dev

@@ -26,7 +26,7 @@ from agentrl.sync.vllm import VLLMWeightSync
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 PROBE_IDS = list(range(10, 74))
 TEMPERATURE = 0.8
-LONG = 1200
+LONG = 3600
 """Tokens of a sequence that is still in flight when a push arrives."""
 
 pytestmark = [
@@ -186,7 +186,7 @@ def test_sequences_in_flight_go_on_under_the_new_weights(server, model, sync):
         async with aiohttp.ClientSession() as http:
             rows = prompts(4)
             tasks = [asyncio.create_task(generate(http, server.url, row, LONG)) for row in rows]
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.3)
             await sync.push(model, 2)
             sequences = await asyncio.gather(*tasks)
         differences, wrong = [], []
@@ -221,7 +221,7 @@ def test_wait_lets_sequences_end_and_abort_cuts_them(server, model, sync):
                 tasks = [
                     asyncio.create_task(generate(http, server.url, row, LONG)) for row in prompts(4)
                 ]
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.3)
                 await sync.push(model, version)
                 for sequence in await asyncio.gather(*tasks):
                     assert [span[0] for span in sequence.spans] == [str(version - 1)]

@@ -43,7 +43,7 @@ def vllm_server(
     command = [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "64"),
+        *("--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "64"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--enable-scale-out", "--enable-prefix-caching"),
         *("--weight-transfer-config", f'{{"backend": "{backend}"}}', *flags),
