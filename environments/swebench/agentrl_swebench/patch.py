@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agentrl_swebench.containers import WORKDIR, Container
 
-SCRUB_VERSION = 1
+SCRUB_VERSION = 2
 """Part of the name of a scrubbed image; rises when the scripts change."""
 
 MAX_PATCH_BYTES = 1 << 20
@@ -56,7 +56,9 @@ git update-ref "$branch" "$head"
 git symbolic-ref HEAD "$branch"
 git reset -q
 rm -rf "$dir"/logs "$dir"/ORIG_HEAD
-find "$dir"/objects/pack -name '*.keep' -delete
+# git never drops an object of packs with these marks; the second one is a partial clone's.
+find "$dir"/objects/pack \( -name '*.keep' -o -name '*.promisor' \) -delete
+git config --unset extensions.partialClone || true
 git repack -a -d -q -n
 rm -f "$dir"/objects/info/alternates
 git prune --expire=now

@@ -93,6 +93,34 @@ def test_the_check_fails_closed(fixture_dir, spoil):
     in_scrubbed(scenario)
 
 
+@pytest.mark.parametrize("mark", ["keep", "promisor"])
+def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
+    """A partial clone's packs are marked `promisor`; git never drops an object of those."""
+    pack = f"git repack -a -d -q && touch $(ls .git/objects/pack/*.pack | sed s/pack$/{mark}/)"
+    made = engine.containers.run(
+        IMAGE, ["bash", "-c", f"cd /testbed && {pack}"], detach=True, network_mode="none"
+    )
+    try:
+        assert made.wait()["StatusCode"] == 0
+        source = made.commit("agentrl/packed", mark)
+    finally:
+        made.remove()
+
+    async def scenario(container, base):
+        await check_scrubbed(container, base)
+        assert "Fix the bug" not in await sh(container, "git log --all --reflog --oneline")
+        every = "git cat-file --batch-check --batch-all-objects | cut -d' ' -f1"
+        assert "test_touching" not in await sh(
+            container, f"{every} | git cat-file --batch | tr -d '\\0'"
+        )
+
+    try:
+        in_scrubbed(scenario, source.id)
+    finally:
+        for tag in (images._scrubbed_tag(source.id), source.id):
+            engine.images.remove(tag)
+
+
 def test_an_image_without_a_repository_is_refused(fixture_dir):
     async def play():
         async with aclosing(EngineAPI()) as api:
