@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_rollout(commands)
     _add_sft(commands)
+    _add_merge(commands)
     _add_report(commands)
     _add_doctor(commands)
     from agentrl.algo.cli import add_algo_commands
@@ -245,6 +246,29 @@ def _sft(arguments: argparse.Namespace) -> int:
         save_dtype=arguments.save_dtype,
         seed=arguments.seed,
     )
+    return 0
+
+
+def _add_merge(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "merge",
+        help="add a trained adapter into its base model",
+        description="Write the model that an adapter (`model.lora` of a run file) and its base "
+        "model make together, for programs that load whole models.",
+    )
+    command.add_argument("checkpoint", type=Path, help="directory with adapter_config.json")
+    command.add_argument("--out", type=Path, required=True, help="directory for the model")
+    command.add_argument(
+        "--save-dtype", default="float32", choices=["float32", "bfloat16"], help="of the result"
+    )
+    command.set_defaults(handler=_merge)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from agentrl.train.model import merge_adapter
+
+    merge_adapter(arguments.checkpoint, arguments.out, dtype=arguments.save_dtype)
+    print(arguments.out)
     return 0
 
 

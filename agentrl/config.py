@@ -67,6 +67,18 @@ class RunSection(Section):
         return self.dir or Path("runs") / self.name
 
 
+class LoraSection(Section):
+    """A low-rank adapter in place of all weights; needs `pip install 'agentrl[lora]'`."""
+
+    rank: NonNegativeInt = 0
+    """Of the adapter's matrices. 0 trains all weights and no adapter."""
+    alpha: Annotated[float, annotated_types.Gt(0)] = 32.0
+    """The adapter's share is scaled by `alpha / rank`."""
+    targets: str | list[str] = "all-linear"
+    """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; `all-linear` is all
+    but the head."""
+
+
 class ModelSection(Section):
     path: str
     """Directory in Hugging Face layout, or a model name on its hub."""
@@ -76,6 +88,7 @@ class ModelSection(Section):
     """`auto` takes a GPU when there is one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time, far less memory."""
+    lora: LoraSection = Field(default_factory=LoraSection)
 
 
 class EnvSection(Section):
@@ -195,6 +208,10 @@ class InferenceSection(Section):
     args: list[str] = Field(default_factory=list)
     """Further arguments of the vLLM servers that are started, such as
     `["--gpu-memory-utilization", "0.5"]`."""
+    align_rounding: bool = True
+    """A vLLM server that this run starts on a CPU with bfloat16 rounds where the trainer's model
+    does, which brings its log-probabilities 30 times closer to the trainer's; its layers are then
+    not compiled and its key-value cache is float32. No effect in float32 or on a GPU."""
     startup_timeout_s: Seconds = 600.0
     """How long a started server may take until it answers."""
     retry_for_s: Seconds = 120.0

@@ -42,6 +42,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.errors import CheckpointError
+from agentrl.sync.adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_config,
+    adapter_tensors,
+    has_adapter,
+)
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -89,8 +96,9 @@ class TrainState:
     optimizer_groups: dict[str, JSON] = field(default_factory=dict)
     """Hyper-parameters of the optimizers' parameter groups, by file stem."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """File stem (`model`, `optimizer`, `critic`, `critic_optimizer`) -> name -> CPU tensor. Tensors
-    of a model on the CPU alias the live ones: save before the next optimizer step."""
+    """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`) -> name ->
+    CPU tensor. Tensors of a model on the CPU alias the live ones: save before the next optimizer
+    step."""
     pretrained: dict[str, str] = field(default_factory=dict)
     """Further small text files of the folder, e.g. config.json, by name."""
     tokenizer: Tokenizer | None = None
@@ -136,7 +144,7 @@ def capture_state(
     for prefix, stem, network, network_optimizer, network_scheduler in networks:
         if network is None:
             continue
-        state.tensors[stem] = {
+        state.tensors[_stem(stem, network)] = {
             name: _to_cpu(tensor) for name, tensor in _named_tensors(network).items()
         }
         if network_optimizer is not None:
@@ -166,7 +174,8 @@ def restore_state(
     Raises:
         CheckpointError: names, shapes or dtypes do not fit; names the file and the tensor.
     """
-    _load_tensors(model, state.tensors.get("model", {}), "model.safetensors")
+    stem = _stem("model", model)
+    _load_tensors(model, state.tensors.get(stem, {}), f"{stem}.safetensors")
     _load_optimizer(model, optimizer, state, "optimizer")
     if critic is not None:
         _load_tensors(critic, state.tensors.get("critic", {}), "critic.safetensors")
@@ -483,7 +492,8 @@ def _verify(folder: Path) -> list[str]:
     files = _read_json(folder / MANIFEST_FILE).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{folder / MANIFEST_FILE} lists no files")
-    for name in (STATE_FILE, "model.safetensors", "optimizer.safetensors"):
+    weights = WEIGHTS_FILE if WEIGHTS_FILE in files else "model.safetensors"
+    for name in (STATE_FILE, weights, "optimizer.safetensors"):
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST_FILE} does not list {name}")
     for name, entry in files.items():
@@ -529,12 +539,20 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------- tensors
 
 
+def _stem(stem: str, network: torch.nn.Module) -> str:
+    """The file of a network's tensors: PEFT's name where only an adapter is trained and saved."""
+    return WEIGHTS_FILE.removesuffix(".safetensors") if has_adapter(network) else stem
+
+
 def _named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied tensor only under its first name.
+    """Parameters and persistent buffers by name; a tied tensor only under its first name. Of a
+    model with an adapter, the adapter's alone.
 
     Raises:
         TypeError: the module keeps a state that is not a tensor.
     """
+    if has_adapter(module):
+        return adapter_tensors(module)
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -685,6 +703,8 @@ def _config_files(model: torch.nn.Module) -> dict[str, str]:
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.dtype = next(model.parameters()).dtype
         files["config.json"] = config.to_json_string()
+    if has_adapter(model):
+        files[CONFIG_FILE] = adapter_config(model)
     generation_config: Any = getattr(model, "generation_config", None)
     if hasattr(generation_config, "to_json_string"):
         files["generation_config.json"] = generation_config.to_json_string()

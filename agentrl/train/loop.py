@@ -63,6 +63,7 @@ from agentrl.train.batch import (
     zero_variance,
 )
 from agentrl.train.critic import Critic, make_critic
+from agentrl.train.lora import add_adapter
 from agentrl.train.metrics import MetricsWriter
 from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
@@ -329,9 +330,13 @@ async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
         )
         num_updates -= config.critic.warmup_steps * updates_per_step
     model = load_model(config.model.path, dtype=dtype, device=device)
+    if config.model.lora.rank:
+        add_adapter(model, config.model.lora)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     reference = None
-    if "ref_logprobs" in objective.needs():
+    if "ref_logprobs" in objective.needs() and config.model.lora.rank:
+        reference = model  # without its adapter
+    elif "ref_logprobs" in objective.needs():
         reference = load_model(config.model.path, dtype=dtype, device=device).requires_grad_(False)
     learner = Learner(model, config.train, total_updates=num_updates)
     seats = None
@@ -358,6 +363,7 @@ async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
         "model.path": config.model.path,
         "model.dtype": config.model.dtype,
         "model.parameters": sum(p.numel() for p in model.parameters()),
+        "model.lora": config.model.lora.model_dump(mode="json") if config.model.lora.rank else None,
         "env.id": config.env.id,
         "env.split": split,
         "env.tasks": size,

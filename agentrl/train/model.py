@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from agentrl.errors import ConfigError
+from agentrl.sync.adapter import CONFIG_FILE
 from agentrl.train.attention import ATTENTION_NAME, packed_kwargs, require_full_attention
 from agentrl.train.head import trained_logprobs
+from agentrl.train.lora import is_adapter, merged
 from agentrl.train.plan import MicroBatch, pack
 from agentrl.types import Sample
 
@@ -61,7 +65,8 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
     """Load a causal language model whose forward pass accepts packed rows.
 
     The model comes in training mode; its configuration has no dropout, so old and live log-probs
-    are computed by the same function. Gradient checkpointing is off.
+    are computed by the same function. Gradient checkpointing is off. An adapter's directory gives
+    its base model with the adapter added into the weights.
 
     Args:
         path: a local directory, or a name on the Hugging Face hub.
@@ -71,6 +76,10 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
             (see `require_supported` and `require_exact`).
     """
     load_tokenizer(path)
+    if is_adapter(path):
+        model = merged(load_model(_base_of(path), dtype=dtype, device=device), path)
+        require_exact(model)
+        return model
     try:
         config = AutoConfig.from_pretrained(path)
         require_supported(config)
@@ -186,6 +195,46 @@ def require_exact(model: PreTrainedModel) -> None:
         )
 
 
+def require_empty(out: Path) -> None:
+    """Raises:
+    ConfigError: a directory that a model is to be written to holds something.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is not empty; remove it or choose another directory")
+
+
+def merge_adapter(checkpoint: Path, out: Path, *, dtype: str) -> None:
+    """Write the model that an adapter and its base model make together.
+
+    Raises:
+        ConfigError: `checkpoint` holds no adapter, its base model is not there, or `out` is not
+            empty.
+    """
+    require_empty(out)
+    if not is_adapter(str(checkpoint)):
+        raise ConfigError(f"{checkpoint} holds no adapter ({CONFIG_FILE}); is it a whole model?")
+    model = load_model(str(checkpoint), dtype=torch.float32, device="cpu")
+    save_model(model, load_tokenizer(str(checkpoint)), out, dtype)
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: str
+) -> None:
+    """Write a model directory that `load_model` reads: whole, or not at all.
+
+    Args:
+        out: absent, or an empty directory.
+        dtype: of the saved weights, `float32` or `bfloat16`.
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.to(dtype=getattr(torch, dtype)).save_pretrained(partial)  # pyright: ignore
+    tokenizer.save_pretrained(partial)
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+
+
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
     """Recompute each layer's activations in the backward pass: about a third more time, and
     activation memory that grows with one layer instead of all."""
@@ -274,6 +323,17 @@ def _bare_sample(token_ids: np.ndarray) -> Sample:
         reward=0.0,
         turn_rewards=np.zeros(1, np.float32),
     )
+
+
+def _base_of(path: str) -> str:
+    """The model that an adapter was trained on, as its configuration names it."""
+    try:
+        base = json.loads((Path(path) / CONFIG_FILE).read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{Path(path) / CONFIG_FILE} names no base model: {error}") from error
+    if not base or Path(base).resolve() == Path(path).resolve():
+        raise ConfigError(f"{Path(path) / CONFIG_FILE} names no base model")
+    return base
 
 
 def _require_model_files(path: str) -> None:

@@ -8,19 +8,23 @@ are trained, each with its close token.
 from __future__ import annotations
 
 import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.config import TrainSection
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import DataError
 from agentrl.rollout.render import Renderer
-from agentrl.train.model import load_model, load_tokenizer, sample_logprobs
+from agentrl.train.model import (
+    load_model,
+    load_tokenizer,
+    require_empty,
+    sample_logprobs,
+    save_model,
+)
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack, plan_micro_batches
 from agentrl.train.setup import resolve_device, resolve_dtype
@@ -58,8 +62,7 @@ def sft(
         DataError: the file is missing or empty, or a line of it is not a dialogue.
         ConfigError: the model cannot be loaded.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out {out} is not empty; remove it or choose another directory")
+    require_empty(out)
     dialogues = read_demonstrations(demonstrations)
     tokenizer = load_tokenizer(model_path)
     renderer = Renderer(tokenizer)
@@ -101,7 +104,7 @@ def sft(
                 batch = [kept[index] for index in order[start : start + batch_size]]
                 losses.append(_update(learner, batch, token_budget))
                 progress.update(bar, advance=1, loss=losses[-1])
-    _save(model, tokenizer, out, save_dtype)
+    save_model(model, tokenizer, out, save_dtype)
     return SFTResult(losses[0], losses[-1], len(losses), len(samples) - len(kept))
 
 
@@ -177,16 +180,3 @@ def _update(learner: Learner, batch: list[Sample], token_budget: int) -> float:
         total += float(loss.detach())
     learner.step()
     return total if np.isfinite(total) else float("nan")
-
-
-def _save(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: str
-) -> None:
-    """Write the model directory under a hidden name and rename it: it is whole or absent."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.to(dtype=resolve_dtype(dtype)).save_pretrained(partial)  # pyright: ignore
-    tokenizer.save_pretrained(partial)
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)

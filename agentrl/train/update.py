@@ -31,6 +31,7 @@ from agentrl.algo import (
 )
 from agentrl.config import TrainSection
 from agentrl.train.critic import Critic, explained_variance
+from agentrl.train.lora import without_adapter
 from agentrl.train.model import sample_logprobs, trained_matrix
 from agentrl.train.optimizer import Learner, Update
 from agentrl.train.plan import MicroBatch, pack, plan_micro_batches
@@ -59,7 +60,8 @@ def update_policy(
     Args:
         samples: the rows of `batch`, in its order.
         temperature: the samples' own; logits are divided by it.
-        reference: frozen model for the KL, where the objective has one.
+        reference: frozen model for the KL, where the objective has one; the policy itself where an
+            adapter is trained, and its adapter is left out.
         teacher: whose log-probs are learned from, where the objective does.
         critic: a `Critic` with its optimizer, where the objective needs one.
         policy_learns: false while the critic warms up alone.
@@ -88,7 +90,8 @@ def update_policy(
         )
     if "ref_logprobs" in needs:
         assert reference is not None
-        batch.ref_logprobs = logprobs_of(reference)
+        with without_adapter(reference):
+            batch.ref_logprobs = logprobs_of(reference)
     if isinstance(teacher, TeacherServer):
         batch.teacher_logprobs = teacher.logprobs(samples).to(batch.loss_mask.device)
     elif teacher is not None:

@@ -1,0 +1,70 @@
+"""Low-rank adapters (LoRA) of a model, under the names and in the layout of the PEFT library.
+
+A folder with `adapter_model.safetensors` and `adapter_config.json` is what PEFT, transformers and
+vLLM load beside the base model that the latter file names. Hu et al., "LoRA: Low-Rank Adaptation of
+Large Language Models", 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+_NAME = "default"
+"""PEFT's own name for the only adapter of a model; it stands in the parameters' names."""
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether only an adapter of this model is trained."""
+    return _NAME in (getattr(model, "peft_config", None) or {})
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's parameters by their names in `adapter_model.safetensors`; memory is shared."""
+    marker = f".{_NAME}."
+    return {
+        f"base_model.model.{name.replace(marker, '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if marker in name
+    }
+
+
+def adapter_config(model: nn.Module) -> str:
+    """The text of `adapter_config.json`."""
+    configs: Any = model.peft_config
+    values = configs[_NAME].to_dict() | {"inference_mode": True}
+    return json.dumps(values, indent=1, sort_keys=True, default=_as_list) + "\n"
+
+
+def write_adapter(model: nn.Module, folder: Path) -> None:
+    """Write the adapter as a folder of two files, complete or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        tensors = {name: tensor.detach().cpu() for name, tensor in adapter_tensors(model).items()}
+        save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        (aside / CONFIG_FILE).write_text(adapter_config(model), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _as_list(value: object) -> list:
+    """PEFT keeps names of modules in a set, whose order changes from run to run."""
+    if isinstance(value, set):
+        return sorted(value)
+    raise TypeError(f"{value!r} of the adapter's configuration is not JSON")

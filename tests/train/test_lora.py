@@ -1,0 +1,181 @@
+"""Low-rank adapters: what is trained, saved, left out and merged."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl.cli import main
+from agentrl.config import LoraSection, TrainSection
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.sync.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
+from agentrl.train import checkpoint
+from agentrl.train.lora import add_adapter, without_adapter
+from agentrl.train.model import load_model, sample_logprobs
+from agentrl.train.optimizer import Learner
+from agentrl.train.plan import pack
+from agentrl.types import Sample
+
+pytest.importorskip("peft", reason="adapters need agentrl[lora]")
+
+QUICKSTART = "examples/quickstart/model"
+
+
+@pytest.fixture
+def model(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    return load_model(QUICKSTART, dtype=torch.float32, device="cpu")
+
+
+def adapted(model, **section):
+    torch.manual_seed(3)
+    add_adapter(model, LoraSection(**{"rank": 4, **section}))
+    return model
+
+
+def perturb(model):
+    """What training does to the matrices that start at zero."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(model).items():
+            if "lora_B" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    return model
+
+
+def logprobs(model):
+    ids = np.arange(5, 45, dtype=np.int32)
+    sample = Sample(
+        token_ids=ids,
+        loss_mask=(np.arange(40) > 0).astype(np.uint8),
+        rollout_logprobs=np.zeros(40, np.float32),
+        policy_versions=np.zeros(40, np.int32),
+        turn_ids=np.zeros(40, np.int32),
+        trajectory_id="",
+        group_id="",
+        reward=0.0,
+        turn_rewards=np.zeros(1, np.float32),
+    )
+    return sample_logprobs(model, pack([sample], [0]), temperature=1.0)[0]
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_all_that_learns(model):
+    before = logprobs(model).detach()
+    adapted(model)
+    after = logprobs(model)
+    assert torch.equal(before, after.detach())
+    after.sum().backward()
+    learned = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert learned and all("lora_" in name for name in learned)
+    assert len(learned) == len(adapter_tensors(model))
+    assert sum(t.numel() for t in adapter_tensors(model).values()) < 0.25 * sum(
+        p.numel() for p in model.parameters()
+    )
+
+
+def test_the_reference_is_the_model_without_its_adapter(model):
+    before = logprobs(model).detach()
+    perturb(adapted(model))
+    assert (logprobs(model) - before).abs().max() > 0.01
+    with without_adapter(model):
+        assert torch.equal(logprobs(model), before)
+    assert (logprobs(model) - before).abs().max() > 0.01
+
+
+def test_an_update_moves_the_adapter_alone(model):
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learner = Learner(adapted(model), TrainSection(learning_rate=0.1), total_updates=2)
+    for _ in range(2):  # the first moves the zero matrices, the second both
+        (-logprobs(model).mean()).backward()
+        learner.step()
+    names = dict(model.named_parameters())
+    for name, before in frozen.items():
+        now = names.get(name, names.get(name.replace(".weight", ".base_layer.weight")))
+        assert now is not None and torch.equal(now, before)
+
+
+@pytest.mark.parametrize("how", ["write_adapter", "checkpoint"])
+def test_what_is_saved_is_what_peft_loads(model, tmp_path, how):
+    perturb(adapted(model))
+    if how == "write_adapter":
+        folder = tmp_path / "policy-3"
+        write_adapter(model, folder)
+        assert {path.name for path in folder.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+    else:
+        folder = save(model, tmp_path)
+        assert not (folder / "model.safetensors").exists()
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(QUICKSTART, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, folder)
+    ids = torch.arange(5, 45)[None]
+    expected = logprobs(model).detach()
+    got = loaded(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    assert (got - expected).abs().max() < 1e-4
+
+
+def save(model, tmp_path):
+    from agentrl.train.model import load_tokenizer
+
+    learner = Learner(model, TrainSection(), total_updates=1)
+    state = checkpoint.capture_state(
+        step=3,
+        policy_version=3,
+        fingerprint={},
+        model=model,
+        optimizer=learner.optimizer,
+        tokenizer=load_tokenizer(QUICKSTART),
+    )
+    return checkpoint.save_checkpoint(tmp_path, state)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(model, tmp_path):
+    perturb(adapted(model))
+    save(model, tmp_path)
+    other = adapted(load_model(QUICKSTART, dtype=torch.float32, device="cpu"))
+    learner = Learner(other, TrainSection(), total_updates=1)
+    checkpoint.resume(tmp_path, fingerprint={}, model=other, optimizer=learner.optimizer)
+    for name, tensor in adapter_tensors(model).items():
+        assert torch.equal(tensor, adapter_tensors(other)[name])
+    assert torch.equal(logprobs(model), logprobs(other))
+
+
+def test_a_checkpoint_of_all_weights_does_not_fit_an_adapter(model, tmp_path):
+    save(model, tmp_path)
+    other = adapted(load_model(QUICKSTART, dtype=torch.float32, device="cpu"))
+    learner = Learner(other, TrainSection(), total_updates=1)
+    with pytest.raises(CheckpointError, match="adapter_model"):
+        checkpoint.resume(tmp_path, fingerprint={}, model=other, optimizer=learner.optimizer)
+
+
+def test_merged_it_is_a_model_like_any_other(model, tmp_path, capsys):
+    expected = logprobs(perturb(adapted(model))).detach()
+    folder = save(model, tmp_path)
+    assert main(["merge", str(folder), "--out", str(tmp_path / "whole")]) == 0
+    for path in (folder, tmp_path / "whole"):
+        whole = load_model(str(path), dtype=torch.float32, device="cpu")
+        assert all(p.requires_grad for p in whole.parameters())
+        assert (logprobs(whole) - expected).abs().max() < 1e-4
+    assert main(["merge", str(folder), "--out", str(tmp_path / "whole")]) == 2
+    assert main(["merge", str(tmp_path / "whole"), "--out", str(tmp_path / "again")]) == 2
+    assert "holds no adapter" in capsys.readouterr().err
+
+
+def test_an_adapter_whose_base_is_gone_says_so(model, tmp_path):
+    folder = save(adapted(model), tmp_path)
+    values = json.loads((folder / CONFIG_FILE).read_text())
+    for base, message in ((str(tmp_path / "gone"), "does not exist"), (None, "no base model")):
+        (folder / CONFIG_FILE).write_text(json.dumps(values | {"base_model_name_or_path": base}))
+        with pytest.raises(ConfigError, match=message):
+            load_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def test_targets_are_checked(model):
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets"):
+        adapted(model, targets=["no_such_layer"])
+    with pytest.raises(ConfigError, match="head"):
+        adapted(
+            load_model(QUICKSTART, dtype=torch.float32, device="cpu"), targets=["lm_head", "q_proj"]
+        )
