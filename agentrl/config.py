@@ -70,9 +70,9 @@ class RunSection(Section):
 class LoraSection(Section):
     """A low-rank adapter in place of all weights; needs `pip install 'agentrl[lora]'`."""
 
-    rank: NonNegativeInt = 0
+    rank: Annotated[int, Field(ge=0, le=512)] = 0
     """Of the adapter's matrices. 0 trains all weights and no adapter."""
-    alpha: Annotated[float, annotated_types.Gt(0)] = 32.0
+    alpha: PositiveInt = 32
     """The adapter's share is scaled by `alpha / rank`."""
     targets: str | list[str] = "all-linear"
     """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; `all-linear` is all
@@ -210,8 +210,8 @@ class InferenceSection(Section):
     `["--gpu-memory-utilization", "0.5"]`."""
     align_rounding: bool = True
     """A vLLM server that this run starts on a CPU with bfloat16 rounds where the trainer's model
-    does, which brings its log-probabilities 30 times closer to the trainer's; its layers are then
-    not compiled and its key-value cache is float32. No effect in float32 or on a GPU."""
+    does, so that both compute the same log-probabilities; its layers are then not compiled and its
+    attention is slower. No effect in float32 or on a GPU."""
     startup_timeout_s: Seconds = 600.0
     """How long a started server may take until it answers."""
     retry_for_s: Seconds = 120.0

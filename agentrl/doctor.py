@@ -280,6 +280,8 @@ async def _check_server(url: str, config: RunConfig) -> AsyncIterator[Finding]:
         yield await _generation_config(url, http, config)
         yield await _update_routes(url, http)
         yield await _prefix_cache(url, http)
+        async for finding in _rounding(url, http):
+            yield finding
         yield await _open_routes(url, anyone)
         if config.model.path:
             yield await _parity(url, engine, http, config)
@@ -380,6 +382,33 @@ async def _prefix_cache(url: str, http: HTTPClient) -> Finding:
     )
 
 
+async def _rounding(url: str, http: HTTPClient) -> AsyncIterator[Finding]:
+    """How close a 16-bit server can come to the trainer; nothing where it does not tell."""
+    info = _json(await _ask(http, "GET", "/server_info?config_format=json")).get("vllm_config", {})
+    model = info.get("model_config") or {}
+    dtype = str(model.get("dtype")).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16"):
+        return
+    head = str((model.get("hf_overrides") or {}).get("head_dtype")).removeprefix("torch.")
+    if head != "float32":
+        yield Finding(
+            "note",
+            url,
+            f"rounding: its logits are rounded to {dtype}, the trainer's are float32: start it "
+            'with --hf-overrides \'{"head_dtype": "float32"}\'',
+        )
+    on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
+    if on_cpu and not model.get("enforce_eager"):
+        yield Finding(
+            "note",
+            url,
+            "rounding: its layers are compiled and round elsewhere than the trainer's: start it "
+            "with AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
+        )
+    elif head == "float32":
+        yield Finding("ok", url, f"rounding: {dtype} layers, float32 logits")
+
+
 async def _open_routes(url: str, anyone: HTTPClient) -> Finding:
     """Who else can replace the weights: asked without the token, and at this host's addresses."""
     parts = urlsplit(url)
@@ -449,8 +478,9 @@ async def _parity(url: str, engine: VLLMEngine, http: HTTPClient, config: RunCon
         return Finding(
             "note",
             url,
-            f"{what}: rounding of 16 bits, more than usual; see to it that "
-            "the ratio is clipped or masked, or train in float32",
+            f"{what}: server and trainer round differently; start a server on a CPU with "
+            "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager, see to it that the ratio is clipped or "
+            "masked, or train in float32",
         )
     return Finding("fix", url, f"{what}; serve the same model with --dtype {dtype}")
 

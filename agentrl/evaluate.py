@@ -252,10 +252,11 @@ async def _engine(config: RunConfig, path: str, stack: AsyncExitStack) -> Infere
 
         urls = config.inference.urls
         if not urls:
-            from agentrl.train.serving import launcher_of
+            from agentrl.train.serving import launcher_of, servable
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="agentrl-vllm-")))
-            launcher = launcher_of(config, path, log_dir=folder, plugin_dir=None)
+            base, adapter = servable(path, folder / "model")
+            launcher = launcher_of(config, base, log_dir=folder, plugin_dir=None, adapter=adapter)
             await stack.enter_async_context(aclosing(launcher))
             await launcher.start()
             urls = launcher.urls

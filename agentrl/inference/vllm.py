@@ -55,7 +55,7 @@ COMPLETIONS = "/v1/completions"
 MAX_FAILURES = 6
 """Failed answers (not refused connections) a call tolerates before it gives up."""
 MAX_GROUPS = 65536
-"""Groups whose server is remembered."""
+"""Groups whose server is remembered, and trajectories whose newest version is."""
 NO_LOGPROB = -9999.0
 """What vLLM sends for a log-probability that is NaN, minus infinity or missing."""
 
@@ -195,7 +195,9 @@ class VLLMEngine:
     last `-m`: `step3-group7-m2-turn0` and `step3-group7-m5-turn1` share a server.
 
     `policy_version` stamps the tokens of servers that report no versions, and is the oldest version
-    accepted from those that do; set it after the new weights are in place.
+    accepted from those that do; set it after the new weights are in place. Within a trajectory (the
+    request id up to the last `-t`) versions never decrease: while servers are updated one may be
+    ahead, and if its next turn goes to another, that one's older answer is not taken.
 
     `resync(url)` sends the current weights, labelled `policy_version` or newer, to one server; it
     raises an AgentRLError or OSError where it cannot, and is then called again. It is awaited, once
@@ -239,6 +241,7 @@ class VLLMEngine:
         self._request_timeout_s = request_timeout_s
         self._retry_for_s = retry_for_s
         self._server_of_group: OrderedDict[str, _Server] = OrderedDict()
+        self._newest_version: OrderedDict[str, int] = OrderedDict()  # by trajectory
 
     async def start(self) -> None:
         """Probe every server now instead of at its first request.
@@ -269,13 +272,16 @@ class VLLMEngine:
         Raises:
             InferenceError: with the server's address and the reason.
         """
-        part = await self._sample(request_id, prompt_ids, sampling, request_id, 0)
+        trajectory = request_id.rpartition("-t")[0] or request_id
+        newest = self._newest_version.get(trajectory, 0)
+        part = await self._sample(request_id, prompt_ids, sampling, request_id, newest)
         whole = part
         pause_s = 0.02
         while whole.finish_reason == "abort":
             num_left = sampling.max_tokens - len(whole.token_ids)
             if num_left == 0:
-                return dataclasses.replace(whole, finish_reason="length")
+                whole = dataclasses.replace(whole, finish_reason="length")
+                break
             if not part.token_ids:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1.0)
@@ -284,7 +290,7 @@ class VLLMEngine:
                 prompt_ids + whole.token_ids,
                 dataclasses.replace(sampling, max_tokens=num_left),
                 request_id,
-                whole.versions[-1] if whole.versions else 0,
+                whole.versions[-1] if whole.versions else newest,
             )
             whole = Generation(
                 whole.token_ids + part.token_ids,
@@ -292,6 +298,11 @@ class VLLMEngine:
                 whole.versions + part.versions,
                 part.finish_reason,
             )
+        if whole.versions:
+            self._newest_version[trajectory] = whole.versions[-1]
+            self._newest_version.move_to_end(trajectory)
+            if len(self._newest_version) > MAX_GROUPS:
+                self._newest_version.popitem(last=False)
         return whole
 
     def traits(self, url: str) -> tuple[str, bool]:

@@ -8,15 +8,17 @@ Large Language Models", 2021, https://arxiv.org/abs/2106.09685.
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+ADAPTER_FOLDER = "adapter"
+"""In a run's weight directory. Servers are started with the adapter there, and come back to it."""
 _NAME = "default"
 """PEFT's own name for the only adapter of a model; it stands in the parameters' names."""
 
@@ -43,24 +45,31 @@ def adapter_config(model: nn.Module) -> str:
     return json.dumps(values, indent=1, sort_keys=True, default=_as_list) + "\n"
 
 
-def write_adapter(model: nn.Module, folder: Path) -> None:
-    """Write the adapter as a folder of two files, complete or not at all.
+def write_adapter(model: nn.Module, folder: Path) -> Path:
+    """Write the adapter into its folder; whoever reads it there finds the old one or the new one.
+
+    Returns:
+        The file of its weights.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        tensors = {name: tensor.detach().cpu() for name, tensor in adapter_tensors(model).items()}
-        save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        (aside / CONFIG_FILE).write_text(adapter_config(model), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in adapter_tensors(model).items()
+    }
+    # The configuration is the same every time, so one rename is the whole change.
+    for name, content in (
+        (CONFIG_FILE, adapter_config(model).encode()),
+        (WEIGHTS_FILE, save(tensors, metadata={"format": "pt"})),
+    ):
+        aside = folder / f".{name}.tmp"
+        try:
+            aside.write_bytes(content)
+            os.replace(aside, folder / name)
+        finally:
+            aside.unlink(missing_ok=True)
+    return folder / WEIGHTS_FILE
 
 
 def _as_list(value: object) -> list:

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl.sync.adapter import ADAPTER_FOLDER, has_adapter, write_adapter
+
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,6 +48,20 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             tensors[name] = tensor
         seen.add(place)
     return revert_weight_conversion(model, tensors)
+
+
+def write_policy(model: PreTrainedModel, directory: Path, version: int) -> Path:
+    """Write what a server needs to sample from `model`: all weights, or the adapter where only an
+    adapter is trained. Returns the file that the update names.
+
+    Raises:
+        OSError: see `write_weights`.
+    """
+    if has_adapter(model):
+        return write_adapter(model, directory / ADAPTER_FOLDER)
+    path = weights_path(directory, version)
+    write_weights(model, path)
+    return path
 
 
 def write_weights(model: PreTrainedModel, path: Path) -> None:
@@ -85,7 +101,8 @@ def write_weights(model: PreTrainedModel, path: Path) -> None:
 
 
 def remove_weights(directory: Path, *, keep: int | None = None) -> None:
-    """Remove every version but `keep` from the directory, and what a killed writer left.
+    """Remove every version but `keep` from the directory, and what a killed writer left. An adapter
+    stays: a server that starts again reads it.
 
     Servers that still read a removed file are not disturbed: its data lives until they close it.
     """

@@ -4,6 +4,9 @@
     snapshot -> directory/policy-7.safetensors   pause -> load the file -> label "7" -> resume
     log-probs of the probe                       the same probe; a difference ends the run
 
+Of a model that only trains an adapter, the snapshot is the adapter: the server drops the old one
+when it finishes an update, and reads its folder again.
+
 The directory is on /dev/shm for servers on the trainer's machine, else on a shared file system
 under the same path everywhere, and belongs to one run. Servers need the backend of
 `agentrl.sync.vllm_plugin`.
@@ -23,7 +26,7 @@ from transformers import PreTrainedModel
 from agentrl.errors import WeightSyncError
 from agentrl.sync.base import WeightSync
 from agentrl.sync.control import OnUpdate, ServerControl, ServerFailed, ServerUnreachable
-from agentrl.sync.files import remove_weights, weights_path, write_weights
+from agentrl.sync.files import remove_weights, write_policy
 from agentrl.sync.probe import ProbeLogprobs, probe, trainer_logprobs
 
 RETRY_S = 0.5
@@ -72,6 +75,7 @@ class VLLMWeightSync(WeightSync):
         self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._pushed: ProbeLogprobs | None = None
+        self._path: Path | None = None
         self._one_at_a_time = asyncio.Lock()
         self._http: aiohttp.ClientSession | None = None
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -81,9 +85,8 @@ class VLLMWeightSync(WeightSync):
         """See `WeightSync.push`. A server that is unreachable is waited for, `timeout_s` long."""
         started = time.monotonic()
         async with self._one_at_a_time:
-            path = weights_path(self._directory, version)
             try:
-                await _in_thread(lambda: write_weights(model, path))
+                self._path = await _in_thread(lambda: write_policy(model, self._directory, version))
             except OSError as error:
                 raise WeightSyncError(
                     f"the weights of version {version} cannot be written to {self._directory} "
@@ -135,7 +138,7 @@ class VLLMWeightSync(WeightSync):
             try:
                 paused_s = await control.update(
                     {"directory": str(self._directory)},
-                    {"path": str(weights_path(self._directory, pushed.version))},
+                    {"path": str(self._path)},
                     version=pushed.version,
                     on_update=self._on_update,
                 )

@@ -69,6 +69,22 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
+    if query.device.type == "cpu" and query.itemsize == 2:
+        # Rounded once, at the end, like that of vLLM servers on a CPU
+        # (`agentrl.sync.vllm_plugin.align_rounding`): both then round the same values, in whatever
+        # order each of them sums. Torch's 16-bit CPU kernels are no faster.
+        output, _ = packed_attention(
+            module,
+            query.double(),
+            key.double(),
+            value.double(),
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            segment_lengths=segment_lengths,
+            **kwargs,
+        )
+        return output.to(query.dtype), None
     wanted = [
         name
         for name in ("sliding_window", "softcap", "s_aux", "position_bias")

@@ -331,7 +331,7 @@ async def _assemble(config: RunConfig, env: EnvClient, *, quiet: bool) -> Run:
         num_updates -= config.critic.warmup_steps * updates_per_step
     model = load_model(config.model.path, dtype=dtype, device=device)
     if config.model.lora.rank:
-        add_adapter(model, config.model.lora)
+        add_adapter(model, config.model.lora, path=config.model.path)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     reference = None
     if "ref_logprobs" in objective.needs() and config.model.lora.rank:

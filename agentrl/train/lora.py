@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,35 @@ from agentrl.sync.adapter import CONFIG_FILE, has_adapter
 _MISSING = "low-rank adapters need the peft package: pip install 'agentrl[lora]'"
 
 
-def add_adapter(model: PreTrainedModel, section: LoraSection) -> None:
+def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> None:
     """Freeze the model and put a trainable adapter beside its linear layers.
 
     One of the two matrices of each layer starts at zero, so the model computes what it did before.
     The head stays as it is: its log-probs are computed from its weight alone.
 
+    Args:
+        path: where the model was loaded from; the adapter names it as its base.
+
     Raises:
-        ConfigError: PEFT is not installed, or no linear layer has one of the names in `targets`.
+        ConfigError: PEFT is not installed, no linear layer has one of the names in `targets`, or
+            `path` is an adapter itself.
     """
     try:
         from peft import LoraConfig
     except ImportError:
         raise ConfigError(_MISSING) from None
-    base: Any = model.name_or_path
+    if is_adapter(path):
+        raise ConfigError(
+            f"model.path = {path!r} is an adapter, and model.lora wants a whole model beneath its "
+            f"own: `agentrl merge {path} --out DIR` makes one"
+        )
     targets = section.targets
     adapter = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
     try:
         model.add_adapter(adapter)
@@ -67,6 +76,21 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
 def is_adapter(path: str) -> bool:
     """Whether a directory holds an adapter and not a whole model."""
     return (Path(path) / CONFIG_FILE).is_file()
+
+
+def base_of(path: str) -> str:
+    """The model that an adapter was trained on, as its configuration names it.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    try:
+        base = json.loads((Path(path) / CONFIG_FILE).read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{Path(path) / CONFIG_FILE} names no base model: {error}") from error
+    if not base or Path(base).resolve() == Path(path).resolve():
+        raise ConfigError(f"{Path(path) / CONFIG_FILE} names no base model")
+    return base
 
 
 def merged(model: PreTrainedModel, path: str) -> PreTrainedModel:

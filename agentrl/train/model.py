@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from agentrl.errors import ConfigError
 from agentrl.sync.adapter import CONFIG_FILE
 from agentrl.train.attention import ATTENTION_NAME, packed_kwargs, require_full_attention
 from agentrl.train.head import trained_logprobs
-from agentrl.train.lora import is_adapter, merged
+from agentrl.train.lora import base_of, is_adapter, merged
 from agentrl.train.plan import MicroBatch, pack
 from agentrl.types import Sample
 
@@ -77,7 +76,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
     """
     load_tokenizer(path)
     if is_adapter(path):
-        model = merged(load_model(_base_of(path), dtype=dtype, device=device), path)
+        model = merged(load_model(base_of(path), dtype=dtype, device=device), path)
         require_exact(model)
         return model
     try:
@@ -323,17 +322,6 @@ def _bare_sample(token_ids: np.ndarray) -> Sample:
         reward=0.0,
         turn_rewards=np.zeros(1, np.float32),
     )
-
-
-def _base_of(path: str) -> str:
-    """The model that an adapter was trained on, as its configuration names it."""
-    try:
-        base = json.loads((Path(path) / CONFIG_FILE).read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{Path(path) / CONFIG_FILE} names no base model: {error}") from error
-    if not base or Path(base).resolve() == Path(path).resolve():
-        raise ConfigError(f"{Path(path) / CONFIG_FILE} names no base model")
-    return base
 
 
 def _require_model_files(path: str) -> None:

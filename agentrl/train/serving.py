@@ -8,6 +8,7 @@ training step they get the weights through `agentrl.sync`.
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.inference.launcher import VLLMLauncher
 from agentrl.inference.vllm import VLLMEngine
+from agentrl.sync.adapter import ADAPTER_FOLDER, has_adapter, write_adapter
 from agentrl.sync.base import WeightSync
 from agentrl.sync.plugin import write_plugin
 from agentrl.sync.vllm import VLLMWeightSync
+from agentrl.train.lora import base_of, is_adapter
 
 BESIDE = Path(".venv-vllm/bin/python")
 """Where `make vllm` puts vLLM."""
@@ -77,9 +80,19 @@ async def start_serving(
             "with: it returns no token ids and takes no weights; use embedded or vllm"
         )
     launcher = None
+    weights_dir = inference.weights_dir or run_dir / "weights"
     if not inference.urls:
+        adapter = None
+        if has_adapter(model):
+            adapter = write_adapter(model, weights_dir / ADAPTER_FOLDER).parent
+        # Whatever it is started with, the first push brings the trainer's weights.
+        start, _ = servable(config.model.path, run_dir / "served")
         launcher = launcher_of(
-            config, config.model.path, log_dir=run_dir / "logs", plugin_dir=run_dir / "plugin"
+            config,
+            start,
+            log_dir=run_dir / "logs",
+            plugin_dir=run_dir / "plugin",
+            adapter=adapter,
         )
         if not quiet:
             print(f"starting vLLM, half a minute or more; its log is in {run_dir / 'logs'}")
@@ -104,7 +117,7 @@ async def start_serving(
         urls,
         model_name=inference.model,
         token=inference.token,
-        directory=inference.weights_dir or run_dir / "weights",
+        directory=weights_dir,
         on_update=config.rollout.on_update,
         probe_ids=probe.tolist(),
         temperature=config.rollout.temperature,
@@ -122,14 +135,39 @@ async def start_serving(
     return serving
 
 
+def servable(path: str, folder: Path) -> tuple[str, Path | None]:
+    """What a server is started with for a model: its path, and the folder of an adapter on top.
+
+    vLLM takes every safetensors file of a folder for weights of the model, and a checkpoint of a
+    run has others: such a one is served from `folder`, where links lead to the rest of it.
+    """
+    checkpoint = Path(path)
+    if is_adapter(path):
+        return base_of(path), checkpoint
+    if not (checkpoint / "optimizer.safetensors").exists():
+        return path, None
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors" or file.name.startswith("model"):
+            (folder / file.name).symlink_to(file.resolve())
+    return str(folder), None
+
+
 def launcher_of(
-    config: RunConfig, model_path: str, *, log_dir: Path, plugin_dir: Path | None
+    config: RunConfig,
+    model_path: str,
+    *,
+    log_dir: Path,
+    plugin_dir: Path | None,
+    adapter: Path | None = None,
 ) -> VLLMLauncher:
     """A launcher of servers for this run, not started yet.
 
     Args:
         plugin_dir: where the weight-transfer plugin is written for the servers to load; None for
             servers whose weights never change.
+        adapter: folder of the adapter that is trained.
 
     Raises:
         ConfigError: no interpreter with vLLM is named.
@@ -153,6 +191,8 @@ def launcher_of(
         max_model_len=config.rollout.max_context_tokens,
         log_dir=log_dir,
         plugin_dir=None if plugin_dir is None else write_plugin(plugin_dir),
+        align_rounding=inference.align_rounding,
+        adapter=adapter,
         extra_args=inference.args,
         startup_timeout_s=inference.startup_timeout_s,
         seed=config.run.seed,

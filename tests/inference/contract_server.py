@@ -81,6 +81,8 @@ class ContractServer:
     dev_mode: bool = True
     """Offer the control routes (`VLLM_SERVER_DEV_MODE=1`)."""
     transfer_backend: str | None = "agentrl"
+    vllm_config: dict = field(default_factory=dict)
+    """More of what /server_info says."""
     paused: bool = False
     generation_config: dict = field(default_factory=lambda: {"top_k": 20})
     """The model's own sampling defaults, which the completions endpoint applies."""
@@ -236,7 +238,9 @@ class ContractServer:
 
         async def server_info(request: web.Request) -> web.Response:
             backend = self.transfer_backend and {"backend": self.transfer_backend}
-            return web.json_response({"vllm_config": {"weight_transfer_config": backend}})
+            return web.json_response(
+                {"vllm_config": {"weight_transfer_config": backend} | self.vllm_config}
+            )
 
         async def is_paused(request: web.Request) -> web.Response:
             return web.json_response({"is_paused": self.paused})

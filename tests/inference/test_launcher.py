@@ -224,13 +224,39 @@ def test_nothing_outlives_a_killed_trainer(tmp_path):
     trainer.wait()
 
     async def gone():
-        return await until(lambda: not alive(server) and not alive(engine), 10)
+        return await until(lambda: not (alive(server) or alive(engine) or memory.exists()), 10)
 
     took = asyncio.run(gone())
     os.killpg(trainer.pid, signal.SIGKILL)  # its forked worker
     trainer.stdout.close()
     assert took < 5
     assert not memory.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "aligned"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "align_rounding": False}, False),
+        ({"dtype": "bfloat16", "plugin_dir": None}, False),
+        ({"dtype": "float32"}, False),
+    ],
+)
+def test_a_bfloat16_server_on_a_cpu_rounds_as_the_trainer_does(tmp_path, settings, aligned):
+    async def go():
+        launcher = make_launcher(tmp_path, **settings)
+        launcher._env["PYTHONPATH"] = str(FAKE)  # where this test's vLLM lies
+        await launcher.start()
+        pid = server_pid(launcher.urls[0])
+        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        command = command_of(pid)
+        await launcher.aclose()
+        return environment, command
+
+    environment, command = asyncio.run(go())
+    assert ("AGENTRL_ALIGN_ROUNDING=1" in environment) == aligned
+    assert ("--enforce-eager" in command) == aligned
+    assert ("head_dtype" in " ".join(command)) == (settings["dtype"] == "bfloat16")
 
 
 def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):

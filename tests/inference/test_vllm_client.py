@@ -508,6 +508,36 @@ def test_answers_of_old_weights_are_thrown_away_and_asked_for_again():
     assert asyncio.run(go()) == 2  # once per restart, not once per request
 
 
+def test_a_trajectory_that_moves_to_a_server_behind_its_own_is_continued_by_newer_weights():
+    """One server has the update already and dies; the other one gets it before the next turn."""
+
+    async def go():
+        ahead = ContractServer(make_model(0), weight_version="2")
+        behind = ContractServer(make_model(1), weight_version="1")
+        calls: list[str] = []
+
+        async def resync(url: str) -> None:
+            calls.append(url)
+            behind.update(2, make_model(0))
+
+        async with contextlib.AsyncExitStack() as stack:
+            dying = running(ahead)
+            await dying.__aenter__()
+            await stack.enter_async_context(running(behind))
+            engine = VLLMEngine([ahead.url, behind.url])
+            stack.push_async_callback(engine.aclose)
+            engine.policy_version, engine.resync = 1, resync
+            first = await engine.generate("g-m0-t000", PROMPT, SAMPLING)
+            await dying.__aexit__(None, None, None)
+            longer = PROMPT + first.token_ids
+            second = await asyncio.wait_for(engine.generate("g-m0-t001", longer, SAMPLING), 20)
+            return first, second, calls == [behind.url]
+
+    first, second, only_the_one_behind = asyncio.run(go())
+    assert (first.versions, second.versions) == ([2] * 6, [2] * 6)
+    assert only_the_one_behind
+
+
 def test_a_server_without_labels_holds_version_zero_while_weights_can_be_sent():
     """The trainer resumed at version 4; the server has never had an update."""
 

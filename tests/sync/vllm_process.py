@@ -46,8 +46,11 @@ def vllm_server(
         *("--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "64"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--enable-scale-out", "--enable-prefix-caching"),
+        "--enforce-eager",  # nothing to compile: half the time to start
         *("--weight-transfer-config", f'{{"backend": "{backend}"}}', *flags),
     ]
+    if dtype == "bfloat16":
+        command += ["--hf-overrides", '{"head_dtype": "float32"}']
     settings = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,6 +58,7 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(write_plugin(work_dir / "plugin")),
+        "AGENTRL_ALIGN_ROUNDING": "1",
     }
     with log_path.open("wb") as log:
         process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Low-rank adapters: what is trained, saved, left out and merged."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,15 @@ from agentrl.train.lora import add_adapter, without_adapter
 from agentrl.train.model import load_model, sample_logprobs
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
+from agentrl.train.serving import servable
 from agentrl.types import Sample
 
 pytest.importorskip("peft", reason="adapters need agentrl[lora]")
 
 QUICKSTART = "examples/quickstart/model"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def model(monkeypatch, request):
 
 def adapted(model, **section):
     torch.manual_seed(3)
-    add_adapter(model, LoraSection(**{"rank": 4, **section}))
+    add_adapter(model, LoraSection(**{"rank": 4, **section}), path=QUICKSTART)
     return model
 
 
@@ -170,6 +175,35 @@ def test_an_adapter_whose_base_is_gone_says_so(model, tmp_path):
         (folder / CONFIG_FILE).write_text(json.dumps(values | {"base_model_name_or_path": base}))
         with pytest.raises(ConfigError, match=message):
             load_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def test_an_adapter_is_not_put_on_another_one(model, tmp_path):
+    folder = save(adapted(model), tmp_path)
+    whole = load_model(str(folder), dtype=torch.float32, device="cpu")
+    with pytest.raises(ConfigError, match="agentrl merge"):
+        add_adapter(whole, LoraSection(rank=4), path=str(folder))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "checkpoint", "model"])
+def test_a_server_is_started_with_what_it_can_load(model, tmp_path, kind):
+    folder = (
+        Path(QUICKSTART)
+        if kind == "model"
+        else save(adapted(model) if kind == "adapter" else model, tmp_path)
+    )
+    start, adapter = servable(str(folder), tmp_path / "served")
+    assert adapter == (folder if kind == "adapter" else None)
+    files = {path.name for path in Path(start).glob("*.safetensors")}
+    assert files == {"model.safetensors"}
+    assert (Path(start) / "tokenizer.json").exists()
+    assert (
+        Path(start).resolve()
+        == {
+            "adapter": Path(QUICKSTART).resolve(),
+            "checkpoint": (tmp_path / "served").resolve(),
+            "model": Path(QUICKSTART).resolve(),
+        }[kind]
+    )
 
 
 def test_targets_are_checked(model):
