@@ -15,9 +15,9 @@ import sys
 import time
 from contextlib import aclosing
 
+from agentrl.env.engine import EngineAPI
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
-from agentrl_swebench.api import EngineAPI
 from agentrl_swebench.containers import Container
 from agentrl_swebench.leases import start_watchdog
 from agentrl_swebench.patch import check_scrubbed

@@ -24,21 +24,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentrl.env.base import EnvConfig, Environment, Observation, to_observation
+from agentrl.env.containers import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, Ran
+from agentrl.env.engine import EngineAPI
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError
 from agentrl.types import JSON, Action, Message, Task
 from agentrl_swebench import images
-from agentrl_swebench.api import EngineAPI
-from agentrl_swebench.containers import (
-    MAX_COMMAND_CHARS,
-    MAX_STREAM_BYTES,
-    WORKDIR,
-    Container,
-    File,
-    Limits,
-    Ran,
-)
+from agentrl_swebench.containers import WORKDIR, Container, File, Limits
 from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.engine import connect
 from agentrl_swebench.grade import Verdict, grade

@@ -42,9 +42,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl.env.engine import labels
 from agentrl.errors import ConfigError, EnvError
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.engine import connect, labels
+from agentrl_swebench.engine import connect
 from agentrl_swebench.grade_worker import (
     FOLDER_PREFIX,
     GRADING_LABEL,

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from agentrl.env.engine import EngineAPI, EngineError
 from agentrl.errors import EnvError, EnvUnavailable
-from agentrl_swebench.api import EngineAPI, EngineError
 from agentrl_swebench.containers import Container
 from agentrl_swebench.patch import SCRUB_VERSION, Base, ScrubError, scrub
 

@@ -3,7 +3,7 @@
 Three things see to that, because any process may be killed at any time:
 
 1. An agent's container ends by itself when its maker's connection to the engine closes
-   (`containers.py`), within about a second.
+   (`agentrl.env.containers`), within about a second.
 2. Each process that makes containers starts one *watchdog*, `python -m agentrl_swebench.leases`,
    in a session of its own. Every half minute it removes containers whose owner is gone; when its
    own process is gone it does so at once, and ends when none is left.
@@ -22,16 +22,16 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from agentrl.errors import AgentRLError
-from agentrl_swebench.engine import (
-    EXPIRES_LABEL,
+from agentrl.env.engine import (
     OWNER_LABEL,
     ROLE_LABEL,
     RUN_LABEL,
     Owner,
-    connect,
+    abandoned,
     current_owner,
 )
+from agentrl.errors import AgentRLError
+from agentrl_swebench.engine import connect
 
 if TYPE_CHECKING:
     import docker
@@ -77,18 +77,6 @@ def reap(client: docker.DockerClient | None = None, *, everything: bool = False)
             f"{its_labels.get(RUN_LABEL, '?')}: {reason}"
         )
     return removed
-
-
-def abandoned(its_labels: dict[str, str], now: float) -> str | None:
-    """Why a container with these labels has nobody any more; None: it may have."""
-    owner = Owner.parse(its_labels.get(OWNER_LABEL, ""))
-    alive = owner.alive() if owner else None
-    if alive is False:
-        return f"its owner, process {owner.pid}, is gone" if owner else None
-    expires = its_labels.get(EXPIRES_LABEL, "")
-    if expires.isdigit() and now > int(expires):
-        return "its maximal life is over"
-    return None
 
 
 def start_watchdog() -> None:

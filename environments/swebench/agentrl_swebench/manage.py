@@ -128,10 +128,10 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[Status, str, str]
     import shutil
     import time
 
+    from agentrl.env.engine import OWNER_LABEL, abandoned
     from agentrl.errors import AgentRLError
     from agentrl_swebench import images
-    from agentrl_swebench.engine import OWNER_LABEL, connect
-    from agentrl_swebench.leases import abandoned
+    from agentrl_swebench.engine import connect
 
     try:
         version = importlib.metadata.version("swebench")
@@ -217,8 +217,8 @@ def _pull(arguments: argparse.Namespace) -> int:
 async def _scrub(ids: dict[str, str], concurrency: int) -> None:
     from contextlib import aclosing
 
+    from agentrl.env.engine import EngineAPI
     from agentrl_swebench import images
-    from agentrl_swebench.api import EngineAPI
 
     room = asyncio.Semaphore(concurrency)
     async with aclosing(EngineAPI()) as api, asyncio.TaskGroup() as tasks:

@@ -6,8 +6,9 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from agentrl_swebench.api import EngineAPI
-from agentrl_swebench.containers import Container, ContainerGone, File, Limits
+from agentrl.env.containers import ContainerGone
+from agentrl.env.engine import EngineAPI
+from agentrl_swebench.containers import Container, File, Limits
 
 pytestmark = pytest.mark.docker
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
+from agentrl.env.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError
 from agentrl_swebench import manage
-from agentrl_swebench.engine import Owner, current_owner, labels
 
 
 @pytest.fixture(autouse=True)

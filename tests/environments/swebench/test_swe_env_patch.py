@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
+from agentrl.env.engine import EngineAPI
 from agentrl.errors import EnvError
 from agentrl_swebench import images
-from agentrl_swebench.api import EngineAPI
 from agentrl_swebench.containers import Container
 from agentrl_swebench.patch import ScrubError, check_scrubbed, extract
 

@@ -1,27 +1,55 @@
-"""The Docker engine's HTTP interface on the event loop: no thread waits for a command.
+"""The Docker engine: its HTTP interface on the event loop, and the labels that name an owner.
 
-The `docker` package blocks; agents' commands run for minutes and by the dozen, so they are run
-through here. What is done once (pulling, building, reaping) uses the package.
+No thread waits for a command: those of agents run for minutes and by the dozen.
+
+An owner is a process: host boot, process-id namespace, process id and start time name it for good,
+so that a reused process id is never taken for it. Whoever can see the same process ids can tell
+whether the owner lives; to all others the label `agentrl.expires` says when a container is
+abandoned.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentrl.errors import EnvError, EnvUnavailable
-from agentrl_swebench.engine import engine_host
+from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 
+OWNER_LABEL = "agentrl.owner"
+ROLE_LABEL = "agentrl.role"
+RUN_LABEL = "agentrl.run"
+EXPIRES_LABEL = "agentrl.expires"
+
+MAX_LIFE_S = 6 * 3600
+"""A container is abandoned after this long, whatever became of its owner."""
+
+DEFAULT_HOST = "unix:///var/run/docker.sock"
 CALL_TIMEOUT_S = 120.0
+
+
+def engine_host() -> str:
+    """The engine's address, `unix:///path` or `tcp://host:port`.
+
+    Raises:
+        ConfigError: DOCKER_HOST is neither.
+    """
+    host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    parts = urlsplit(host)
+    if (parts.scheme == "unix" and parts.path) or (parts.scheme == "tcp" and parts.hostname):
+        return host
+    raise ConfigError(f"DOCKER_HOST={host} must be unix:///path or tcp://host:port")
 
 
 class EngineError(EnvError):
@@ -158,6 +186,92 @@ class EngineAPI:
     def _unavailable(self, error: Exception) -> EnvUnavailable:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return EnvUnavailable(f"no Docker engine answers at {self._host}: {reason}")
+
+
+@dataclass(slots=True, frozen=True)
+class Owner:
+    """A process, named so that the name is never reused."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int
+    """When it started, in clock ticks since boot."""
+
+    def __str__(self) -> str:
+        return f"{self.boot_id}/{self.pid_namespace}/{self.pid}/{self.start_ticks}"
+
+    @classmethod
+    def parse(cls, text: str) -> Owner | None:
+        """The owner whose `str` this is; None if it is none's."""
+        parts = text.split("/")
+        if len(parts) != 4 or not parts[2].isdigit() or not parts[3].isdigit():
+            return None
+        return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
+
+    def alive(self) -> bool | None:
+        """Whether the process runs; None: it can't be seen from here."""
+        if self.boot_id != _boot_id():
+            # Another boot of this host is over; another host's engine can't be told from it.
+            return None
+        if self.pid_namespace != _pid_namespace():
+            return None
+        return _start_ticks(self.pid) == self.start_ticks
+
+
+def current_owner() -> Owner:
+    """This process."""
+    pid = os.getpid()
+    return Owner(_boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0)
+
+
+def labels(run_id: str, role: str, *, owner: Owner | None = None) -> dict[str, str]:
+    """Labels of a container that this process (or `owner`) answers for.
+
+    Args:
+        run_id: names the rollout or grading it belongs to.
+        role: `agent`, `grade`, `build`.
+    """
+    return {
+        OWNER_LABEL: str(owner or current_owner()),
+        ROLE_LABEL: role,
+        RUN_LABEL: run_id,
+        EXPIRES_LABEL: str(int(time.time()) + MAX_LIFE_S),
+    }
+
+
+def abandoned(its_labels: dict[str, str], now: float) -> str | None:
+    """Why a container with these labels has nobody any more; None: it may have."""
+    owner = Owner.parse(its_labels.get(OWNER_LABEL, ""))
+    alive = owner.alive() if owner else None
+    if alive is False:
+        return f"its owner, process {owner.pid}, is gone" if owner else None
+    expires = its_labels.get(EXPIRES_LABEL, "")
+    if expires.isdigit() and now > int(expires):
+        return "its maximal life is over"
+    return None
+
+
+@functools.cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
+def _pid_namespace() -> str:
+    """Inode of the process-id namespace; a process does not change its own."""
+    return os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
+
+
+def _start_ticks(pid: int) -> int | None:
+    """None: there is no such process, or it is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field, the name in parentheses, may hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def _tls() -> ssl.SSLContext | None:

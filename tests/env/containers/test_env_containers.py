@@ -1,0 +1,327 @@
+"""Containers for episodes: what is in them, on a real engine, and that none is left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.env import containers
+from agentrl.env.containers import Container, ContainerGone, ContainerPool, ContainerSpec, reap
+from agentrl.env.engine import OWNER_LABEL, EngineAPI, Owner, current_owner, labels
+from agentrl.errors import ConfigError, EnvError, EnvUnavailable
+
+
+@given(st.text(max_size=300), st.integers(1, 40), st.integers(1, 7))
+def test_a_clipped_text_keeps_both_ends_and_counts_what_it_drops(text, max_chars, piece):
+    clip = containers.Clip(max_chars)
+    raw = text.encode()
+    for start in range(0, len(raw), piece):
+        clip.add(1, raw[start : start + piece])
+    shown, dropped = clip.text()
+    half = max(max_chars // 2, 1)
+    if len(text) <= 2 * half:
+        assert (shown, dropped) == (text, 0)
+    else:
+        assert dropped == len(text) - 2 * half
+        assert shown.startswith(text[:half]) and shown.endswith(text[-half:])
+        assert f"{dropped:,} characters left out" in shown
+
+
+def test_bytes_that_are_no_text_are_shown_as_replaced():
+    clip = containers.Clip(100)
+    clip.add(1, b"\xff ok \xe2\x82")
+    assert clip.text() == ("� ok �", 0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=30)), max_size=8),
+    st.integers(1, 11),
+)
+def test_frames_come_out_whole_however_the_stream_is_cut(frames, piece):
+    stream = b"".join(
+        bytes([kind, 0, 0, 0]) + len(payload).to_bytes(4, "big") + payload
+        for kind, payload in frames
+    )
+    reader = containers._Frames()
+    found = []
+    for start in range(0, len(stream), piece):
+        found += reader.feed(stream[start : start + piece])
+    assert found == frames
+
+
+def test_limits_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="max_containers"):
+        ContainerPool(ContainerSpec("any"), max_containers=0)
+
+
+def test_without_an_engine_acquire_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+
+    async def play():
+        pool = ContainerPool(ContainerSpec("any"), ready=1)
+        with pytest.raises(EnvUnavailable, match=r"no Docker engine answers at .*none\.sock"):
+            await pool.acquire(timeout_s=10)
+        await pool.aclose()
+
+    asyncio.run(play())
+
+
+def of_this_process():
+    found = subprocess.check_output(
+        ["docker", "ps", "-aq", "--filter", f"label={OWNER_LABEL}={current_owner()}"], text=True
+    )
+    return found.split()
+
+
+def with_pool(base_image, scenario, **options):
+    async def play():
+        spec = ContainerSpec(base_image, memory_mb=128, max_processes=48)
+        pool = ContainerPool(spec, **{"ready": 1, **options})
+        try:
+            return await scenario(pool)
+        finally:
+            await pool.aclose()
+            assert pool.num_live == 0
+
+    result = asyncio.run(play())
+    assert of_this_process() == []
+    return result
+
+
+LOOK = (
+    "id -u; pwd; touch /x /etc/x 2>/dev/null || echo read-only; touch /tmp/x && echo scratch; "
+    "grep -E '^(CapEff|CapBnd|NoNewPrivs)' /proc/self/status | tr -d '\\t'; "
+    "ls /sys/class/net; ls /var/run/docker.sock 2>/dev/null || echo no socket"
+)
+
+
+@pytest.mark.docker
+def test_a_container_may_do_next_to_nothing(base_image):
+    async def scenario(pool):
+        async with pool.container() as container:
+            return await container.run(LOOK, timeout_s=20)
+
+    assert with_pool(base_image, scenario).output.split("\n") == [
+        "10001",
+        "/tmp",
+        "read-only",
+        "scratch",
+        "CapEff:0000000000000000",
+        "CapBnd:0000000000000000",
+        "NoNewPrivs:1",
+        "lo",
+        "no socket",
+        "",
+    ]
+
+
+@pytest.mark.docker
+def test_the_engine_was_told_so(base_image):
+    async def scenario(pool):
+        async with pool.container() as container:
+            api = EngineAPI()
+            try:
+                return await api.call("GET", f"/containers/{container.id}/json")
+            finally:
+                await api.aclose()
+
+    description = with_pool(base_image, scenario)
+    host = description["HostConfig"]
+    assert host["CapDrop"] == ["ALL"] and not host["CapAdd"] and not host["Binds"]
+    assert host["SecurityOpt"] == ["no-new-privileges"] and not host["Privileged"]
+    assert host["ReadonlyRootfs"] and host["NetworkMode"] == "none"
+    assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (128 << 20, 128 << 20, 48)
+    assert description["Config"]["User"] == "10001:10001" and description["Mounts"] == []
+
+
+@pytest.mark.docker
+def test_a_deadline_kills_the_command_and_all_it_started(base_image):
+    async def scenario(pool):
+        async with pool.container() as container:
+            started = time.monotonic()
+            ran = await container.run(
+                "trap '' TERM INT; setsid sleep 300 & (trap '' TERM; while :; do :; done) & "
+                "echo before; sleep 300",
+                timeout_s=1.0,
+            )
+            seconds = time.monotonic() - started
+            left = await container.processes()
+            return ran, seconds, left, await container.run("echo", timeout_s=9)
+
+    ran, seconds, left, after = with_pool(base_image, scenario)
+    assert ran.timed_out and ran.exit_code is None and ran.output == "before\n"
+    assert seconds < 15 and left == [] and after.exit_code == 0
+
+
+@pytest.mark.docker
+def test_files_go_in_and_come_out_whole(base_image):
+    content = bytes(range(256)) * 700  # more than an argument may hold
+
+    async def scenario(pool):
+        async with pool.container() as container:
+            await container.write_bytes("/tmp/a b", content)
+            await container.write_bytes("/tmp/empty", b"")
+            with pytest.raises(EnvError, match="can't be written"):
+                await container.write_bytes("/etc/x", b"x")
+            return [
+                await container.read_bytes(path, max_bytes=limit)
+                for path, limit in [
+                    ("/tmp/a b", 1 << 20),
+                    ("/tmp/a b", 1000),
+                    ("/tmp/empty", 10),
+                    ("/no", 10),
+                ]
+            ]
+
+    assert with_pool(base_image, scenario) == [content, None, b"", None]
+
+
+@pytest.mark.docker
+def test_many_at_once_get_one_each_and_never_more_than_may_be(base_image):
+    async def scenario(pool):
+        most = 0
+        seen = []
+
+        async def episode(number):
+            nonlocal most
+            async with pool.container() as container:
+                most = max(most, pool._max_containers - pool._room._value)
+                before = await container.run("cat /tmp/mark", timeout_s=30)
+                await container.run(f"echo {number} > /tmp/mark", timeout_s=30)
+                after = await container.run("cat /tmp/mark", timeout_s=30)
+                seen.append((container.id, before.exit_code != 0, after.output == f"{number}\n"))
+
+        await asyncio.gather(*(episode(number) for number in range(10)))
+        return most, seen
+
+    most, seen = with_pool(base_image, scenario, ready=2, max_containers=3, max_starting=2)
+    assert most == 3
+    assert len({container_id for container_id, _, _ in seen}) == 10, "a container was used twice"
+    assert all(fresh and own for _, fresh, own in seen)
+
+
+@pytest.mark.docker
+def test_whoever_waits_too_long_or_gives_up_costs_no_container(base_image):
+    async def scenario(pool):
+        first = await pool.acquire()
+        with pytest.raises(EnvUnavailable, match="1 may be in use"):
+            await pool.acquire(timeout_s=0.3)
+        waiting = asyncio.create_task(pool.acquire())
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await first.remove()
+        second = await pool.acquire(timeout_s=20)
+        assert second.id != first.id
+        await second.remove()
+
+    with_pool(base_image, scenario, max_containers=1)
+
+
+@pytest.mark.docker
+def test_a_container_that_died_while_it_waited_is_not_given_out(base_image):
+    async def scenario(pool):
+        await pool.warm()
+        (idle,) = pool._idle
+        subprocess.check_call(["docker", "kill", idle.id], stdout=subprocess.DEVNULL)
+        async with pool.container() as container:
+            assert container.id != idle.id
+            subprocess.check_call(["docker", "kill", container.id], stdout=subprocess.DEVNULL)
+            with pytest.raises(ContainerGone):
+                await container.run("echo", timeout_s=10)
+
+    with_pool(base_image, scenario)
+
+
+@pytest.mark.docker
+def test_a_missing_image_is_named_to_each_who_asks(engine_is_there):
+    async def play():
+        pool = ContainerPool(ContainerSpec("agentrl/no-such-image:1"), ready=2)
+        for _ in range(2):
+            with pytest.raises(EnvError, match="docker pull agentrl/no-such-image:1"):
+                await pool.acquire(timeout_s=10)
+        await pool.aclose()
+
+    asyncio.run(play())
+
+
+OWNER = """
+import asyncio, sys
+from agentrl.env.containers import ContainerPool, ContainerSpec
+
+async def main():
+    pool = ContainerPool(ContainerSpec(sys.argv[1], memory_mb=128), ready=2)
+    await pool.warm()
+    container = await pool.acquire()
+    print("ready", flush=True)
+    await container.run("sleep 300", timeout_s=300)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.docker
+def test_nothing_is_left_of_an_owner_that_was_killed(base_image):
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, base_image], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    owner = Owner(
+        current_owner().boot_id,
+        current_owner().pid_namespace,
+        process.pid,
+        int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]),
+    )
+    command = ["docker", "ps", "-aq", "--filter", f"label={OWNER_LABEL}={owner}"]
+    assert len(subprocess.check_output(command).split()) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+    while subprocess.check_output(command) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert subprocess.check_output(command) == b"", "containers outlived their owner"
+
+
+@pytest.mark.docker
+def test_what_never_started_is_removed_by_the_next_pool(base_image):
+    me = current_owner()
+    gone = Owner(me.boot_id, me.pid_namespace, 2**30, 1)
+
+    async def play():
+        api = EngineAPI()
+        made = await api.call(
+            "POST",
+            "/containers/create",
+            {"Image": base_image, "Cmd": ["true"], "Labels": labels("x", "episode", owner=gone)},
+        )
+        alive = await Container.create(
+            api, ContainerSpec(base_image, memory_mb=128), labels("x", "episode")
+        )
+        lines = await reap(api)
+        assert any(line.startswith(made["Id"][:12]) and "gone" in line for line in lines)
+        assert await alive.alive(), "a living owner's container was removed"
+        await alive.remove()
+        await api.aclose()
+
+    asyncio.run(play())
+    assert of_this_process() == []
+
+
+@pytest.mark.docker
+def test_close_from_a_worker_thread_as_close_shared_does(base_image):
+    async def play():
+        pool = ContainerPool(ContainerSpec(base_image, memory_mb=128), ready=1)
+        await pool.acquire()
+        await asyncio.to_thread(pool.close)
+        assert pool.num_live == 0
+
+    asyncio.run(play())
+    assert of_this_process() == []

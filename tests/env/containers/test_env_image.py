@@ -1,0 +1,369 @@
+"""Images: what goes into a build, and the real thing on an engine: built, run, played and ended."""
+
+import argparse
+import asyncio
+import importlib.metadata
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from agentrl.env import image
+from agentrl.env.base import Environment
+from agentrl.env.client import connect
+from agentrl.env.engine import OWNER_LABEL, ROLE_LABEL
+from agentrl.env.image import add_image_commands, build_image, start_server, stop_servers
+from agentrl.env.image_check import check_image
+from agentrl.env.registry import resolve
+from agentrl.env.scaffold import make_project
+from agentrl.errors import ConfigError, EnvUnavailable
+from agentrl.types import Action, ToolCall
+
+# Building takes minutes where the package index is slow.
+pytestmark = pytest.mark.timeout(1800)
+
+CA_BUNDLE = Path(os.environ["PIP_CERT"]) if os.environ.get("PIP_CERT") else None
+CHECKS = {
+    *("starts", "user", "read-only file system", "capabilities", "no secrets"),
+    *("token", "health check", "SIGTERM", "port"),
+}
+
+
+# ---- without an engine
+
+
+def test_a_context_has_what_is_needed_and_always_the_same_bytes():
+    files, arguments, tag, addition = image._context("math")
+    assert {
+        "Dockerfile",
+        ".agentrl/source/pyproject.toml",
+        ".agentrl/source/agentrl/env/server.py",
+        ".agentrl/source/environments/math/agentrl_math/env.py",
+    } <= set(files)
+    assert not any("__pycache__" in name or "tests/env" in name for name in files)
+    assert arguments == {"AGENTRL": "/deps/source[math]", "PROJECT": "", "ENVIRONMENT": "math"}
+    assert (tag, addition) == ("agentrl-math", None)
+    again, *_ = image._context("math")
+    assert image._archive(files) == image._archive(dict(reversed(again.items())))
+    with tarfile.open(fileobj=io.BytesIO(image._archive(files))) as archive:
+        assert {each.name for each in archive} == set(files)
+        assert {(each.uid, each.mtime) for each in archive} == {(0, 0)}
+
+
+def test_swebench_has_something_added():
+    *_, addition = image._context("swebench")
+    assert addition is not None and "DOCKER_CLI_IMAGE" in addition.read_text()
+
+
+def test_a_project_s_context_leaves_out_what_belongs_to_this_machine(tmp_path):
+    project = make_project("word-game", path=tmp_path)
+    for name in (".env", ".git/config", ".venv/bin/python", "runs/a/log", "x.pyc"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("secret")
+    files, arguments, tag, _ = image._context(str(project))
+    assert {"pyproject.toml", "Dockerfile", "word_game/env.py"} <= set(files)
+    assert b"secret" not in files.values()
+    assert tag == "word-game" and arguments == {"AGENTRL": "/deps/source"}
+    assert b"ARG ENVIRONMENT=word-game\n" in files["Dockerfile"]
+    (project / "Dockerfile").unlink()
+    _, arguments, *_ = image._context(str(project))
+    assert arguments["ENVIRONMENT"] == "word-game"
+
+
+def test_a_wheel_is_made_again_from_what_was_installed(tmp_path):
+    distribution = importlib.metadata.distribution("prometheus-client")
+    name, content = image._wheel(distribution)
+    assert (name, content) == image._wheel(distribution)
+    path = tmp_path / name
+    path.write_bytes(content)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        record = next(each for each in archive.namelist() if each.endswith("/RECORD"))
+        for line in archive.read(record).decode().splitlines():
+            member, digest, _ = line.rsplit(",", 2)
+            if digest:
+                expected = digest.removeprefix("sha256=")
+                assert image._digest(archive.read(member)) == expected
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", tmp_path / "there", path], check=True)
+    code = "import prometheus_client; print(prometheus_client.__file__)"
+    found = subprocess.check_output(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "there")}, text=True
+    )
+    assert found.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "target,reason",
+    [("no-such", "no installed environment 'no-such'"), ("./nowhere", "no pyproject.toml")],
+)
+def test_what_can_not_be_built_is_named(target, reason):
+    with pytest.raises(ConfigError, match=reason):
+        build_image(target)
+
+
+def test_without_an_engine_the_error_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(EnvUnavailable, match=r"dockerd|install Docker"):
+        image.find_image("math")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvUnavailable, match="install Docker"):
+        build_image("math")
+
+
+@pytest.mark.parametrize(
+    "said,remedy",
+    [
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]", "--pip-cert"),
+        ("pull access denied for nowhere, repository does not exist", "--base-image"),
+        ("/bin/sh: 1: python3: not found", "--base-image"),
+        ("ERROR: No matching distribution found for hatchling", "--pip-index-url"),
+        ("write /x: no space left on device", "prune"),
+    ],
+)
+def test_a_failed_build_says_what_to_change(said, remedy):
+    found = next(text for pattern, text in image._REMEDIES if re.search(pattern, said))
+    assert remedy in found
+
+
+# ---- on an engine
+
+
+@pytest.fixture(scope="module")
+def built(base_image):
+    """Build by id or folder, once."""
+    tags: dict[str, str] = {}
+
+    def build(target):
+        if target not in tags:
+            tags[target] = build_image(target, base_image=base_image, cert=CA_BUNDLE)
+        return tags[target]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return make_project("image-test-env", path=tmp_path_factory.mktemp("project"))
+
+
+MATH = ({"digits": 3, "operators": "*"}, "train", 0, [])
+SEARCH_CALL = Action(tool_calls=(ToolCall("a", "search", {"query": "Osmere burnt down", "k": 1}),))
+SEARCH = (
+    {"weights": {"em": 1.0, "retrieval": 0.2}},
+    "train",
+    2,
+    [SEARCH_CALL, Action(tool_calls=(ToolCall("b", "answer", {"text": "1791"}),))],
+)
+
+
+async def episode(client, env_id, config, split, index, actions):
+    """Everything a session says, as text."""
+    session = await client.session(
+        env_id, split=split, index=index, seed=3, config=config, timeout_s=120
+    )
+    said = [repr(session.messages), repr(session.tools)]
+    for action in actions:
+        said.append(repr(await session.step(action, timeout_s=60)))
+    await session.close()
+    return said
+
+
+async def both(env_id, there, url, token, config, split, index, actions):
+    async with connect() as here_client, connect(url, token=token) as there_client:
+        here = await episode(here_client, env_id, config, split, index, actions)
+        assert here == await episode(there_client, there, config, split, index, actions)
+    return here
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("env_id,played", [("math", MATH), ("search", SEARCH)])
+def test_a_built_in_environment_is_the_same_from_its_image(built, env_id, played):
+    config, split, index, actions = played
+    server = start_server(built(env_id), token="t0ken")
+    try:
+        image.wait_until_healthy(server)
+        if env_id == "math":
+            task = resolve("math")(config).get(split, index)
+            actions = [Action(text=f"#### {task.reference}")]
+        said = asyncio.run(both(env_id, env_id, server.url, "t0ken", config, split, index, actions))
+        assert "reward=1." in said[-1], said[-1]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{server.url}/v1/envs", timeout=5)
+    finally:
+        stop_servers([server])
+
+
+@pytest.mark.docker
+def test_a_project_of_env_init_is_the_same_from_its_image(built, project, monkeypatch):
+    server = start_server(built(str(project)), token="t0ken")
+    try:
+        image.wait_until_healthy(server)
+        monkeypatch.syspath_prepend(project)
+        here = resolve("image_test_env.env:ImageTestEnv")
+        assert issubclass(here, Environment)
+        actions = [Action(tool_calls=(ToolCall("a", "answer", {"number": 42}),))]
+        said = asyncio.run(
+            both("image-test-env", "image-test-env", server.url, "t0ken", {}, "test", 41, actions)
+        )
+        assert "reward=1.0" in said[-1]
+    finally:
+        stop_servers([server])
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("target", ["math", "project"])
+def test_an_image_keeps_every_promise(built, project, target):
+    checks = check_image(built(str(project) if target == "project" else target))
+    assert {name for name, *_ in checks} == CHECKS
+    assert [check for check in checks if not check[1]] == []
+
+
+@pytest.mark.docker
+def test_an_image_that_keeps_none_is_caught(built):
+    dockerfile = (
+        f"FROM {built('math')}\nUSER root\nENV HF_TOKEN=x\nHEALTHCHECK NONE\n"
+        "RUN mkdir -p /root/.ssh && touch /root/.ssh/id_ed25519\n"
+        'CMD ["sh", "-c", "trap \'\' TERM; agentrl env serve math --host 0.0.0.0; sleep 99"]\n'
+    )
+    tag = "agentrl-test-broken:1"
+    image._docker_build(tag, {"Dockerfile": dockerfile.encode()}, {}, cache=True)
+    try:
+        checks = {name: (ok, detail, remedy) for name, ok, detail, remedy in check_image(tag)}
+    finally:
+        subprocess.run(["docker", "rmi", tag], capture_output=True)
+    failed = {name for name, (ok, *_) in checks.items() if not ok}
+    assert failed == {"user", "no secrets", "health check", "SIGTERM", "port"}
+    assert "HF_TOKEN" in checks["no secrets"][1] and "id_ed25519" in checks["no secrets"][1]
+    assert all(checks[name][2] for name in failed), "a remedy is missing"
+
+
+@pytest.mark.docker
+def test_the_engine_was_told_to_harden(built):
+    server = start_server(built("math"), token="very-secret", memory="512m", pids=99)
+    try:
+        description = json.loads(image.docker("inspect", server.container_id))[0]
+    finally:
+        stop_servers([server], drain_s=1)
+    host = description["HostConfig"]
+    assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and host["Init"]
+    assert host["SecurityOpt"] == ["no-new-privileges"] and not host["Binds"]
+    assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (512 << 20, 512 << 20, 99)
+    assert {each["HostIp"] for each in host["PortBindings"]["8700/tcp"]} == {"127.0.0.1"}
+
+
+@pytest.mark.docker
+def test_what_does_not_start_shows_its_log(built, capsys):
+    tag = "agentrl-test-dies:1"
+    dockerfile = f'FROM {built("math")}\nCMD ["sh", "-c", "echo no luck today; exit 3"]\n'
+    image._docker_build(tag, {"Dockerfile": dockerfile.encode()}, {}, cache=True)
+    server = start_server(tag, token="t0ken")
+    try:
+        with pytest.raises(ConfigError, match=r"the container ended .*no luck today"):
+            image.wait_until_healthy(server)
+    finally:
+        stop_servers([server])
+        subprocess.run(["docker", "rmi", tag], capture_output=True)
+    assert "no luck today" in capsys.readouterr().err
+
+
+def run_command(*arguments):
+    code = (
+        "import argparse, sys\n"
+        "from agentrl.env.image import add_image_commands\n"
+        "from agentrl.errors import AgentRLError\n"
+        "parser = argparse.ArgumentParser()\n"
+        "add_image_commands(parser.add_subparsers())\n"
+        "given = parser.parse_args()\n"
+        "try:\n"
+        "    sys.exit(given.handler(given))\n"
+        "except AgentRLError as error:\n"
+        "    sys.exit(f'agentrl: {error}')\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "AGENTRL_ENV_TOKEN"},
+    )
+
+
+def containers_of(process):
+    form = f'{{{{.ID}}}} {{{{.Label "{OWNER_LABEL}"}}}}'
+    found = image.docker("ps", "-a", "--filter", f"label={ROLE_LABEL}=server", "--format", form)
+    return [line for line in found.splitlines() if line.split("/")[-2] == str(process.pid)]
+
+
+def until_serving(process):
+    assert process.stdout is not None
+    said = ""
+    while "AGENTRL_ENV_TOKEN=" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    urls = re.findall(r"http://127\.0\.0\.1:\d+", said)
+    return urls, said.rpartition("AGENTRL_ENV_TOKEN=")[2].strip()
+
+
+@pytest.mark.docker
+def test_env_run_serves_until_told_to_stop_and_leaves_nothing(built):
+    process = run_command("run", built("math"), "--port", "0", "--count", "2")
+    try:
+        urls, token = until_serving(process)
+        assert len(set(urls)) == 2 and len(containers_of(process)) == 2
+
+        async def play():
+            async with connect(urls, token=token) as client:
+                return await client.info("math")
+
+        assert asyncio.run(play()).id == "math"
+        port = urls[0].rpartition(":")[2]
+        taken = run_command("run", built("math"), "--port", port)
+        said, _ = taken.communicate(timeout=60)
+        assert taken.returncode and f"port {port} is taken" in said, said
+        assert containers_of(taken) == []
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        assert time.monotonic() - started < 20
+    finally:
+        process.kill()
+        process.communicate()
+    assert containers_of(process) == []
+
+
+@pytest.mark.docker
+def test_what_a_killed_env_run_left_is_removed_by_the_next(built):
+    process = run_command("run", built("math"), "--port", "0")
+    until_serving(process)
+    assert len(containers_of(process)) == 1
+    process.kill()
+    process.communicate()
+    assert len(containers_of(process)) == 1, "nobody was there to remove it"
+    reaping = run_command("run", "--reap")
+    said, _ = reaping.communicate(timeout=60)
+    assert reaping.returncode == 0 and "1 leftover container" in said, said
+    assert containers_of(process) == []
+
+
+@pytest.mark.docker
+def test_a_missing_image_is_named(engine_is_there):
+    process = run_command("run", "no-such-env")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode and "agentrl env build no-such-env" in said
+    parser = argparse.ArgumentParser()
+    add_image_commands(parser.add_subparsers())
+    given = parser.parse_args(["run", "x", "--network", "none"])
+    with pytest.raises(ConfigError, match="--network none"):
+        start_server("x", token="t", network=given.network)
