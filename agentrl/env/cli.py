@@ -6,22 +6,73 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
 
 _NAME_HELP = "a registered id, module:Class, or path/to/env.py:Class"
+_TOKEN_HELP = "of the server (default: the variable AGENTRL_ENV_TOKEN)"
 
 
 def add_env_commands(commands: argparse._SubParsersAction) -> None:
     """Add `env` and its subcommands. Each sets `handler`, which returns an exit status."""
     env = commands.add_parser(
         "env",
-        help="list, inspect and serve environments",
-        description="List, inspect and serve environments.",
+        help="write, check, play and serve environments",
+        description="Write, check, play and serve environments.",
     )
     subcommands = env.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_init(subcommands)
+    _add_list_and_info(subcommands)
+    _add_check(subcommands)
+    _add_play(subcommands)
+    _add_serve(subcommands)
+    _add_bench(subcommands)
+    _add_image_command(subcommands, "build", "build the image of an environment")
+    _add_image_command(subcommands, "run", "run an environment's image in a hardened container")
 
+
+def _add_image_command(subcommands: argparse._SubParsersAction, name: str, help: str) -> None:
+    """`build` or `run` of `agentrl.env.image`, which takes too long to import for `--help` of all
+    other commands, and so says what it takes only when it is asked."""
+    parser = subcommands.add_parser(name, help=help)
+
+    def parse_known_args(args: list[str], namespace: argparse.Namespace | None = None) -> Any:
+        from agentrl.env.image import add_image_commands
+
+        loaded = argparse.ArgumentParser(prog="agentrl env").add_subparsers()
+        add_image_commands(loaded)
+        return loaded.choices[name].parse_known_args(args, namespace)
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _add_init(subcommands: argparse._SubParsersAction) -> None:
+    init = subcommands.add_parser(
+        "init",
+        help="write the project of a new environment",
+        description="Write a project that works at once: the environment, its tests, packaging "
+        "and a Dockerfile.",
+    )
+    init.add_argument("name", metavar="NAME", help="such as word-game")
+    init.add_argument(
+        "--template",
+        default="tool",
+        help="tool: the agent calls tools; text: it answers in text; docker: its tools run in a "
+        "container per episode (default: %(default)s)",
+    )
+    init.add_argument(
+        "--path",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="make the project's folder in here (default: the working directory)",
+    )
+    init.set_defaults(handler=_init)
+
+
+def _add_list_and_info(subcommands: argparse._SubParsersAction) -> None:
     listing = subcommands.add_parser(
         "list",
         help="show the environments that are installed",
@@ -40,11 +91,86 @@ def add_env_commands(commands: argparse._SubParsersAction) -> None:
     _add_config(info)
     info.set_defaults(handler=_info)
 
+
+def _add_check(subcommands: argparse._SubParsersAction) -> None:
+    check = subcommands.add_parser(
+        "check",
+        help="play an environment and see whether it keeps its promises",
+        description="Run the conformance kit: play the environment, alone and in many sessions, "
+        "and report what is not as it should be. Exit status 1 if a check fails.",
+    )
+    check.add_argument(
+        "target",
+        metavar="TARGET",
+        help=f"{_NAME_HELP}; the URL of a server that may be tried; or image:NAME, for an image "
+        "that `env build` built",
+    )
+    check.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="run this check; repeatable"
+    )
+    check.add_argument(
+        "--skip", action="append", default=[], metavar="NAME", help="leave it out; repeatable"
+    )
+    check.add_argument(
+        "--thorough", action="store_true", help="many more episodes, for minutes if need be"
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON object per check")
+    _add_url_options(check)
+    _add_config(check)
+    check.set_defaults(handler=_check)
+
+
+def _add_play(subcommands: argparse._SubParsersAction) -> None:
+    play = subcommands.add_parser(
+        "play",
+        help="play an episode yourself",
+        description="Take the agent's place for one episode in the terminal. Exit status 1 if it "
+        "was given up.",
+    )
+    play.add_argument("id", metavar="ID", help=f"{_NAME_HELP}; with --url, an id of that server")
+    play.add_argument("--url", help="play on this server")
+    play.add_argument("--token", help=_TOKEN_HELP)
+    play.add_argument("--split", help="task set (default: the first)")
+    play.add_argument("--index", type=int, default=0, help="task (default: %(default)s)")
+    play.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    _add_config(play)
+    play.set_defaults(handler=_play)
+
+
+def _add_bench(subcommands: argparse._SubParsersAction) -> None:
+    bench = subcommands.add_parser(
+        "bench",
+        help="measure steps per second, latency and the server's CPU time",
+        description="Play many episodes at once and report steps per second and latency. An "
+        "environment that is named is served by a process of its own, whose CPU time, threads "
+        "and memory are reported too.",
+    )
+    bench.add_argument("target", metavar="ID|URL", help=f"{_NAME_HELP}; or the URL of a server")
+    bench.add_argument(
+        "--sessions",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="episodes played at once (default: %(default)s)",
+    )
+    bench.add_argument("--seconds", type=float, default=5.0, help="how long (default: %(default)s)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_url_options(bench)
+    _add_config(bench)
+    bench.set_defaults(handler=_bench)
+
+
+def _add_url_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--env", metavar="ID", help="which environment of the server")
+    command.add_argument("--token", help=_TOKEN_HELP)
+
+
+def _add_serve(subcommands: argparse._SubParsersAction) -> None:
     serve = subcommands.add_parser(
         "serve",
         help="serve environments over HTTP",
         description="Serve environments over HTTP until interrupted. SIGTERM drains: open "
-        "sessions may go on for a few seconds, new ones are refused. The API is described at "
+        "sessions may go on for --drain-s seconds, new ones are refused. The API is described at "
         "/openapi.json.",
     )
     serve.add_argument("id", metavar="ID", nargs="+", help=_NAME_HELP)
@@ -73,7 +199,22 @@ def add_env_commands(commands: argparse._SubParsersAction) -> None:
         type=_positive,
         default=32,
         metavar="N",
-        help="threads for environment methods that are not async (default: %(default)s)",
+        help="threads for environment methods that are not async, per worker "
+        "(default: %(default)s)",
+    )
+    serve.add_argument(
+        "--workers",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that share the port and the sessions; Linux only (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--drain-s",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="how long open sessions may go on after SIGTERM (default: %(default)s)",
     )
     _add_config(serve)
     serve.set_defaults(handler=_serve)
@@ -97,18 +238,154 @@ def _positive(text: str) -> int:
     return number
 
 
+def _init(arguments: argparse.Namespace) -> int:
+    from agentrl.env.scaffold import make_project
+
+    folder = make_project(arguments.name, template=arguments.template, path=arguments.path)
+    module = arguments.name.replace("-", "_")
+    name = "".join(part.capitalize() for part in module.split("_"))
+    print(f"wrote {folder}; now\n")
+    for command in (
+        f"cd {folder}",
+        f"agentrl env play {module}.env:{name}",
+        f"agentrl env check {module}.env:{name}",
+        "pytest",
+    ):
+        print(f"  {command}")
+    print(f"\n{module}/env.py is the environment; README.md says how to train on it and serve it")
+    return 0
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600")
+    return seconds
+
+
 def _list(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from agentrl.env.registry import available
+    from agentrl.env import registry
+    from agentrl.env.tools import tools_of
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("id", "class"):
+    for heading in ("id", "class", "tools", "sessions", "description"):
         table.add_column(heading, overflow="fold")
-    for name, target in available().items():
-        table.add_row(name, target)
+    for name, target in registry.available().items():
+        try:
+            environment = registry.resolve(name)
+            tools, sessions = ", ".join(tools_of(environment)), f"{environment.max_sessions:,}"
+            description = (environment.__doc__ or "").strip().partition("\n")[0]
+        except ConfigError as error:  # one that lacks a package does not hide the others
+            tools, sessions, description = "", "", str(error)
+        table.add_row(name, target, tools, sessions, description)
     Console().print(table)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import dataclasses
+    import logging
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from agentrl.env.check import CheckResult, load_subject, run_checks, select
+
+    # What the checks provoke is no news; what they find is in the report.
+    logging.getLogger("agentrl.env").setLevel(logging.CRITICAL)
+    names = select(arguments.only, arguments.skip)
+    console = Console(highlight=False)
+    colours = {"pass": "green", "fail": "bold red", "skip": "yellow"}
+
+    def report(result: CheckResult) -> None:
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(result), ensure_ascii=False), flush=True)
+            return
+        console.print(
+            f"[{colours[result.status]}]{result.status}[/]  {result.name:<12}"
+            f"{result.seconds:6.2f} s  {escape(result.detail)}"
+        )
+        if result.status == "fail":
+            console.print(f"      should hold: {escape(result.asserts)}", style="dim")
+            console.print(f"      remedy: {escape(result.remedy)}")
+
+    async def run(target: str, token: str | None, container_id: str | None) -> list[CheckResult]:
+        subject = await load_subject(
+            target,
+            config=_read_config(arguments.config),
+            env_id=arguments.env,
+            token=token,
+            container_id=container_id,
+            thorough=arguments.thorough,
+        )
+        try:
+            return await run_checks(subject, names, report=report)
+        finally:
+            await subject.aclose()
+
+    if arguments.target.startswith("image:"):
+        from agentrl.env.check.container import served_image
+
+        with served_image(arguments.target.removeprefix("image:")) as served:
+            results = asyncio.run(run(served.url, served.token, served.container_id))
+    else:
+        results = asyncio.run(run(arguments.target, arguments.token, None))
+    failed = [result.name for result in results if result.status == "fail"]
+    if not arguments.json:
+        passed = sum(result.status == "pass" for result in results)
+        seconds = sum(result.seconds for result in results)
+        console.print(
+            f"\n{passed} passed, {len(failed)} failed, {len(results) - passed - len(failed)} "
+            f"skipped in {seconds:.1f} s"
+        )
+    return 1 if failed else 0
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from agentrl.env.play import play
+
+    reward = asyncio.run(
+        play(
+            arguments.id,
+            url=arguments.url,
+            token=arguments.token,
+            split=arguments.split,
+            index=arguments.index,
+            seed=arguments.seed,
+            config=_read_config(arguments.config),
+        )
+    )
+    return 1 if reward is None else 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import dataclasses
+
+    from agentrl.env.bench import bench
+
+    result = asyncio.run(
+        bench(
+            arguments.target,
+            num_sessions=arguments.sessions,
+            seconds=arguments.seconds,
+            config=_read_config(arguments.config),
+            env_id=arguments.env,
+            token=arguments.token,
+        )
+    )
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(result)))
+        return 0
+    for name, value in dataclasses.asdict(result).items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):<24}{value}")
     return 0
 
 
@@ -173,22 +450,27 @@ def _serve(arguments: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    app = server.make_app(
-        environments,
-        token=token,
-        loopback_only=server.is_loopback(arguments.host),
-        max_sessions=arguments.max_sessions,
-        worker_threads=arguments.worker_threads,
-        config={environment.id: config for environment in environments},
-    )
     names = ", ".join(environment.id for environment in environments)
-    server.serve(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        token=token,
-        ready=lambda url: print(f"serving {names} at {url}", flush=True),
-    )
+    limits: dict[str, Any] = {
+        "max_sessions": arguments.max_sessions,
+        "worker_threads": arguments.worker_threads,
+        "config": {environment.id: config for environment in environments},
+    }
+    address: dict[str, Any] = {
+        "host": arguments.host,
+        "port": arguments.port,
+        "token": token,
+        "drain_s": arguments.drain_s,
+        "ready": lambda url: print(f"serving {names} at {url}", flush=True),
+    }
+    if arguments.workers > 1:
+        from agentrl.env.fleet import serve_fleet
+
+        serve_fleet(arguments.id, num_workers=arguments.workers, **limits, **address)
+        return 0
+    loopback_only = server.is_loopback(arguments.host)
+    app = server.make_app(environments, token=token, loopback_only=loopback_only, **limits)
+    server.serve(app, **address)
     return 0
 
 

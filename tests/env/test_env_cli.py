@@ -148,6 +148,7 @@ def test_list_and_info(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     status, out, _ = run(capsys, "list")
     assert status == 0 and "agentrl_math" in out
+    assert "calculator" in out and "4,096" in out and "Math problems" in out
     config = ("--config", 'offer=["add"]', "--config", "num_tasks=5")
     status, out, _ = run(capsys, "info", "sample_envs:Workshop", *config)
     assert status == 0 and "add(" in out and "greet(" not in out and "1,000" not in out
@@ -169,4 +170,35 @@ def test_help_explains_every_option(capsys):
     out = capsys.readouterr().out
     for option in ("--host", "--port", "--token", "--max-sessions", "--worker-threads", "--config"):
         assert option in out
+    for option in ("--workers", "--drain-s"):
+        assert option in out
     assert "127.0.0.1" in out and "8700" in out
+
+
+def test_help_stays_quick():
+    """Every command is told about without importing what it needs."""
+    command = [sys.executable, "-X", "importtime", "-m", "agentrl", "env", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = ("init", "list", "info", "check", "play", "serve", "bench", "build", "run")
+    assert all(f"\n    {name} " in done.stdout for name in names)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"pydantic", "msgspec", "aiohttp", "rich", "fastapi", "numpy"}
+
+
+def test_build_and_run_say_what_they_take(capsys):
+    for name, option in (("build", "--base-image"), ("run", "--memory")):
+        with pytest.raises(SystemExit) as caught:
+            main(["env", name, "--help"])
+        assert caught.value.code == 0
+        out = capsys.readouterr().out
+        assert option in out and out.startswith(f"usage: agentrl env {name} ")
+    assert run(capsys, "run")[0] == 2
+
+
+def test_draining_takes_as_long_as_it_is_told():
+    with served(HELLO, "--drain-s", "0.5") as (process, url):
+        assert open_session(url, "hello").status_code == 201
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+        assert time.monotonic() - started < 4

@@ -1,0 +1,235 @@
+"""`agentrl env bench`: how many steps a second an environment takes, and what they cost.
+
+An environment that is named is served by a process of its own, so that its CPU time can be told
+from the client's; behind a URL only the client's side is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.env.check.subject import STEP_TIMEOUT_S, Subject, load_subject
+from agentrl.env.client import Client, connect
+from agentrl.env.protocol import TOKEN_VARIABLE, TaskSpec
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import JSON, Action
+
+NUM_TASKS = 16
+"""Different tasks that are played, again and again."""
+
+
+@dataclass(slots=True)
+class BenchResult:
+    sessions: int
+    """Played at once."""
+    seconds: float
+    episodes: int
+    steps: int
+    errors: dict[str, int]
+    """Failed calls by their code."""
+    steps_per_s: float
+    step_p50_ms: float
+    """As the client sees it."""
+    step_p99_ms: float
+    open_p50_ms: float
+    """Opening a session, its reset included."""
+    server_cpu_us_per_step: float | None
+    """Resets included; None behind a URL, or where there is no /proc."""
+    server_threads: int | None
+    server_memory_mb: float | None
+
+
+@dataclass(slots=True)
+class _Times:
+    steps: list[float] = field(default_factory=list)
+    opens: list[float] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+    episodes: int = 0
+
+
+async def bench(
+    target: str,
+    *,
+    num_sessions: int = 64,
+    seconds: float = 5.0,
+    config: Mapping[str, JSON] | None = None,
+    env_id: str | None = None,
+    token: str | None = None,
+    serve_options: tuple[str, ...] = (),
+) -> BenchResult:
+    """Play as many episodes as fit into the time, `num_sessions` at once.
+
+    Args:
+        target: a name for `agentrl.env.registry.resolve`, which is then served by a process of
+            its own, or the URL of a server.
+        env_id: which environment of the URL.
+        serve_options: further options of `agentrl env serve`.
+
+    Raises:
+        ConfigError: it cannot be found, or takes fewer sessions.
+    """
+    subject = await load_subject(target, config=config, env_id=env_id, token=token)
+    if num_sessions > subject.info.max_sessions:
+        await subject.aclose()
+        raise ConfigError(
+            f"'{subject.env_id}' takes {subject.info.max_sessions} sessions: --sessions "
+            f"{num_sessions} is too many"
+        )
+    try:
+        episodes = [(spec, await subject.moves(spec)) for spec in subject.specs(NUM_TASKS)]
+    finally:
+        await subject.aclose()
+    if subject.url is not None:
+        return await _measure(subject, subject.url, token, episodes, num_sessions, seconds, None)
+    with _served(target, config or {}, serve_options) as (url, pid):
+        return await _measure(subject, url, None, episodes, num_sessions, seconds, pid)
+
+
+async def _measure(
+    subject: Subject,
+    url: str,
+    token: str | None,
+    episodes: list[tuple[TaskSpec, list[Action]]],
+    num_sessions: int,
+    seconds: float,
+    pid: int | None,
+) -> BenchResult:
+    times = _Times()
+    async with connect(url, token=token) as client:
+        await client.info(subject.env_id, subject.config)
+        await _play(subject, client, *episodes[0], _Times())  # connections and imports
+        cpu, started = _cpu_s(pid), time.monotonic()
+
+        async def player(first: int) -> None:
+            number = first
+            while time.monotonic() < started + seconds:
+                await _play(subject, client, *episodes[number % len(episodes)], times)
+                number += 1
+
+        await asyncio.gather(*(player(first) for first in range(num_sessions)))
+        elapsed = time.monotonic() - started
+        used = None if cpu is None else (_cpu_s(pid) or cpu) - cpu
+        threads, memory = _size(pid)
+    num_steps = len(times.steps)
+    if not num_steps:
+        raise EnvError(f"not one step was answered: {times.errors or 'no time'}")
+    return BenchResult(
+        sessions=num_sessions,
+        seconds=round(elapsed, 3),
+        episodes=times.episodes,
+        steps=num_steps,
+        errors=times.errors,
+        steps_per_s=round(num_steps / elapsed, 1),
+        step_p50_ms=_percentile_ms(times.steps, 0.5),
+        step_p99_ms=_percentile_ms(times.steps, 0.99),
+        open_p50_ms=_percentile_ms(times.opens, 0.5),
+        server_cpu_us_per_step=None if used is None else round(used / num_steps * 1e6, 1),
+        server_threads=threads,
+        server_memory_mb=memory,
+    )
+
+
+async def _play(
+    subject: Subject, client: Client, spec: TaskSpec, actions: list[Action], times: _Times
+) -> None:
+    clock = time.perf_counter
+    try:
+        started = clock()
+        session = await client.session(
+            subject.env_id, split=spec.split, index=spec.index, config=subject.config
+        )
+        times.opens.append(clock() - started)
+        try:
+            for number, action in enumerate(actions):
+                started = clock()
+                result = await session.step(
+                    action, timeout_s=STEP_TIMEOUT_S, last=number + 1 == len(actions)
+                )
+                times.steps.append(clock() - started)
+                if result.terminated or result.truncated:
+                    break
+            times.episodes += 1
+        finally:
+            await session.close()
+    except EnvError as error:  # a failed episode is a figure of the report
+        times.errors[error.code] = times.errors.get(error.code, 0) + 1
+        await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _served(
+    target: str, config: Mapping[str, JSON], options: tuple[str, ...]
+) -> Iterator[tuple[str, int]]:
+    """A server process of this environment alone, on a free loopback port."""
+    import json
+
+    command = [sys.executable, "-m", "agentrl", "env", "serve", target, "--port", "0", *options]
+    if config:
+        command += ["--config", json.dumps(config)]
+    variables = {key: value for key, value in os.environ.items() if key != TOKEN_VARIABLE}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if " at http" not in line:
+            raise ConfigError(f"`agentrl env serve {target}` did not start; run it to see why")
+        yield line.split()[-1], process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _percentile_ms(seconds: list[float], share: float) -> float:
+    ordered = sorted(seconds)
+    return round(ordered[min(int(len(ordered) * share), len(ordered) - 1)] * 1000, 2)
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    pids = [pid]
+    for each in pids:
+        for listing in Path(f"/proc/{each}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                pids += map(int, listing.read_text().split())
+    return pids
+
+
+def _cpu_s(pid: int | None) -> float | None:
+    """CPU seconds a process and its living descendants used; None where /proc does not tell."""
+    if pid is None or not Path("/proc/self/stat").exists():
+        return None
+    ticks = 0
+    for each in _tree(pid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _size(pid: int | None) -> tuple[int | None, float | None]:
+    """Threads and resident megabytes of a process and its descendants."""
+    if pid is None or not Path("/proc/self/status").exists():
+        return None, None
+    threads, kilobytes = 0, 0
+    for each in _tree(pid):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{each}/status").read_text().splitlines():
+                key, _, value = line.partition(":")
+                threads += int(value) if key == "Threads" else 0
+                kilobytes += int(value.split()[0]) if key == "VmRSS" else 0
+    return threads, round(kilobytes / 1024, 1)

@@ -1,0 +1,75 @@
+"""Tool calls drawn from JSON schemas, for environments that have no oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.types import JSON, Action, ToolCall
+
+TEXTS = ("42", "I do not know.", "Let me think about it.\n\n#### 7")
+WORDS = ("1", "2", "abc", "hello")
+
+
+def sample_calls(
+    tools: Sequence[Mapping[str, Any]], rng: random.Random, count: int
+) -> list[Action]:
+    """`count` turns: one call each of a tool drawn at random, or plain text without tools."""
+    if not tools:
+        return [Action(text=rng.choice(TEXTS)) for _ in range(count)]
+    actions = []
+    for number in range(count):
+        function = rng.choice(tools)["function"]
+        schema = function["parameters"]
+        arguments = sample_value(schema, rng, schema.get("$defs", {}))
+        call = ToolCall(f"call-{number}", function["name"], arguments)  # type: ignore[arg-type]
+        actions.append(Action(tool_calls=(call,)))
+    return actions
+
+
+def sample_value(schema: Mapping[str, Any], rng: random.Random, definitions: Mapping) -> JSON:
+    """A value that the schema admits, as far as it says so in the usual words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return sample_value(definitions.get(name, {}), rng, definitions)
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return sample_value(rng.choice(schema[key]), rng, definitions)
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = rng.choice(kind)
+    if kind in ("integer", "number"):
+        return _sample_number(schema, rng, kind)
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind == "null":
+        return None
+    if kind == "array":
+        count = max(schema.get("minItems", 0), min(2, schema.get("maxItems", 2)))
+        return [sample_value(schema.get("items", {}), rng, definitions) for _ in range(count)]
+    if kind == "object":
+        required = schema.get("required", ())
+        return {
+            name: sample_value(each, rng, definitions)
+            for name, each in schema.get("properties", {}).items()
+            if name in required or rng.random() < 0.5
+        }
+    text = rng.choice(WORDS).ljust(schema.get("minLength", 0), "x")
+    return text[: schema.get("maxLength", len(text))]
+
+
+def _sample_number(schema: Mapping[str, Any], rng: random.Random, kind: str) -> JSON:
+    low = schema.get("minimum", schema.get("exclusiveMinimum", None))
+    high = schema.get("maximum", schema.get("exclusiveMaximum", None))
+    low = (0 if high is None else high - 10) if low is None else low
+    high = low + 10 if high is None else high
+    low, high = low + ("exclusiveMinimum" in schema), high - ("exclusiveMaximum" in schema)
+    if kind == "number":
+        return low + (high - low) * rng.random()
+    step = int(schema.get("multipleOf", 1))
+    return rng.randint(-(-int(low) // step), int(high) // step) * step

@@ -1,0 +1,214 @@
+"""`agentrl env play`: a person takes the agent's place for one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.env.client import EnvSession, connect
+from agentrl.env.protocol import EnvInfo
+from agentrl.errors import ConfigError
+from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
+
+STEP_TIMEOUT_S = 600.0
+_QUIT = "/quit"
+_ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+class InputEnded(Exception):
+    """The person, or the file that stands for one, has no more to say."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where the person sits."""
+
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+
+    async def ask(self, question: str) -> str:
+        """A line of input; the event loop goes on meanwhile, so the session's lease is held."""
+        try:
+            line = await asyncio.to_thread(self.console.input, question)
+        except EOFError:
+            raise InputEnded from None
+        if line.strip() == _QUIT:
+            raise InputEnded
+        return line
+
+
+async def play(
+    env_id: str,
+    *,
+    url: str | None = None,
+    token: str | None = None,
+    split: str | None = None,
+    index: int = 0,
+    seed: int = 0,
+    config: Mapping[str, JSON] | None = None,
+    console: Console | None = None,
+) -> float | None:
+    """Play one episode; returns its reward, None if it was given up.
+
+    Args:
+        env_id: a name for `agentrl.env.registry.resolve`, or with `url` an id of that server.
+        split: by default the first.
+
+    Raises:
+        ConfigError: the environment has no tasks, or the split is not there.
+        EnvError: the environment failed.
+    """
+    person = Seat(console) if console else Seat()
+    async with connect(url, token=token) as client:
+        info = await client.info(env_id, config)
+        split = split or next(iter(info.splits), None)
+        if split is None:
+            raise ConfigError(f"environment '{info.id}' has no tasks of its own to play")
+        session = await client.session(env_id, split=split, index=index, seed=seed, config=config)
+        try:
+            return await _episode(person, session, info)
+        except InputEnded:
+            person.console.print("\n[dim]given up[/dim]")
+            return None
+        finally:
+            await session.close()
+
+
+async def _episode(person: Seat, session: EnvSession, info: EnvInfo) -> float:
+    person.console.print(f"[bold]{escape(info.id)}[/bold], task {escape(session.task_id)}")
+    _show_messages(person.console, session.messages)
+    tools = {_function(spec)["name"]: _function(spec) for spec in session.tools}
+    if tools:
+        person.console.print("\n[bold]tools[/bold]")
+    for function in tools.values():
+        parameters = ", ".join(function["parameters"].get("properties", {}))
+        summary = function.get("description", "").partition("\n")[0]
+        person.console.print(f"  [cyan]{escape(function['name'])}[/]({parameters})  {summary}")
+    person.console.print(
+        f"[dim]{'a tool, or text' if tools else 'text'}; a line that ends with \\ goes on; "
+        f"{_QUIT} gives up[/dim]"
+    )
+    total = 0.0
+    for number in range(1_000_000):
+        action = await _ask_action(person, tools, number)
+        result = await session.step(action, timeout_s=STEP_TIMEOUT_S)
+        total += result.reward
+        _show_messages(person.console, result.observation)
+        if result.terminated or result.truncated:
+            _show_end(person.console, result, total, number + 1)
+            break
+        if result.reward:
+            person.console.print(f"[dim]reward {result.reward:g}[/dim]")
+    return total
+
+
+async def _ask_action(person: Seat, tools: Mapping[str, Any], number: int) -> Action:
+    line = await person.ask(f"\n[bold]turn {number}>[/bold] ")
+    name, _, rest = line.strip().partition(" ")
+    if name in tools and not rest:
+        arguments = await _ask_arguments(person, tools[name]["parameters"])
+        return Action(tool_calls=(ToolCall(f"call-{number}", name, arguments),))
+    if name in tools and rest.lstrip().startswith("{"):
+        try:
+            arguments = json.loads(rest)
+        except ValueError as error:
+            person.console.print(f"[red]not JSON: {escape(str(error))}[/red]")
+            return await _ask_action(person, tools, number)
+        return Action(tool_calls=(ToolCall(f"call-{number}", name, arguments),))
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(await person.ask("[bold]...[/bold] "))
+    return Action(text="\n".join(lines))
+
+
+async def _ask_arguments(person: Seat, schema: Mapping[str, Any]) -> dict[str, JSON]:
+    arguments: dict[str, JSON] = {}
+    required = schema.get("required", ())
+    for name, each in schema.get("properties", {}).items():
+        kind = kind_of(each)
+        hint = kind if name in required else f"{kind}, empty for {_default(each)}"
+        description = f"  {each['description']}" if each.get("description") else ""
+        while True:
+            line = await person.ask(f"  [cyan]{escape(name)}[/] ({escape(hint)}){description}: ")
+            if not line and name not in required:
+                break
+            try:
+                arguments[name] = read_value(line, kind)
+                break
+            except ValueError as error:
+                person.console.print(f"[red]{escape(str(error))}[/red]")
+    return arguments
+
+
+def kind_of(schema: Mapping[str, Any]) -> str:
+    """What a person is asked for: a JSON type's name, or a choice."""
+    if "enum" in schema:
+        return " | ".join(map(str, schema["enum"]))
+    options = [kind_of(each) for each in schema.get("anyOf", ())]
+    return str(schema.get("type") or " or ".join(options) or "JSON")
+
+
+def read_value(line: str, kind: str) -> JSON:
+    """The argument a person typed.
+
+    Raises:
+        ValueError: it is not of that kind; the text says what is expected.
+    """
+    if kind == "string" or " | " in kind:
+        return line
+    try:
+        value = json.loads(line)
+    except ValueError:
+        if "string" in kind or kind == "JSON":
+            return line
+        raise ValueError(f"'{line}' is no {kind}") from None
+    types: dict[str, tuple[type, ...]] = {
+        "integer": (int,),
+        "number": (int, float),
+        "boolean": (bool,),
+        "array": (list,),
+        "object": (dict,),
+    }
+    expected = types.get(kind)
+    if expected and (not isinstance(value, expected) or (kind != "boolean" and value is True)):
+        raise ValueError(f"'{line}' is no {kind}")
+    return value
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema["default"]) if "default" in schema else "none"
+
+
+def _function(spec: ToolSpec) -> dict[str, Any]:
+    function: Any = spec["function"]
+    return function
+
+
+def _show_messages(console: Console, messages: list[Message]) -> None:
+    for message in messages:
+        colour = _ROLES[message["role"]]
+        console.print(f"\n[{colour}]{message['role']}[/]")
+        console.print(Padding(Text(message["content"] or "(empty)"), (0, 0, 0, 2)))
+
+
+def _show_end(console: Console, result: StepResult, total: float, num_turns: int) -> None:
+    how = "terminated" if result.terminated else "truncated"
+    console.print(f"\n[bold]{how}[/bold] after {num_turns} turns: reward [bold]{total:g}[/bold]")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in result.reward_components.items():
+        table.add_row("  component", name, f"{value:g}")
+    for name, value in result.metrics.items():
+        table.add_row("  metric", name, f"{value:g}")
+    for name, value in result.info.items():
+        table.add_row("  info", name, json.dumps(value, ensure_ascii=False))
+    if table.row_count:
+        console.print(table)

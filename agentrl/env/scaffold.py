@@ -1,0 +1,86 @@
+"""`agentrl env init`: a project from a template.
+
+The templates are working projects named my-env, my_env and MyEnv; making one is copying it under
+other names. They stand in `templates/`, one folder each; the Dockerfile is that of `env build`.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from agentrl.errors import ConfigError
+
+TEMPLATES = Path(__file__).with_name("templates")
+DOCKERFILE = Path(__file__).with_name("Dockerfile")
+_TAKEN = {"agentrl", "test", "tests", "env", "environment", "task", "action", "tool-call"}
+
+
+def templates() -> list[str]:
+    return sorted(each.name for each in TEMPLATES.iterdir() if each.is_dir())
+
+
+def make_project(name: str, *, template: str = "tool", path: Path = Path()) -> Path:
+    """Write a project to `path/name` and return that folder.
+
+    Args:
+        name: of the project and the environment, such as `word-game`; the package is `word_game`
+            and the class `WordGame`.
+
+    Raises:
+        ConfigError: the name is malformed or taken, or the folder exists.
+    """
+    if template not in templates():
+        raise ConfigError(f"no template '{template}'; there are {', '.join(templates())}")
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
+        raise ConfigError(
+            f"'{name}' cannot be the name of an environment: write small letters, digits and "
+            "single hyphens, beginning with a letter, as in word-game"
+        )
+    identifier, module = name.replace("_", "-"), name.replace("-", "_")
+    if module in sys.stdlib_module_names or keyword.iskeyword(module) or identifier in _TAKEN:
+        raise ConfigError(f"'{name}' is the name of something in Python or agentrl; take another")
+    folder = path / name
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already; choose another name or --path")
+    names = {
+        "my-env": identifier,
+        "my_env": module,
+        "MyEnv": "".join(part.capitalize() for part in identifier.split("-")),
+    }
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # Made aside and renamed, so that a project is there whole or not at all.
+        with tempfile.TemporaryDirectory(dir=path, prefix=".agentrl-") as aside:
+            made = Path(aside) / name
+            _copy(TEMPLATES / template, made, names)
+            _copy_file(DOCKERFILE, made / "Dockerfile", names)
+            made.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+    return folder
+
+
+def _copy(source: Path, target: Path, names: dict[str, str]) -> None:
+    target.mkdir()
+    for each in sorted(source.iterdir()):
+        if each.name == "__pycache__":
+            continue
+        copy = target / _rename(each.name, names)
+        if each.is_dir():
+            _copy(each, copy, names)
+        else:
+            _copy_file(each, copy, names)
+
+
+def _copy_file(source: Path, target: Path, names: dict[str, str]) -> None:
+    target.write_text(_rename(source.read_text(encoding="utf-8"), names), encoding="utf-8")
+    shutil.copymode(source, target)
+
+
+def _rename(text: str, names: dict[str, str]) -> str:
+    return re.sub("|".join(names), lambda match: names[match[0]], text)

@@ -1,0 +1,44 @@
+from agentrl.env import Action, Environment, Task, ToolCall, register, tool
+from agentrl.env.containers import ContainerPool, ContainerSpec
+
+BOX = ContainerSpec("python:3.12-slim")  # any local image with /bin/bash; see ContainerSpec
+
+
+@register("my-env", max_sessions=16)
+class MyEnv(Environment):
+    max_creating = 4  # containers that start at a time
+
+    @classmethod
+    def load_shared(cls, config):
+        return ContainerPool(BOX, ready=2)
+
+    @classmethod
+    def close_shared(cls, shared):
+        shared.close()
+
+    def splits(self):
+        return {"train": None, "test": 100}  # None: generated without end
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"Write {index + 1} to /tmp/answer.", reference=index + 1)
+
+    async def reset(self, task, *, seed):
+        self.box = await self.shared.acquire()
+        return task.prompt
+
+    @tool
+    async def bash(self, command: str) -> str:
+        return (await self.box.run(command, timeout_s=30, max_chars=10_000)).output
+
+    @tool(terminal=True)
+    async def submit(self) -> float:
+        answer = await self.box.run("cat /tmp/answer", timeout_s=30, max_chars=100)
+        return float(answer.output.strip() == str(self.task.reference))
+
+    async def close(self):
+        await self.box.remove()
+
+    def oracle(self):  # the right actions, which `agentrl env check` plays
+        command = f"echo {self.task.reference} > /tmp/answer"
+        yield Action(tool_calls=(ToolCall("write", "bash", {"command": command}),))
+        yield Action(tool_calls=(ToolCall("submit", "submit", {}),))

@@ -1,0 +1,16 @@
+from agentrl.env import Action, Environment, Task, register
+
+
+@register("my-env")
+class MyEnv(Environment):
+    def splits(self):
+        return {"train": None, "test": 100}  # None: generated without end
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"{index}+1=?", reference=str(index + 1))
+
+    def on_text(self, text):
+        self.finish(float(text.strip() == self.task.reference))
+
+    def oracle(self):  # the right actions, which `agentrl env check` plays
+        return [Action(text=str(self.task.reference))]

@@ -1,0 +1,17 @@
+from agentrl.env import Action, Environment, Task, ToolCall, register, tool
+
+
+@register("my-env")
+class MyEnv(Environment):
+    def splits(self):
+        return {"train": None, "test": 100}  # None: generated without end
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"{index}+1=?", reference=index + 1)
+
+    @tool(terminal=True)
+    def answer(self, number: int) -> float:
+        return float(number == self.task.reference)
+
+    def oracle(self):  # the right actions, which `agentrl env check` plays
+        return [Action(tool_calls=(ToolCall("gold", "answer", {"number": self.task.reference}),))]

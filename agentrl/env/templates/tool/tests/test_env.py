@@ -1,0 +1,15 @@
+import pytest
+
+from agentrl.env import make
+
+
+@pytest.mark.agentrl_env("my_env.env:MyEnv")
+def test_conformance(env_check):
+    env_check()
+
+
+def test_an_episode():
+    env = make("my_env.env:MyEnv").sync
+    env.reset("test", 41)
+    assert env.call("answer", number=42).reward == 1.0
+    env.close()

@@ -1,0 +1,149 @@
+"""The conformance kit: each check catches what is broken in its way, and nothing else."""
+
+import asyncio
+import json
+
+import pytest
+from broken_envs import BROKEN, CloseNeedsAStep, Good, ToolLosesItsBackend
+
+from agentrl.cli import main
+from agentrl.env import Environment
+from agentrl.env.check import CHECKS, checks, load_subject, run_check, run_checks, select
+from agentrl.env.check.sampling import sample_calls
+from agentrl.env.tools import tools_of
+from agentrl.errors import ConfigError
+
+CASES = [(check, broken) for check, classes in BROKEN.items() for broken in classes]
+CASE = pytest.mark.parametrize(
+    ("name", "broken"), CASES, ids=lambda each: getattr(each, "__name__", each)
+)
+
+
+@pytest.fixture(autouse=True)
+def few_episodes(monkeypatch):
+    monkeypatch.setattr(checks, "MEMORY_TIME_S", 5.0)
+
+
+async def check(target, names, **options):
+    if isinstance(target, type) and not issubclass(target, Environment):
+        options["make_manager"], target = target, Good
+    return await run_checks(await load_subject(target, **options), names)
+
+
+def outcomes(target, names, status="fail", **options):
+    results = asyncio.run(check(target, names, **options))
+    return {result.name: result for result in results if result.status == status}
+
+
+def test_every_check_has_something_broken():
+    assert BROKEN.keys() | {"container"} == CHECKS.keys()  # see test_env_check_container.py
+
+
+def test_a_good_environment_passes_every_check():
+    results = asyncio.run(check(Good, None))
+    assert {result.name for result in results} == set(CHECKS)
+    others = {result.name: result.detail for result in results if result.status != "pass"}
+    assert others == {"container": "not an image"}
+
+
+@CASE
+def test_a_check_catches_what_is_broken_in_its_way(name, broken):
+    result = outcomes(broken, [name])[name]
+    assert result.detail and result.remedy and result.asserts
+
+
+@pytest.mark.slow
+@CASE
+def test_no_other_check_fails(name, broken):
+    assert outcomes(broken, list(CHECKS)).keys() == {name}
+
+
+@pytest.mark.parametrize("config", [{}, {"tools": True}, {"source": "sample", "tools": True}])
+def test_math_passes(config):
+    names = [name for name in CHECKS if name != "memory"]
+    results = asyncio.run(check("math", names, config=config))
+    assert [result for result in results if result.status == "fail"] == []
+    assert {"oracle", "canary"} <= {result.name for result in results if result.status == "pass"}
+
+
+def test_what_is_shared_is_loaded_once():
+    loads = []
+
+    class Counted(Good):
+        @classmethod
+        def load_shared(cls, config):
+            loads.append(1)
+
+    asyncio.run(check(Counted, ["tasks", "schema", "deadline", "oracle"]))
+    assert loads == [1]
+
+
+def test_a_server_is_checked_over_http(serve_environments):
+    with serve_environments([Good, CloseNeedsAStep]) as (url, _):
+        passed = outcomes(url, None, "pass", env_id="Good")
+        assert {"tasks", "determinism", "isolation", "conflicts", "replay", "lease"} <= set(passed)
+        assert outcomes(url, None, env_id="Good") == {}
+        for env_id, says in [(None, "say which one"), ("Other", "no 'Other'")]:
+            with pytest.raises(ConfigError, match=says):
+                asyncio.run(load_subject(url, env_id=env_id))
+    with serve_environments([ToolLosesItsBackend]) as (url, _):
+        assert outcomes(url, ["episodes"]).keys() == {"episodes"}
+
+
+def test_a_server_out_of_reach_is_a_result(serve_environments):
+    with serve_environments([Good]) as (url, _):
+        subject = asyncio.run(load_subject(url))
+    result = asyncio.run(run_check("episodes", subject))
+    assert result.status == "fail" and "cannot be reached" in result.detail
+
+
+def test_select():
+    assert select() == list(CHECKS)
+    assert select(["oracle", "tasks"]) == ["tasks", "oracle"]
+    assert "memory" not in select(skip=["memory"])
+    with pytest.raises(ConfigError, match="no check 'speed'; the checks are tasks"):
+        select(["speed"])
+
+
+def test_samples_fit_their_schemas():
+    import random
+    from typing import Annotated, Literal
+
+    from pydantic import Field
+
+    from agentrl.env import tool
+
+    class Wide(Environment):
+        @tool
+        def all(
+            self,
+            a: Annotated[int, Field(ge=3, le=5)],
+            b: Annotated[float, Field(lt=-2)],
+            c: Literal["x", "y"],
+            d: list[dict[str, int]],
+            e: Annotated[str, Field(min_length=4, max_length=6)],
+            f: bool,
+            g: int | None = None,
+            h: Annotated[int, Field(gt=0, multiple_of=7)] = 7,
+        ) -> str:
+            return ""
+
+    spec = tools_of(Wide)["all"]
+    for seed in range(200):
+        (action,) = sample_calls([spec.spec], random.Random(seed), 1)
+        arguments = action.tool_calls[0].arguments
+        assert isinstance(spec.validate(arguments), dict), (arguments, spec.validate(arguments))
+
+
+def test_the_command(capsys):
+    status = main(["env", "check", "broken_envs:Good", "--only", "tasks", "--only", "finite"])
+    out = capsys.readouterr().out
+    assert status == 0 and "2 passed, 0 failed, 0 skipped" in out and "NaN refused" in out
+
+    status = main(["env", "check", "broken_envs:MeanOfNothing", "--only", "finite", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert status == 1 and result["status"] == "fail" and "nan" in result["detail"]
+    assert result["asserts"].startswith("Rewards, components and metrics are finite")
+
+    assert main(["env", "check", "broken_envs:Nothing"]) == 2
+    assert main(["env", "check", "broken_envs:Good", "--only", "speed"]) == 2

@@ -1,0 +1,154 @@
+"""`agentrl env init`: what it writes works."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+from agentrl.env import make, resolve
+from agentrl.env.scaffold import make_project, templates
+from agentrl.errors import ConfigError
+
+PLUGIN = ("-p", "agentrl.env.pytest_plugin")
+
+
+@pytest.mark.parametrize("template", templates())
+def test_a_project_is_whole_and_small(tmp_path, template):
+    folder = make_project("word-game", template=template, path=tmp_path)
+    files = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    assert files >= {
+        "word_game/__init__.py",
+        "word_game/env.py",
+        "tests/test_env.py",
+        "pyproject.toml",
+        "Dockerfile",
+        "README.md",
+    }
+    for each in folder.rglob("*"):
+        if each.is_file():
+            text = each.read_text()
+            assert not any(name in text for name in ("my-env", "my_env", "MyEnv")), each
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert project["project"]["entry-points"]["agentrl.environments"] == {
+        "word-game": "word_game.env:WordGame"
+    }
+    lines = [line for line in (folder / "word_game" / "env.py").read_text().splitlines() if line]
+    assert 10 <= len(lines) <= (35 if template == "docker" else 20)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_hello_world_is_ten_lines(tmp_path):
+    """Without the oracle, which is for the checks alone."""
+    folder = make_project("adder", path=tmp_path)
+    source = (folder / "adder" / "env.py").read_text()
+    (oracle,) = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "oracle"
+    ]
+    lines = source.splitlines()
+    del lines[oracle.lineno - 1 : oracle.end_lineno]
+    assert len([line for line in lines if line.strip()]) == 10
+
+
+@pytest.mark.parametrize(("template", "answer"), [("tool", {"number": 42}), ("text", "42")])
+def test_it_plays(tmp_path, template, answer):
+    folder = make_project(f"plays-{template}", template=template, path=tmp_path)
+    name = f"Plays{template.capitalize()}"
+    target = f"{folder / f'plays_{template}' / 'env.py'}:{name}"
+    assert resolve(target).id == f"plays-{template}"
+    env = make(target).sync
+    env.reset("test", 41)
+    result = env.call("answer", **answer) if template == "tool" else env.step(answer)
+    assert result.terminated and result.reward == 1.0
+    env.close()
+
+
+def run_tests(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *PLUGIN, "-q", "--no-header", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("template", ["tool", "text"])
+def test_its_own_tests_pass(tmp_path, template):
+    run_tests(make_project("word-game", template=template, path=tmp_path), "-k", "not memory")
+
+
+@pytest.mark.docker
+def test_its_own_tests_pass_in_containers(tmp_path):
+    image = os.environ.get("AGENTRL_TEST_BASE_IMAGE", "python:3.12-slim")
+    if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
+        pytest.skip(f"there is no image {image}; set AGENTRL_TEST_BASE_IMAGE")
+    folder = make_project("word-game", template="docker", path=tmp_path)
+    source = folder / "word_game" / "env.py"
+    source.write_text(source.read_text().replace("python:3.12-slim", image))
+    run_tests(folder, "-k", "tasks or tools or bad_actions or oracle or leaks or an_episode")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Word", "small letters"),
+        ("word game", "small letters"),
+        ("../word", "small letters"),
+        ("-word", "small letters"),
+        ("word--game", "small letters"),
+        ("", "small letters"),
+        ("json", "another"),
+        ("class", "another"),
+        ("tests", "another"),
+        ("environment", "another"),
+    ],
+)
+def test_names(tmp_path, name, says):
+    with pytest.raises(ConfigError, match=says):
+        make_project(name, path=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path, capsys):
+    (tmp_path / "word-game").mkdir()
+    (tmp_path / "word-game" / "notes").write_text("mine")
+    arguments = ["env", "init", "word-game", "--path", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "word-game" / "notes").read_text() == "mine"
+    assert main([*arguments, "--template", "web"]) == 2
+    assert "there are " in capsys.readouterr().err
+
+
+def test_the_command_is_quick_and_says_what_to_do_next(tmp_path):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "agentrl", "env", "init", "word-game"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    seconds = time.monotonic() - started
+    assert done.returncode == 0
+    assert "agentrl env check word_game.env:WordGame" in done.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"pydantic", "msgspec", "aiohttp", "fastapi", "rich", "torch"}
+    assert seconds < 3  # a second on a machine that does nothing else
+
+
+def test_the_templates_travel_with_the_package():
+    import agentrl.env.scaffold as scaffold
+
+    assert scaffold.TEMPLATES.parent == Path(scaffold.__file__).parent
+    assert templates() == ["docker", "text", "tool"]
