@@ -1,0 +1,11 @@
+"""Environments of other frameworks played as agentrl environments, and the other way round.
+
+    gymnasium_env.py     a Gymnasium environment with a text or discrete interface
+    reasoning_gym_env.py procedural tasks, graded by their own dataset
+    verifiers_env.py     a verifiers environment with its rubric
+    openenv_env.py       an OpenEnv server
+    openenv_server.py    an agentrl environment served to OpenEnv clients
+    trl_factory.py       an agentrl environment for TRL's GRPOTrainer(environment_factory=)
+
+Each imports its framework only when it is used. An adapter translates calls and adds nothing.
+"""

@@ -1,0 +1,222 @@
+"""Gymnasium environments whose actions an agent can write: `Discrete`, `Text` and plain arrays.
+
+    agentrl env serve gymnasium --config id=FrozenLake-v1 --config observe=render
+
+One action is one Gymnasium step. A Gymnasium environment has no tasks, only seeds: the task's id
+and the session's seed give the seed of its `reset`, so the splits `train` and `test` are different
+worlds. A task of your own fixes them with the metadata `seed` and `options`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy
+from pydantic import Field
+
+from agentrl.env.adapters.packages import import_package, to_json
+from agentrl.env.base import EnvConfig, Environment, to_content, to_observation
+from agentrl.env.registry import register
+from agentrl.env.tools import Tool, tool, tools_of
+from agentrl.errors import ConfigError
+from agentrl.types import JSON, Action, Message, StepResult, Task
+
+
+class GymnasiumConfig(EnvConfig):
+    """Which environment, and how its observations and actions are written."""
+
+    id: str = "FrozenLake-v1"
+    """As in `gymnasium.make`; `module:Name-v0` imports a module first, so whoever may set this can
+    import any module that is installed."""
+    kwargs: dict[str, Any] = Field(default={})
+    """Further arguments of `gymnasium.make`."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps until the episode is truncated; None: what the environment was registered with."""
+    observe: Literal["value", "render"] = "value"
+    """Show the observation (a text as it is, else JSON), or what `render_mode="ansi"` draws."""
+    actions: Literal["tool", "text"] = "tool"
+    """The agent acts by the tool `act`, or by its text."""
+    action_tag: str | None = "action"
+    """Text: the action stands in the last `<action>...</action>`; None: it is the whole text."""
+    action_names: list[str] = Field(default=[])
+    """Names for the numbers of a Discrete action space, in order."""
+    instruction: str | None = None
+    """First words of the prompt; None: how to act, made from the action space."""
+
+
+@dataclass(frozen=True)
+class Actions:
+    """The action space, and how an agent writes its members."""
+
+    space: Any
+    names: tuple[str, ...]
+    schema: dict[str, JSON]
+    help: str
+
+    def read(self, written: object) -> Any:
+        """A member of the space.
+
+        Raises:
+            ValueError: it is none; says what would be.
+        """
+        if isinstance(written, str) and written.strip() in self.names:
+            written = int(self.space.start) + self.names.index(written.strip())
+        try:
+            action = self._convert(written)
+            valid = self.space.contains(action)
+        except (TypeError, ValueError, OverflowError):
+            action, valid = None, False
+        if not valid:
+            raise ValueError(f"{str(written)[:100]!r} is no action: give {self.help}")
+        return action
+
+    def _convert(self, written: Any) -> Any:
+        kind = type(self.space).__name__
+        if kind == "Text":
+            return written
+        if kind == "Discrete" and isinstance(written, bool | float):
+            raise TypeError("not a whole number")
+        return numpy.asarray(int(written) if kind == "Discrete" else written, self.space.dtype)[()]
+
+
+def read_actions(space: Any, names: list[str]) -> Actions:
+    """How to write the members of an action space.
+
+    Raises:
+        ConfigError: an agent cannot write them, or the names do not fit.
+    """
+    kind = type(space).__name__
+    if names and (kind != "Discrete" or len(names) != space.n):
+        raise ConfigError(f"action_names has {len(names)} names, but the action space is {space}")
+    if kind == "Discrete":
+        low, high = int(space.start), int(space.start + space.n - 1)
+        if names:
+            schema: dict[str, JSON] = {"type": "string", "enum": list(names)}
+            return Actions(space, tuple(names), schema, f"one of {', '.join(names)}")
+        schema = {"type": "integer", "minimum": low, "maximum": high}
+        return Actions(space, (), schema, f"a whole number from {low} to {high}")
+    if kind == "Text":
+        schema = {"type": "string", "maxLength": space.max_length}
+        return Actions(space, (), schema, f"a text of at most {space.max_length} characters")
+    if kind in ("Box", "MultiBinary", "MultiDiscrete"):
+        help = f"numbers as a JSON array of shape {list(space.shape)}, a member of {space}"
+        return Actions(space, (), {"type": "array"}, help)
+    raise ConfigError(
+        f"an agent cannot write members of the action space {space}; it must be Discrete, Text, "
+        "Box, MultiBinary or MultiDiscrete: wrap the environment"
+    )
+
+
+@register("gymnasium")
+class GymnasiumEnvironment(Environment):
+    """An environment of Gymnasium, its actions given by a tool or as text."""
+
+    Config = GymnasiumConfig
+    gym: Any = None
+
+    @classmethod
+    def load_shared(cls, config: GymnasiumConfig) -> Actions:
+        """The action space, read from an instance that is closed again."""
+        gym = cls._make(config)
+        try:
+            return read_actions(gym.action_space, config.action_names)
+        finally:
+            gym.close()
+
+    @staticmethod
+    def _make(config: GymnasiumConfig) -> Any:
+        gymnasium = import_package("gymnasium", "gymnasium")
+        arguments: dict[str, Any] = dict(config.kwargs)
+        if config.max_steps is not None:
+            arguments["max_episode_steps"] = config.max_steps
+        if config.observe == "render":
+            arguments["render_mode"] = "ansi"
+        try:
+            return gymnasium.make(config.id, **arguments)
+        except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
+            raise ConfigError(f"gymnasium.make({config.id!r}) failed: {error}") from error
+
+    def splits(self) -> dict[str, int | None]:
+        return {"train": None, "test": 1000}
+
+    def get(self, split: str, index: int) -> Task:
+        if self.config.instruction is not None:
+            return Task(f"{split}/{index}", self.config.instruction)
+        tag = self.config.action_tag
+        how = f"Act by calling the tool act with {self.shared.help}."
+        if self.config.actions == "text":
+            where = f" between <{tag}> and </{tag}>" if tag else " and nothing else"
+            how = f"In every turn write your action{where}: {self.shared.help}."
+        return Task(f"{split}/{index}", how)
+
+    def offered_tools(self) -> list[str]:
+        return ["act"] if self.config.actions == "tool" else []
+
+    @functools.cached_property
+    def _tools(self) -> dict[str, Tool]:
+        offered = {name: tools_of(type(self))[name] for name in self.offered_tools()}
+        for name, each in offered.items():
+            parameters = {"properties": {"action": self.shared.schema}, "required": ["action"]}
+            parameters |= {"type": "object", "additionalProperties": False}
+            function = {"name": name, "description": "Take one step.", "parameters": parameters}
+            offered[name] = replace(each, spec={"type": "function", "function": function})
+        return offered
+
+    def reset(self, task: Task, *, seed: int) -> list[Message]:
+        if self.gym is not None:
+            self.gym.close()
+        self.gym = self._make(self.config)
+        reset_seed: Any = task.metadata.get("seed")
+        if reset_seed is None:
+            reset_seed = random.Random(f"{task.id} {seed}").randrange(2**31)
+        first, _ = self.gym.reset(seed=reset_seed, options=task.metadata.get("options"))
+        messages = [message.copy() for message in to_observation(task.prompt, "the task's prompt")]
+        messages[-1]["content"] += f"\n\n{self._show(first)}"
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        self._result = StepResult([])
+        observation = await self.run_tools(action)
+        self._result.observation = to_observation(observation, "run_tools()")
+        return self._result
+
+    def on_text(self, text: str) -> str:
+        if self.config.actions == "tool":
+            return f"Call the tool act with {self.shared.help}."
+        if tag := self.config.action_tag:
+            _, opened, rest = text.rpartition(f"<{tag}>")
+            written, closed, _ = rest.partition(f"</{tag}>")
+            if not (opened and closed):
+                return self._refuse(f"Write your action between <{tag}> and </{tag}>.")
+            text = written
+        return self.act(text)
+
+    @tool
+    def act(self, action: Any) -> str:
+        try:
+            member = self.shared.read(action)
+        except ValueError as error:
+            return self._refuse(str(error))
+        observation, reward, terminated, truncated, info = self.gym.step(member)
+        self._result.reward += float(reward)
+        self._result.info |= {key: to_json(value) for key, value in info.items()}
+        if terminated or truncated:
+            self._result.terminated, self._result.truncated = bool(terminated), bool(truncated)
+            self.finish(truncated=not terminated)
+        return self._show(observation)
+
+    def close(self) -> None:
+        if self.gym is not None:
+            self.gym.close()
+
+    def _show(self, observation: object) -> str:
+        if self.config.observe == "render":
+            return str(self.gym.render())
+        return observation if isinstance(observation, str) else to_content(to_json(observation))
+
+    def _refuse(self, reason: str) -> str:
+        self.metrics["invalid_calls"] = self.metrics.get("invalid_calls", 0.0) + 1.0
+        return reason

@@ -1,0 +1,277 @@
+"""An OpenEnv server played as an agentrl environment, over its WebSocket dialect.
+
+    agentrl env serve openenv --config url=http://127.0.0.1:8000
+
+A session holds one WebSocket, which is one environment over there. If it is lost, so is what
+happened in it: the session ends with `session_lost` and is never continued on a fresh one. Needs
+no OpenEnv package here. Whoever may set the configuration decides where this process connects to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+from pydantic import Field
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from agentrl.env.adapters.packages import tools_from_specs
+from agentrl.env.base import EnvConfig, Environment, to_content, to_observation
+from agentrl.env.registry import register
+from agentrl.env.tools import Tool
+from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
+
+_MAX_MESSAGE_BYTES = 100 * 2**20
+
+
+class OpenEnvConfig(EnvConfig):
+    """Where the server is, and how its observations and actions are written."""
+
+    url: str = "http://127.0.0.1:8000"
+    headers: dict[str, str] = Field(default={})
+    """Sent with every connection, such as `Authorization`."""
+    actions: Literal["tool", "mcp", "text"] = "tool"
+    """The agent acts by the tool `act` with the fields of the server's action schema; by the
+    server's own MCP tools; or by text, which becomes one field of the action."""
+    text_field: str = "message"
+    """Text: the field of the action that the agent's text becomes."""
+    fixed_fields: dict[str, Any] = Field(default={})
+    """Tool, text: further fields of every action, which the agent does not see."""
+    observation_field: str | None = None
+    """The field of the observation that the agent is shown, dots for a field in a field; None
+    shows all of it as JSON."""
+    prompt: str = ""
+    """First words of the prompt; the first observation follows."""
+    reset: dict[str, Any] = Field(default={})
+    """Arguments of every reset, beside `seed`; a task's metadata `reset` adds to them."""
+    index_field: str | None = None
+    """The argument of reset that gets the task's index."""
+    num_tasks: int | None = Field(default=None, ge=1)
+    """Size of the split `train`; None: without end."""
+    missing_reward: float | None = None
+    """What an episode gives that ends without a number (OpenEnv sends null for NaN as well); None
+    is a `grader_error`."""
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+
+
+class Refused(EnvError):
+    """The server answered with an error message of its own code."""
+
+    def __init__(self, problem: dict[str, Any]) -> None:
+        self.reason = problem.get("code", "UNKNOWN")
+        self.text = str(problem.get("message", ""))[:500]
+        details = orjson.dumps(problem["errors"]).decode()[:500] if "errors" in problem else ""
+        self.text = f"{self.text} {details}".strip()
+        super().__init__(f"the OpenEnv server answered {self.reason}: {self.text}")
+
+
+class Connection:
+    """One WebSocket: one environment at the server."""
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        self._url = config.url.rstrip("/")
+        self._config = config
+        self._socket: ClientConnection | None = None
+
+    async def open(self) -> Connection:
+        """Connect.
+
+        Raises:
+            EnvUnavailable: the server cannot be reached.
+        """
+        try:
+            # This library answers the server's pings while the agent thinks. It sends none of its
+            # own: a server that is busy with a step may answer late, and steps have deadlines.
+            self._socket = await connect(
+                f"ws{self._url.removeprefix('http')}/ws",
+                additional_headers=self._config.headers,
+                open_timeout=self._config.connect_timeout_s,
+                ping_interval=None,
+                max_size=_MAX_MESSAGE_BYTES,
+                proxy=None,
+            )
+        except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+            raise EnvUnavailable(
+                f"the OpenEnv server {self._url} cannot be reached ({error})"
+            ) from error
+        return self
+
+    async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Send one message and return the data of its reply.
+
+        Raises:
+            EnvUnavailable: the server is full.
+            Refused: it answered with another error.
+            EnvError: `session_lost`, the connection is gone.
+        """
+        assert self._socket is not None
+        try:
+            with contextlib.suppress(ConnectionClosed):  # what it said before it hung up is read
+                await self._socket.send(orjson.dumps({"type": kind, "data": data}).decode())
+            message = orjson.loads(await self._socket.recv())
+        except ConnectionClosed as error:
+            raise EnvError(
+                f"the connection to the OpenEnv server {self._url} was lost ({error}), and its "
+                "environment with it",
+                code="session_lost",
+                status=410,
+            ) from error
+        if message.get("type") != "error":
+            return message.get("data") or {}
+        refused = Refused(message.get("data") or {})
+        if refused.reason == "CAPACITY_REACHED":
+            raise EnvUnavailable(str(refused))
+        raise refused
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+
+
+async def _action_schema(config: OpenEnvConfig) -> dict[str, Any]:
+    url = f"{config.url.rstrip('/')}/schema"
+    timeout = aiohttp.ClientTimeout(total=config.connect_timeout_s)
+    try:
+        async with aiohttp.request("GET", url, headers=config.headers, timeout=timeout) as reply:
+            if reply.status != 200:
+                raise ConfigError(f"{url} answered {reply.status}: is this OpenEnv?")
+            return orjson.loads(await reply.read())["action"]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise EnvUnavailable(f"the OpenEnv server {config.url} cannot be reached") from error
+
+
+async def read_tools(config: OpenEnvConfig) -> list[ToolSpec]:
+    """What the agent may call, asked of the server."""
+    if config.actions == "text":
+        return []
+    if config.actions == "mcp":
+        connection = await Connection(config).open()
+        try:
+            reply = await connection.ask("step", {"type": "list_tools"})
+        finally:
+            await connection.close()
+        listed = reply["observation"]["tools"]
+        return [_spec(each["name"], each["description"], each["input_schema"]) for each in listed]
+    schema = await _action_schema(config)
+    hidden = {"metadata", *config.fixed_fields}
+    fields = {key: each for key, each in schema["properties"].items() if key not in hidden}
+    required = [key for key in schema.get("required", ()) if key not in hidden]
+    kept = {key: each for key, each in schema.items() if key not in ("title", "description")}
+    return [_spec("act", "Take one step.", kept | {"properties": fields, "required": required})]
+
+
+def _spec(name: str, description: str, parameters: dict[str, Any]) -> ToolSpec:
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+@register("openenv")
+class OpenEnvEnvironment(Environment):
+    """An environment that an OpenEnv server plays."""
+
+    Config = OpenEnvConfig
+    connection: Connection | None = None
+
+    @classmethod
+    def load_shared(cls, config: OpenEnvConfig) -> list[ToolSpec]:
+        return asyncio.run(read_tools(config))
+
+    @functools.cached_property
+    def _tools(self) -> dict[str, Tool]:
+        return tools_from_specs(self.shared)
+
+    def splits(self) -> dict[str, int | None]:
+        return {"train": self.config.num_tasks}
+
+    def get(self, split: str, index: int) -> Task:
+        field = self.config.index_field
+        arguments: dict[str, JSON] = {field: index} if field else {}
+        return Task(f"{split}/{index}", self.config.prompt, metadata={"reset": arguments})
+
+    async def reset(self, task: Task, *, seed: int) -> list[Message]:
+        self.connection = await Connection(self.config).open()
+        arguments: Any = task.metadata.get("reset") or {}
+        # Tasks without arguments of their own are told apart by the seed.
+        own_seed = seed if arguments else random.Random(f"{task.id} {seed}").randrange(2**31)
+        data = {"seed": own_seed} | self.config.reset | arguments
+        reply = await self.connection.ask("reset", data)
+        messages = [message.copy() for message in to_observation(task.prompt, "the task's prompt")]
+        shown = self._show(reply.get("observation") or {})
+        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{shown}".strip()
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        self._result = StepResult([])
+        if action.parse_error is not None or not action.tool_calls:
+            observation = to_observation(await self.run_tools(action), "run_tools()")
+        else:
+            observation = [await self._call(call) for call in action.tool_calls]
+        self._result.observation = observation
+        return self._result
+
+    async def on_text(self, text: str) -> str:
+        if self.config.actions != "text":
+            return f"Call one of the tools: {', '.join(self._tools)}."
+        return await self._act({self.config.text_field: text} | self.config.fixed_fields)
+
+    async def _call(self, call: ToolCall) -> Message:
+        if self._result.terminated:
+            content = "Not run: the episode had ended."
+        elif call.name not in self._tools:
+            self._count("invalid_calls")
+            names = ", ".join(self._tools) or "none"
+            content = f"There is no tool '{call.name}'. The tools are: {names}."
+        elif self.config.actions == "mcp":
+            arguments = {"tool_name": call.name, "arguments": call.arguments}
+            content = await self._act({"type": "call_tool"} | arguments)
+        else:
+            content = await self._act(call.arguments | self.config.fixed_fields)
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+
+    async def _act(self, action: dict[str, Any]) -> str:
+        assert self.connection is not None
+        try:
+            reply = await self.connection.ask("step", action)
+        except Refused as error:
+            if error.reason != "VALIDATION_ERROR":
+                raise
+            self._count("invalid_calls")
+            return f"Wrong arguments: {error.text}"
+        number = reply.get("reward")
+        if reply.get("done"):
+            self._result.terminated = True
+            number = self.config.missing_reward if number is None else number
+            if number is None:
+                raise GraderError("the OpenEnv server ended the episode with the reward null")
+        self._result.reward += float(number or 0.0)
+        return self._show(reply.get("observation") or {})
+
+    async def close(self) -> None:
+        if self.connection is not None:
+            await self.connection.close()
+
+    def _show(self, observation: dict[str, Any]) -> str:
+        shown: Any = observation
+        if "tool_name" in observation and self.config.actions == "mcp":
+            error, result = observation.get("error"), observation.get("result")
+            shown = error["message"] if error else result
+            if isinstance(result, dict) and not error:
+                shown = result.get("data", result)
+        elif self.config.observation_field is not None:
+            for key in self.config.observation_field.split("."):
+                if not isinstance(shown, dict) or key not in shown:
+                    raise ConfigError(
+                        f"observation_field '{self.config.observation_field}' is not in the "
+                        f"observation, which has {', '.join(observation) or 'no fields'}"
+                    )
+                shown = shown[key]
+        else:
+            shown = {key: each for key, each in observation.items() if key != "metadata"}
+        return to_content(shown)

@@ -1,0 +1,276 @@
+"""An agentrl environment served to OpenEnv's own clients: its WebSocket dialect, and no package.
+
+    uvicorn.run(make_openenv_app("math"), port=8000)      # GenericEnvClient("http://127.0.0.1:8000")
+
+A WebSocket is an environment: closing it closes the session. An action is `{"text": ...}`,
+`{"tool_calls": [{"name", "arguments"}]}`, or OpenEnv's `{"type": "call_tool", "tool_name",
+"arguments"}`; `{"type": "list_tools"}` lists the tools at any time. `reset` takes `split`, `index`,
+`seed` and `config`; without `index` the seed chooses the task, and without a seed the next one is
+taken. Steps before a reset, and after the end, are errors. OpenEnv's `POST /reset` and `/step`,
+which play a new environment each, are left out, and so is its `/mcp`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from agentrl.env import registry
+from agentrl.env.base import Environment
+from agentrl.env.client import Client, EnvSession
+from agentrl.env.session import SessionManager
+from agentrl.env.transport import InProcess
+from agentrl.errors import EnvError
+from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
+
+STEP_TIMEOUT_S = 600.0
+"""OpenEnv's clients name no deadline the server hears of; an environment may have a shorter one."""
+
+ACTION_SCHEMA: dict[str, JSON] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+    },
+}
+
+
+class Invalid(Exception):
+    """What the client sent has not the form of an action or a reset."""
+
+
+def make_openenv_app(
+    environment: str | type[Environment],
+    *,
+    config: Mapping[str, JSON] | None = None,
+    token: str | None = None,
+    max_sessions: int | None = None,
+) -> Starlette:
+    """An application for one environment.
+
+    Args:
+        environment: a class, or a name for `agentrl.env.registry.resolve`.
+        config: what every session's configuration starts from.
+        token: what clients must present as `Authorization: Bearer`; None asks for nothing, and is
+            for loopback addresses.
+        max_sessions: WebSockets with a session at a time.
+
+    Raises:
+        ConfigError: the environment cannot be found.
+    """
+    found = registry.resolve(environment) if isinstance(environment, str) else environment
+    found = registry.with_id(found)
+    base = {found.id: dict(config or {})}
+    manager = SessionManager(lambda _: found, max_sessions=max_sessions, config=base)
+    client = Client([InProcess(manager)])
+    room = Room(max_sessions or found.max_sessions)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette):
+        yield
+        await client.aclose()
+
+    async def health(_: Request) -> JSONResponse:
+        return JSONResponse({"status": "healthy"})
+
+    async def metadata(_: Request) -> JSONResponse:
+        description = (found.__doc__ or found.id).strip()
+        return JSONResponse({"name": found.id, "description": description})
+
+    async def schema(_: Request) -> JSONResponse:
+        anything: dict[str, JSON] = {"type": "object"}
+        return JSONResponse({"action": ACTION_SCHEMA, "observation": anything, "state": anything})
+
+    async def play(socket: WebSocket) -> None:
+        if not _may_enter(socket, token):
+            await socket.close(1008)
+            return
+        await socket.accept()
+        player = Player(client, found.id, room)
+        try:
+            while True:
+                reply = await player.answer(await socket.receive_text())
+                if reply is None:
+                    break
+                await socket.send_text(orjson.dumps(reply).decode())
+            await socket.close()
+        except WebSocketDisconnect:
+            pass
+        finally:
+            await player.close()
+
+    calls = {"/health": health, "/metadata": metadata, "/schema": schema}
+    routes = [Route(path, call) for path, call in calls.items()]
+    return Starlette(routes=[*routes, WebSocketRoute("/ws", play)], lifespan=lifespan)
+
+
+def _may_enter(socket: WebSocket, token: str | None) -> bool:
+    """A page of another origin may not play; with a token only those who have it."""
+    origin = socket.headers.get("origin")
+    if origin and urlsplit(origin).netloc != socket.headers.get("host"):
+        return False
+    given = socket.headers.get("authorization", "").removeprefix("Bearer ")
+    return token is None or hmac.compare_digest(given.encode(), token.encode())
+
+
+@dataclass
+class Room:
+    """What the players of one application share."""
+
+    max_players: int
+    players: set[Player] = field(default_factory=set)
+    """Those with a session."""
+    turns: itertools.count[int] = field(default_factory=itertools.count)
+    """Resets without a seed or an index."""
+
+
+class Player:
+    """What one WebSocket plays."""
+
+    def __init__(self, client: Client, env_id: str, room: Room) -> None:
+        self._client = client
+        self._env_id = env_id
+        self._room = room
+        self._session: EnvSession | None = None
+        self._num_steps = 0
+
+    async def answer(self, text: str) -> dict[str, Any] | None:
+        """The reply to a message; None for `close`."""
+        try:
+            message = orjson.loads(text)
+            kind = message.get("type") if isinstance(message, dict) else None
+            data = message.get("data") or {} if isinstance(message, dict) else {}
+            if not isinstance(data, dict):
+                raise Invalid("data must be an object")
+            if kind == "close":
+                return None
+            if kind == "state":
+                episode = self._session.id if self._session else None
+                state = {"episode_id": episode, "step_count": self._num_steps}
+                return {"type": "state", "data": state}
+            if kind == "reset":
+                return {"type": "observation", "data": await self._reset(data)}
+            if kind == "step":
+                return {"type": "observation", "data": await self._step(data)}
+            return _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
+        except orjson.JSONDecodeError as error:
+            return _error("INVALID_JSON", f"Invalid JSON: {error}")
+        except (Invalid, TypeError) as error:
+            return _error("VALIDATION_ERROR", str(error))
+        except EnvError as error:
+            codes = {"at_capacity": "CAPACITY_REACHED", "invalid_request": "VALIDATION_ERROR"}
+            return _error(codes.get(error.code, "EXECUTION_ERROR"), f"{error.code}: {error}")
+
+    async def close(self) -> None:
+        self._room.players.discard(self)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        await self.close()
+        self._num_steps = 0
+        seed, config = data.get("seed"), data.get("config") or {}
+        splits = (await self._client.info(self._env_id, config)).splits
+        split = data.get("split") or next(iter(splits), None)
+        if split not in splits:
+            raise Invalid(f"there is no split '{split}'; there are {', '.join(splits) or 'none'}")
+        index = data.get("index")
+        if not all(each is None or isinstance(each, int) for each in (seed, index)):
+            raise Invalid("seed and index must be whole numbers")
+        if not isinstance(config, dict):
+            raise Invalid("config must be an object")
+        if index is None:
+            index = (next(self._room.turns) if seed is None else seed) % (splits[split] or 2**31)
+        if len(self._room.players) >= self._room.max_players:
+            message = f"{self._room.max_players} sessions are open"
+            raise EnvError(message, code="at_capacity", status=429)
+        self._room.players.add(self)
+        self._session = await self._client.session(
+            self._env_id, split=split, index=index, seed=seed or 0, config=config
+        )
+        observation = _observation(self._session.messages)
+        observation["task_id"] = self._session.task_id
+        return {"observation": observation, "reward": None, "done": False}
+
+    async def _step(self, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("type") == "list_tools":
+            tools = self._session.tools if self._session else None
+            if tools is None:
+                tools = (await self._client.info(self._env_id, {})).tools
+            listed = [_listed(tool) for tool in tools]
+            return {"observation": {"tools": listed}, "reward": None, "done": False}
+        if self._session is None:
+            raise EnvError("call reset before step", code="not_reset", status=409)
+        result = await self._session.step(read_action(data), timeout_s=STEP_TIMEOUT_S)
+        self._num_steps += 1
+        observation = _observation(result.observation)
+        if data.get("type") == "call_tool":
+            text = observation["text"]
+            observation = {"tool_name": data["tool_name"], "result": text, "error": None}
+        extra = _extra(result)
+        done = result.terminated or result.truncated
+        observation["metadata"] = extra
+        reply = {"observation": observation, "reward": result.reward, "done": done}
+        return reply | {"metadata": extra}
+
+
+def read_action(data: dict[str, Any]) -> Action:
+    """An action from what an OpenEnv client sent.
+
+    Raises:
+        Invalid: it has none of the forms.
+    """
+    if data.get("type") == "call_tool":
+        calls = [{"name": data.get("tool_name"), "arguments": data.get("arguments") or {}}]
+    else:
+        calls = data.get("tool_calls") or []
+    text = data.get("text", "")
+    if not isinstance(text, str) or not (calls or "text" in data):
+        raise Invalid("an action has a text, tool_calls, or the type call_tool")
+    parsed: list[ToolCall] = []
+    for number, call in enumerate(calls):
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or not isinstance(call.get("arguments", {}), dict):
+            raise Invalid("a tool call needs a name, and arguments that are an object")
+        parsed.append(ToolCall(f"call-{number}", name, call.get("arguments", {})))
+    return Action(text, tuple(parsed))
+
+
+def _observation(messages: list[Message]) -> dict[str, Any]:
+    return {"text": "\n\n".join(each["content"] for each in messages), "messages": messages}
+
+
+def _extra(result: StepResult) -> dict[str, Any]:
+    return {
+        "terminated": result.terminated,
+        "truncated": result.truncated,
+        "reward_components": result.reward_components,
+        "info": result.info,
+    }
+
+
+def _listed(tool: ToolSpec) -> dict[str, Any]:
+    function: Any = tool["function"]
+    schema = function["parameters"]
+    return {
+        "name": function["name"],
+        "description": function["description"],
+        "input_schema": schema,
+    }
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "data": {"code": code, "message": message}}

@@ -1,0 +1,189 @@
+"""Procedural tasks of reasoning-gym, graded by their own dataset.
+
+    agentrl env serve reasoning-gym --config datasets=leg_counting --config train_size=5000
+
+Task `i` of a split comes from dataset `i % n` of the `n` configured ones. Both splits are
+generated from the seed, `test` from one far away.
+
+Some of the package's graders pass the agent's answer to Python's `eval` or sympy's parser, which
+evaluates it too: whoever writes answers runs code in this process. Those datasets are refused
+unless `trust_answers` is set.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agentrl.env.adapters.packages import import_package, to_json
+from agentrl.env.base import EnvConfig, Environment, Episode
+from agentrl.env.registry import register
+from agentrl.env.tools import reward, tool
+from agentrl.errors import ConfigError, DataError
+from agentrl.types import Action, Task, ToolCall
+
+_TEST_SEED_OFFSET = 2**30
+"""Most datasets seed task `i` with `seed + i`, so seeds close together share tasks."""
+_EVALUATING = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\b(?=\()")
+
+
+class ReasoningGymConfig(EnvConfig):
+    """Which datasets, how many tasks, how answers are given."""
+
+    datasets: str | list[str] | dict[str, dict[str, Any]] = "leg_counting"
+    """A dataset's name, several, or a table from names to their own settings."""
+    train_size: int = Field(default=10_000, ge=1, lt=_TEST_SEED_OFFSET)
+    """Tasks of the `train` split, over all datasets."""
+    test_size: int = Field(default=200, ge=1, lt=_TEST_SEED_OFFSET)
+    """Tasks of the `test` split, over all datasets."""
+    seed: int = Field(default=0, ge=0, lt=_TEST_SEED_OFFSET)
+    answer: Literal["tags", "tool"] = "tags"
+    """The answer stands in the last `<answer>...</answer>`, or is given to the tool `answer`."""
+    instruction: str | None = None
+    """Put under every question; None: how to give the answer."""
+    trust_answers: bool = False
+    """Allow datasets whose grader evaluates the answer as code."""
+
+
+@dataclass
+class Datasets:
+    """The datasets by split, in the order of the configuration."""
+
+    names: list[str]
+    by_split: dict[str, list[Any]]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Some generators use random numbers of the whole process."""
+
+    def entry(self, split: str, index: int) -> tuple[str, Any, dict[str, Any]]:
+        """Name, dataset and entry of a task."""
+        which, row = index % len(self.names), index // len(self.names)
+        dataset = self.by_split[split][which]
+        with self.lock:
+            return self.names[which], dataset, dataset[row]
+
+
+@register("reasoning-gym", max_sessions=4096)
+class ReasoningGymEnvironment(Environment):
+    """Procedural reasoning tasks with one answer, scored from 0 to 1 by their dataset."""
+
+    Config = ReasoningGymConfig
+
+    @classmethod
+    def load_shared(cls, config: ReasoningGymConfig) -> Datasets:
+        """The datasets of a configuration.
+
+        Raises:
+            ConfigError: there is none of that name, it does not take its settings, its tasks
+                change from call to call, or it evaluates answers without `trust_answers`.
+        """
+        package = import_package("reasoning_gym", "reasoning-gym")
+        settings = config.datasets
+        if isinstance(settings, str):
+            settings = [settings]
+        if isinstance(settings, list):
+            settings = {name: {} for name in settings}
+        if not settings:
+            raise ConfigError("datasets is empty: name at least one")
+        starts = {"train": (config.seed, config.train_size)}
+        starts["test"] = (config.seed + _TEST_SEED_OFFSET, config.test_size)
+        by_split: dict[str, list[Any]] = {}
+        for split, (seed, size) in starts.items():
+            own_size = -(-size // len(settings))
+            by_split[split] = [
+                _make_dataset(package, name, {"seed": seed, "size": own_size} | own)
+                for name, own in settings.items()
+            ]
+        for name, dataset in zip(settings, by_split["train"], strict=True):
+            if dataset[0]["question"] != dataset[0]["question"]:
+                raise ConfigError(
+                    f"reasoning-gym's '{name}' makes another task each time it is asked for the "
+                    "same one, so it cannot be graded; leave it out"
+                )
+            called = "" if config.trust_answers else evaluates_answers(dataset)
+            if called:
+                raise ConfigError(
+                    f"the grader of reasoning-gym's '{name}' may run the agent's answer as "
+                    f"code ({called}); leave it out, or set trust_answers where that does "
+                    "no harm"
+                )
+        return Datasets(list(settings), by_split)
+
+    def splits(self) -> dict[str, int]:
+        return {"train": self.config.train_size, "test": self.config.test_size}
+
+    def get(self, split: str, index: int) -> Task:
+        name, _, entry = self.shared.entry(split, index)
+        how = self.config.instruction
+        if how is None and self.config.answer == "tags":
+            how = "Write the final answer, and nothing else, between <answer> and </answer>."
+        elif how is None:
+            how = "Give the final answer, and nothing else, to the tool answer."
+        prompt = f"{entry['question']}\n\n{how}" if how else entry["question"]
+        place = {"dataset": name, "split": split, "index": index}
+        return Task(f"{split}/{index}", prompt, to_json(entry["answer"]), place)
+
+    def offered_tools(self) -> list[str]:
+        return ["answer"] if self.config.answer == "tool" else []
+
+    def reset(self, task: Task, *, seed: int) -> Any:
+        split, index = task.metadata.get("split"), task.metadata.get("index")
+        sizes = self.splits()
+        if split not in sizes or not isinstance(index, int) or not 0 <= index < sizes[split]:
+            raise DataError(f"task {task.id} is none of reasoning-gym's own: name split and index")
+        self._dataset, self._entry = self.shared.entry(split, index)[1:]
+        self._answer: str | None = None
+        return task.prompt
+
+    @tool(terminal=True)
+    async def answer(self, text: str) -> None:
+        """Give the final answer."""
+        self._answer = text
+
+    async def on_text(self, text: str) -> str | None:
+        if self.config.answer == "tool":
+            return "Give the final answer to the tool answer."
+        rest, closed, _ = text.rpartition("</answer>")
+        _, opened, written = rest.rpartition("<answer>")
+        if opened and closed:
+            self._answer = written.strip()
+        self.finish(info={"answer": self._answer})
+        return None
+
+    def oracle(self) -> list[Action]:
+        answer = str(self._entry["answer"])
+        if self.config.answer == "tags":
+            return [Action(text=f"<answer>{answer}</answer>")]
+        return [Action(tool_calls=(ToolCall("call-0", "answer", {"text": answer}),))]
+
+    @reward(timeout_s=30.0)
+    def score(self, episode: Episode) -> float:
+        """What the dataset gives for the answer; 0 where there is none."""
+        if self._answer is None:
+            return 0.0
+        return float(self._dataset.score_answer(self._answer, self._entry))
+
+
+def _make_dataset(package: Any, name: str, settings: dict[str, Any]) -> Any:
+    try:
+        return package.create_dataset(name, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"reasoning-gym's dataset '{name}': {error}") from error
+
+
+def evaluates_answers(dataset: Any) -> str:
+    """Which evaluating calls stand in the dataset's grader or in what it calls of its module;
+    empty where none does. What they are given is not looked at."""
+    module = vars(inspect.getmodule(type(dataset)))
+    read: dict[str, str] = {}
+    waiting = {"score_answer"}
+    while waiting:
+        name = waiting.pop()
+        function = getattr(type(dataset), name, None) or module.get(name)
+        read[name] = inspect.getsource(function) if inspect.isfunction(function) else ""
+        waiting |= set(re.findall(r"(\w+)\(", read[name])) - read.keys()
+    return ", ".join(sorted({call for text in read.values() for call in _EVALUATING.findall(text)}))

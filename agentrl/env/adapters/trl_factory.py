@@ -1,0 +1,238 @@
+"""An agentrl environment for TRL's `GRPOTrainer(environment_factory=...)`.
+
+    from datasets import Dataset
+
+    trainer = GRPOTrainer(
+        ...,
+        train_dataset=Dataset.from_list(make_trl_rows("train", 1000)),
+        environment_factory=make_trl_factory("search", url="http://127.0.0.1:8700"),
+        reward_funcs=episode_reward,
+    )
+
+TRL calls `reset(**row)` before each generation and appends the text that it returns to the prompt,
+and it takes the public methods of the class for tools: here one for each tool of the environment,
+with the signature and docstring from which TRL makes its schema again. What the model writes
+without calling a tool TRL shows to reward functions only, so `episode_reward` gives it to the
+environment as the last turn, and returns the reward of the whole episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from agentrl.env import registry
+from agentrl.env.base import Environment
+from agentrl.env.client import Client, EnvSession, connect
+from agentrl.env.session import SessionManager
+from agentrl.env.transport import InProcess
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec
+
+T = TypeVar("T")
+
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "object": dict}
+_TYPES |= {"null": type(None), "array": list}
+_TOLD = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
+"""What a type hint cannot say stands in the description."""
+
+
+def make_trl_rows(split: str, stop: int, start: int = 0) -> list[dict[str, Any]]:
+    """Rows of a dataset for TRL, one for each task; the environment's first prompt is added to the
+    empty message. The rollouts of one row share its task and seed."""
+    prompt = [{"role": "user", "content": ""}]
+    return [
+        {"prompt": prompt, "split": split, "index": index, "seed": index}
+        for index in range(start, stop)
+    ]
+
+
+def make_trl_factory(
+    environment: str | type[Environment],
+    *,
+    url: str | None = None,
+    token: str | None = None,
+    config: Mapping[str, JSON] | None = None,
+    timeout_s: float = 600.0,
+) -> Callable[[], TrlEnvironment]:
+    """What `environment_factory` takes.
+
+    Args:
+        environment: a class, or a name for `agentrl.env.registry.resolve`; with `url` the id of an
+            environment served there.
+        url: an environment server, or several, comma-separated; None plays in this process.
+        token: what the server asks for.
+        config: of every session.
+        timeout_s: deadline of one step.
+
+    Raises:
+        ConfigError: TRL cannot offer one of the tools.
+    """
+    found = environment if isinstance(environment, type) else None
+    if isinstance(environment, str) and url is None:
+        found = registry.resolve(environment)
+    env_id = str(environment) if found is None else registry.with_id(found).id
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agentrl-trl", daemon=True).start()
+
+    def wait(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    def resolve(_: str) -> type[Environment]:
+        assert found is not None
+        return found
+
+    async def open_client() -> Client:
+        if url is not None:
+            return connect(url, token=token)
+        return Client([InProcess(SessionManager(resolve))])
+
+    client = wait(open_client())
+    tools = wait(client.info(env_id, config)).tools
+    members: dict[str, Any] = {_name(tool): _method(tool) for tool in tools}
+    members |= {"_client": client, "_env_id": env_id, "_config": dict(config or {})}
+    members |= {"_wait": staticmethod(wait), "_timeout_s": timeout_s}
+    return type(f"Trl_{env_id}", (TrlEnvironment,), members)
+
+
+class TrlEnvironment:
+    """One rollout's environment, reset for each. Public methods are tools, so there are no others
+    than `reset`."""
+
+    _client: Client
+    _env_id: str
+    _config: dict[str, JSON]
+    _timeout_s: float
+    _wait: Callable[[Coroutine[Any, Any, Any]], Any]
+    _session: EnvSession | None = None
+    _reward = 0.0
+    _ended = False
+    _error: EnvError | None = None
+
+    def reset(self, **row: Any) -> str:
+        """Start the episode of a row of `make_trl_rows` and return its first prompt."""
+        if row.get("split") is None or row.get("index") is None:
+            raise ConfigError("a row needs 'split' and 'index': make them with make_trl_rows()")
+        self._wait(self._close())
+        self._reward, self._ended, self._error = 0.0, False, None
+        opening = self._client.session(
+            self._env_id,
+            split=row["split"],
+            index=row["index"],
+            seed=row.get("seed") or 0,
+            config=self._config,
+        )
+        self._session = session = self._wait(opening)
+        return "\n\n".join(message["content"] for message in session.messages)
+
+    def _call(self, name: str, arguments: dict[str, JSON]) -> str:
+        if self._ended or self._session is None:
+            return "Not run: the episode had ended."
+        action = Action(tool_calls=(ToolCall("call-0", name, arguments),))
+        result = self._wait(self._step(action, last=False))
+        return "\n\n".join(message["content"] for message in result.observation)
+
+    async def _step(self, action: Action, last: bool) -> StepResult:
+        assert self._session is not None
+        try:
+            result = await self._session.step(action, timeout_s=self._timeout_s, last=last)
+        except EnvError as error:
+            self._error, self._ended = error, True
+            raise
+        self._reward += result.reward
+        self._ended = result.terminated or result.truncated
+        return result
+
+    async def _finish(self, completion: Any) -> float | None:
+        """The episode's reward after its last text; None where the environment or grader failed."""
+        try:
+            if not self._ended:
+                await self._step(Action(text=_last_text(completion)), last=True)
+        except EnvError:
+            pass  # kept in _error; to TRL None is a completion that cannot be scored
+        await self._close()
+        return None if self._error is not None else self._reward
+
+    async def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def episode_reward(
+    completions: Sequence[Any], environments: Sequence[TrlEnvironment], **_: object
+) -> list[float | None]:
+    """TRL's reward function: ends every episode and returns its reward."""
+
+    async def finish_all() -> list[float | None]:
+        pairs = zip(environments, completions, strict=True)
+        return await asyncio.gather(*(each._finish(completion) for each, completion in pairs))
+
+    return environments[0]._wait(finish_all()) if environments else []
+
+
+def _last_text(completion: Any) -> str:
+    """What the model wrote last, unless a tool's answer came after it."""
+    if isinstance(completion, str):
+        return completion
+    last = completion[-1] if completion else {}
+    return str(last.get("content") or "") if last.get("role") == "assistant" else ""
+
+
+def _name(tool: ToolSpec) -> str:
+    function: Any = tool["function"]
+    name = function["name"]
+    if name in ("reset", "get_reward") or name.startswith("_") or not name.isidentifier():
+        raise ConfigError(f"TRL cannot offer a tool named '{name}'; rename it")
+    return name
+
+
+def _method(tool: ToolSpec) -> Callable[..., str]:
+    """A method with the signature and docstring of a tool's specification."""
+    function: Any = tool["function"]
+    name, schema = function["name"], function["parameters"]
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    lines = [" ".join((function["description"] or name).split()), "", "Args:"]
+    hints: dict[str, Any] = {}
+    for key, each in schema.get("properties", {}).items():
+        if not key.isidentifier():
+            raise ConfigError(f"TRL cannot offer tool {name}: its argument '{key}' is no name")
+        default = each.get("default")
+        if key in schema.get("required", ()):
+            default = inspect.Parameter.empty
+        hints[key] = _hint(each)
+        parameters.append(
+            inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[key]
+            )
+        )
+        told = ", ".join(f"{limit} {each[limit]}" for limit in _TOLD if limit in each)
+        described = " ".join((each.get("description") or key).split())
+        lines.append(f"    {key}: {described}" + (f" ({told})" if told else ""))
+
+    def method(self: TrlEnvironment, **arguments: JSON) -> str:
+        return self._call(name, arguments)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = "\n".join(lines if hints else lines[:1])
+    method.__annotations__ = hints
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return method
+
+
+def _hint(schema: Mapping[str, Any]) -> Any:
+    """The type hint from which transformers makes this JSON schema again."""
+    if "enum" in schema:
+        return Literal[tuple(schema["enum"])]
+    if "anyOf" in schema:
+        return functools.reduce(operator.or_, map(_hint, schema["anyOf"]))
+    if isinstance(schema.get("type"), list):
+        return functools.reduce(operator.or_, (_TYPES[each] for each in schema["type"]))
+    if schema.get("type") == "array" and "items" in schema:
+        return list[_hint(schema["items"])]
+    return _TYPES.get(schema.get("type", ""), Any)
