@@ -522,7 +522,7 @@ def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
         raise ConfigError(f"{path}: no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    from_command_line = apply_overrides(data, overrides)
+    from_command_line = _override(data, overrides)
     _resolve_beside(data, path)
     try:
         return RunConfig.model_validate(data)
@@ -534,6 +534,22 @@ def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
             source = f"--{dotted}" if typed else f"{path}: {dotted}" if dotted else str(path)
             lines.append(f"{source}: {_explain(problem, dotted)}")
         raise ConfigError("\n".join(lines)) from None
+
+
+def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
+    """`apply_overrides`, where another `env.id` leaves the file's `[env.config]` out: another
+    environment has other keys."""
+    section = data.get("env")
+    if not isinstance(section, dict):
+        return apply_overrides(data, overrides)
+    named, of_file = section.get("id"), section.pop("config", None)
+    keys = apply_overrides(data, overrides)
+    own = section.get("config", {})
+    if of_file is not None and section.get("id") == named:
+        if isinstance(of_file, dict) and isinstance(own, dict):
+            of_file = {**of_file, **own}
+        section["config"] = of_file
+    return keys
 
 
 def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:

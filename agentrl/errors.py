@@ -6,7 +6,8 @@
     ├── CheckpointError      a checkpoint is missing, damaged or of another run    (exit 2)
     ├── EnvError             an environment could not do what was asked; has the wire's code
     │   ├── GraderError      the grader failed: there is no reward (never reward 0)
-    │   └── EnvUnavailable   the environment server cannot be reached or is full (retryable)
+    │   ├── EnvUnavailable   the environment server cannot be reached or is full (retryable)
+    │   └── SessionLost      the process that held the session died; start the episode over
     ├── InferenceError       the inference engine failed or answered nonsense
     │   └── WeightSyncError  an engine does not hold the weights it was sent
     ├── TrainingError        the optimiser cannot go on (repeated non-finite gradients)
@@ -77,6 +78,13 @@ class EnvUnavailable(EnvError):
         super().__init__(
             message, code="unavailable", status=503, retryable=True, retry_after_s=retry_after_s
         )
+
+
+class SessionLost(EnvError):
+    """The worker process that held the session is gone, and the episode with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="session_lost", status=410, retryable=False)
 
 
 class InferenceError(AgentRLError):

@@ -1,69 +1,92 @@
-"""CPU time of the environment server per step, beside the least that an ASGI application can do.
+"""What a step costs an environment server, and its client, beside OpenEnv's and the bare minimum.
 
-    python benchmarks/env_server.py [--steps 20000] [--sessions 1 64 250]
+    python benchmarks/env_server.py [--openenv-python /path/to/venv/bin/python]
 
-Every session is a keep-alive connection that posts its next step once the last one is answered; a
-step is one tool call of an environment that answers at once. The floor, in the same run, is an
-ASGI application under the same uvicorn (uvloop, httptools) that reads a body of the same size and
-answers prepared bytes of the same size. Both serve from processes of their own, which report their
-own CPU time, all threads together; the client's is not counted. Best of `--repeats`.
+The server runs on one core, the client on another; a step is one call that the environment answers
+at once, so what is measured is the way. Rows:
+
+    WebSocket            our client: all sessions on one socket, frames of a tick in one message
+    WebSocket, plain     the same server; a client that sends each frame as a message of its own
+    HTTP POST            our client with transport="http"
+    OpenEnv sync, async  `openenv-core` and its own client: a WebSocket for each session
+    bare ASGI            uvicorn and an application that reads a body and answers prepared bytes
+
+CPU time is the whole process's, all threads, from /proc; the best of `--repeats` by server CPU.
+OpenEnv's rows need a Python that has `openenv-core` (in a virtual environment of its own).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import threading
+import itertools
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from pathlib import Path
 
-import msgspec
-import uvicorn
+sys.path.insert(0, str(Path(__file__).parent))
+from env_server_client import report, steps_of
 
-from agentrl.env import Environment, Task, tool
-from agentrl.env.server import KEEP_ALIVE_S, listen, make_app, serve
-from agentrl.env.session import DEFAULT_LEASE_S
-
-_STEP_BODY = (
-    b'{"step":%d,"action":{"text":"","tool_calls":'
+HERE = Path(__file__)
+OPENENV = str(HERE.with_name("env_server_openenv.py"))
+SERVER_CORE, CLIENT_CORE = 0, 1
+TICKS = os.sysconf("SC_CLK_TCK")
+BARE_BODY = (
+    b'{"step":7,"action":{"text":"","tool_calls":'
     b'[{"id":"t0","name":"look","arguments":{"word":"w"}}]},"timeout_s":60.0}'
+)
+BARE_ANSWER = (
+    b'{"step":8,"observation":[{"role":"tool","tool_call_id":"t0","name":"look","content":'
+    b'"found w, and then some words that a search would find as well"}],"reward":0.0,'
+    b'"terminated":false,"truncated":false,"reward_components":{},"info":{},'
+    b'"metrics":{"tool_calls":8.0},"replayed":false}'
 )
 
 
-class Bench(Environment):
-    """Answers `look` calls without end."""
-
-    id = "bench"
-    max_sessions = 4096
-
-    def splits(self):
-        return {"train": None}
-
-    def get(self, split, index):
-        return Task(str(index), f"Question {index}: what is it?")
-
-    @tool
-    async def look(self, word: str) -> str:
-        return f"found {word}, and then some words that a search would find as well"
+# The servers
 
 
-def run_agentrl(pipe: Connection) -> None:
-    _report_cpu_time(pipe)
-    serve(make_app([Bench]), port=0, ready=pipe.send)
+def serve_agentrl() -> None:
+    from agentrl.env import Environment, Task, tool
+    from agentrl.env.server import make_app, serve
+
+    class Bench(Environment):
+        """Answers `look` calls without end."""
+
+        id = "bench"
+        max_sessions = 4096
+
+        def splits(self):
+            return {"train": None}
+
+        def get(self, split, index):
+            return Task(str(index), f"Question {index}: what is it?")
+
+        @tool
+        async def look(self, word: str) -> str:
+            return f"found {word}, and then some words that a search would find as well"
+
+    serve(make_app([Bench]), port=0, ready=lambda url: print(url, flush=True))
 
 
-def run_bare(pipe: Connection, answer: bytes) -> None:
+def serve_bare() -> None:
+    import uvicorn
+
+    from agentrl.env.server import KEEP_ALIVE_S, listen
+
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):
             pass
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+        length = (b"content-length", b"%d" % len(BARE_ANSWER))
+        headers = [(b"content-type", b"application/json"), length]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        await send({"type": "http.response.body", "body": BARE_ANSWER})
 
-    _report_cpu_time(pipe)
     listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
         app,
@@ -76,131 +99,250 @@ def run_bare(pipe: Connection, answer: bytes) -> None:
         ws="none",
         proxy_headers=False,
     )
-    pipe.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
-def _report_cpu_time(pipe: Connection) -> None:
-    def answer() -> None:
-        while True:
-            pipe.recv()
-            pipe.send(time.process_time())
-
-    threading.Thread(target=answer, daemon=True).start()
+# The clients
 
 
-@contextmanager
-def process(target, *arguments) -> Iterator[tuple[int, Connection]]:
-    """A server in a process of its own: its port, and the pipe that asks for its CPU time."""
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, *arguments))
-    server.start()
-    try:
-        yield int(ours.recv().rsplit(":", 1)[1]), ours
-    finally:
-        server.kill()
-        server.join()
+async def play_agentrl(url: str, transport: str, num_sessions: int, num_steps: int) -> None:
+    from agentrl.env import Action, ToolCall, connect
+
+    action = Action(tool_calls=(ToolCall("t0", "look", {"word": "w"}),))
+
+    async def one(session, count: int, latencies: list[float]) -> None:
+        for _ in range(count):
+            started = time.perf_counter()
+            await session.step(action, timeout_s=60.0)
+            latencies.append(time.perf_counter() - started)
+
+    async with connect(url, transport=transport) as client:  # type: ignore[arg-type]
+        sessions = await client.group("bench", num_sessions, split="train", index=0)
+
+        async def steps(count: int) -> list[float]:
+            latencies: list[float] = []
+            await asyncio.gather(*(one(session, count, latencies) for session in sessions))
+            return latencies
+
+        await report(steps, steps_of(num_sessions, num_steps))
+
+
+async def play_plain(url: str, num_sessions: int, num_steps: int) -> None:
+    """One socket, each frame a message of its own: what a simple client in any language does."""
+    import aiohttp
+    import msgspec
+
+    from agentrl.env import connect
+    from agentrl.env.protocol import SUBPROTOCOL
+
+    numbers = itertools.count()
+    waiting: dict[int, asyncio.Future] = {}
+
+    async def read(socket) -> None:
+        async for message in socket:
+            replies = msgspec.json.decode(message.data)
+            for reply in replies if isinstance(replies, list) else [replies]:
+                waiting.pop(reply["id"]).set_result(reply["ok"])
+
+    async with connect(url) as client, aiohttp.ClientSession() as http:
+        sessions = await client.group("bench", num_sessions, split="train", index=0)
+        socket = await http.ws_connect(f"{url}/v1/ws?worker=0", protocols=(SUBPROTOCOL,))
+        reader = asyncio.create_task(read(socket))
+        indices = dict.fromkeys((session.id for session in sessions), 0)
+        call = {"id": "t0", "name": "look", "arguments": {"word": "w"}}
+        fields = {"op": "step", "action": {"tool_calls": [call]}, "timeout_s": 60.0}
+
+        async def one(session_id: str, count: int, latencies: list[float]) -> None:
+            for _ in range(count):
+                number = next(numbers)
+                reply = waiting[number] = asyncio.get_running_loop().create_future()
+                step = indices[session_id]
+                frame = {**fields, "id": number, "sid": session_id, "step": step}
+                started = time.perf_counter()
+                await socket.send_str(msgspec.json.encode(frame).decode())
+                indices[session_id] = (await reply)["step"]
+                latencies.append(time.perf_counter() - started)
+
+        async def steps(count: int) -> list[float]:
+            latencies: list[float] = []
+            await asyncio.gather(*(one(session_id, count, latencies) for session_id in indices))
+            return latencies
+
+        await report(steps, steps_of(num_sessions, num_steps))
+        reader.cancel()
 
 
 class Poster(asyncio.Protocol):
-    """Posts the steps of one session, each when the one before was answered."""
+    """Posts bodies on one connection, each when the one before was answered."""
 
-    def __init__(self, path: str, first_step: int, num_steps: int) -> None:
-        self.head = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: " % path.encode()
-        self.next, self.end = first_step, first_step + num_steps
-        self.received = b""
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    def __init__(self) -> None:
+        self.request = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n%s" % (
+            len(BARE_BODY),
+            BARE_BODY,
+        )
+        self.num_bytes = 0
 
     def connection_made(self, transport) -> None:
         self.transport = transport
-        self.post()
 
-    def post(self) -> None:
-        body = _STEP_BODY % self.next
-        self.next += 1
-        self.transport.write(b"%s%d\r\n\r\n%s" % (self.head, len(body), body))
+    def post(self, count: int, latencies: list[float]) -> asyncio.Future[None]:
+        self.left, self.latencies = count, latencies
+        self.done = asyncio.get_running_loop().create_future()
+        self.write()
+        return self.done
+
+    def write(self) -> None:
+        self.started = time.perf_counter()
+        self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        self.received += data
-        head, separator, body = self.received.partition(b"\r\n\r\n")
-        if not separator:
+        self.num_bytes += len(data)
+        if not data.endswith(BARE_ANSWER[-20:]):
             return
-        length = int(head[head.index(b"content-length: ") + 16 :].split(b"\r", 1)[0])
-        if len(body) < length:
-            return
-        assert head.startswith(b"HTTP/1.1 200"), self.received
-        self.received = b""
-        if self.next < self.end:
-            self.post()
+        self.latencies.append(time.perf_counter() - self.started)
+        self.left -= 1
+        if self.left:
+            self.write()
         else:
-            self.transport.close()
-            self.done.set_result(body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(exc or ConnectionError("the server closed the connection"))
+            self.done.set_result(None)
 
 
-async def post_steps(port: int, paths: list[str], first_step: int, num_steps: int) -> bytes:
-    """Post `num_steps` steps to each path, all paths at once; returns the last answer of one."""
-    connect = asyncio.get_running_loop().create_connection
+async def play_bare(url: str, num_sessions: int, num_steps: int) -> None:
+    loop, port = asyncio.get_running_loop(), int(url.rpartition(":")[2])
     posters = [
-        (await connect(lambda path=path: Poster(path, first_step, num_steps), "127.0.0.1", port))[1]
-        for path in paths
+        (await loop.create_connection(Poster, "127.0.0.1", port))[1] for _ in range(num_sessions)
     ]
-    return (await asyncio.gather(*(poster.done for poster in posters)))[0]
+
+    async def steps(count: int) -> list[float]:
+        latencies: list[float] = []
+        await asyncio.gather(*(poster.post(count, latencies) for poster in posters))
+        return latencies
+
+    await report(steps, steps_of(num_sessions, num_steps))
 
 
-async def open_sessions(port: int, count: int) -> list[str]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = b'{"env":"bench","task":{"split":"train","index":0},"count":%d}' % count
-    writer.write(
-        b"POST /v1/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+# The measurement
+
+
+@contextmanager
+def process(core: int, *command: str) -> Iterator[subprocess.Popen]:
+    started = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if OPENENV in command else None,  # it writes traces of each close
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
-    reply = (await reader.read()).partition(b"\r\n\r\n")[2]
-    writer.close()
-    return [f"/v1/sessions/{each['id']}/step" for each in msgspec.json.decode(reply)["sessions"]]
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.wait()
 
 
-def measure(port: int, pipe: Connection, paths: list[str], first_step: int, num_steps: int):
-    """CPU time of the server and wall time per step, in microseconds."""
-    per_session = max(num_steps // len(paths), 1)
-    pipe.send(None)
-    cpu, started = pipe.recv(), time.perf_counter()
-    asyncio.run(post_steps(port, paths, first_step, per_session))
-    wall = time.perf_counter() - started
-    pipe.send(None)
-    total = per_session * len(paths) / 1e6
-    return (pipe.recv() - cpu) / total, wall / total
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def size(pid: int) -> tuple[int, int]:
+    """Resident MiB and threads."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["VmRSS"].split()[0]) // 1024, int(values["Threads"])
+
+
+def measure(server: subprocess.Popen, url: str, client: list[str], sessions: int, steps: int):
+    """Server CPU us per step and the rest of a row's figures."""
+    command = [*client, url, str(sessions), str(steps)]
+    with process(CLIENT_CORE, *command) as playing:
+        assert playing.stdin and playing.stdout
+        if playing.stdout.readline() != "ready\n":
+            raise SystemExit(f"{' '.join(command)} failed")
+        before = cpu_seconds(server.pid)
+        playing.stdin.write("go\n")
+        playing.stdin.flush()
+        result = json.loads(playing.stdout.readline())
+        cpu = cpu_seconds(server.pid) - before
+        memory, threads = size(server.pid)
+        playing.stdin.write("done\n")
+        playing.stdin.flush()
+        playing.wait(60)
+    per_step = 1e6 / result["steps"]
+    return (
+        cpu * per_step,
+        result["client_cpu"] * per_step,
+        result["steps"] / result["seconds"],
+        result["p50"] * 1e3,
+        result["p99"] * 1e3,
+        memory,
+        threads,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20_000, help="of all sessions together")
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 64, 250])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 64, 512])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--openenv-python", help="a Python that has openenv-core")
     options = parser.parse_args()
-    with process(run_agentrl) as (port, pipe):
-        (path,) = asyncio.run(open_sessions(port, 1))
-        answer = asyncio.run(post_steps(port, [path], 0, 200))  # a warm-up, too
-        with process(run_bare, answer) as (bare_port, bare_pipe):
-            print(f"answers of {len(answer)} bytes; leases of {DEFAULT_LEASE_S:g} s")
-            print("sessions   server CPU us/step   bare ASGI us   ratio   steps/s   bare steps/s")
+    us = [sys.executable, str(HERE)]
+    rows = [
+        ("WebSocket", [*us, "serve-agentrl"], [*us, "play-websocket"]),
+        ("WebSocket, plain", [*us, "serve-agentrl"], [*us, "play-plain"]),
+        ("HTTP POST", [*us, "serve-agentrl"], [*us, "play-http"]),
+    ]
+    if options.openenv_python:
+        them = [options.openenv_python, OPENENV]
+        rows += [
+            ("OpenEnv sync", [*them, "serve", "sync"], [*them, "play"]),
+            ("OpenEnv async", [*them, "serve", "async"], [*them, "play"]),
+        ]
+    else:
+        print("rows of OpenEnv skipped: give --openenv-python")
+    rows.append(("bare ASGI", [*us, "serve-bare"], [*us, "play-bare"]))
+    print(
+        f"server on core {SERVER_CORE}, client on core {CLIENT_CORE}; {options.steps} steps, best "
+        f"of {options.repeats}\n"
+        "                    sessions  server us/step  client us/step  steps/s   p50 ms   p99 ms"
+        "   MiB  threads"
+    )
+    for name, server_command, client_command in rows:
+        with process(SERVER_CORE, *server_command) as server:
+            assert server.stdout
+            url = server.stdout.readline().strip()
             for sessions in options.sessions:
-                ours, bare = [], []
-                for _ in range(options.repeats):
-                    paths = asyncio.run(open_sessions(port, sessions))
-                    ours.append(measure(port, pipe, paths, 0, options.steps))
-                    bare_paths = ["/"] * sessions
-                    bare.append(measure(bare_port, bare_pipe, bare_paths, 0, options.steps))
-                (cpu, wall), (bare_cpu, bare_wall) = min(ours), min(bare)
+                steps = options.steps if sessions > 1 else options.steps // 4
+                runs = [
+                    measure(server, url, client_command, sessions, steps)
+                    for _ in range(options.repeats)
+                ]
+                cpu, client_cpu, rate, p50, p99, memory, threads = min(runs)
                 print(
-                    f"{sessions:8d}   {cpu:18.1f}   {bare_cpu:12.1f}   {cpu / bare_cpu:5.2f}"
-                    f"   {1e6 / wall:7.0f}   {1e6 / bare_wall:12.0f}"
+                    f"{name:20s}{sessions:8d}  {cpu:14.1f}  {client_cpu:14.1f}  {rate:7.0f}  "
+                    f"{p50:7.2f}  {p99:7.2f}  {memory:4d}  {threads:7d}",
+                    flush=True,
                 )
 
 
 if __name__ == "__main__":
-    main()
+    role, *arguments = sys.argv[1:] or [""]
+    if role == "serve-agentrl":
+        serve_agentrl()
+    elif role == "serve-bare":
+        serve_bare()
+    elif role in ("play-websocket", "play-http"):
+        where, count, total = arguments
+        asyncio.run(play_agentrl(where, role[5:], int(count), int(total)))
+    elif role == "play-plain":
+        where, count, total = arguments
+        asyncio.run(play_plain(where, int(count), int(total)))
+    elif role == "play-bare":
+        where, count, total = arguments
+        asyncio.run(play_bare(where, int(count), int(total)))
+    else:
+        main()

@@ -15,7 +15,8 @@
 Lifecycle. For every distinct configuration of a class in a process, `load_shared(config)` runs
 once and one instance, the *source*, answers `splits` and `get` for all sessions. Each session then
 has an instance of its own: `reset`, any number of `step`s, `close`. The framework never runs two of
-those at once on one instance.
+those at once on one instance. A session that is reset in place, or forked from a snapshot, gets a
+new instance: an instance lives for one episode.
 
 Every method below may be `def` or `async def`, except `splits`, `get`, `offered_tools`,
 `load_shared` and `close_shared`, which are `def`. Plain `def` methods run in a bounded pool of
@@ -30,9 +31,10 @@ import functools
 import inspect
 import math
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -122,6 +124,15 @@ class Environment:
     its thread*, because a thread cannot be stopped. Without the promise a step that ran out of
     time ends the session with `step_timeout`, and so does a `def` tool that passed its own
     `timeout_s`. (An `async def` tool that passed its own is simply reported to the agent.)"""
+    isolation: ClassVar[Literal["thread", "process"]] = "thread"
+    """`process`: every session has a process of its own, which is killed when it passes a
+    deadline. For blocking code that may hang, leak or crash; costs a fork per session."""
+    memory_mb: ClassVar[int | None] = None
+    """With `isolation = "process"`: memory a session may use beyond what it was forked with, in
+    MiB."""
+    max_creating: ClassVar[int | None] = None
+    """Sessions that may be in their `reset` at a time; further ones wait. For environments whose
+    reset starts something heavy, such as a container. None: no bound of its own."""
     system_prompt: str | None = None
     """Put before the first prompt as a system message."""
 
@@ -211,6 +222,30 @@ class Environment:
 
         After a step that ran out of time it is called while a `def` method may still be running.
         """
+
+    def snapshot(self) -> JSON | Awaitable[JSON]:
+        """The state of this instance as JSON, for `restore`. Define both or none.
+
+        The framework keeps the episode (task, seed, messages, actions, reward, metrics) and
+        `self.rng` by itself; return what `reset` and the tools set beside them. Called between
+        two steps. A fork must continue exactly as the original would.
+        """
+        raise NotImplementedError
+
+    def restore(self, blob: JSON) -> Awaitable[None] | None:
+        """Take over the state that `snapshot` of another instance returned.
+
+        Called in place of `reset`; `self.task`, `self.episode` and `self.rng` are ready.
+        """
+        raise NotImplementedError
+
+    def oracle(self) -> Iterable[Action] | None:
+        """The actions that solve this episode's task; None if the environment does not know them.
+
+        The conformance check plays them, in the process it runs in: they must score 1. It can't
+        be reached over the wire. Called after `reset`.
+        """
+        return None
 
     # What an author uses
 
@@ -311,17 +346,20 @@ class Environment:
         Raises:
             TimeoutError: `timeout_s` passed. An `async def` was cancelled, a `def` abandoned.
         """
-        if hasattr(method, "__agentrl_quick__"):
+        how = _how_to_call(getattr(method, "__func__", method))
+        if how == "await":
+            if timeout_s is None:
+                return await method(*args, **kwargs)
+            async with asyncio.timeout(timeout_s):
+                return await method(*args, **kwargs)
+        if how == "quick":
             returned = method(*args, **kwargs)
             return await returned if inspect.isawaitable(returned) else returned
-        if not _is_async(getattr(method, "__func__", method)):
-            workers = self._workers or default_pool()
-            async with asyncio.timeout(timeout_s):
-                return await workers.run(method, *args, **kwargs)
+        workers = self._workers or default_pool()
         if timeout_s is None:
-            return await method(*args, **kwargs)
+            return await workers.run(method, *args, **kwargs)
         async with asyncio.timeout(timeout_s):
-            return await method(*args, **kwargs)
+            return await workers.run(method, *args, **kwargs)
 
     @functools.cached_property
     def _tools(self) -> dict[str, Tool]:
@@ -351,16 +389,20 @@ class Environment:
             return f"Wrong arguments for {tool.name}: {arguments}."
         self._count("tool_calls")
         method = getattr(self, tool.name)
-        started = asyncio.get_running_loop().time()
+        is_async = _how_to_call(getattr(method, "__func__", method)) == "await"
+        started = time.monotonic()
         try:
-            returned = await self.call(method, timeout_s=tool.timeout_s, **arguments)
+            if is_async and tool.timeout_s is None:
+                returned = await method(**arguments)
+            else:
+                returned = await self.call(method, timeout_s=tool.timeout_s, **arguments)
         except EnvError:
             raise
         except Exception as error:  # an answer to the agent by contract, see the docstring
             self._count("tool_errors")
-            elapsed = asyncio.get_running_loop().time() - started
+            elapsed = time.monotonic() - started
             if isinstance(error, TimeoutError) and elapsed >= (tool.timeout_s or math.inf):
-                if not (self.cancel_safe or _is_async(getattr(method, "__func__", method))):
+                if not (self.cancel_safe or is_async):
                     raise EnvError(
                         f"tool {tool.name} passed its timeout_s={tool.timeout_s:g} and goes on in "
                         "its thread; make it async, give its blocking call a timeout, or declare "
@@ -380,7 +422,30 @@ class Environment:
         self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
 
 
-_is_async = functools.lru_cache(maxsize=1024)(inspect.iscoroutinefunction)
+def can_snapshot(environment: type[Environment]) -> bool:
+    """Whether the class defines `snapshot` and `restore`.
+
+    Raises:
+        ConfigError: it defines one of them without the other.
+    """
+    defined = [
+        name
+        for name in ("snapshot", "restore")
+        if getattr(environment, name) is not getattr(Environment, name)
+    ]
+    if len(defined) == 1:
+        raise ConfigError(
+            f"{environment.__name__} defines {defined[0]}() alone; snapshot() and restore() need "
+            "each other"
+        )
+    return bool(defined)
+
+
+@functools.lru_cache(maxsize=1024)
+def _how_to_call(function: Callable[..., Any]) -> Literal["await", "quick", "thread"]:
+    if hasattr(function, "__agentrl_quick__"):
+        return "quick"
+    return "await" if inspect.iscoroutinefunction(function) else "thread"
 
 
 def load_config(environment: type[Environment], config: dict[str, JSON] | BaseModel | None) -> Any:
@@ -412,6 +477,9 @@ def _problem(problem: Mapping[str, Any], known: list[str]) -> str:
     return f"there is no key '{key}'; {hint}"
 
 
+_ROLES = frozenset(("system", "user", "assistant", "tool"))
+
+
 def to_observation(value: Any, source: str) -> list[Message]:
     """Messages from what an author returned.
 
@@ -422,13 +490,16 @@ def to_observation(value: Any, source: str) -> list[Message]:
         return []
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if isinstance(value, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("content"), str)
-        and message.get("role") in ("system", "user", "assistant", "tool")
-        for message in value
-    ):
-        return value
+    if isinstance(value, list):
+        for message in value:
+            if not (
+                isinstance(message, dict)
+                and isinstance(message.get("content"), str)
+                and message.get("role") in _ROLES
+            ):
+                break
+        else:
+            return value
     raise EnvError(
         f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
         f"it returned {_short(repr(value))}"

@@ -1,13 +1,16 @@
-"""Playing environments: one interface, in this process or over HTTP.
+"""Playing environments: one interface, in this process or on environment servers.
 
     async with connect("http://127.0.0.1:8700") as client:      # or connect() for this process
         session = await client.session("math", split="train", index=0, seed=7)
         result = await session.step(Action(text="42"), timeout_s=60)
         await session.close()
 
-Both ways go through the same `SessionManager` and the same JSON, so an episode is the same bit for
-bit. Calls that failed on the way are repeated with the same step index or idempotency key, which
-the manager executes once, with growing, jittered pauses and never beyond the call's deadline.
+`connect(...).sync` is the same without `await`. All ways (`agentrl.env.transport`) go through the
+same `SessionManager` and the same JSON, so an episode is the same bit for bit. Calls that failed on
+the way are repeated with the same step index or idempotency key, which the manager executes once,
+with growing, jittered pauses and never beyond the call's deadline. What cannot be repeated, because
+the server or the worker process that held the session is gone, is an error for the caller to start
+over from: `session_lost`, `session_expired`, `not_found` or `unavailable`.
 """
 
 from __future__ import annotations
@@ -16,29 +19,36 @@ import asyncio
 import logging
 import os
 import random
-import threading
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, urlencode
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, load_config
 from agentrl.env.protocol import (
-    CreateReply,
     CreateRequest,
     EnvInfo,
+    ResetRequest,
     SessionReply,
+    SnapshotRequest,
     StepReply,
     StepRequest,
+    TaskPreview,
     TaskSpec,
     make_error,
 )
 from agentrl.env.session import SessionManager
+from agentrl.env.transport import CONNECT_S, InProcess, Transport
+from agentrl.env.transport_http import Http
+from agentrl.env.transport_websocket import WebSocket
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from agentrl.env.sync import SyncClient, SyncEnv
 
 logger = logging.getLogger("agentrl.env")
 
@@ -46,14 +56,17 @@ T = TypeVar("T")
 
 LEASE_S = 50.0
 """A session of a client that died is closed after this long; a living client renews."""
-GRACE_S = 5.0
-"""How much longer than the server's own deadline the client waits for its answer."""
+GRACE_S = CONNECT_S
+"""How much longer than the server's own deadline the client waits for its answer; how long an
+opening or closing that nobody waits for any more may go on."""
 LOAD_TIMEOUT_S = 1800.0
 """How long a configuration may load, such as a dataset that is downloaded."""
 INFO_CALL_S = 30.0
 """One call for it; as long as the server is loading it is repeated."""
 UNREACHABLE_S = 10.0
 """How long a server that cannot be reached is tried."""
+RESTART_S = 60.0
+"""How long, where it was reached before: it may be starting again."""
 _RETRIED = ("at_capacity", "draining", "unavailable", "request_timeout", "reset_timeout")
 
 
@@ -78,9 +91,48 @@ class EnvSession(Protocol):
         """
         ...
 
+    async def reset(
+        self,
+        *,
+        split: str | None = None,
+        index: int | None = None,
+        task: Task | None = None,
+        seed: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> list[Message]:
+        """Start a new episode in this session, by default on the same task and seed.
+
+        Returns the first prompt, which `messages` then is too.
+        """
+        ...
+
+    async def snapshot(self, *, lease_s: float = 600.0, timeout_s: float = 120.0) -> Snapshot:
+        """Keep the episode as it is now, for sessions that go on from here.
+
+        Raises:
+            EnvError: `not_supported` where the environment has no `snapshot`.
+        """
+        ...
+
+    async def fork(self, count: int = 1, *, timeout_s: float = 120.0) -> Sequence[EnvSession]:
+        """`count` sessions that go on from where this one is."""
+        ...
+
     async def close(self) -> None:
         """Give the session up. Never raises; what cannot be told to the server expires there."""
         ...
+
+
+@dataclass(slots=True, frozen=True)
+class Snapshot:
+    """An episode's state on the server that made it."""
+
+    id: str
+    env_id: str
+    step: int
+    expires_at: float
+    """Unix time, seconds."""
+    server: _Server
 
 
 class EnvClient(Protocol):
@@ -118,149 +170,10 @@ class EnvClient(Protocol):
     async def aclose(self) -> None: ...
 
 
-class _Transport(Protocol):
-    """A way to one session manager. Errors of the way itself are `EnvUnavailable`."""
-
-    async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo: ...
-    async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply: ...
-    async def step(self, session_id: str, request: StepRequest, timeout_s: float) -> StepReply: ...
-    async def renew(self, session_id: str, timeout_s: float) -> None: ...
-    async def delete(self, session_id: str, timeout_s: float) -> None: ...
-    async def aclose(self) -> None: ...
-
-
-class InProcess:
-    """A session manager of this process. Messages pass through JSON, so nothing is shared."""
-
-    def __init__(self, manager: SessionManager) -> None:
-        self._manager = manager
-
-    async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo:
-        reply = protocol.encode(
-            await self._manager.info(env_id, protocol.as_json(dict(config)), timeout_s)
-        )
-        return protocol.decode_reply(reply, EnvInfo)
-
-    async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
-        request = protocol.decode_request(protocol.encode(request), CreateRequest)
-        reply = protocol.encode(await self._manager.create(request, key))
-        return protocol.decode_reply(reply, CreateReply)
-
-    async def step(self, session_id: str, request: StepRequest, timeout_s: float) -> StepReply:
-        request = protocol.decode_request(protocol.encode(request), StepRequest)
-        return protocol.decode_reply(await self._manager.step(session_id, request), StepReply)
-
-    async def renew(self, session_id: str, timeout_s: float) -> None:
-        self._manager.renew(session_id, None)
-
-    async def delete(self, session_id: str, timeout_s: float) -> None:
-        self._manager.delete(session_id)
-
-    async def aclose(self) -> None:
-        await self._manager.aclose()
-
-
-class Http:
-    """An environment server. Connections are kept alive for less long than the server keeps them,
-    so that a request does not meet a connection which is just being closed."""
-
-    def __init__(self, url: str, token: str | None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"environment server '{url}' needs to be a URL, http://host:port")
-        self.url = url.rstrip("/")
-        self._headers = {protocol.PROTOCOL_HEADER: protocol.PROTOCOL_VERSION}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._session: Any = None
-
-    async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo:
-        query = {"timeout_s": repr(timeout_s)}
-        if config:
-            query["config"] = msgspec.json.encode(config).decode()
-        path = f"/v1/envs/{quote(env_id, safe='')}?{urlencode(query)}"
-        return await self._call("GET", path, EnvInfo, None, timeout_s + GRACE_S)
-
-    async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
-        return await self._call(
-            "POST", "/v1/sessions", CreateReply, request, timeout_s, {"Idempotency-Key": key}
-        )
-
-    async def step(self, session_id: str, request: StepRequest, timeout_s: float) -> StepReply:
-        path = f"/v1/sessions/{session_id}/step"
-        return await self._call("POST", path, StepReply, request, timeout_s)
-
-    async def renew(self, session_id: str, timeout_s: float) -> None:
-        path, body = f"/v1/sessions/{session_id}/renew", protocol.RenewRequest()
-        await self._call("POST", path, protocol.SessionStatus, body, timeout_s)
-
-    async def delete(self, session_id: str, timeout_s: float) -> None:
-        await self._call("DELETE", f"/v1/sessions/{session_id}", None, None, timeout_s)
-
-    async def aclose(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        reply: Any,
-        request: msgspec.Struct | None,
-        timeout_s: float,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        import aiohttp
-
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
-                headers=self._headers | {"Content-Type": "application/json"},
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        data = None if request is None else protocol.encode(request)
-        try:
-            async with self._session.request(
-                method,
-                self.url + path,
-                data=data,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=GRACE_S),
-                allow_redirects=False,
-            ) as response:
-                body = await response.read()
-                status, ours = response.status, protocol.PROTOCOL_HEADER in response.headers
-        except TimeoutError as error:
-            raise EnvUnavailable(
-                f"environment server {self.url} did not answer within {timeout_s:.1f} s"
-            ) from error
-        except aiohttp.ClientError as error:
-            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            number = getattr(cause, "errno", None)
-            reason = os.strerror(number) if number else str(error) or type(error).__name__
-            raise EnvUnavailable(
-                f"environment server {self.url} cannot be reached ({reason}); start it with "
-                "`agentrl env serve ID`, or check the URL"
-            ) from error
-        if not ours and status not in (502, 503, 504):
-            raise make_error(
-                "env_error",
-                f"{self.url} answered {status} but is no agentrl environment server; check the URL",
-            )
-        try:
-            if 200 <= status < 300:
-                return None if reply is None else protocol.decode_reply(body, reply)
-            problem = protocol.decode_reply(body, protocol.Problem)
-        except msgspec.DecodeError as error:
-            raise EnvUnavailable(
-                f"environment server {self.url} sent a broken answer ({status}, {len(body)} bytes)"
-            ) from error
-        raise protocol.from_problem(problem)
-
-
 class _Server:
     """A transport and what the client knows about it."""
 
-    def __init__(self, transport: _Transport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.num_sessions = 0
         self.failed_at = float("-inf")
@@ -268,17 +181,21 @@ class _Server:
 
 
 class _Session:
-    def __init__(self, client: Client, server: _Server, opened: SessionReply) -> None:
+    def __init__(self, client: Client, server: _Server, env_id: str, opened: SessionReply) -> None:
         self.id = opened.id
+        self.env_id = env_id
+        self._client = client
+        self._server = server
+        self._begin(opened)
+        server.num_sessions += 1
+        client._sessions.add(self)
+
+    def _begin(self, opened: SessionReply) -> None:
         self.task_id = opened.task_id
         self.messages = protocol.from_wire_messages(opened.observation)
         self.tools: list[ToolSpec] = opened.tools
-        self._client = client
-        self._server = server
         self._step = opened.step
         self._used = asyncio.get_running_loop().time()
-        server.num_sessions += 1
-        client._sessions.add(self)
 
     async def step(self, action: Action, *, timeout_s: float, last: bool = False) -> StepResult:
         request = StepRequest(self._step, protocol.to_wire_action(action), timeout_s, last)
@@ -292,6 +209,40 @@ class _Session:
         self._used = asyncio.get_running_loop().time()
         return protocol.from_step_reply(reply)
 
+    async def reset(
+        self,
+        *,
+        split: str | None = None,
+        index: int | None = None,
+        task: Task | None = None,
+        seed: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> list[Message]:
+        same = split is None and index is None and task is None
+        spec = None if same else _task_spec(split, index, task)
+        request = ResetRequest(self._step, spec, seed, timeout_s)
+        transport = self._server.transport
+
+        async def attempt(remaining: float) -> SessionReply:
+            return await transport.reset(self.id, request, remaining)
+
+        self._begin(await _retry(attempt, timeout_s))
+        return self.messages
+
+    async def snapshot(self, *, lease_s: float = 600.0, timeout_s: float = 120.0) -> Snapshot:
+        request = SnapshotRequest(self._step, lease_s)
+        transport = self._server.transport
+
+        async def attempt(remaining: float) -> protocol.SnapshotReply:
+            return await transport.snapshot(self.id, request, remaining)
+
+        made = await _retry(attempt, timeout_s)
+        return Snapshot(made.snapshot, self.env_id, made.step, made.expires_at, self._server)
+
+    async def fork(self, count: int = 1, *, timeout_s: float = 120.0) -> list[EnvSession]:
+        snapshot = await self.snapshot(timeout_s=timeout_s)
+        return await self._client.fork(snapshot, count, timeout_s=timeout_s)
+
     async def close(self) -> None:
         if self not in self._client._sessions:
             return
@@ -304,11 +255,22 @@ class _Session:
 class Client:
     """`EnvClient` over one or more transports; a session stays with the one that opened it."""
 
-    def __init__(self, transports: Sequence[_Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport]) -> None:
         self._servers = [_Server(transport) for transport in transports]
         self._sessions: set[_Session] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._renewer: asyncio.Task[None] | None = None
+        self._was_reached = False
+        self._sync: SyncClient | None = None
+
+    @property
+    def sync(self) -> SyncClient:
+        """The same without `await`, on an event loop in a thread. Use one or the other."""
+        from agentrl.env.sync import SyncClient
+
+        if self._sync is None:
+            self._sync = SyncClient(self)
+        return self._sync
 
     async def __aenter__(self) -> Client:
         return self
@@ -345,7 +307,7 @@ class Client:
                 left_out = infos and isinstance(answer, EnvUnavailable)
                 if isinstance(answer, BaseException) and not left_out:
                     raise answer
-            first = infos[0]
+            first, self._was_reached = infos[0], True
             if any((each.splits, each.tools) != (first.splits, first.tools) for each in infos):
                 raise ConfigError(
                     f"the environment servers have different splits or tools for '{env_id}'; "
@@ -355,7 +317,29 @@ class Client:
                 first, max_sessions=sum(each.max_sessions for each in infos)
             )
 
-        return await _retry(attempt, timeout_s)
+        return await _retry(attempt, timeout_s, self._unreachable_s)
+
+    async def tasks(
+        self,
+        env_id: str,
+        split: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        config: Mapping[str, JSON] | None = None,
+        timeout_s: float = 120.0,
+    ) -> list[TaskPreview]:
+        """Tasks `[start, stop)` of a split, by default 20: their ids and prompts, no answers."""
+        end = start + 20 if stop is None else stop
+
+        async def attempt(remaining: float) -> list[TaskPreview]:
+            async def ask(server: _Server) -> list[TaskPreview]:
+                where = (env_id, split, start, end, config or {})
+                return await server.transport.tasks(*where, remaining)
+
+            return await self._on_a_server(ask)
+
+        return await _retry(attempt, timeout_s, self._unreachable_s)
 
     async def session(
         self,
@@ -393,15 +377,33 @@ class Client:
         timeout_s: float = 120.0,
     ) -> list[EnvSession]:
         """`count` sessions on one task and seed, on one server, all or none."""
-        if (task is None) == (split is None or index is None):
-            raise ConfigError("a session needs either split and index, or a task")
-        spec = TaskSpec(split, index) if task is None else protocol.to_task_spec(task)
+        spec = _task_spec(split, index, task)
         request = CreateRequest(env_id, spec, seed, dict(config or {}), count, LEASE_S, timeout_s)
-        opening = self._spawn(self._open(request, timeout_s))
+        return await self._claim(self._open(request, timeout_s))
+
+    async def fork(
+        self, snapshot: Snapshot, count: int = 1, *, timeout_s: float = 120.0
+    ) -> list[EnvSession]:
+        """`count` sessions that go on from a snapshot, on the server that made it."""
+        request = CreateRequest(
+            snapshot.env_id,
+            count=count,
+            lease_s=LEASE_S,
+            timeout_s=timeout_s,
+            from_snapshot=snapshot.id,
+        )
+        return await self._claim(self._open(request, timeout_s, snapshot.server))
+
+    async def _claim(self, opening: Coroutine[Any, Any, list[_Session]]) -> list[EnvSession]:
+        """Wait for sessions that are being opened; whoever gives up waiting does not leave them
+        open, nor an opening that goes on for long: on a server that hangs, each would hold a
+        connection."""
+        task = self._spawn(opening)
         try:
-            return [*await asyncio.shield(opening)]
+            return [*await asyncio.shield(task)]
         except asyncio.CancelledError:
-            opening.add_done_callback(self._close_unclaimed)
+            task.add_done_callback(self._close_unclaimed)
+            asyncio.get_running_loop().call_later(GRACE_S, task.cancel)
             raise
 
     async def aclose(self) -> None:
@@ -415,20 +417,27 @@ class Client:
         for server in self._servers:
             await server.transport.aclose()
 
-    async def _open(self, request: CreateRequest, timeout_s: float) -> list[_Session]:
+    async def _open(
+        self, request: CreateRequest, timeout_s: float, server: _Server | None = None
+    ) -> list[_Session]:
         key = uuid.uuid4().hex
 
         async def attempt(remaining: float) -> list[_Session]:
             async def create(server: _Server) -> list[_Session]:
                 reply = await server.transport.create(request, key, remaining)
-                return [_Session(self, server, opened) for opened in reply.sessions]
+                return [_Session(self, server, request.env, opened) for opened in reply.sessions]
 
-            return await self._on_a_server(create)
+            return await (self._on_a_server(create) if server is None else create(server))
 
-        sessions = await _retry(attempt, timeout_s)
+        sessions = await _retry(attempt, timeout_s, self._unreachable_s)
+        self._was_reached = True
         if self._renewer is None:
             self._renewer = self._spawn(self._renew())
         return sessions
+
+    @property
+    def _unreachable_s(self) -> float:
+        return RESTART_S if self._was_reached else UNREACHABLE_S
 
     async def _on_a_server(self, call: Callable[[_Server], Awaitable[T]]) -> T:
         """Call the least loaded server, avoiding those that failed a moment ago; if it fails,
@@ -455,13 +464,21 @@ class Client:
         """Hold the sessions that wait for their policy: to the server they look idle."""
         while True:
             await asyncio.sleep(LEASE_S / 6)
-            now = asyncio.get_running_loop().time()
-            for session in [each for each in self._sessions if each._used < now - LEASE_S / 3]:
-                try:
-                    await session._server.transport.renew(session.id, GRACE_S)
-                    session._used = asyncio.get_running_loop().time()
-                except EnvError as error:  # its owner will hear about it from the next step
-                    logger.debug("renewing session %s: %s", session.id[:8], error)
+            # Side by side, so that a server which hangs does not cost the others' sessions.
+            await asyncio.gather(*(self._renew_on(server) for server in self._servers))
+
+    async def _renew_on(self, server: _Server) -> None:
+        now = asyncio.get_running_loop().time()
+        idle = [each for each in self._sessions if each._used < now - LEASE_S / 3]
+        for session in [each for each in idle if each._server is server]:
+            try:
+                await server.transport.renew(session.id, GRACE_S)
+                session._used = asyncio.get_running_loop().time()
+            except EnvUnavailable as error:  # nor would it answer for the others
+                logger.debug("renewing sessions: %s", error)
+                return
+            except EnvError as error:  # its owner will hear about it from the next step
+                logger.debug("renewing session %s: %s", session.id[:8], error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -470,14 +487,25 @@ class Client:
         return task
 
 
-async def _delete(transport: _Transport, session_id: str) -> None:
+def _task_spec(split: str | None, index: int | None, task: Task | None) -> TaskSpec:
+    if (task is None) == (split is None or index is None):
+        raise ConfigError("a session needs either split and index, or a task")
+    return TaskSpec(split, index) if task is None else protocol.to_task_spec(task)
+
+
+async def _delete(transport: Transport, session_id: str) -> None:
+    async def attempt(remaining: float) -> None:
+        await transport.delete(session_id, min(remaining, GRACE_S))
+
     try:
-        await transport.delete(session_id, GRACE_S)
+        await _retry(attempt, GRACE_S / 2, GRACE_S / 2)
     except EnvError as error:
         logger.debug("closing session %s: %s", session_id[:8], error)
 
 
-async def _retry(attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+async def _retry(
+    attempt: Callable[[float], Awaitable[T]], timeout_s: float, unreachable_s: float | None = None
+) -> T:
     """Repeat a call that failed on the way, or met a full server, until its deadline. `attempt`
     is told how long it may take."""
     clock = asyncio.get_running_loop().time
@@ -493,7 +521,7 @@ async def _retry(attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> 
             now = clock()
             if error.code == "unavailable":
                 unreachable_since = unreachable_since or now
-                if now - unreachable_since > UNREACHABLE_S:
+                if now - unreachable_since > (unreachable_s or UNREACHABLE_S):
                     raise
             else:
                 unreachable_since = None
@@ -504,19 +532,27 @@ async def _retry(attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> 
         pause = min(pause * 2, 2.0)
 
 
-def connect(urls: str | Sequence[str] | None = None, *, token: str | None = None) -> Client:
+def connect(
+    urls: str | Sequence[str] | None = None,
+    *,
+    token: str | None = None,
+    transport: Literal["websocket", "http"] = "websocket",
+) -> Client:
     """A client of environment servers, or of this process. Use it as `async with connect(...)`.
 
     Args:
         urls: one URL, several (comma-separated or a sequence), or None for this process.
         token: what the servers ask for; by default from the variable AGENTRL_ENV_TOKEN.
+        transport: all sessions on one WebSocket per worker of a server, which falls back to HTTP
+            where no WebSocket is spoken; or one HTTP request for each call.
     """
     if isinstance(urls, str):
         urls = [url.strip() for url in urls.split(",") if url.strip()]
     if not urls:
         return Client([InProcess(SessionManager(registry.resolve))])
     token = token or os.environ.get(protocol.TOKEN_VARIABLE)
-    return Client([Http(url, token) for url in urls])
+    way = WebSocket if transport == "websocket" else Http
+    return Client([way(url, token) for url in urls])
 
 
 def make(environment: str | type[Environment], **config: JSON) -> LocalEnv:
@@ -548,6 +584,8 @@ class LocalEnv:
     @property
     def sync(self) -> SyncEnv:
         """The same without `await`, with a session of its own."""
+        from agentrl.env.sync import SyncEnv
+
         if self._sync is None:
             self._sync = SyncEnv(LocalEnv(self._environment, self._config))
         return self._sync
@@ -595,41 +633,3 @@ class LocalEnv:
         if self._sync is not None:
             self._sync.close()
         await self._client.aclose()
-
-
-class SyncEnv:
-    """A `LocalEnv` on an event loop in a thread, for scripts and notebooks."""
-
-    def __init__(self, env: LocalEnv) -> None:
-        self._env = env
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="agentrl-env", daemon=True).start()
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def info(self) -> EnvInfo:
-        return self._wait(self._env.info())
-
-    def reset(
-        self,
-        split: str | None = None,
-        index: int = 0,
-        *,
-        task: Task | None = None,
-        seed: int = 0,
-    ) -> list[Message]:
-        return self._wait(self._env.reset(split, index, task=task, seed=seed))
-
-    def step(
-        self, action: Action | str, *, timeout_s: float = 600.0, last: bool = False
-    ) -> StepResult:
-        return self._wait(self._env.step(action, timeout_s=timeout_s, last=last))
-
-    def call(self, tool: str, /, **arguments: JSON) -> StepResult:
-        return self._wait(self._env.call(tool, **arguments))
-
-    def close(self) -> None:
-        if not self._loop.is_closed():
-            self._wait(self._env.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)

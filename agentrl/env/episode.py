@@ -6,6 +6,7 @@ import math
 import random
 
 from agentrl.env.base import (
+    Answer,
     Environment,
     Episode,
     describe,
@@ -49,15 +50,32 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
     episode.messages.append(_assistant_message(action))
     episode.last_turn = last
     try:
-        return await _take_turn(environment, episode, action)
+        if type(environment).step is Environment.step:
+            answer = await environment.run_tools(action)  # what it does, without the detour
+        else:
+            answer = await environment.call(environment.step, action)
+        result = _to_result(environment, answer)
+        episode.messages += result.observation
+        episode.reward += result.reward
+        episode.info.update(result.info)
+        if result.terminated or result.truncated:
+            for name, mark in rewards_of(type(environment)).items():
+                value = await _grade(environment, name, mark.timeout_s)
+                result.reward_components[name] = value
+                result.reward += mark.weight * value
+        result.reward = to_finite(result.reward, "the reward")
+        result.metrics = _finite(episode.metrics, "metric")
+        check_json(result.info, "info")
+        return result
     except BaseException:
         del episode.actions[num_actions:], episode.messages[num_messages:]
         environment._finish = None
         raise
 
 
-async def _take_turn(environment: Environment, episode: Episode, action: Action) -> StepResult:
-    answer = await environment.call(environment.step, action)
+def _to_result(environment: Environment, answer: Answer) -> StepResult:
+    """What `step` returned, together with what `finish` was told meanwhile."""
+    episode = environment.episode
     if isinstance(answer, StepResult):
         result = StepResult(
             observation=to_observation(answer.observation, "StepResult.observation"),
@@ -78,17 +96,6 @@ async def _take_turn(environment: Environment, episode: Episode, action: Action)
         result.terminated = result.terminated or not finish.truncated
     if episode.last_turn and not result.terminated:
         result.truncated = True
-    episode.messages += result.observation
-    episode.reward += result.reward
-    episode.info.update(result.info)
-    if result.terminated or result.truncated:
-        for name, mark in rewards_of(type(environment)).items():
-            value = await _grade(environment, name, mark.timeout_s)
-            result.reward_components[name] = value
-            result.reward += mark.weight * value
-    result.reward = to_finite(result.reward, "the reward")
-    result.metrics = _finite(episode.metrics, "metric")
-    _check_json(result.info, "info")
     return result
 
 
@@ -106,19 +113,24 @@ async def _grade(environment: Environment, name: str, timeout_s: float | None) -
 
 
 def _finite(numbers: dict[str, float], kind: str) -> dict[str, float]:
-    return {name: to_finite(value, f"{kind} '{name}'") for name, value in numbers.items()}
+    finite = {}
+    for name, value in numbers.items():
+        if type(value) is not float or not math.isfinite(value):
+            value = to_finite(value, f"{kind} '{name}'")
+        finite[name] = value
+    return finite
 
 
-def _check_json(value: JSON, where: str) -> None:
+def check_json(value: JSON, where: str) -> None:
     """JSON has no NaN; an encoder would turn it into null without a word."""
     if isinstance(value, float) and not math.isfinite(value):
         raise EnvError(f"{where} is {value}, which JSON cannot carry; leave it out")
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_json(item, f"{where}.{key}")
+            check_json(item, f"{where}.{key}")
     elif isinstance(value, list | tuple):
         for position, item in enumerate(value):
-            _check_json(item, f"{where}[{position}]")
+            check_json(item, f"{where}[{position}]")
 
 
 def _assistant_message(action: Action) -> Message:

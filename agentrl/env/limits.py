@@ -16,6 +16,7 @@ MAX_HEAD_BYTES = 2**16
 read of the socket more may be parsed before it is noticed."""
 HEAD_TIMEOUT_S = 30.0
 """A request's headers must be complete by then; within the same time again it is noticed."""
+_SOCKET_PATH = b"/v1/ws"
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -32,6 +33,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()
         super().connection_lost(exc)
+
+    def _should_upgrade(self) -> bool:
+        # Elsewhere the wish for a WebSocket is ignored, as HTTP allows, and the request answered.
+        is_socket = self.url.partition(b"?")[0] == _SOCKET_PATH and self.url.isascii()
+        return is_socket and self.scope["method"] == "GET" and super()._should_upgrade()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._watch.cancel()  # another protocol takes the connection over
+        super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
         if self._num_other_bytes > MAX_HEAD_BYTES:

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,8 @@ def with_id(environment: type[Environment], id: str | None = None) -> type[Envir
 
 
 def _import(module_name: str):
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # last: a project in this folder needs no installation
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

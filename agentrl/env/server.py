@@ -1,45 +1,46 @@
-"""The HTTP server: routes, limits and access, in front of a `SessionManager`.
+"""The server: one ASGI application in front of a `SessionManager`, and uvicorn around it.
 
-The two hot routes (create, step) read the raw body and answer ready bytes; FastAPI does the rest
-and describes all of it at `/openapi.json`.
+    access.py     who may call: hosts, origins, tokens, protocol versions
+    limits.py     what a client may send around a body
+    routes.py     the HTTP calls, one function each, and their table
+    websocket.py  many sessions on one WebSocket
+    openapi.py    the description of it all, written from the table
+    metrics.py    Prometheus text
 
-Access. With a token every route but `/healthz` asks for `Authorization: Bearer <token>`. A server
-on a loopback address answers only requests that name a loopback host, and no page of another
-origin, so that a website open in a browser on the same machine cannot reach it. A server on any
-other address does not start without a token.
+A step is called for every turn of every episode, so the way to it is short: the application looks
+the path up itself, reads the raw body and sends ready bytes.
 
-Limits. Bodies are bounded in size, nesting and time here, headers in `agentrl.env.limits`.
-Connections are not counted: an idle one costs a few kilobytes, and no session and no thread.
+Bodies are bounded in size, nesting and time. Connections are not counted: an idle one costs a few
+kilobytes, and no session and no thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
-import ipaddress
 import logging
 import re
 import signal
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from agentrl.env import protocol, registry
+from agentrl.env import openapi, protocol, registry
+from agentrl.env.access import Access, is_loopback
+from agentrl.env.admission import MAX_WAIT_S
 from agentrl.env.base import Environment
 from agentrl.env.limits import LimitedProtocol
+from agentrl.env.metrics import Metrics
 from agentrl.env.protocol import make_error
+from agentrl.env.routes import JSON_TYPE, OPERATIONS, Call, Operation, Service
 from agentrl.env.session import SessionManager
+from agentrl.env.websocket import SocketProtocol, Sockets, serve_socket
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON
 
@@ -47,6 +48,9 @@ logger = logging.getLogger("agentrl.env")
 
 KEEP_ALIVE_S = 75
 """Idle connections are kept this long; the client gives them up earlier."""
+PING_S = 20.0
+"""A WebSocket that was silent so long is pinged, and given up without an answer in the same
+time."""
 MAX_BODY_BYTES = 8 * 2**20
 BODY_TIMEOUT_S = 30.0
 """A request must have sent its body by then."""
@@ -54,11 +58,6 @@ DRAIN_S = 5.0
 """How long open sessions may go on after SIGTERM. With the shutdown after it, it stays within the
 10 s that container engines grant."""
 _SHUTDOWN_S = 3.0
-_JSON = "application/json"
-_STEP_PATH = "/v1/sessions/{session_id}/step"
-_STEP = re.compile(r"/v1/sessions/([^/]+)/step")
-_CONFIG = "a JSON object: the configuration asked about, where it differs from the server's"
-_LOADING = "how long to wait for what the configuration loads, such as a dataset"
 
 
 def make_app(
@@ -70,6 +69,10 @@ def make_app(
     worker_threads: int = 32,
     max_body_bytes: int = MAX_BODY_BYTES,
     config: Mapping[str, Mapping[str, JSON]] | None = None,
+    max_wait_s: float = MAX_WAIT_S,
+    worker: int | str = 0,
+    num_workers: int = 1,
+    secret: bytes | None = None,
 ) -> App:
     """An application that serves these environments, and no other, to whoever may ask.
 
@@ -79,8 +82,11 @@ def make_app(
         loopback_only: answer only requests for a loopback host, from no foreign origin.
         max_sessions: live sessions over all environments.
         worker_threads: threads for plain `def` methods of all sessions together.
-        max_body_bytes: larger requests are refused.
+        max_body_bytes: larger requests and WebSocket messages are refused.
         config: by environment id, what every session's configuration starts from.
+        max_wait_s: how long a creation waits for a slot before it is `at_capacity`.
+        worker: number of this process among the `num_workers` of a server.
+        secret: what session and agent tokens are made with; workers of one server share it.
 
     Raises:
         ConfigError: an environment cannot be found, or two have one id.
@@ -97,99 +103,212 @@ def make_app(
         return served[env_id]
 
     manager = SessionManager(
-        resolve, max_sessions=max_sessions, worker_threads=worker_threads, config=config
+        resolve,
+        max_sessions=max_sessions,
+        worker_threads=worker_threads,
+        config=config,
+        max_wait_s=max_wait_s,
+        secret=secret,
+        worker=worker,
+        num_workers=num_workers,
     )
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI):
-        yield
-        await manager.aclose(_SHUTDOWN_S)
-
-    api = FastAPI(
-        title="agentrl environments",
-        version=protocol.PROTOCOL_VERSION,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
-    api.add_exception_handler(EnvError, _answer_env_error)
-    api.add_exception_handler(HTTPException, _answer_http_error)
-    api.add_exception_handler(RequestValidationError, _answer_invalid)
-    api.add_exception_handler(Exception, _answer_bug)
-
-    @api.post(
-        "/v1/sessions",
-        status_code=201,
-        summary="Open and reset a group of sessions",
-        openapi_extra=_body_of(protocol.CreateRequest, protocol.CreateReply, 201),
-    )
-    async def create(request: Request) -> Response:
-        body = protocol.decode_request(
-            await _read_body(request.receive, max_body_bytes), protocol.CreateRequest
-        )
-        reply = await manager.create(body, request.headers.get("Idempotency-Key"))
-        return _reply(protocol.encode(reply), 201)
-
-    @api.get("/v1/sessions/{session_id}", openapi_extra=_body_of(None, protocol.SessionStatus))
-    async def status(session_id: str) -> Response:
-        return _reply(protocol.encode(manager.status(session_id)))
-
-    @api.delete("/v1/sessions/{session_id}", status_code=204)
-    async def delete(session_id: str) -> Response:
-        manager.delete(session_id)
-        return Response(status_code=204)
-
-    @api.post(
-        "/v1/sessions/{session_id}/renew",
-        summary="Hold a session that has nothing to do yet",
-        openapi_extra=_body_of(protocol.RenewRequest, protocol.SessionStatus),
-    )
-    async def renew(session_id: str, request: Request) -> Response:
-        raw = await _read_body(request.receive, max_body_bytes)
-        body = protocol.decode_request(raw or b"{}", protocol.RenewRequest)
-        return _reply(protocol.encode(manager.renew(session_id, body.lease_s)))
-
-    @api.get("/v1/envs", openapi_extra=_body_of(None, protocol.EnvList))
-    async def environment_list() -> Response:
-        return _reply(protocol.encode(protocol.EnvList(list(served))))
-
-    @api.get("/v1/envs/{env_id}", openapi_extra=_body_of(None, protocol.EnvInfo))
-    async def info(
-        env_id: str,
-        config: Annotated[str | None, Query(description=_CONFIG)] = None,
-        timeout_s: Annotated[float | None, Query(gt=0, description=_LOADING)] = None,
-    ) -> Response:
-        reply = await manager.info(env_id, protocol.decode_config(config), timeout_s)
-        return _reply(protocol.encode(reply))
-
-    @api.get("/v1/envs/{env_id}/tasks", openapi_extra=_body_of(None, protocol.TaskList))
-    async def tasks(
-        env_id: str,
-        split: str,
-        start: Annotated[int, Query(ge=0)] = 0,
-        stop: Annotated[int | None, Query(ge=0)] = None,
-        config: Annotated[str | None, Query(description=_CONFIG)] = None,
-    ) -> Response:
-        last = start + 20 if stop is None else stop
-        if last - start > 1000:
-            raise make_error("invalid_request", "ask for at most 1000 tasks at a time")
-        previews = await manager.preview(env_id, split, start, last, protocol.decode_config(config))
-        return _reply(protocol.encode(protocol.TaskList(split, previews)))
-
-    @api.get("/healthz", openapi_extra=_body_of(None, protocol.Health))
-    async def healthz() -> Response:
-        state = "draining" if manager.draining else "ok"
-        health = protocol.Health(state, manager.num_live, manager.workers.num_abandoned)
-        return _reply(protocol.encode(health))
-
-    _describe(api)
-    return App(
-        api,
-        manager,
-        token=token,
-        loopback_only=loopback_only,
+    info = protocol.ServerInfo(
+        protocol_versions=[int(protocol.PROTOCOL_VERSION)],
+        environments=list(served),
+        workers=num_workers,
+        max_frames=protocol.MAX_FRAMES,
         max_body_bytes=max_body_bytes,
     )
+    return App(manager, info, Access(token or None, loopback_only, manager.secret))
+
+
+class App:
+    """The ASGI application."""
+
+    def __init__(self, manager: SessionManager, info: protocol.ServerInfo, access: Access) -> None:
+        self.manager = manager
+        self.max_body_bytes = info.max_body_bytes
+        self._access = access
+        self._sockets = Sockets()
+        self._service = Service(manager, Metrics(manager, self._sockets), info)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        try:
+            if scope["type"] == "http":
+                await self._answer(scope, receive, send)
+            else:
+                await self._open_socket(scope, receive, send)
+        except EnvError as error:
+            await _send_problem(send, error, scope["type"])
+        except Exception as error:  # a bug here, whose trace belongs in the log
+            logger.exception("%s %s", scope.get("method", "WebSocket"), scope["path"][:80])
+            message = f"internal error: {type(error).__name__}"
+            await _send_problem(send, make_error("env_error", message), scope["type"])
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        headers = dict(scope["headers"])
+        grant = self._access.check(path, scope["query_string"], headers)
+        if path == "/openapi.json" and method == "GET":
+            await _send(send, 200, _openapi(), JSON_TYPE)
+            return
+        operation, named = _find(method, path)
+        body: Any = None
+        if operation.request is not None or operation.raw_body:
+            body = await self._read_body(headers, receive)
+            if operation.request is not None:
+                raw = b"{}" if operation.optional_body and not body else body
+                body = protocol.decode_request(raw, operation.request)
+        query = None
+        if operation.query is not None:
+            query = _decode_query(scope["query_string"], operation.query)
+        call = Call(named, body, query, headers, grant)
+        reply = await operation.handler(self._service, call)
+        await _send(send, operation.status, reply, operation.media_type)
+
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        """The request's body.
+
+        Raises:
+            EnvError: `payload_too_large`, or `request_timeout` if it does not arrive.
+        """
+        limit = self.max_body_bytes
+        too_large = f"a body may have {limit} bytes at most"
+        # The parser has seen to it that this is a number.
+        if int(headers.get(b"content-length", b"0")[:20]) > limit:
+            raise make_error("payload_too_large", too_large)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise make_error("request_timeout", "the client went away")
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > limit:
+                        raise make_error("payload_too_large", too_large)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise make_error("request_timeout", "the body did not arrive in time") from None
+
+    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        grant = self._access.check(scope["path"], scope["query_string"], headers)
+        if scope["path"] != openapi.SOCKET_PATH:
+            raise make_error("not_found", f"the WebSocket is at {openapi.SOCKET_PATH}")
+        await serve_socket(self.manager, self._sockets, grant, scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        assert message["type"] == "lifespan.shutdown"
+        await self.manager.aclose(_SHUTDOWN_S)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+# Finding the call
+
+_PATHS: dict[str, dict[str, Operation]] = {}
+"""Calls by path and method."""
+for _operation in OPERATIONS:
+    _PATHS.setdefault(_operation.path, {})[_operation.method] = _operation
+_NAMED_PATH = re.compile(r"(/v1/)(sessions|envs)/([^/]+)(/[a-z]+)?")
+_PARAMETERS = {"sessions": "{session_id}", "envs": "{env_id}"}
+
+
+def _find(method: str, path: str) -> tuple[Operation, str]:
+    """The operation, and the id that the path names.
+
+    Raises:
+        EnvError: `not_found` or `method_not_allowed`.
+    """
+    named = ""
+    methods = _PATHS.get(path)
+    if methods is None and (match := _NAMED_PATH.fullmatch(path)):
+        prefix, kind, named, rest = match.groups("")
+        methods = _PATHS.get(f"{prefix}{kind}/{_PARAMETERS[kind]}{rest}")
+    if methods is None and path == openapi.SOCKET_PATH and method == "GET":
+        raise EnvError("this is a WebSocket: send a handshake", code="invalid_request", status=426)
+    if methods is None:
+        allowed = {"/openapi.json": "GET", openapi.SOCKET_PATH: "GET"}.get(path)
+        if allowed is None:
+            raise make_error("not_found", f"there is nothing at {path[:200]}")
+        raise MethodNotAllowed(allowed)
+    operation = methods.get(method)
+    if operation is None:
+        raise MethodNotAllowed(", ".join(methods))
+    return operation, named
+
+
+class MethodNotAllowed(EnvError):
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"send {allowed}", code="method_not_allowed", status=405)
+        self.allowed = allowed
+
+
+def _decode_query(query: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    try:
+        given = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=64))
+        return msgspec.convert(given, kind, strict=False)
+    except ValueError as error:  # msgspec's ValidationError is one
+        raise make_error("invalid_request", f"query: {error}") from error
+
+
+@functools.cache
+def _openapi() -> bytes:
+    return msgspec.json.encode(openapi.document())
+
+
+# Answering
+
+_VERSION = (
+    protocol.PROTOCOL_HEADER.lower().encode(),
+    protocol.PROTOCOL_VERSION.encode(),
+)
+
+
+async def _send(
+    send: Send,
+    status: int,
+    body: bytes,
+    media_type: str,
+    *more: tuple[bytes, bytes],
+    prefix: str = "",
+) -> None:
+    headers = [_VERSION, (b"content-length", b"%d" % len(body)), *more]
+    if status == 204:
+        headers = [_VERSION]
+    else:
+        headers.append((b"content-type", media_type.encode()))
+    await send({"type": prefix + "http.response.start", "status": status, "headers": headers})
+    await send({"type": prefix + "http.response.body", "body": body})
+
+
+async def _send_problem(send: Send, error: EnvError, kind: str) -> None:
+    """Problem details, to a request or in place of accepting a WebSocket."""
+    more: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        more.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+    if error.status == 401:
+        more.append((b"www-authenticate", b"Bearer"))
+    if error.status == 426:
+        more.append((b"upgrade", b"websocket"))
+    if isinstance(error, MethodNotAllowed):
+        more.append((b"allow", error.allowed.encode()))
+    if error.status in (408, 413) or kind == "websocket":
+        more.append((b"connection", b"close"))  # the rest of the body is not going to be read
+    body = protocol.encode(protocol.to_problem(error))
+    prefix = "websocket." if kind == "websocket" else ""
+    await _send(send, error.status, body, protocol.PROBLEM_TYPE, *more, prefix=prefix)
+
+
+# Serving
 
 
 def serve(
@@ -234,6 +353,11 @@ def uvicorn_config(app: App) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=LimitedProtocol,
+        ws=SocketProtocol,
+        ws_max_size=app.max_body_bytes,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
+        ws_per_message_deflate=False,  # costs more than it saves, and memory per socket
         log_level="warning",
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -241,19 +365,8 @@ def uvicorn_config(app: App) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         lifespan="on",
-        ws="none",
         proxy_headers=False,
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address stands for this machine alone."""
-    if host.rstrip(".").lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class _Server(uvicorn.Server):
@@ -307,226 +420,3 @@ def listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {reason}; choose another --port"
         ) from None
     return listener
-
-
-class App:
-    """The ASGI application: what every request passes (host, origin, token, protocol version and
-    announced size), in front of the FastAPI application.
-
-    A step, which is called for every turn of every episode, is answered right here: the way through
-    FastAPI would cost more than the step.
-    """
-
-    def __init__(
-        self,
-        api: FastAPI,
-        manager: SessionManager,
-        *,
-        token: str | None,
-        loopback_only: bool,
-        max_body_bytes: int,
-    ) -> None:
-        self.api = api
-        self.manager = manager
-        self._token = token.encode() if token else None
-        self._loopback_only = loopback_only
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.api(scope, receive, send)
-            return
-        headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
-        error = self._refuse(scope["path"], headers)
-        if error is not None:
-            await _problem(error)(scope, receive, send)
-        elif scope["method"] == "POST" and (match := _STEP.fullmatch(scope["path"])):
-            await self._step(match[1], scope, receive, send)
-        else:
-            await self.api(scope, receive, send)
-
-    async def _step(self, session_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request = protocol.decode_request(
-                await _read_body(receive, self._max_body_bytes), protocol.StepRequest
-            )
-            body = await self.manager.step(session_id, request)
-        except EnvError as error:
-            await _problem(error)(scope, receive, send)
-            return
-        except Exception as error:  # a bug here, whose trace belongs in the log
-            logger.exception("step of session %s", session_id[:8])
-            await _problem(_bug(error))(scope, receive, send)
-            return
-        headers = [*_RAW_HEADERS, (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    def _refuse(self, path: str, headers: dict[bytes, str]) -> EnvError | None:
-        if self._loopback_only:
-            host, origin = headers.get(b"host", ""), headers.get(b"origin")
-            if not _names_loopback(f"//{host}"):
-                return make_error("forbidden", f"this server answers on localhost, not as '{host}'")
-            if origin is not None and not _names_loopback(origin):
-                return make_error("forbidden", f"requests from the origin '{origin}' are refused")
-        if self._token is not None and path != "/healthz":
-            scheme, _, given = headers.get(b"authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(
-                given.encode("latin-1"), self._token
-            ):
-                return make_error(
-                    "unauthorized",
-                    f"send the server's token as 'Authorization: Bearer ...' "
-                    f"(clients read it from {protocol.TOKEN_VARIABLE})",
-                )
-        version = headers.get(_PROTOCOL_KEY, protocol.PROTOCOL_VERSION)
-        if version != protocol.PROTOCOL_VERSION:
-            return make_error(
-                "invalid_request",
-                f"this server speaks protocol {protocol.PROTOCOL_VERSION}, not {version[:20]}",
-            )
-        length = headers.get(b"content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body_bytes:
-            return make_error(
-                "payload_too_large", f"a body may have {self._max_body_bytes} bytes at most"
-            )
-        return None
-
-
-@functools.lru_cache(maxsize=256)
-def _names_loopback(url: str) -> bool:
-    try:
-        return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:
-        return False
-
-
-async def _read_body(receive: Receive, limit: int) -> bytes:
-    """The request's body.
-
-    Raises:
-        EnvError: `payload_too_large`, or `request_timeout` if it does not arrive.
-    """
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise make_error("request_timeout", "the client went away")
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                if size > limit:
-                    raise make_error("payload_too_large", f"a body may have {limit} bytes at most")
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
-    except TimeoutError:
-        raise make_error("request_timeout", "the body did not arrive in time") from None
-
-
-_HEADERS = {protocol.PROTOCOL_HEADER: protocol.PROTOCOL_VERSION}
-_PROTOCOL_KEY = protocol.PROTOCOL_HEADER.lower().encode()
-_RAW_HEADERS = [
-    (_PROTOCOL_KEY, protocol.PROTOCOL_VERSION.encode()),
-    (b"content-type", _JSON.encode()),
-]
-
-
-def _reply(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, _HEADERS, _JSON)
-
-
-def _problem(error: EnvError) -> Response:
-    headers = dict(_HEADERS)
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.status in (408, 413):
-        headers["Connection"] = "close"  # the rest of the body is not going to be read
-    body = protocol.encode(protocol.to_problem(error))
-    return Response(body, error.status, headers, protocol.PROBLEM_TYPE)
-
-
-async def _answer_env_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, EnvError)
-    return _problem(error)
-
-
-async def _answer_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    return _problem(make_error(codes.get(error.status_code, "invalid_request"), str(error.detail)))
-
-
-async def _answer_invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problems = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors())
-    return _problem(make_error("invalid_request", problems))
-
-
-async def _answer_bug(request: Request, error: Exception) -> Response:
-    # Starlette raises it again after this answer, so its trace reaches the log.
-    return _problem(_bug(error))
-
-
-def _bug(error: Exception) -> EnvError:
-    return make_error("env_error", f"internal error: {type(error).__name__}")
-
-
-_REQUESTS = (protocol.CreateRequest, protocol.StepRequest, protocol.RenewRequest)
-_REPLIES = (
-    protocol.CreateReply,
-    protocol.StepReply,
-    protocol.SessionStatus,
-    protocol.EnvInfo,
-    protocol.EnvList,
-    protocol.TaskList,
-    protocol.Health,
-    protocol.Problem,
-)
-_STRING = {"type": "string"}
-_REF = "#/components/schemas/{name}"
-
-
-def _body_of(
-    request: type[msgspec.Struct] | None, reply: type[msgspec.Struct], status: int = 200
-) -> dict[str, Any]:
-    """What FastAPI cannot see of a route that reads and answers raw bytes."""
-
-    def content(kind: type[msgspec.Struct], media_type: str = _JSON) -> dict[str, Any]:
-        return {"content": {media_type: {"schema": {"$ref": _REF.format(name=kind.__name__)}}}}
-
-    problem = content(protocol.Problem, protocol.PROBLEM_TYPE)
-    extra: dict[str, Any] = {
-        "responses": {
-            str(status): {"description": reply.__name__, **content(reply)},
-            "default": {"description": "Problem details", **problem},
-        }
-    }
-    if request is not None:
-        extra["requestBody"] = {"required": True, **content(request)}
-    return extra
-
-
-def _describe(api: FastAPI) -> None:
-    """Add the wire types and the step route to the OpenAPI document."""
-    generate = api.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document["paths"][_STEP_PATH] = {
-            "post": {
-                "summary": "Take one step, exactly once",
-                "parameters": [
-                    {"name": "session_id", "in": "path", "required": True, "schema": _STRING}
-                ],
-                **_body_of(protocol.StepRequest, protocol.StepReply),
-            }
-        }
-        _, schemas = msgspec.json.schema_components((*_REQUESTS, *_REPLIES), ref_template=_REF)
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
-        return document
-
-    api.openapi = openapi  # type: ignore[method-assign]

@@ -1,77 +1,66 @@
-"""Sessions: the life of episodes in one process, whoever calls, in-process or over HTTP.
-
-This is the environment side's boundary. An author's exception, whatever it is, is caught here and
-nowhere else, recorded in the episode's log line and turned into a problem code. The rules:
+"""Sessions: the life of episodes in one process, whoever calls, in-process or over the wire.
 
 * **Exactly once.** A step names the index the session is at. The same index with the same action
   gets the same reply again (`replayed`), waiting for it if it is still running; the same index with
-  another action, or any other index, is a `step_conflict`.
+  another action, or any other index, is a `step_conflict`. A reset in place takes an index too, so
+  the index only ever grows.
 * **Deadlines are enforced**, not advised: the caller has its answer at the deadline, whether or not
   the author's code reacts to being cancelled. A step that ran out of time is `step_timeout` and
   the session takes no other, unless the environment is `cancel_safe`: then it counts as not taken.
 * **Leases.** Every call renews; a running step holds the lease; an expired session is closed and
   answers `session_expired`. A live session is never reaped.
 * **Never a fresh environment by surprise.** A step after the end is `episode_done`.
-* **Bounded.** More live sessions than an environment's or the process's limit are `at_capacity`.
+* **Bounded.** See `admission` for new sessions, `snapshots` for what forks start from.
+
+A session has one episode at a time, and an episode has an instance of its own: a reset in place and
+a fork begin with a new one, so nothing of an earlier episode can be left in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import json
 import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from agentrl.env import protocol
-from agentrl.env.base import Environment, describe, load_config
-from agentrl.env.episode import start_episode, take_turn
+from agentrl.env.admission import MAX_WAIT_S, Admission, draining
+from agentrl.env.base import Environment, can_snapshot
+from agentrl.env.boundary import Background, to_env_error
+from agentrl.env.instances import Instance, Instances
 from agentrl.env.protocol import (
+    AgentCall,
+    AgentReply,
+    AgentTools,
     CreateReply,
     CreateRequest,
     EnvInfo,
+    ResetRequest,
     SessionReply,
     SessionStatus,
+    SnapshotReply,
+    SnapshotRequest,
     StepReply,
     StepRequest,
     TaskPreview,
-    TaskSpec,
     make_error,
 )
-from agentrl.env.tools import tools_of
+from agentrl.env.snapshots import Snapshots
+from agentrl.env.sources import CLOSE_TIMEOUT_S, Sources
+from agentrl.env.stats import Stats, count
+from agentrl.env.turn import Turn
 from agentrl.env.workers import WorkerPool
-from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
-from agentrl.types import JSON, Action, Task
+from agentrl.errors import EnvError
+from agentrl.types import JSON
 
 logger = logging.getLogger("agentrl.env")
 
-T = TypeVar("T")
-
 DEFAULT_LEASE_S = 300.0
 MAX_TIMEOUT_S = 6 * 3600.0
-CLOSE_TIMEOUT_S = 30.0
-"""Deadline of an environment's `close`."""
-_MAX_SOURCES = 64
-"""Configurations kept loaded; the longest unused goes first."""
 _MAX_TOMBSTONES = 16_384
-
-
-@dataclass(slots=True, eq=False)
-class _Source:
-    """One configuration of one environment: what its sessions share."""
-
-    environment: type[Environment]
-    config: Any
-    loading: asyncio.Task[None] | None = None
-    instance: Environment | None = None
-    """Answers `splits` and `get` for all sessions; there once loading is done."""
-    splits: dict[str, int | None] = field(default_factory=dict)
-    num_sessions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,44 +70,20 @@ class _Creation:
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
-    index: int
-    action: Action
-    last: bool
-    previous: _Turn | None
-    """The turn before, while this one runs."""
-    waiters: list[asyncio.Future[bytes]] = field(default_factory=list)
-    """One for each caller that waits, so that a caller who goes away disturbs no other."""
-    outcome: bytes | EnvError | None = None
-    """The encoded reply, or why there is none; None while the step runs."""
-    task: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
 class _Session:
     id: str
-    source: _Source
-    environment: Environment
-    task: Task
-    seed: int
+    instance: Instance
     lease_s: float
     expires: float
     """On the event loop's clock."""
-    first: list[dict[str, Any]] = field(default_factory=list)
     step: int = 0
     status: str = "live"
-    turn: _Turn | None = None
-    """The step that runs, or the last that ran."""
-    stuck: asyncio.Task[None] | None = None
-    """A step that ran out of time in a `cancel_safe` environment; the next one waits until it has
-    stopped."""
-    started: float = field(default_factory=time.monotonic)
-    reward: float = 0.0
+    turn: Turn | None = None
+    """The turn that runs, or the last that ran."""
     key: str | None = None
     """The Idempotency-Key it was opened with."""
-    retired: bool = False
-    """Its environment was, or is being, closed."""
+    alarm: asyncio.TimerHandle | None = None
+    """Goes off at the deadline of a step, or before: see `_set_alarm`."""
 
     @property
     def busy(self) -> bool:
@@ -135,6 +100,10 @@ class SessionManager:
         max_sessions: int | None = None,
         worker_threads: int = 32,
         config: Mapping[str, Mapping[str, JSON]] | None = None,
+        max_wait_s: float = MAX_WAIT_S,
+        secret: bytes | None = None,
+        worker: int | str = 0,
+        num_workers: int = 1,
     ) -> None:
         """
         Args:
@@ -143,24 +112,55 @@ class SessionManager:
                 environment's own limit.
             worker_threads: threads for plain `def` methods of all sessions together.
             config: by environment id, what every session's configuration starts from.
+            max_wait_s: how long a creation waits for a slot before it is `at_capacity`.
+            secret: what session and agent tokens are made with; workers of one server share it.
+            worker: number of this process among the `num_workers` of a server; where there are
+                several, session ids begin with it.
         """
-        self.workers = WorkerPool(worker_threads, max_abandoned=worker_threads)
+        self.workers = WorkerPool(worker_threads)
         self.draining = False
-        self._resolve = resolve
-        self._max_sessions = max_sessions
-        self._config = config or {}
-        self._sources: OrderedDict[tuple[type, str], _Source] = OrderedDict()
+        self.secret = secret or secrets.token_bytes(32)
+        prefix = f"{worker}-" if num_workers > 1 else ""
+        self._background = Background()
+        self._sources = Sources(resolve, config or {}, self.workers, self._background)
+        self._admission = Admission(max_sessions, max_wait_s)
+        self._snapshots = Snapshots()
+        self._stats = Stats()
+        self._instances = Instances(
+            self._background, self._admission, self._sources, self._snapshots, self._stats, prefix
+        )
         self._sessions: dict[str, _Session] = {}
-        self._live: dict[str, int] = {}
-        """Slots in use, by environment id; a slot is free again once its environment is closed."""
         self._tombstones: OrderedDict[str, str] = OrderedDict()
         self._creations: dict[str, _Creation] = {}
-        self._background: set[asyncio.Task[Any]] = set()
         self._reaper: asyncio.Task[None] | None = None
 
     @property
     def num_live(self) -> int:
-        return sum(self._live.values())
+        return self._admission.num_live
+
+    @property
+    def stats(self) -> Stats:
+        """The counters, as they are now."""
+        stats = self._stats
+        stats.live = dict(self._admission.live)
+        stats.waiting = self._admission.num_waiting
+        stats.breakers = self._admission.breaker_states()
+        stats.snapshot_bytes = self._snapshots.num_bytes
+        stats.abandoned_threads = self.workers.num_abandoned
+        stats.stuck_calls = len(self._background.stuck)
+        return stats
+
+    def readiness(self) -> str | None:
+        """Why this process should get no new sessions; None if it may."""
+        if self.draining:
+            return "the server is shutting down"
+        hung, most = self.workers.num_abandoned, self.workers.max_abandoned
+        if 2 * hung >= most:
+            return (
+                f"{hung} threads hang past their deadline, and at {most} calls are refused: "
+                "restart the process, and use isolation = 'process'"
+            )
+        return None
 
     # Environments and tasks
 
@@ -170,26 +170,11 @@ class SessionManager:
         config: Mapping[str, JSON] | None = None,
         timeout_s: float | None = None,
     ) -> EnvInfo:
-        """What an environment is under a configuration, which this loads.
-
-        Raises:
-            EnvError: `reset_timeout`, retryable, if loading takes longer than `timeout_s` (by
-                default the environment's `reset_timeout_s`): it goes on meanwhile.
-        """
-        environment = self._environment(env_id)
-        source = await self._source(
-            environment, config or {}, timeout_s or environment.reset_timeout_s
-        )
-        assert source.instance is not None
-        return EnvInfo(
-            id=environment.id,
-            description=inspect.cleandoc(environment.__doc__ or ""),
-            tools=_tool_specs(source.instance),
-            splits=source.splits,
-            config_schema=environment.Config.model_json_schema(),
-            max_sessions=self._limit(environment),
-            cancel_safe=environment.cancel_safe,
-        )
+        """See `Sources.info`."""
+        environment = self._sources.environment(env_id)
+        info = await self._sources.info(environment, config or {}, timeout_s)
+        info.max_sessions = self._admission.limit(environment)
+        return info
 
     async def preview(
         self,
@@ -200,166 +185,70 @@ class SessionManager:
         config: Mapping[str, JSON] | None = None,
     ) -> list[TaskPreview]:
         """Tasks `[start, stop)` of a split, without what would give their answers away."""
-        environment = self._environment(env_id)
-        source = await self._source(environment, config or {}, environment.reset_timeout_s)
-        size = self._split_size(source, split)
-        last = stop if size is None else min(stop, size)
-        tasks = await self._bounded(
-            self._guard(self._get_tasks(source, split, range(start, last)), environment, None),
-            environment.reset_timeout_s,
-            make_error("reset_timeout", f"reading tasks of '{env_id}' ran out of time"),
-        )
-        previews = []
-        for index, task in zip(range(start, last), tasks, strict=True):
-            prompt: Any = task.prompt
-            previews.append(TaskPreview(index, task.id, prompt))
-        return previews
-
-    async def _get_tasks(self, source: _Source, split: str, indices: Iterable[int]) -> list[Task]:
-        assert source.instance is not None
-
-        def get(instance: Environment = source.instance) -> list[Task]:
-            return [instance.get(split, index) for index in indices]
-
-        return await self.workers.run(get)
+        environment = self._sources.environment(env_id)
+        return await self._sources.preview(environment, config or {}, split, start, stop)
 
     # Opening
 
-    async def create(
-        self, request: CreateRequest, idempotency_key: str | None = None
-    ) -> CreateReply:
-        """Open `request.count` sessions, all or none.
+    async def create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
+        """Open `request.count` sessions, all or none, waiting a while for free slots.
 
-        A repeated call with the same key gets the same sessions, until one of them is closed. It
-        runs to its end even when its caller goes away; sessions nobody claims expire.
+        A repeated call with the same idempotency key gets the same sessions, until one of them is
+        closed. It runs to its end even when its caller goes away; sessions nobody claims expire.
         """
-        if idempotency_key is None:
-            return await asyncio.shield(self._spawn(self._create(request)))
-        creation = self._creations.get(idempotency_key)
+        if key is None:
+            return await asyncio.shield(self._background.spawn(self._create(request)))
+        creation = self._creations.get(key)
         if creation is None:
-            task = self._spawn(self._create(request, idempotency_key))
-            creation = self._creations[idempotency_key] = _Creation(request, task)
-            task.add_done_callback(lambda task: self._forget_failed(idempotency_key, task))
+            task = self._background.spawn(self._create(request, key))
+            creation = self._creations[key] = _Creation(request, task)
+            task.add_done_callback(lambda task: self._forget_failed(key, task))
         elif creation.request != request:
             raise make_error(
                 "idempotency_conflict",
                 "this Idempotency-Key came before with another request; use a fresh one",
             )
+        else:
+            self._stats.replayed += 1
         return await asyncio.shield(creation.task)
-
-    async def _create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
-        if self.draining:
-            raise make_error("draining", "the server is shutting down", retry_after_s=5.0)
-        environment = self._environment(request.env)
-        self._reserve(environment, request.count)
-        opened: list[_Session] = []
-        try:
-            timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
-            deadline = asyncio.get_running_loop().time() + timeout_s
-            source = await self._source(environment, request.config, timeout_s)
-            # A source in use is not dropped; from here on these sessions use it.
-            source.num_sessions += request.count
-            try:
-                task = await self._task(source, request.task, deadline)
-                opened = [self._make_session(source, task, request) for _ in range(request.count)]
-                resets = [self._spawn(self._reset(session, deadline)) for session in opened]
-                outcomes = await asyncio.gather(*resets, return_exceptions=True)
-            finally:
-                source.num_sessions -= request.count - len(opened)
-        finally:
-            self._live[environment.id] -= request.count - len(opened)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failures:
-            for session, outcome in zip(opened, outcomes, strict=True):
-                code = outcome.code if isinstance(outcome, EnvError) else "group_failed"
-                self._retire(session, code, failures[0])
-            raise failures[0]
-        loop = asyncio.get_running_loop()
-        for session in opened:
-            session.expires = loop.time() + session.lease_s
-            session.key = key
-            self._sessions[session.id] = session
-        if self._reaper is None:
-            self._reaper = self._spawn(self._reap())
-        return CreateReply([self._session_reply(session) for session in opened])
 
     def _forget_failed(self, key: str, task: asyncio.Task[CreateReply]) -> None:
         if task.cancelled() or task.exception() is not None:  # it opened nothing
             self._creations.pop(key, None)
 
-    def _make_session(self, source: _Source, task: Task, request: CreateRequest) -> _Session:
-        assert source.instance is not None
-        environment = source.environment(source.config, shared=source.instance.shared)
-        environment._workers = self.workers
-        return _Session(
-            id=secrets.token_urlsafe(16),
-            source=source,
-            environment=environment,
-            task=task,
-            seed=request.seed,
-            lease_s=request.lease_s or DEFAULT_LEASE_S,
-            expires=0.0,
+    async def _create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
+        try:
+            if self.draining:
+                raise draining()
+            environment = self._sources.environment(request.env)
+            timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
+            instances = await self._instances.open_group(environment, request, timeout_s)
+        except EnvError as error:
+            count(self._stats.refused, error.code)
+            raise
+        lease_s = request.lease_s or DEFAULT_LEASE_S
+        expires = asyncio.get_running_loop().time() + lease_s
+        sessions = [
+            _Session(each.session_id, each, lease_s, expires, each.first_step, key=key)
+            for each in instances
+        ]
+        self._sessions.update((session.id, session) for session in sessions)
+        if self._reaper is None:
+            self._reaper = self._background.spawn(self._reap())
+        return CreateReply([self._session_reply(session) for session in sessions])
+
+    def _session_reply(self, session: _Session) -> SessionReply:
+        return SessionReply(
+            id=session.id,
+            task_id=session.instance.task.id,
+            lease_expires_at=self._lease_end(session),
+            lease_s=session.lease_s,
+            step=session.step,
+            observation=session.instance.first,
+            tools=session.instance.runner.tools,
+            token=protocol.session_token(self.secret, session.id),
+            agent_token=protocol.agent_token(self.secret, session.id),
         )
-
-    async def _reset(self, session: _Session, deadline: float) -> None:
-        environment = session.environment
-        session.first = await self._bounded(
-            self._guard(
-                _first_prompt(environment, session.task, session.seed), environment, session.task
-            ),
-            deadline - asyncio.get_running_loop().time(),
-            make_error("reset_timeout", f"reset of '{environment.id}' ran out of time"),
-        )
-
-    async def _task(self, source: _Source, spec: TaskSpec, deadline: float) -> Task:
-        if spec.inline is not None:
-            return protocol.from_inline(spec.inline)
-        assert spec.split is not None and spec.index is not None  # TaskSpec checked it
-        size = self._split_size(source, spec.split)
-        if size is not None and spec.index >= size:
-            raise make_error(
-                "invalid_request",
-                f"split '{spec.split}' of '{source.environment.id}' has {size} tasks, "
-                f"so no index {spec.index}",
-            )
-        tasks = await self._bounded(
-            self._guard(
-                self._get_tasks(source, spec.split, (spec.index,)), source.environment, None
-            ),
-            deadline - asyncio.get_running_loop().time(),
-            make_error("reset_timeout", f"get() of '{source.environment.id}' ran out of time"),
-        )
-        return tasks[0]
-
-    def _split_size(self, source: _Source, split: str) -> int | None:
-        if split not in source.splits:
-            raise make_error(
-                "invalid_request",
-                f"environment '{source.environment.id}' has no split '{split}'; it has "
-                f"{', '.join(source.splits) or 'none: send the task inline'}",
-            )
-        return source.splits[split]
-
-    def _reserve(self, environment: type[Environment], count: int) -> None:
-        limit = self._limit(environment)
-        if count > limit:
-            raise make_error(
-                "invalid_request",
-                f"a group of {count} never fits: '{environment.id}' takes {limit} sessions",
-            )
-        used = self._live.get(environment.id, 0)
-        total = self.num_live
-        if used + count > limit or (self._max_sessions and total + count > self._max_sessions):
-            raise make_error(
-                "at_capacity",
-                f"{used} of {limit} sessions of '{environment.id}' are in use; close some, or "
-                "raise max_sessions",
-                retry_after_s=1.0,
-            )
-        self._live[environment.id] = used + count
-
-    def _limit(self, environment: type[Environment]) -> int:
-        return min(environment.max_sessions, self._max_sessions or environment.max_sessions)
 
     # Stepping
 
@@ -368,110 +257,290 @@ class SessionManager:
 
         Returns a `StepReply` as JSON.
         """
+        return await self._step(session_id, request)
+
+    def _step(self, session_id: str, request: StepRequest) -> asyncio.Future[bytes]:
         session = self._session(session_id)
-        action = protocol.from_wire_action(request.action)
+        # Encoded, because the author's code may change the very objects of the request.
+        body = protocol.encode(request.action) + (b"last" if request.last else b"")
         turn = session.turn
         if turn is not None and turn.index == request.step:
-            if turn.action != action or turn.last != request.last:
+            if turn.body != body:
                 raise make_error(
                     "step_conflict",
                     f"step {request.step} of this session was asked for with another body",
                 )
-            reply = protocol.decode_reply(await _outcome(turn), StepReply)
-            reply.replayed = True
-            return protocol.encode(reply)
-        if request.step != session.step or session.busy:
-            raise make_error(
-                "step_conflict", f"this session is at step {session.step}, not {request.step}"
-            )
+            return self._background.spawn(self._replay(turn))
+        self._check_index(session, request.step)
         if session.status != "live":
             raise make_error(
-                "episode_done", "the episode is over; open a new session for another one"
+                "episode_done",
+                "the episode is over; reset the session, or open a new one, for another episode",
             )
-        return await _outcome(self._start_turn(session, action, request))
+        loop, instance = asyncio.get_running_loop(), session.instance
+        session.turn = turn = Turn(session.step, body, session.turn, loop.time())
+        turn.task = instance.running = loop.create_task(self._run_step(session, turn, request))
+        seconds = request.timeout_s or instance.environment.step_timeout_s
+        turn.deadline = turn.started + min(seconds, MAX_TIMEOUT_S)
+        if session.alarm is None or session.alarm.when() > turn.deadline:
+            self._set_alarm(session, turn.deadline)
+        return turn.waiter()
 
-    def _start_turn(self, session: _Session, action: Action, request: StepRequest) -> _Turn:
-        loop = asyncio.get_running_loop()
-        seconds = min(request.timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
-        session.turn = turn = _Turn(session.step, action, request.last, previous=session.turn)
-        turn.task = loop.create_task(self._run_turn(session, turn))
-        turn.timer = loop.call_later(seconds, self._expire_turn, session, turn, seconds)
-        return turn
+    def _set_alarm(self, session: _Session, when: float) -> None:
+        """Watch the deadlines of a session's steps.
 
-    async def _run_turn(self, session: _Session, turn: _Turn) -> None:
-        environment = session.environment
-        try:
-            if session.stuck is not None:
-                await asyncio.wait({session.stuck})
-                session.stuck = None
-            reply, body = await self._guard(
-                _answer(environment, turn, session.step + 1), environment, session.task
-            )
-        except EnvError as error:
-            error.retryable = False  # the step was taken; asking again repeats this answer
-            self._fail_turn(session, turn, error)
+        An alarm is left standing when its step ends, and set again for the step that runs when it
+        goes off. So there is one per session and minute, not one per step to make and cancel.
+        """
+        if session.alarm is not None:
+            session.alarm.cancel()
+        session.alarm = asyncio.get_running_loop().call_at(when, self._on_alarm, session)
+
+    def _on_alarm(self, session: _Session) -> None:
+        session.alarm = None
+        turn = session.turn
+        if turn is None or turn.outcome is not None or turn.deadline is None:
             return
+        if turn.deadline <= asyncio.get_running_loop().time():
+            self._expire_step(session, turn)
+        else:
+            self._set_alarm(session, turn.deadline)
+
+    def _check_index(self, session: _Session, index: int) -> None:
+        if index != session.step:
+            message = f"this session is at step {session.step}, not {index}"
+        elif session.busy:
+            message = f"step {index} of this session is running"
+        else:
+            return
+        raise make_error("step_conflict", message)
+
+    async def _run_step(self, session: _Session, turn: Turn, request: StepRequest) -> None:
+        instance = session.instance
+        try:
+            if instance.before is not None:
+                await asyncio.wait({instance.before})
+                instance.before = None
+            action = protocol.from_wire_action(request.action)
+            result = await instance.runner.turn(action, last=request.last)
+            # Encoded here, where a value that is not JSON is still an error of the environment.
+            body = protocol.encode(protocol.to_step_reply(result, turn.index + 1))
         except asyncio.CancelledError:
-            error = make_error("env_error", f"'{environment.id}' cancelled its own step")
-            self._fail_turn(session, turn, error)
+            error = make_error("env_error", f"'{instance.environment.id}' cancelled its own step")
+            self._fail(session, turn, error)
             raise
+        except (Exception, SystemExit) as raised:  # the boundary to an author's code
+            error = to_env_error(raised, instance.environment.id, instance.task)
+            error.retryable = False  # the step was taken; asking again repeats this answer
+            self._fail(session, turn, error)
+            return
         if turn.outcome is not None:  # the deadline had passed, or the session was closed
             return
         session.step += 1
-        session.reward += reply.reward
-        if reply.terminated or reply.truncated:
+        instance.turns += 1
+        instance.reward += result.reward
+        if result.terminated or result.truncated:
             session.status = "ended"
-            self._retire(session, "terminated" if reply.terminated else "truncated")
+            self._instances.retire(instance, "terminated" if result.terminated else "truncated")
         self._settle(session, turn, body)
 
-    def _expire_turn(self, session: _Session, turn: _Turn, seconds: float) -> None:
-        if turn.outcome is not None:
-            return
+    def _expire_step(self, session: _Session, turn: Turn) -> None:
+        assert turn.deadline is not None
+        instance, seconds = session.instance, turn.deadline - turn.started
         error = make_error(
-            "step_timeout", f"the step of '{session.environment.id}' took more than {seconds:g} s"
+            "step_timeout", f"the step of '{instance.environment.id}' took more than {seconds:g} s"
         )
-        if session.environment.cancel_safe:
+        if instance.environment.cancel_safe:
             error.retryable = True
-            session.turn, session.stuck = turn.previous, session.stuck or turn.task
+            session.turn, instance.before = turn.previous, instance.before or turn.task
             self._settle(session, turn, error)
         else:
-            self._fail_turn(session, turn, error)
+            self._fail(session, turn, error)
+            instance.runner.kill()
         if turn.task is not None:
-            turn.task.cancel()
+            self._background.stop(turn.task)
 
-    def _fail_turn(self, session: _Session, turn: _Turn, error: EnvError) -> None:
+    def _fail(self, session: _Session, turn: Turn, error: EnvError) -> None:
         if turn.outcome is not None:
             return
         session.status = "failed"
-        self._retire(session, error.code, error)
+        self._instances.retire(session.instance, error.code, error)
         self._settle(session, turn, error)
 
-    def _settle(self, session: _Session, turn: _Turn, outcome: bytes | EnvError) -> None:
-        if turn.timer is not None:
-            turn.timer.cancel()
-        turn.timer = turn.previous = None
-        turn.outcome = outcome
-        for waiter in turn.waiters:
-            if waiter.done():  # its caller went away
-                continue
-            if isinstance(outcome, EnvError):
-                waiter.set_exception(outcome)
-            else:
-                waiter.set_result(outcome)
-        turn.waiters.clear()
-        self._renew(session)
+    def _settle(self, session: _Session, turn: Turn, outcome: bytes | EnvError) -> None:
+        turn.settle(outcome)
+        now = asyncio.get_running_loop().time()
+        session.expires = now + session.lease_s
+        self._stats.add_step(session.instance.environment.id, now - turn.started)
+
+    async def _replay(self, turn: Turn) -> bytes:
+        self._stats.replayed += 1
+        reply = protocol.decode_reply(await turn.wait(), StepReply)
+        reply.replayed = True
+        return protocol.encode(reply)
+
+    # Another episode in the same session
+
+    async def reset(self, session_id: str, request: ResetRequest) -> SessionReply:
+        """Start another episode in the session, whose index goes on growing.
+
+        A repeated call gets the same reply. When the new episode cannot be started the old one is
+        gone nevertheless, and the session is `failed` until a reset succeeds; only a reset that
+        is refused as it stands (`invalid_request`, an open breaker) leaves everything as it was.
+        """
+        return protocol.decode_reply(await self._reset(session_id, request), SessionReply)
+
+    async def _reset(self, session_id: str, request: ResetRequest) -> bytes:
+        session = self._session(session_id)
+        body = b"reset" + protocol.encode(ResetRequest(0, request.task, request.seed))
+        turn = session.turn
+        if turn is not None and turn.index == request.step and turn.body == body:
+            self._stats.replayed += 1
+            return await turn.wait()
+        self._check_index(session, request.step)
+        if self.draining:
+            raise draining()
+        started = asyncio.get_running_loop().time()
+        session.turn = turn = Turn(session.step, body, session.turn, started)
+        turn.task = self._background.spawn(self._run_reset(session, turn, request))
+        return await turn.wait()
+
+    async def _run_reset(self, session: _Session, turn: Turn, request: ResetRequest) -> None:
+        environment = session.instance.environment
+        timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
+        try:
+            instance = await self._instances.reopen(
+                session.instance, request.task, request.seed, timeout_s
+            )
+        except EnvError as error:
+            if error.retryable or not session.instance.retired:  # it counts as not asked for
+                session.turn = turn.previous
+            if session.instance.retired:
+                session.status = "failed"
+            if turn.outcome is None:
+                self._settle(session, turn, error)
+            return
+        if turn.outcome is not None:  # the session was closed meanwhile
+            self._instances.retire(instance, "abandoned")
+            return
+        session.instance = instance
+        session.step += 1
+        session.status = "live"
+        self._settle(session, turn, protocol.encode(self._session_reply(session)))
+
+    # Snapshots
+
+    async def snapshot(self, session_id: str, request: SnapshotRequest) -> SnapshotReply:
+        """Keep the state of an episode, from which `create` forks sessions.
+
+        Raises:
+            EnvError: `not_supported` if the environment has no `snapshot`; `at_capacity` if too
+                much is kept already.
+        """
+        session = self._session(session_id)
+        instance, environment = session.instance, session.instance.environment
+        if not can_snapshot(environment):
+            raise make_error(
+                "not_supported",
+                f"environment '{environment.id}' has no snapshot() and restore() methods",
+            )
+        late = make_error("step_timeout", f"snapshot() of '{environment.id}' ran out of time")
+        if instance.before is not None:  # another snapshot, or a step that has not stopped yet
+            await asyncio.wait({instance.before}, timeout=environment.step_timeout_s)
+            if not instance.before.done():
+                raise late
+        self._check_index(session, request.step)
+        if session.status != "live":
+            raise make_error("episode_done", "the episode is over; there is nothing to go on from")
+        taking = self._instances.begin_snapshot(instance)
+        await asyncio.wait({taking}, timeout=environment.step_timeout_s)
+        if not taking.done():
+            self._background.stop(taking)
+            if not environment.cancel_safe:
+                session.status = "failed"
+                instance.runner.kill()
+                self._instances.retire(instance, late.code, late)
+            raise late
+        if taking.cancelled():
+            raise make_error("session_expired", "the session was closed during the snapshot")
+        lease_s = request.lease_s or DEFAULT_LEASE_S
+        return self._instances.keep_snapshot(instance, request.step, taking.result(), lease_s)
+
+    # The agent's own calls
+
+    def agent_tools(self, session_id: str) -> AgentTools:
+        session = self._session(session_id)
+        return AgentTools(session.instance.runner.tools, session.step)
+
+    async def agent_call(self, session_id: str, call: AgentCall) -> AgentReply:
+        """Call one tool as a step of the session. The agent sees what the tool says and whether
+        the episode is over; reward and info are for the trainer, in `status`."""
+        session = self._session(session_id)
+        if call.step is None:
+            while session.turn is not None and session.busy:
+                await asyncio.wait({session.turn.waiter()})
+        step = session.step if call.step is None else call.step
+        action = protocol.WireAction(
+            tool_calls=[protocol.WireCall(f"agent-{step}", call.name, call.arguments)]
+        )
+        body = await self.step(session_id, StepRequest(step, action))
+        reply = protocol.decode_reply(body, StepReply)
+        content = "\n".join(message["content"] for message in reply.observation)
+        return AgentReply(content, reply.terminated or reply.truncated, reply.step)
+
+    # Frames
+
+    def handle(self, frame: protocol.Frame) -> asyncio.Future[bytes]:
+        """Begin what a frame asks for.
+
+        Returns a future of the reply's body, so that a caller with many sessions needs no task for
+        each: a step has one of its own already.
+
+        Raises:
+            EnvError: at once, or from the future.
+        """
+        if isinstance(frame, protocol.StepFrame):
+            return self._step(frame.sid, frame)
+        return self._background.spawn(self._handle(frame))
+
+    async def _handle(self, frame: protocol.Frame) -> bytes:
+        reply: object = {}
+        match frame:
+            case protocol.CreateFrame():
+                reply = await self.create(protocol.to_create_request(frame), frame.key)
+            case protocol.ResetFrame():
+                return await self._reset(frame.sid, frame)
+            case protocol.SnapshotFrame():
+                reply = await self.snapshot(frame.sid, frame)
+            case protocol.RenewFrame():
+                reply = self.renew(frame.sid, frame.lease_s)
+            case protocol.StatusFrame():
+                reply = self.status(frame.sid)
+            case protocol.DeleteFrame():
+                self.delete(frame.sid)
+            case protocol.InfoFrame():
+                reply = await self.info(frame.env, frame.config, frame.timeout_s)
+        return protocol.encode(reply)
 
     # Leases and the end of sessions
 
     def status(self, session_id: str) -> SessionStatus:
         session = self._session(session_id)
+        turn = session.turn
+        last = None
+        if turn is not None and turn.outcome is None:
+            turn = turn.previous
+        if turn is not None and isinstance(turn.outcome, bytes) and turn.body[:5] != b"reset":
+            last = protocol.decode_reply(turn.outcome, StepReply)
         return SessionStatus(
             session.id,
-            session.environment.id,
-            session.task.id,
+            session.instance.environment.id,
+            session.instance.task.id,
             session.step,
             session.status,
             self._lease_end(session),
+            session.instance.reward,
+            last,
         )
 
     def renew(self, session_id: str, lease_s: float | None) -> SessionStatus:
@@ -489,36 +558,40 @@ class SessionManager:
 
     def _session(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
-        if session is not None and not self._expired(session):
-            self._renew(session)
-            return session
         if session is not None:
+            now = asyncio.get_running_loop().time()
+            if session.expires > now or not self._expired(session, now):
+                session.expires = now + session.lease_s
+                return session
             self._bury(session, "expired")
         if session_id in self._tombstones:
             how = self._tombstones[session_id]
             raise make_error("session_expired", f"this session has {how}; open a new one")
         raise make_error("not_found", "there is no such session")
 
-    def _renew(self, session: _Session) -> None:
-        session.expires = asyncio.get_running_loop().time() + session.lease_s
-
-    def _expired(self, session: _Session) -> bool:
-        return not session.busy and session.expires <= asyncio.get_running_loop().time()
+    def _expired(self, session: _Session, now: float) -> bool:
+        """Never while a call of the session runs."""
+        if session.expires > now or session.busy:
+            return False
+        return session.instance.before is None or session.instance.before.done()
 
     def _lease_end(self, session: _Session) -> float:
         return time.time() + session.expires - asyncio.get_running_loop().time()
 
     async def _reap(self) -> None:
         while True:
-            for session in [each for each in self._sessions.values() if self._expired(each)]:
-                self._bury(session, "expired")
             now = asyncio.get_running_loop().time()
+            for session in [s for s in self._sessions.values() if self._expired(s, now)]:
+                self._bury(session, "expired")
+            self._snapshots.drop_expired()
             leases = [each.expires for each in self._sessions.values() if not each.busy]
             await asyncio.sleep(min(max(min(leases, default=now + 1.0) - now, 0.01), 1.0))
 
     def _bury(self, session: _Session, how: str) -> None:
         """Forget a session, remembering only that it was there."""
         del self._sessions[session.id]
+        if session.alarm is not None:
+            session.alarm.cancel()
         if session.key is not None:
             self._creations.pop(session.key, None)
         self._tombstones[session.id] = "expired" if how == "expired" else "been closed"
@@ -529,49 +602,13 @@ class SessionManager:
             error = make_error("session_expired", "the session was closed while its step ran")
             self._settle(session, turn, error)
             if turn.task is not None:
-                turn.task.cancel()
-        self._retire(session, "abandoned" if how == "closed" else how)
-
-    def _retire(self, session: _Session, outcome: str, error: BaseException | None = None) -> None:
-        """Write the episode's log line and close its environment, once."""
-        if session.retired:
-            return
-        session.retired = True
-        record = {
-            "event": "episode",
-            "env": session.environment.id,
-            "session": session.id[:8],
-            "task": session.task.id,
-            "seed": session.seed,
-            "turns": session.step,
-            "reward": session.reward,
-            "outcome": outcome,
-            "seconds": round(time.monotonic() - session.started, 3),
-        }
-        if error is not None:
-            record["error"] = str(error)
-        logger.info(json.dumps(record))
-        self._spawn(self._close(session))
-
-    async def _close(self, session: _Session) -> None:
-        environment = session.environment
-        if session.turn is not None and session.turn.task is not None:
-            await asyncio.wait({session.turn.task}, timeout=CLOSE_TIMEOUT_S)
-        try:
-            await self._bounded(
-                self._guard(environment.call(environment.close), environment, None),
-                CLOSE_TIMEOUT_S,
-                make_error("env_error", f"close() of '{environment.id}' ran out of time"),
-            )
-        except EnvError as error:
-            logger.warning("%s", error)
-        finally:
-            session.source.num_sessions -= 1
-            self._live[environment.id] -= 1
+                self._background.stop(turn.task)
+        self._instances.retire(session.instance, "abandoned" if how == "closed" else how)
 
     async def drain(self, timeout_s: float) -> None:
         """Open no more sessions, and wait until the open ones have ended, or the time is over."""
         self.draining = True
+        self._admission.close()
         deadline = time.monotonic() + timeout_s
         while self.num_live and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -579,187 +616,17 @@ class SessionManager:
     async def aclose(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Close all sessions and what they shared, waiting for their `close` until the deadline."""
         self.draining = True
+        self._admission.close()
         if self._reaper is not None:
             self._reaper.cancel()
         for session in list(self._sessions.values()):
             self._bury(session, "closed")
+        self._snapshots.clear()
         deadline = time.monotonic() + timeout_s
-        while pending := {task for task in self._background if not task.done()}:
+        while pending := {task for task in self._background.tasks if not task.done()}:
             await asyncio.wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
             if time.monotonic() >= deadline:
                 logger.warning("%d environment calls hang at shutdown", len(pending))
                 break
-        closing = [self._spawn(self._close_source(each)) for each in self._sources.values()]
-        self._sources.clear()
-        if closing:
-            await asyncio.wait(closing, timeout=max(deadline - time.monotonic(), 1.0))
+        await self._sources.aclose(max(deadline - time.monotonic(), 1.0))
         self.workers.close()
-
-    # Sources: what a configuration's sessions share
-
-    def _environment(self, env_id: str) -> type[Environment]:
-        try:
-            environment = self._resolve(env_id)
-            tools_of(environment)
-        except ConfigError as error:
-            raise make_error("not_found", str(error)) from error
-        return environment
-
-    async def _source(
-        self, environment: type[Environment], config: Mapping[str, JSON], timeout_s: float
-    ) -> _Source:
-        """The source of a configuration, loaded; the first caller starts the loading.
-
-        Raises:
-            EnvError: `invalid_request` for a wrong configuration; `reset_timeout` (retryable, since
-                the loading goes on) when it takes too long; or why the loading failed.
-        """
-        try:
-            values = load_config(environment, {**self._config.get(environment.id, {}), **config})
-        except ConfigError as error:
-            raise make_error("invalid_request", str(error)) from error
-        key = (environment, values.model_dump_json())
-        source = self._sources.get(key)
-        if source is None:
-            source = self._sources[key] = _Source(environment, values)
-            source.loading = self._spawn(self._guard(self._load(source), environment, None))
-            self._drop_unused_sources()
-        self._sources.move_to_end(key)
-        assert source.loading is not None
-        await asyncio.wait({source.loading}, timeout=timeout_s)
-        if not source.loading.done():
-            error = make_error(
-                "reset_timeout", f"'{environment.id}' is still loading after {timeout_s:g} s"
-            )
-            error.retryable = True
-            raise error
-        if source.loading.exception() is not None and self._sources.get(key) is source:
-            del self._sources[key]  # so that the next call tries again
-        source.loading.result()
-        return source
-
-    async def _load(self, source: _Source) -> None:
-        shared = await self.workers.run(source.environment.load_shared, source.config)
-        instance = source.environment(source.config, shared=shared)
-        _tool_specs(instance)  # a wrong `offered_tools` is known before the first session
-        source.splits = dict(await self.workers.run(instance.splits))
-        source.instance = instance
-
-    def _drop_unused_sources(self) -> None:
-        unused = [
-            key
-            for key, source in self._sources.items()
-            if source.num_sessions == 0 and source.loading is not None and source.loading.done()
-        ]
-        for key in unused[: max(len(self._sources) - _MAX_SOURCES, 0)]:
-            self._spawn(self._close_source(self._sources.pop(key)))
-
-    async def _close_source(self, source: _Source) -> None:
-        if source.instance is None:
-            return
-        environment = source.environment
-        try:
-            await self._bounded(
-                self._guard(
-                    self.workers.run(environment.close_shared, source.instance.shared),
-                    environment,
-                    None,
-                ),
-                CLOSE_TIMEOUT_S,
-                make_error("env_error", f"close_shared() of '{environment.id}' ran out of time"),
-            )
-        except EnvError as error:
-            logger.warning("%s", error)
-
-    # Running an author's code
-
-    async def _guard(
-        self,
-        coroutine: Coroutine[Any, Any, T],
-        environment: type[Environment] | Environment,
-        task: Task | None,
-    ) -> T:
-        """Await an author's code; what it raises comes out as an EnvError, its trace in the log.
-
-        A ConfigError or DataError is about what the caller asked for, and so `invalid_request`.
-        """
-        try:
-            return await coroutine
-        except EnvError:
-            raise
-        except (ConfigError, DataError) as error:
-            raise make_error("invalid_request", str(error)) from error
-        except AgentRLError as error:
-            raise make_error("env_error", str(error)) from error
-        except (Exception, SystemExit) as error:
-            logger.exception("environment '%s' failed", environment.id)
-            message = f"'{environment.id}' raised {describe(error, task)}"
-            raise make_error("env_error", message) from error
-
-    async def _bounded(
-        self, coroutine: Coroutine[Any, Any, T], timeout_s: float, late: EnvError
-    ) -> T:
-        """Await a coroutine until the deadline, and not longer even if it ignores cancellation."""
-        task = self._spawn(coroutine)
-        try:
-            await asyncio.wait({task}, timeout=max(timeout_s, 0.001))
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if not task.done():
-            task.cancel()
-            raise late
-        if task.cancelled():
-            raise make_error("env_error", "the environment cancelled its own call")
-        return task.result()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._background.add(task)  # the loop itself holds tasks only weakly
-        task.add_done_callback(self._background.discard)
-        task.add_done_callback(_observe)
-        return task
-
-    def _session_reply(self, session: _Session) -> SessionReply:
-        return SessionReply(
-            id=session.id,
-            task_id=session.task.id,
-            lease_expires_at=self._lease_end(session),
-            lease_s=session.lease_s,
-            step=session.step,
-            observation=session.first,
-            tools=_tool_specs(session.environment),
-        )
-
-
-def _tool_specs(environment: Environment) -> list[dict[str, Any]]:
-    return [tool.spec for tool in environment._tools.values()]
-
-
-async def _first_prompt(environment: Environment, task: Task, seed: int) -> list[dict[str, Any]]:
-    """Reset, and copy the prompt as the wire would, so that nobody can change it afterwards."""
-    return protocol.as_json(await start_episode(environment, task, seed))
-
-
-async def _answer(environment: Environment, turn: _Turn, step: int) -> tuple[StepReply, bytes]:
-    """Take the turn and encode its reply here, where a value that is not JSON is still an error
-    of the environment."""
-    result = await take_turn(environment, turn.action, last=turn.last)
-    reply = protocol.to_step_reply(result, step)
-    return reply, protocol.encode(reply)
-
-
-async def _outcome(turn: _Turn) -> bytes:
-    if turn.outcome is None:
-        waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        turn.waiters.append(waiter)
-        return await waiter
-    if isinstance(turn.outcome, EnvError):
-        raise turn.outcome
-    return turn.outcome
-
-
-def _observe(future: asyncio.Future[Any]) -> None:
-    """Look at the outcome, so that asyncio does not report an error nobody waited for."""
-    if not future.cancelled():
-        future.exception()

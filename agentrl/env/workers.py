@@ -48,9 +48,15 @@ class WorkerPool:
     process from ending.
     """
 
-    def __init__(self, max_threads: int = 32, *, max_abandoned: int = 32) -> None:
+    def __init__(self, max_threads: int = 32, *, max_abandoned: int | None = None) -> None:
+        """
+        Args:
+            max_abandoned: by default four times `max_threads`. A hung thread costs some 100 KiB,
+                so there is room for many, and the process can say that it is not ready long
+                before it refuses a call.
+        """
         self.max_threads = max_threads
-        self.max_abandoned = max_abandoned
+        self.max_abandoned = 4 * max_threads if max_abandoned is None else max_abandoned
         self.num_abandoned = 0
         """Threads that still run a call nobody waits for."""
         self._num_threads = 0

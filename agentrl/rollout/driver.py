@@ -13,6 +13,8 @@ How this differs from the textbook loop "prompt in, text out":
    which they happened, and the trajectory carries no gradient.
 4. Every wait has a deadline: one for a turn's generation, one for an environment step, one for
    the episode. Every dispatched trajectory ends in exactly one record.
+5. An episode whose server or worker process died is no failed rollout: it is started over from its
+   task, with the same seed, on whichever server is there. What was played before is thrown away.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -43,6 +46,13 @@ from agentrl.types import (
     TrajectoryError,
     Turn,
 )
+
+logger = logging.getLogger("agentrl.rollout")
+
+MAX_RESTARTS = 3
+"""How often an episode is started over because its environment was lost. One whose own step kills
+the server would otherwise be played for ever."""
+_LOST = ("session_lost", "session_expired", "not_found")
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,6 +89,8 @@ class Progress:
     since: float = field(default_factory=time.monotonic)
     """`time.monotonic()` at which the stage began."""
     num_turns: int = 0
+    num_restarts: int = 0
+    """Times it was started over because its environment was lost."""
 
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
@@ -117,6 +129,19 @@ async def play(
     `now` says all the while where the episode stands.
     """
     now = now or Progress(episode.trajectory_id)
+    while not await _attempt(episode, policy, env, limits, record, now):
+        now.num_restarts += 1
+
+
+async def _attempt(
+    episode: Episode,
+    policy: Policy,
+    env: EnvClient,
+    limits: Limits,
+    record: Callable[[Trajectory], None],
+    now: Progress,
+) -> bool:
+    """Play the episode from its beginning; False, and no record, if it has to be played again."""
     trajectory = Trajectory(
         trajectory_id=episode.trajectory_id,
         group_id=episode.group_id,
@@ -125,6 +150,7 @@ async def play(
         seed=episode.seed,
     )
     session: EnvSession | None = None
+    lost = False
     clock = asyncio.get_running_loop().time
     started = time.perf_counter()
     episode_ends = clock() + limits.episode_timeout_s
@@ -136,13 +162,15 @@ async def play(
     try:
         # One timer for all: of the stage, or of the episode if that ends earlier.
         async with asyncio.timeout(None) as deadline:
-            enter("reset", limits.step_timeout_s)
+            # The environment keeps the deadlines of reset and step; that of the episode is ours.
+            enter("reset", limits.episode_timeout_s)
             session = await env.session(
                 episode.env_id,
                 split=episode.split,
                 index=episode.index,
                 seed=episode.seed,
                 config=episode.env_config,
+                timeout_s=limits.step_timeout_s,
             )
             trajectory.task_id = session.task_id
             observation = session.messages
@@ -160,7 +188,6 @@ async def play(
                 turn = trajectory.turns[-1]
                 turn.generate_s = time.perf_counter() - turn_started
 
-                # The environment keeps the step's deadline; that of the episode is ours.
                 enter("step", limits.episode_timeout_s)
                 turn_started = time.perf_counter()
                 last = len(trajectory.turns) >= limits.max_turns
@@ -185,16 +212,31 @@ async def play(
         )
     except Exception as error:
         code = _code(error)
+        lost = _is_lost(error, now.stage) and now.num_restarts < MAX_RESTARTS
         late = code.endswith("_timeout")
         trajectory.stop_reason = StopReason.TIMEOUT if late else StopReason.ERROR
         trajectory.error = TrajectoryError(now.stage, code, str(error) or repr(error))
+        if lost:
+            logger.warning("%s starts over: %s", episode.trajectory_id, error)
     finally:
         trajectory.total_s = time.perf_counter() - started
-        record(trajectory)
+        if not lost:
+            record(trajectory)
         if session is not None:
             # A server that is gone took the session with it; the record above stands.
             with contextlib.suppress(EnvError):
                 await session.close()
+    return not lost
+
+
+def _is_lost(error: Exception, stage: Stage) -> bool:
+    """Whether the environment is gone, through no fault of the episode's."""
+    if not isinstance(error, EnvError):
+        return False
+    if error.code in ("unavailable", "draining"):
+        # An environment that answers so itself, for a backend of its own, took the step.
+        return error.retryable
+    return stage == "step" and error.code in _LOST
 
 
 @dataclass(slots=True, frozen=True)

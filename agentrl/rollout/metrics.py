@@ -28,6 +28,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/malformed_fraction": _mean([t.parse_status == "malformed" for t in turns]),
         "rollout/error_fraction": _mean([t.error is not None for t in trajectories]),
         "rollout/dropped_groups": sum(rollouts.dropped.values()),
+        "rollout/restarted_episodes": rollouts.num_restarts,
     }
     for name in sorted({name for t in scored for name in t.reward_components}):
         values = [t.reward_components[name] for t in scored if name in t.reward_components]

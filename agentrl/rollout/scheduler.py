@@ -77,6 +77,8 @@ class RolloutBatch:
     """Every trajectory that was dispatched, dropped groups included, in dispatch order."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Filtered groups by reason."""
+    num_restarts: int = 0
+    """Episodes that were started over because their environment was lost, since the last batch."""
 
 
 def stable_seed(*parts: JSON) -> int:
@@ -131,6 +133,7 @@ class GroupScheduler:
         """Episodes that are being played, by trajectory id."""
         self.last_end = time.monotonic()
         """When an episode last ended."""
+        self._num_restarts = 0
 
     async def collect(
         self,
@@ -175,7 +178,13 @@ class GroupScheduler:
                     batch.dropped[reason] += 1
             if len(batch.groups) >= num_groups:
                 break
+        batch.num_restarts = self.take_restarts()
         return batch
+
+    def take_restarts(self) -> int:
+        """Episodes started over since this was last asked."""
+        count, self._num_restarts = self._num_restarts, 0
+        return count
 
     def group_at(self, position: int) -> list[Episode]:
         """The episodes of the group at a data position."""
@@ -205,6 +214,7 @@ class GroupScheduler:
         def ended(trajectory: Trajectory) -> None:
             del self.live[episode.trajectory_id]
             self.last_end = time.monotonic()
+            self._num_restarts += now.num_restarts
             record(trajectory)
 
         await play(episode, self.policy, self.env, self.limits, ended, now)

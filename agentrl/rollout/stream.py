@@ -132,6 +132,7 @@ class GroupStream:
                 batch.dropped["stale"] += 1
             else:
                 batch.groups.append(slot.group)
+        batch.num_restarts = self._scheduler.take_restarts()
         await self._cancel_too_old()
         return batch
 

@@ -5,6 +5,7 @@ import contextlib
 import threading
 
 import pytest
+import sample_envs  # noqa: F401  (registers what the tests serve)
 import uvicorn
 
 from agentrl.env.server import listen, make_app, uvicorn_config

@@ -204,3 +204,54 @@ class FreeForm(Environment):
             reward_components={"number": number},
             info={"number": number, "nested": {"list": [1, None, "x"]}},
         )
+
+
+@register("dice", max_sessions=64)
+class Dice(Environment):
+    """Random numbers, and a state that can be snapshotted."""
+
+    class Config(EnvConfig):
+        sides: int = 1000
+
+    closed = 0
+
+    def splits(self):
+        return {"train": 100}
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"task {index}", {"gold": index}, {"row": [index]})
+
+    def reset(self, task, *, seed):
+        self.rolls = [self.rng.randint(1, self.config.sides)]
+        return f"{task.prompt}: {self.rolls[0]}"
+
+    def close(self):
+        Dice.closed += 1
+
+    @tool
+    async def roll(self, times: int = 1) -> str:
+        for _ in range(times):
+            self.rolls.append(self.rng.randint(1, self.config.sides))
+            self.metrics["gauss"] = self.rng.gauss()
+        self.metrics["rolls"] = float(len(self.rolls))
+        return ",".join(map(str, self.rolls))
+
+    @tool(terminal=True)
+    async def stop(self) -> float:
+        return self.rng.random()
+
+    def snapshot(self):
+        return {"rolls": self.rolls}
+
+    async def restore(self, blob):
+        self.rolls = blob["rolls"]
+
+    @reward(weight=0.25)
+    def num_actions(self, episode) -> float:
+        return float(len(episode.actions) + len(episode.messages))
+
+
+@register("half-a-snapshot")
+class HalfASnapshot(Environment):
+    def snapshot(self):
+        return None

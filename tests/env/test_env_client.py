@@ -1,7 +1,9 @@
 """The client: the same episode in-process and over HTTP, and what it does when things go wrong."""
 
 import asyncio
+import os
 import random
+import socket
 import time
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_envs import Hello, Workshop
 
-from agentrl.env import Action, Environment, Task, ToolCall, connect, make
+from agentrl.env import Action, Environment, StepResult, Task, ToolCall, connect, make, register
 from agentrl.env import client as client_module
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
 
@@ -38,15 +40,51 @@ async def record(client, env, actions, **where):
     return seen
 
 
-def both_ways(url, env, actions, **where):
+def all_ways(url, env, actions, **where):
+    """The same episode in-process, over a WebSocket and over HTTP."""
+
     async def main():
-        async with connect() as here, connect(url) as there:
-            return (
-                await record(here, env, actions, **where),
-                await record(there, env, actions, **where),
-            )
+        async with (
+            connect() as here,
+            connect(url) as websocket,
+            connect(url, transport="http") as http,
+        ):
+            clients = (here, websocket, http)
+            return [await record(client, env, actions, **where) for client in clients]
 
     return asyncio.run(main())
+
+
+WAYS = ["in-process", "websocket", "http"]
+
+
+@register("counting")
+class Counting(Environment):
+    """The reward of a step is its number."""
+
+    def splits(self):
+        return {"train": 10}
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"task {index}")
+
+    def reset(self, task, *, seed):
+        self.count = 0
+        return f"{task.prompt} {self.rng.random()}"
+
+    def step(self, action):
+        self.count += 1
+        return StepResult([], reward=float(self.count))
+
+    def snapshot(self):
+        return {"count": self.count}
+
+    def restore(self, blob):
+        self.count = blob["count"]
+
+
+def connect_by(way, url):
+    return connect() if way == "in-process" else connect(url, transport=way)
 
 
 @settings(max_examples=15, deadline=None)
@@ -54,15 +92,15 @@ def both_ways(url, env, actions, **where):
     numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4),
     end=st.sampled_from(["stop", "cut", "wrong", "nan", "\ud800"]),
 )
-def test_an_episode_is_the_same_in_process_and_over_http(served, numbers, end):
+def test_an_episode_is_the_same_in_process_and_on_a_server(served, numbers, end):
     actions = [Action(text=repr(number)) for number in numbers] + [Action(text=end)] * 2
-    here, there = both_ways(served, "free-form", actions, split="train", index=1)
-    assert here == there
+    here, *there = all_ways(served, "free-form", actions, split="train", index=1)
+    assert there == [here, here]
     rewards = [result.reward for result in here[3 : 3 + len(numbers)]]
     assert list(map(repr, rewards)) == list(map(repr, numbers))  # the sign of zero too
 
 
-def test_tools_errors_and_tasks_are_the_same_in_process_and_over_http(served):
+def test_tools_errors_and_tasks_are_the_same_in_process_and_on_a_server(served):
     actions = [
         call("add", number=2),
         call("add", number="x"),
@@ -75,8 +113,8 @@ def test_tools_errors_and_tasks_are_the_same_in_process_and_over_http(served):
     ]
     task = Task("mine", "do it", {"gold": [1, None]}, {"x": 1.5})
     for where in ({"split": "train", "index": 7}, {"task": task}):
-        here, there = both_ways(served, "workshop", actions, **where)
-        assert here == there
+        here, *there = all_ways(served, "workshop", actions, **where)
+        assert there == [here, here]
         assert here[-2][:2] == (GraderError, "grader_error")
         assert here[-1][1] == "step_conflict"
 
@@ -125,7 +163,7 @@ def test_wrong_configuration_and_data_keep_their_meaning(served, config, says):
             assert str(error).endswith(says) and len(str(error).splitlines()) == 1
 
 
-def test_the_last_turn_is_the_same_in_process_and_over_http(served):
+def test_the_last_turn_is_the_same_in_process_and_on_a_server(served):
     async def main(client):
         async with client:
             session = await client.session("workshop", split="train", index=0)
@@ -168,6 +206,69 @@ def test_nothing_is_shared_with_the_environment():
             assert other.tools and other.messages
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_is_reset_and_forked(serve_environments, way):
+    async def main(url):
+        async with connect_by(way, url) as client:
+            session = await client.session("counting", split="train", index=1, seed=3)
+            first = session.messages
+            assert (await session.step(Action(text="go"), timeout_s=5)).reward == 1.0
+            assert await session.reset() == first, "the same task and seed again"
+            assert (await session.step(Action(text="go"), timeout_s=5)).reward == 1.0
+            await session.step(Action(text="go"), timeout_s=5)
+            snapshot = await session.snapshot()
+            forks = await session.fork(2)
+            later = await client.fork(snapshot)
+            for fork in [*forks, *later, session]:
+                assert (await fork.step(Action(text="go"), timeout_s=5)).reward == 3.0
+            assert len({fork.id for fork in forks} | {session.id}) == 3
+            await session.reset(split="train", index=2, seed=4)
+            assert session.task_id == "train/2" and session.messages != first
+            other = await client.session("hello", split="train", index=0)
+            assert (await error_of(other.snapshot())).code == "not_supported"
+
+    with serve_environments(["counting", "hello"]) as (url, _):
+        asyncio.run(main(url))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tasks_are_listed(served, way):
+    async def main():
+        async with connect_by(way, served) as client:
+            tasks = await client.tasks("hello", "test", 1)
+            assert [(task.index, task.prompt) for task in tasks] == [
+                (1, "What is 1 + 1?"),
+                (2, "What is 2 + 1?"),
+            ]
+            assert len(await client.tasks("workshop", "train")) == 20
+            assert (await error_of(client.tasks("hello", "nowhere"))).code == "invalid_request"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_has_a_synchronous_twin(serve_environments, way):
+    with (
+        serve_environments(["counting", "hello", "workshop"]) as (url, _),
+        connect_by(way, url).sync as client,
+    ):
+        assert client.info("hello").splits == {"train": None, "test": 3}
+        assert len(client.tasks("hello", "test")) == 3
+        session = client.session("workshop", split="train", index=5)
+        assert session.task_id == "train/5" and session.tools and session.id
+        assert session.step(call("add"), timeout_s=5).observation[0]["content"] == '{"count":1}'
+        assert session.reset(index=6, split="train") == session.messages
+        first, second = client.group("counting", 2, split="train", index=0)
+        first.step(Action(text="go"), timeout_s=5)
+        (fork,) = first.fork()
+        assert fork.step(Action(text="go"), timeout_s=5).reward == 2.0
+        assert client.fork(second.snapshot())[0].step(Action(text="go"), timeout_s=5).reward == 1.0
+        session.close()
+        with pytest.raises(EnvError, match="nowhere"):
+            client.session("nowhere", split="train", index=0)
+    client.close()
 
 
 # Faults
@@ -233,7 +334,10 @@ FAULTS = ["drop before", "drop after", "503", "429", "bad gateway", "half"]
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_met_a_fault_is_taken_once(served, fault):
     async def main():
-        async with Proxy(served, ["none", fault, fault]) as proxy, connect(proxy.url) as client:
+        async with (
+            Proxy(served, ["none", fault, fault]) as proxy,
+            connect(proxy.url, transport="http") as client,
+        ):
             session = await client.session("workshop", split="train", index=0)
             first = await session.step(call("add", number=1), timeout_s=10)
             second = await session.step(call("add", number=1), timeout_s=10)
@@ -247,7 +351,7 @@ def test_a_step_that_met_a_fault_is_taken_once(served, fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_create_that_met_a_fault_opens_once(serve_environments, fault):
     async def main(url, manager):
-        async with Proxy(url, [fault]) as proxy, connect(proxy.url) as client:
+        async with Proxy(url, [fault]) as proxy, connect(proxy.url, transport="http") as client:
             await client.group("hello", 2, split="train", index=0)
             assert manager.num_live == 2
 
@@ -268,16 +372,58 @@ def test_a_third_of_requests_failing_loses_nothing(served):
         await session.close()
 
     async def main():
-        async with Proxy(served, script) as proxy, connect(proxy.url) as client:
+        async with Proxy(served, script) as proxy, connect(proxy.url, transport="http") as client:
             await asyncio.gather(*(play(client, number) for number in range(8)))
             assert proxy.num_requests > 8 * 7
 
     asyncio.run(main())
 
 
-def test_what_is_not_retryable_is_not_retried(served):
+def test_a_proxy_that_speaks_no_websocket_is_passed_over_http(served, caplog):
     async def main():
         async with Proxy(served, []) as proxy, connect(proxy.url) as client:
+            session = await client.session("workshop", split="train", index=0)
+            result = await session.step(call("add"), timeout_s=5)
+            assert result.observation[0]["content"] == '{"count":1}'
+
+    asyncio.run(main())
+    lines = [record.message for record in caplog.records if "speaks no WebSocket" in record.message]
+    assert len(lines) == 1
+
+
+def num_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("transport", ["websocket", "http"])
+def test_a_server_that_hangs_costs_no_more_files_with_each_time_out(monkeypatch, transport):
+    """Its kernel accepts connections, and nothing is ever answered."""
+    monkeypatch.setattr(client_module, "GRACE_S", 0.05)
+
+    async def give_up(client):
+        with pytest.raises((TimeoutError, EnvError)):
+            async with asyncio.timeout(0.02):
+                await client.session("hello", split="train", index=0)
+
+    async def main():
+        with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with connect(url, transport=transport) as client:
+                before = num_files()
+                most = 0
+                for _ in range(20):
+                    await asyncio.gather(*(give_up(client) for _ in range(8)))
+                    most = max(most, num_files() - before)
+                await asyncio.sleep(0.2)
+                return most, num_files() - before
+
+    most, left = asyncio.run(main())
+    assert most <= 8 * 6 and left <= 2, (most, left)  # of 160
+
+
+def test_what_is_not_retryable_is_not_retried(served):
+    async def main():
+        async with Proxy(served, []) as proxy, connect(proxy.url, transport="http") as client:
             session = await client.session("workshop", split="train", index=0)
             await error_of(session.step(call("lose_grader"), timeout_s=5))
             assert proxy.num_requests == 2
@@ -289,13 +435,19 @@ def test_the_deadline_bounds_retries_and_hanging_servers(served, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.2)
 
     async def main():
-        async with Proxy(served, ["none"] + ["503"] * 100) as proxy, connect(proxy.url) as client:
+        async with (
+            Proxy(served, ["none"] + ["503"] * 100) as proxy,
+            connect(proxy.url, transport="http") as client,
+        ):
             session = await client.session("workshop", split="train", index=0)
             started = time.monotonic()
             error = await error_of(session.step(call("add"), timeout_s=0.3))
             assert time.monotonic() - started < 1.5
             assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"
-        async with Proxy(served, ["none", "hang"]) as proxy, connect(proxy.url) as client:
+        async with (
+            Proxy(served, ["none", "hang"]) as proxy,
+            connect(proxy.url, transport="http") as client,
+        ):
             session = await client.session("workshop", split="train", index=0)
             started = time.monotonic()
             error = await error_of(session.step(call("add"), timeout_s=0.3))
@@ -321,8 +473,6 @@ def test_an_unreachable_server_is_named_with_the_remedy(monkeypatch, unused_port
 
 @pytest.fixture
 def unused_port():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.env import make
+from agentrl.env import make, openapi
+from agentrl.env.check import CHECKS
 from agentrl.env.protocol import PROBLEMS
-from agentrl.env.server import make_app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -43,6 +43,11 @@ def test_the_longer_example_plays(names, hints):
 def test_every_problem_code_and_call_is_documented():
     for code, (status, _) in PROBLEMS.items():
         assert re.search(rf"`{code}`.*\|.*\b{status}\b", TEXT), code
-    for path in make_app([]).api.openapi()["paths"]:
+    for path in openapi.document()["paths"]:
         shown = path.replace("session_id", "id").replace("env_id", "id")
         assert shown in TEXT or shown.removeprefix("/v1/sessions/{id}") in TEXT, path
+
+
+def test_every_check_is_documented():
+    for name in CHECKS:
+        assert f"`{name}`" in TEXT

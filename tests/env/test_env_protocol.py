@@ -139,3 +139,114 @@ def test_errors_keep_their_class():
     full = make_error("at_capacity", "x", retry_after_s=2.0)
     assert isinstance(full, EnvUnavailable) and full.retry_after_s == 2.0 and full.status == 429
     assert type(make_error("step_timeout", "x")) is EnvError
+
+
+# Frames
+
+STEP = {"op": "step", "id": 1, "sid": "s", "step": 0, "action": {"text": "x"}}
+
+
+def decode(*frames):
+    return protocol.decode_frames(json.dumps(list(frames)))
+
+
+def test_a_message_is_one_frame_or_an_array_of_them():
+    one = protocol.decode_frames(json.dumps(STEP))
+    assert one == decode(STEP) == protocol.decode_frames(json.dumps(STEP).encode())
+    assert one == [protocol.StepFrame(0, WireAction("x"), id=1, sid="s")]
+    assert decode() == [] and len(decode(*[STEP] * 1024)) == 1024
+    assert isinstance(protocol.to_step_request(one[0]), StepRequest)
+
+
+def test_a_frame_survives_the_wire():
+    task = TaskSpec("train", 3)
+    frames = [
+        protocol.CreateFrame("e", task, seed=-5, count=2, id=2**53 - 1, key="k"),
+        protocol.CreateFrame("e", id=0, from_snapshot="x"),
+        protocol.ResetFrame(4, task, 7, id=1, sid="s"),
+        protocol.SnapshotFrame(4, 9.0, id=1, sid="s"),
+        protocol.RenewFrame(id=1, sid="s"),
+        protocol.StatusFrame(1, "s"),
+        protocol.DeleteFrame(1, "s"),
+        protocol.InfoFrame(1, "e", {"a": 1}),
+        protocol.PingFrame(1),
+    ]
+    assert protocol.decode_frames(b"[" + b",".join(map(encode, frames)) + b"]") == frames
+    request = protocol.to_create_request(frames[0])
+    assert type(request) is CreateRequest and request.seed == -5 and request.count == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "id", "says"),
+    [
+        ("", None, "not valid JSON"),
+        ("7", None, "expected `object`"),
+        ("null", None, "expected `object`"),
+        ('{"id":1', None, "not valid JSON"),
+        (b"\xff\xfe", None, "not valid JSON"),
+        ("\ud800", None, "not valid JSON"),
+        ("[" * 100_000, None, "not valid JSON"),
+        ('{"op":"step"}', None, "missing required field"),
+        ('{"op":"ping","id":-1}', None, "id"),
+        ('{"op":"ping","id":9007199254740992}', None, "id"),
+        ('{"op":"ping","id":5,"x":1}', 5, "unknown field `x`"),
+        ('{"op":"dance","id":5}', 5, "dance"),
+        ('{"id":5}', 5, "op"),
+        ('{"op":"create","id":5,"env":"e"}', 5, "either task or from_snapshot"),
+        ('{"op":"create","id":5,"env":"e","from_snapshot":"x","seed":1}', 5, "leave them out"),
+        (json.dumps([STEP] * 1025), None, "1025 frames"),
+        (json.dumps([STEP] * 1025 + [5]), None, "1026 frames"),
+    ],
+)
+def test_a_message_that_is_no_frame_says_why(message, id, says):
+    (bad,) = protocol.decode_frames(message)
+    assert isinstance(bad, protocol.FrameError) and bad.id == id
+    assert says.lower() in str(bad.error).lower()
+    code = "too_many_frames" if "frames" in says else "invalid_request"
+    assert bad.error.code == code
+    reply = json.loads(protocol.error_frame(bad.id, bad.error))
+    assert reply["id"] == id and reply["error"]["code"] == code
+
+
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return STEP | {"action": {"tool_calls": [{"id": "c", "name": "t", "arguments": value}]}}
+
+
+def test_one_bad_frame_spoils_only_itself():
+    bad = [STEP | {"id": 2, "step": -1}, 5, {"op": "ping", "id": 3, "sid": "s"}, nested(61)]
+    frames = decode(STEP, *bad, STEP | {"id": 9})
+    errors = [each.id for each in frames if isinstance(each, protocol.FrameError)]
+    assert errors == [2, None, 3, 1]
+    assert [each.id for each in frames if isinstance(each, protocol.StepFrame)] == [1, 9]
+
+
+@pytest.mark.parametrize("others", [0, 40])
+def test_the_depth_limit_is_the_same_alone_and_in_an_array(others):
+    for levels, fine in ((60, True), (61, False)):
+        frames = decode(nested(levels), *[STEP] * others)
+        assert isinstance(frames[0], protocol.StepFrame) is fine, levels
+        assert all(isinstance(each, protocol.StepFrame) for each in frames[1:])
+    deep = {"op": "create", "id": 1, "env": "e", "task": {"split": "a", "index": 0}}
+    value: object = 1
+    for _ in range(62):
+        value = [value]
+    for config, fine in ((value, True), ([value], False)):
+        frames = decode(deep | {"config": {"a": config}}, *[STEP] * others)
+        assert isinstance(frames[0], protocol.CreateFrame) is fine
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=60) | json_value.map(json.dumps) | st.text(max_size=40))
+def test_any_message_gives_frames_or_errors(message):
+    for each in protocol.decode_frames(message):
+        if isinstance(each, protocol.FrameError):
+            assert each.error.code == "invalid_request"
+            json.loads(protocol.error_frame(each.id, each.error))
+
+
+def test_replies_are_put_together_without_being_read():
+    body = encode(StepReply(1, [], 0.5, False, False, {}, {}, {}))
+    assert json.loads(protocol.ok_frame(7, body)) == {"id": 7, "ok": json.loads(body)}

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import sample_envs
 
+from agentrl.env.routes import OPERATIONS
 from agentrl.env.server import is_loopback, make_app, serve
 from agentrl.errors import ConfigError
 
@@ -109,7 +110,11 @@ def test_what_is_listed_follows_the_configuration_in_the_query(http):
     problem(http.get("/v1/envs/workshop?timeout_s=-1"), 422, "invalid_request")
     document = http.get("/openapi.json").json()
     parameters = document["paths"]["/v1/envs/{env_id}"]["get"]["parameters"]
-    assert [each["name"] for each in parameters] == ["env_id", "config", "timeout_s"]
+    assert [each["name"] for each in parameters if each["in"] != "header"] == [
+        "env_id",
+        "config",
+        "timeout_s",
+    ]
     assert "last" in document["components"]["schemas"]["StepRequest"]["properties"]
 
 
@@ -133,16 +138,9 @@ def test_health_and_the_description(http):
     schemas = document["components"]["schemas"]
     assert schemas[body.rsplit("/", 1)[1]]["required"] == ["step", "action"]
     assert "Problem" in schemas and "Idempotency-Key" not in schemas
-    assert set(document["paths"]) == {
-        "/v1/sessions",
-        "/v1/sessions/{session_id}",
-        "/v1/sessions/{session_id}/step",
-        "/v1/sessions/{session_id}/renew",
-        "/v1/envs",
-        "/v1/envs/{env_id}",
-        "/v1/envs/{env_id}/tasks",
-        "/healthz",
-    }
+    called = {(each.path, each.method.lower()) for each in OPERATIONS} | {("/v1/ws", "get")}
+    described = {(path, method) for path, calls in document["paths"].items() for method in calls}
+    assert described == called
 
 
 def test_a_repeated_create_opens_once(http):
@@ -170,7 +168,7 @@ def test_problems_carry_the_code_and_whether_to_retry(http, serve_environments):
         http.post(f"/v1/sessions/{session['id']}/step", json=timeout), 504, "step_timeout"
     )
     assert "retryable" not in late  # false is the default
-    with serve_environments(["hello"], max_sessions=1) as (url, _):
+    with serve_environments(["hello"], max_sessions=1, max_wait_s=0.1) as (url, _):
         body = {"env": "hello", "task": {"split": "train", "index": 0}}
         assert httpx.post(f"{url}/v1/sessions", json=body).status_code == 201
         full = httpx.post(f"{url}/v1/sessions", json=body)
@@ -377,3 +375,116 @@ def test_two_environments_with_one_id_are_refused():
     twin = type("Twin", (sample_envs.Hello,), {"id": "hello"})
     with pytest.raises(ConfigError, match="two environments have the id 'hello'"):
         make_app(["hello", twin])
+
+
+def test_a_session_is_reset_and_forked_in_place(http):
+    session = open_session(http, seed=3)
+    url = f"/v1/sessions/{session['id']}"
+    assert http.post(f"{url}/step", json={"step": 0, "action": call("submit", value=1)}).json()[
+        "terminated"
+    ]
+    again = http.post(f"{url}/reset", json={"step": 1, "task": {"split": "train", "index": 7}})
+    assert again.status_code == 200 and again.json()["task_id"] == "train/7"
+    assert again.json()["step"] == 2 and again.json()["id"] == session["id"]
+    repeated = http.post(f"{url}/reset", json={"step": 1, "task": {"split": "train", "index": 7}})
+    assert repeated.json() == again.json()
+    problem(http.post(f"{url}/reset", json={"step": 1}), 409, "step_conflict")
+    problem(http.post(f"{url}/reset", json={}), 422, "invalid_request")
+    problem(http.post(f"{url}/snapshot", json={"step": 2}), 422, "not_supported")
+    fork = {"env": "workshop", "from_snapshot": "A" * 22}
+    problem(http.post("/v1/sessions", json=fork), 410, "session_expired")
+    http.delete(url)
+
+
+def test_a_batch_answers_every_frame_in_its_order(http):
+    sid = open_session(http)["id"]
+    step = {"op": "step", "sid": sid, "action": call("add", number=2)}
+    frames = [
+        {"op": "ping", "id": 9},
+        step | {"id": 1, "step": 0},
+        {"op": "fly", "id": 2},
+        {"op": "status", "id": 3, "sid": "nobody"},
+        5,
+        {"op": "delete", "id": 4, "sid": sid},
+    ]
+    reply = http.post("/v1/batch", json=frames)
+    assert reply.status_code == 200 and reply.headers["content-type"] == "application/json"
+    replies = reply.json()
+    assert [each["id"] for each in replies] == [9, 1, 2, 3, None, 4]
+    assert replies[0]["ok"] == {} and replies[3]["error"]["code"] == "not_found"
+    assert "ok" in replies[5] and "error" in replies[2] and "error" in replies[4]
+    assert http.post("/v1/batch", json=[]).json() == []
+    problem(http.post("/v1/batch", json=[{"op": "ping", "id": 1}] * 1025), 413, "too_many_frames")
+    for body in (b"", b"{", b"[", b"{}", b"[" * 10**6, b'{"op":"ping","id":1}', b"\xff"):
+        problem(http.post("/v1/batch", content=body, headers=JSON), 422, "invalid_request")
+
+
+def test_the_gym_aliases_play_an_episode(http):
+    first = http.post("/reset", json={"env": "workshop", "split": "train", "index": 3}).json()
+    assert set(first) == {"session", "observation", "tools", "step"} and first["step"] == 0
+    sid = first["session"]
+    action = call("add", number=2)
+    result = http.post("/step", json={"session": sid, "action": action}).json()
+    assert result["step"] == 1 and result["observation"][0]["content"] == '{"count":2}'
+    result = http.post("/step", json={"session": sid, "action": "words", "step": 1}).json()
+    assert result["step"] == 2 and not result["terminated"]
+    problem(
+        http.post("/step", json={"session": sid, "action": "x", "step": 1}), 409, "step_conflict"
+    )
+    again = http.post("/reset", json={"session": sid, "seed": 4}).json()
+    assert again["session"] == sid and again["step"] == 3
+    for body in (
+        {},
+        {"env": "workshop"},
+        {"env": "workshop", "split": "train"},
+        {"env": "workshop", "split": "train", "index": 0, "task": {"split": "train", "index": 0}},
+        {"env": "workshop", "session": sid},
+    ):
+        problem(http.post("/reset", json=body), 422, "invalid_request")
+    problem(http.post("/reset", json={"session": "nobody"}), 404, "not_found")
+    http.delete(f"/v1/sessions/{sid}")
+
+
+def test_what_the_server_is_and_does(http):
+    info = http.get("/v1/server").json()
+    assert info["protocol_versions"] == [1] and info["workers"] == 1
+    assert info["max_frames"] == 1024 and info["max_body_bytes"] == 8 * 2**20
+    # a client of another version finds out here, or names all it speaks
+    assert http.get("/v1/server", headers={"Agentrl-Protocol": "7"}).json() == info
+    assert http.get("/v1/envs", headers={"Agentrl-Protocol": "2, 1"}).status_code == 200
+    session = open_session(http)
+    http.post(f"/v1/sessions/{session['id']}/step", json={"step": 0, "action": call("add")})
+    http.delete(f"/v1/sessions/{session['id']}")
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    samples = {}
+    for line in response.text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            samples[name] = float(value)
+    assert samples['agentrl_env_sessions_opened_total{env="workshop"}'] >= 1
+    assert samples['agentrl_env_sessions_closed_total{env="workshop",outcome="abandoned"}'] >= 1
+    steps = samples['agentrl_env_steps_total{env="workshop"}']
+    assert steps >= 1 and samples["agentrl_env_step_seconds_count"] >= steps
+    assert samples['agentrl_env_step_seconds_bucket{le="+Inf"}'] >= steps
+    assert samples["agentrl_env_websockets"] == 0 and samples["process_resident_memory_bytes"] > 0
+    assert http.get("/readyz").json()["status"] == "ok"
+
+
+def test_a_draining_server_lives_and_is_not_ready(serve_environments):
+    with serve_environments(["hello"]) as (url, manager):
+        manager.draining = True
+        assert httpx.get(f"{url}/healthz").json()["status"] == "draining"
+        unready = httpx.get(f"{url}/readyz")
+        assert "shutting down" in problem(unready, 503, "unavailable")["detail"]
+        assert int(unready.headers["retry-after"]) >= 1
+
+
+def test_other_methods_are_refused_by_name(http):
+    for path in ("/v1/sessions", "/v1/sessions/x/step", "/v1/ws", "/openapi.json", "/reset"):
+        refused = http.put(path)
+        problem(refused, 405, "method_not_allowed")
+        assert refused.headers["allow"] in ("POST", "GET")
+    assert http.patch("/v1/sessions/x").headers["allow"] == "GET, DELETE"
+    for path in ("/", "/v1/sessions/", "/v1/sessions/x/", "/v1/sessions/x/y", "//v1/envs", "/v1"):
+        problem(http.get(path), 404, "not_found")

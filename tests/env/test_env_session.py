@@ -30,14 +30,14 @@ def run(test, **options):
     """Run `test(manager)` and close the manager; nothing it started may be left."""
 
     async def main():
-        manager = SessionManager(resolve, **options)
+        manager = SessionManager(resolve, **{"max_wait_s": 0.02, **options})
         try:
             await test(manager)
         finally:
             Workshop.release.set()
             await manager.aclose()
             Workshop.release.clear()
-        assert manager.num_live == 0 and not manager._background
+        assert manager.num_live == 0 and not manager._background.tasks
 
     asyncio.run(main())
 
@@ -119,7 +119,7 @@ def test_what_sessions_share_is_loaded_once_per_configuration():
 
 
 def test_configurations_nobody_uses_are_dropped(monkeypatch):
-    monkeypatch.setattr("agentrl.env.session._MAX_SOURCES", 3)
+    monkeypatch.setattr("agentrl.env.sources.MAX_SOURCES", 3)
 
     async def test(manager):
         kept = await open_one(manager, config={"greeting": "kept"})

@@ -1,4 +1,5 @@
 import asyncio
+import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -14,9 +15,11 @@ from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
 from agentrl.env import Environment, Task, register, reward, tool
 from agentrl.env.client import connect
+from agentrl.env.protocol import make_error
 from agentrl.env.server import listen, make_app
 from agentrl.errors import GraderError
-from agentrl.rollout.driver import Episode, Limits, TokenPolicy, play
+from agentrl.rollout.driver import MAX_RESTARTS, Episode, Limits, TokenPolicy, play
+from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.types import StopReason, samples_of
@@ -319,6 +322,72 @@ def test_a_template_that_edits_history_forks_rows_and_trains_each_token_once():
     assert before.token_ids[: after.fork_at] == after.token_ids[: after.fork_at]
     assert before.token_ids[after.fork_at] != after.token_ids[after.fork_at]
     assert sum(s.num_trained for s in samples_of(trajectory)) == trajectory.num_sampled_tokens
+
+
+class Losing:
+    """An environment client that loses sessions: the first `count` second steps meet `error`."""
+
+    def __init__(self, client, error, count):
+        self.client, self.error, self.left = client, error, count
+
+    async def session(self, *args, **kwargs):
+        session = await self.client.session(*args, **kwargs)
+        step, num_steps = session.step, 0
+
+        async def losing(action, **kwargs):
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 2 and self.left:
+                self.left -= 1
+                raise self.error
+            return await step(action, **kwargs)
+
+        session.step = losing
+        return session
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+
+def play_losing(error, count, monkeypatch):
+    real = connect
+    monkeypatch.setattr(
+        sys.modules[__name__], "connect", lambda url: Losing(real(url), error, count)
+    )
+    turns = {0: CALL, 1: "done"}
+    return collect(lambda request_id, _: turns[int(request_id[-3:])], group_size=3)[0]
+
+
+@pytest.mark.parametrize("code", ["session_lost", "session_expired", "not_found", "unavailable"])
+def test_an_episode_that_lost_its_environment_is_started_over(code, monkeypatch):
+    batch = play_losing(make_error(code, "gone"), 2, monkeypatch)
+    assert [t.trajectory_id[-4:] for t in batch.trajectories] == ["m000", "m001", "m002"]
+    for trajectory in batch.trajectories:
+        assert trajectory.error is None and trajectory.reward == 1.0
+        (row,) = trajectory.branches
+        assert len(trajectory.turns) == 2 and sum(row.loss_mask) == trajectory.num_sampled_tokens
+        roles = [message["role"] for message in trajectory.messages]
+        assert roles == ["user", "assistant", "tool", "assistant"], "nothing of the lost attempt"
+    assert batch.num_restarts == 2
+    assert rollout_metrics(batch)["rollout/restarted_episodes"] == 2
+    (group,) = batch.groups
+    assert {t.seed for t in group.trajectories} == {batch.trajectories[0].seed}
+
+
+def test_an_episode_is_not_started_over_for_ever(monkeypatch):
+    batch = play_losing(make_error("session_lost", "gone"), 999, monkeypatch)
+    assert [t.error.code for t in batch.trajectories] == ["session_lost"] * 3
+    assert not any(t.trainable for t in batch.trajectories)
+    assert batch.num_restarts == 3 * MAX_RESTARTS
+
+
+@pytest.mark.parametrize("code", ["step_conflict", "env_error", "unavailable", "at_capacity"])
+def test_what_the_episode_itself_brought_about_is_its_result(code, monkeypatch):
+    error = make_error(code, "no")
+    error.retryable = code == "at_capacity"
+    batch = play_losing(error, 1, monkeypatch)
+    assert sorted(t.error.code if t.error else "" for t in batch.trajectories) == ["", "", code]
+    assert batch.num_restarts == 0
 
 
 @given(st.lists(st.sampled_from(["again", CALL, "<tool_call>{</tool_call>"]), max_size=5))

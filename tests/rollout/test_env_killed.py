@@ -1,0 +1,133 @@
+"""A training whose environment server, or one of its worker processes, is killed: the run goes on,
+and every episode counts once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl.rollout.log import read_trajectories
+from agentrl.types import StopReason
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
+NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 4, 4, 8
+
+
+@contextmanager
+def environment_server(log: Path, *options: str):
+    """A real server process; yields the process and its URL."""
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "agentrl", "env", "serve", "math", "--port", "0", *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        while not (found := re.search(r"http://[\d.]+:\d+", log.read_text())):
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield server, found[0]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def num_sessions(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/healthz") as answer:
+        return json.load(answer)["sessions"]
+
+
+def num_ended(log: Path) -> int:
+    return log.read_text().count('"event": "episode"')
+
+
+@contextmanager
+def training_run(run_dir: Path, url: str, log: Path):
+    """A training process that has played some episodes and is in the middle of others."""
+    training = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "agentrl", "train", str(QUICKSTART), "--env.url", url),
+            *("--run.num_steps", str(NUM_STEPS), "--run.dir", str(run_dir)),
+            *("--rollout.groups_per_step", str(GROUPS_PER_STEP)),
+            *("--rollout.group_size", str(GROUP_SIZE)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        while not num_ended(log) or not num_sessions(url):
+            assert training.poll() is None, training.communicate()[0]
+            time.sleep(0.005)
+        yield training
+    finally:
+        training.kill()
+        training.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_training_survives_a_killed_environment_server(tmp_path):
+    log, run_dir = tmp_path / "first.log", tmp_path / "run"
+    with (
+        environment_server(log) as (server, url),
+        training_run(run_dir, url, log) as training,
+    ):
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        with environment_server(tmp_path / "second.log", "--port", url.rpartition(":")[2]):
+            output, _ = training.communicate(timeout=240)
+    assert training.returncode == 0, output
+    check_run(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_training_survives_a_killed_worker_process(tmp_path):
+    log, run_dir = tmp_path / "server.log", tmp_path / "run"
+    with (
+        environment_server(log, "--workers", "2") as (server, url),
+        training_run(run_dir, url, log) as training,
+    ):
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        output, _ = training.communicate(timeout=240)
+        server.send_signal(signal.SIGTERM)
+        server.wait(20)
+    assert training.returncode == 0, output
+    check_run(run_dir)
+
+
+def check_run(run_dir: Path) -> None:
+    """Episodes were started over, and every dispatched trajectory is there once, whole."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "rollout/trajectories" in record]
+    assert [record["step"] for record in steps] == list(range(1, NUM_STEPS + 1))
+    restarts = sum(record["rollout/restarted_episodes"] for record in steps)
+    assert restarts > 0, "it was killed while episodes were played"
+
+    trajectories = [trajectory for _, trajectory in read_trajectories(run_dir)]
+    ids = Counter(trajectory.trajectory_id for trajectory in trajectories)
+    assert len(ids) == NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE and set(ids.values()) == {1}
+    groups = Counter(trajectory.group_id for trajectory in trajectories)
+    assert set(groups.values()) == {GROUP_SIZE}
+    assert sum(record["rollout/trajectories"] for record in steps) == len(ids)
+    assert {trajectory.error for trajectory in trajectories} == {None}
+    ends = (StopReason.TERMINATED, StopReason.MAX_TURNS, StopReason.CONTEXT_LENGTH)
+    for trajectory in trajectories:
+        assert trajectory.stop_reason in ends
+        # Nothing of a lost attempt: as many turns as rows hold, each token in one of them.
+        sampled = sum(sum(row.loss_mask) for row in trajectory.branches)
+        assert sampled == trajectory.num_sampled_tokens > 0
+        roles = [message["role"] for message in trajectory.messages]
+        assert roles.count("assistant") == len(trajectory.turns)
+    print(f"\n{restarts} episodes started over; {len(ids)} trajectories, each recorded once")
