@@ -11,11 +11,16 @@ RUN ?= examples/quickstart/run.toml
 # vLLM pins its own torch, so it has an environment of its own; agentrl speaks HTTP to it.
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
+# TRL, OpenEnv and verifiers bring much that agentrl does not need, and not the same of it.
+ADAPTERS_VENV ?= .venv-adapters
+# Of the fast tests at a time. Many of them wait for servers and processes more than they compute.
+JOBS ?= 3
+ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
 # Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
 AGAIN = echo "=== once more, those that failed:"
 
-.PHONY: quickstart test test-slow test-vllm test-docker test-docker-slow vllm types benchmarks model clean help
+.PHONY: quickstart test test-slow test-vllm test-docker test-docker-slow test-adapters vllm types benchmarks model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -28,7 +33,8 @@ quickstart: $(VENV)/.train
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest -m "not slow and not docker and not vllm and not browser and not gpu and not network"
+	$(BIN)/pytest -n $(JOBS) --dist loadfile \
+		-m "not slow and not docker and not vllm and not browser and not gpu and not network"
 
 ## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
@@ -52,6 +58,11 @@ test-docker: $(VENV)/.dev
 test-docker-slow: $(VENV)/.dev
 	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
 
+## make test-adapters  the adapters against the real packages, in environments of their own
+test-adapters: $(ADAPTERS_VENV)/.adapters
+	$(ADAPTERS_VENV)/bin/python -m pytest tests/env/adapters
+	$(ADAPTERS_VENV)/verifiers/bin/python -m pytest tests/env/adapters/test_adapter_verifiers.py
+
 ## make types        pyright on the library
 types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -65,7 +76,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -92,6 +103,19 @@ $(VLLM_VENV)/.vllm:
 	@# Their builds on the package index are for CUDA and do not load beside a CPU torch.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -c 'import vllm' && touch $@
+
+# torch first: anything else that asks for it takes the CUDA build.
+$(ADAPTERS_VENV)/.adapters: pyproject.toml
+	@echo "making $(ADAPTERS_VENV) and installing the packages that agentrl adapts"
+	@$(PYTHON) -m venv $(ADAPTERS_VENV) && $(PYTHON) -m venv $(ADAPTERS_VENV)/verifiers
+	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
+		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
+		$(ADAPTERS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
+	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[gymnasium,reasoning-gym]' \
+		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
+	@$(ADAPTERS_VENV)/verifiers/bin/python -m pip install --quiet --editable '.[verifiers]' \
+		$(ADAPTERS_TESTS)
+	@touch $@
 
 $(VENV)/.train: pyproject.toml | $(VENV)/.torch
 	@echo "installing agentrl and what it needs"

@@ -295,8 +295,6 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from agentrl.env.check import CheckResult, load_subject, run_checks, select
 
-    # What the checks provoke is no news; what they find is in the report.
-    logging.getLogger("agentrl.env").setLevel(logging.CRITICAL)
     names = select(arguments.only, arguments.skip)
     console = Console(highlight=False)
     colours = {"pass": "green", "fail": "bold red", "skip": "yellow"}
@@ -322,9 +320,14 @@ def _check(arguments: argparse.Namespace) -> int:
             container_id=container_id,
             thorough=arguments.thorough,
         )
+        # What the checks provoke is no news; what they find is in the report.
+        log = logging.getLogger("agentrl.env")
+        level = log.level
+        log.setLevel(logging.CRITICAL)
         try:
             return await run_checks(subject, names, report=report)
         finally:
+            log.setLevel(level)
             await subject.aclose()
 
     if arguments.target.startswith("image:"):

@@ -464,6 +464,7 @@ def main(channel_fd: int, setup_fd: int) -> None:
     config.app = forwarding
     path = forwarding.path(setup.worker)
     serving = _WorkerServer(config, app.manager, setup, channel, path)
+    server.settle_memory()
     with channel, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(serving.serve(sockets=[]))
 

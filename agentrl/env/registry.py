@@ -106,10 +106,7 @@ def _import(module_name: str):
             raise ConfigError(
                 f"environment module {module_name} needs '{error.name}', which is not installed"
             ) from error
-        hint = f"; a file is named as ./{module_name}.py:Class"
-        if not Path(f"{module_name}.py").exists():
-            hint = ""
-        raise ConfigError(f"no module named '{module_name}' can be imported{hint}") from error
+        raise ConfigError(f"no module named '{module_name}' can be imported") from error
 
 
 def _import_file(file_name: str):

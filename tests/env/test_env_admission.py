@@ -334,6 +334,8 @@ def test_a_process_full_of_hung_threads_is_not_ready():
         def reset(self, task, *, seed):
             return "go"
 
+    before = threading.enumerate()  # other tests' pools keep theirs
+
     async def main():
         manager = SessionManager(lambda _: Hanging, worker_threads=2)
         most = manager.workers.max_abandoned
@@ -360,7 +362,10 @@ def test_a_process_full_of_hung_threads_is_not_ready():
             await asyncio.sleep(0.01)
         assert manager.readiness() is None
         await manager.aclose()
-        while any(each.name == "agentrl-env-worker" for each in threading.enumerate()):
+        while any(
+            each.name == "agentrl-env-worker" and each not in before
+            for each in threading.enumerate()
+        ):
             await asyncio.sleep(0.01)
 
     asyncio.run(main())

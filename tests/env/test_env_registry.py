@@ -1,5 +1,7 @@
 """Names of environments."""
 
+import sys
+
 import pytest
 from sample_envs import Hello
 
@@ -74,11 +76,15 @@ def test_a_file_without_the_class_and_one_that_needs_something(tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="needs 'surely_not_installed'"):
         resolve("needy_env:Env")
-    (tmp_path / "here.py").write_text("")
-    monkeypatch.setattr("sys.path", [])
+
+
+def test_a_module_in_the_current_folder_needs_no_installation(tmp_path, monkeypatch):
+    (tmp_path / "right_here_env.py").write_text(SOURCE.format(doc="x"))
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    with pytest.raises(ConfigError, match="no module named 'right_here_env'"):
+        resolve("right_here_env:Env")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"a file is named as \./here\.py:Class"):
-        resolve("here:Env")
+    assert resolve("right_here_env:Env").__name__ == "Env"
 
 
 def test_ids_are_unique_and_well_formed():

@@ -88,13 +88,10 @@ def test_its_own_tests_pass(tmp_path, template):
 
 
 @pytest.mark.docker
-def test_its_own_tests_pass_in_containers(tmp_path):
-    image = os.environ.get("AGENTRL_TEST_BASE_IMAGE", "python:3.12-slim")
-    if subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
-        pytest.skip(f"there is no image {image}; set AGENTRL_TEST_BASE_IMAGE")
+def test_its_own_tests_pass_in_containers(tmp_path, base_image):
     folder = make_project("word-game", template="docker", path=tmp_path)
     source = folder / "word_game" / "env.py"
-    source.write_text(source.read_text().replace("python:3.12-slim", image))
+    source.write_text(source.read_text().replace("python:3.12-slim", base_image))
     run_tests(folder, "-k", "tasks or tools or bad_actions or oracle or leaks or an_episode")
 
 
