@@ -22,6 +22,7 @@ import zlib
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import aiohttp
 import msgspec
@@ -170,14 +171,14 @@ class Forwarding:
             await _problem(send, unavailable(target))
 
     async def post_frames(
-        self, target: int, frames: list[Raw], headers: list[tuple[str, str]]
+        self, target: int, frames: list[Raw], headers: list[tuple[str, str]], scope: Scope
     ) -> tuple[int, bytes]:
-        """Status and body of another worker's answer to some frames."""
+        """Status and body of another worker's answer to some frames that came with `scope`."""
         if target == LOST:
             return 200, _errors(frames, lost())
         try:
             async with self._request(
-                target, "POST", URL("http://worker/v1/batch"), headers, _array(frames)
+                target, "POST", _batch_url(scope), headers, _array(frames)
             ) as response:
                 return response.status, await response.read()
         except (OSError, aiohttp.ClientError):
@@ -217,7 +218,7 @@ class Forwarding:
         headers = [(k, v) for k, v in _headers(scope) if k.lower() != "content-length"]
         answers = await asyncio.gather(
             *(
-                self.post_frames(target, [frames[position] for position in positions], headers)
+                self.post_frames(target, [frames[each] for each in positions], headers, scope)
                 for target, positions in groups.items()
             )
         )
@@ -306,12 +307,18 @@ class _Socket:
 
     async def _pass_on(self, target: int, frames: list[Raw]) -> None:
         headers = [(k, v) for k, v in _headers(self._scope) if not k.lower().startswith("sec-")]
-        status, answer = await self._front.post_frames(target, frames, headers)
+        status, answer = await self._front.post_frames(target, frames, headers, self._scope)
         if status != 200:
             error = protocol.from_problem(protocol.decode_reply(answer, protocol.Problem))
             answer = _errors(frames, error)
         with contextlib.suppress(ClientDisconnected):
             await self._send({"type": "websocket.send", "text": answer.decode()})
+
+
+def _batch_url(scope: Scope) -> URL:
+    """With the session that a session token is for."""
+    query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+    return URL("http://worker/v1/batch").with_query({k: v for k, v in query.items() if k == "sid"})
 
 
 _TEXT: Message = {"type": "websocket.receive", "bytes": None}

@@ -270,6 +270,30 @@ def test_the_agents_plane_finds_its_session(fleet):
         assert status == 200 and json.loads(answer["content"])["count"] == 1
 
 
+def test_a_session_token_opens_its_session_from_every_worker():
+    fleet = Fleet(num_workers=2, token="of the server")
+    try:
+        server = {"Authorization": "Bearer of the server"}
+        _, reply = fleet.call("POST", "/v1/sessions", create(), headers=server)
+        session, token = reply["sessions"][0]["id"], reply["sessions"][0]["token"]
+        headers = {"Authorization": f"Bearer {token}"}
+        for step in range(4):  # new connections go to the workers in turn
+            frame = {"op": "step", "id": 1, "sid": session, **take(step)}
+            status, replies = fleet.call(
+                "POST", f"/v1/batch?sid={session}", [frame], headers=headers
+            )
+            assert status == 200 and replies[0]["ok"]["step"] == step + 1
+        _, other = fleet.call("POST", "/v1/sessions", create(), headers=server)
+        frame = {"op": "status", "id": 1, "sid": other["sessions"][0]["id"]}
+        for _ in range(2):
+            status, replies = fleet.call(
+                "POST", f"/v1/batch?sid={session}", [frame], headers=headers
+            )
+            assert status == 200 and replies[0]["error"]["code"] == "forbidden"
+    finally:
+        fleet.stop(signal.SIGINT)
+
+
 def test_gym_aliases_find_their_session(fleet):
     for index in range(6):
         _, reply = fleet.call("POST", "/reset", {"env": "pid", "split": "train", "index": index})

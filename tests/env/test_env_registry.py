@@ -82,9 +82,9 @@ def test_a_module_in_the_current_folder_needs_no_installation(tmp_path, monkeypa
     (tmp_path / "right_here_env.py").write_text(SOURCE.format(doc="x"))
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
     with pytest.raises(ConfigError, match="no module named 'right_here_env'"):
-        resolve("right_here_env:Env")
+        resolve("right_here_env:Tiny")
     monkeypatch.chdir(tmp_path)
-    assert resolve("right_here_env:Env").__name__ == "Env"
+    assert resolve("right_here_env:Tiny").__name__ == "Tiny"
 
 
 def test_ids_are_unique_and_well_formed():
