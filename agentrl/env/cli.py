@@ -311,13 +311,13 @@ def _check(arguments: argparse.Namespace) -> int:
             console.print(f"      should hold: {escape(result.asserts)}", style="dim")
             console.print(f"      remedy: {escape(result.remedy)}")
 
-    async def run(target: str, token: str | None, container_id: str | None) -> list[CheckResult]:
+    async def run(target: str, token: str | None, image: str | None) -> list[CheckResult]:
         subject = await load_subject(
             target,
             config=_read_config(arguments.config),
             env_id=arguments.env,
             token=token,
-            container_id=container_id,
+            image=image,
             thorough=arguments.thorough,
         )
         # What the checks provoke is no news; what they find is in the report.
@@ -333,8 +333,9 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.target.startswith("image:"):
         from agentrl.env.check.container import served_image
 
-        with served_image(arguments.target.removeprefix("image:")) as served:
-            results = asyncio.run(run(served.url, served.token, served.container_id))
+        image = arguments.target.removeprefix("image:")
+        with served_image(image) as served:
+            results = asyncio.run(run(served.url, served.token, image))
     else:
         results = asyncio.run(run(arguments.target, arguments.token, None))
     failed = [result.name for result in results if result.status == "fail"]

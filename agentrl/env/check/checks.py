@@ -1125,5 +1125,5 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "canary": check_canary,
     "oracle": check_oracle,
     "snapshot": check_snapshot,
-    "container": check_container,  # the last, for it stops the server
+    "container": check_container,
 }

@@ -225,8 +225,8 @@ class Subject:
     shared: object = None
     url: str | None = None
     token: str | None = None
-    container_id: str | None = None
-    """The container behind the URL, where the check started one."""
+    image: str | None = None
+    """The image that the server behind the URL was started from, where the check started it."""
     thorough: bool = False
     make_manager: Callable[..., Any] = SessionManager
     """Called with the function that finds a class by its id."""
@@ -439,7 +439,7 @@ async def load_subject(
     config: Mapping[str, JSON] | None = None,
     env_id: str | None = None,
     token: str | None = None,
-    container_id: str | None = None,
+    image: str | None = None,
     thorough: bool = False,
     make_manager: Callable[..., Any] = SessionManager,
 ) -> Subject:
@@ -449,7 +449,7 @@ async def load_subject(
         target: a class, a name for `agentrl.env.registry.resolve`, or the URL of a server.
         env_id: which environment of the server; needed where it serves several.
         token: the server's; by default from the variable AGENTRL_ENV_TOKEN.
-        container_id: of the container that the server runs in, which `check_container` stops.
+        image: which the server was started from; `check_container` starts it again.
 
     Raises:
         ConfigError: it cannot be found, or its configuration is wrong.
@@ -472,7 +472,7 @@ async def load_subject(
             info,
             url=target,
             token=token,
-            container_id=container_id,
+            image=image,
             thorough=thorough,
         )
     found = registry.resolve(target) if isinstance(target, str) else registry.with_id(target)

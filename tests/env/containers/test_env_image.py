@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli import main
 from agentrl.env import image
 from agentrl.env.base import Environment
 from agentrl.env.client import connect
@@ -230,7 +231,14 @@ def test_an_image_keeps_every_promise(built, project, target):
 
 
 @pytest.mark.docker
-def test_an_image_that_keeps_none_is_caught(built):
+def test_env_check_takes_an_image(built, capsys):
+    command = ["env", "check", f"image:{built('math')}", "--only", "container", "--only", "tasks"]
+    assert main(command) == 0
+    assert "2 passed, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.docker
+def test_an_image_that_keeps_none_is_caught(built, capsys):
     dockerfile = (
         f"FROM {built('math')}\nUSER root\nENV HF_TOKEN=x\nHEALTHCHECK NONE\n"
         "RUN mkdir -p /root/.ssh && touch /root/.ssh/id_ed25519\n"
@@ -240,8 +248,11 @@ def test_an_image_that_keeps_none_is_caught(built):
     image._docker_build(tag, {"Dockerfile": dockerfile.encode()}, {}, cache=True)
     try:
         checks = {name: (ok, detail, remedy) for name, ok, detail, remedy in check_image(tag)}
+        assert main(["env", "check", f"image:{tag}", "--only", "container"]) == 1
     finally:
         subprocess.run(["docker", "rmi", tag], capture_output=True)
+    shown = capsys.readouterr().out
+    assert "user 0" in shown and "USER 10001:10001" in shown
     failed = {name for name, (ok, *_) in checks.items() if not ok}
     assert failed == {"user", "no secrets", "health check", "SIGTERM", "port"}
     assert "HF_TOKEN" in checks["no secrets"][1] and "id_ed25519" in checks["no secrets"][1]
