@@ -33,7 +33,7 @@ quickstart: $(VENV)/.train
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest -n $(JOBS) --dist loadfile \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile \
 		-m "not slow and not docker and not vllm and not browser and not gpu and not network"
 
 ## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K

@@ -36,7 +36,7 @@ def outcomes(target, names, status="fail", **options):
 
 
 def test_every_check_has_something_broken():
-    assert BROKEN.keys() | {"container"} == CHECKS.keys()  # see test_env_check_container.py
+    assert BROKEN.keys() | {"container"} == CHECKS.keys()  # see containers/test_env_image.py
 
 
 def test_a_good_environment_passes_every_check():

@@ -109,7 +109,7 @@ def test_bombs_end_in_time_and_cost_no_worker(pool, tmp_path, deadline_s):
         else:
             assert result.score == 0.0
             refused += result.method == "refused"
-        assert time.monotonic() - started <= deadline_s + 0.5, bomb
+        assert time.monotonic() - started <= deadline_s + 2.0, bomb  # unbounded ones take minutes
     assert refused >= 19
     status = pool.status()
     assert (status.num_alive, status.num_busy, status.num_killed) == (1, 0, 0)

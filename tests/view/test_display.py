@@ -138,7 +138,8 @@ def test_the_panel_in_ascii():
 # ------------------------------------------------------------------------------- a real terminal
 
 PROGRAM = """
-import logging, sys, time
+import logging, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 logging.basicConfig(level="INFO", format="LOG %(message)s")
 from agentrl.view.display import Display
 with Display(6, "pty run") as display:
