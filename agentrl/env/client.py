@@ -64,7 +64,10 @@ LOAD_TIMEOUT_S = 1800.0
 INFO_CALL_S = 30.0
 """One call for it; as long as the server is loading it is repeated."""
 UNREACHABLE_S = 10.0
-"""How long a server that cannot be reached is tried."""
+"""How long a server that refuses connections is tried."""
+SILENT_S = 30.0
+"""How long one is tried that does not answer, or on a way that breaks: less than its lease, so that
+the session is still there."""
 RESTART_S = 60.0
 """How long, where it was reached before: it may be starting again."""
 _RETRIED = ("at_capacity", "draining", "unavailable", "request_timeout", "reset_timeout")
@@ -521,7 +524,10 @@ async def _retry(
             now = clock()
             if error.code == "unavailable":
                 unreachable_since = unreachable_since or now
-                if now - unreachable_since > (unreachable_s or UNREACHABLE_S):
+                patience_s = unreachable_s or UNREACHABLE_S
+                if not _refuses(error):  # a bad network, perhaps, and the session lives
+                    patience_s = max(patience_s, SILENT_S)
+                if now - unreachable_since > patience_s:
                     raise
             else:
                 unreachable_since = None
@@ -530,6 +536,12 @@ async def _retry(
                 raise
         await asyncio.sleep(wait)
         pause = min(pause * 2, 2.0)
+
+
+def _refuses(error: EnvError) -> bool:
+    """Whether nobody listens at the server's address any more."""
+    cause = error.__cause__
+    return isinstance(getattr(cause, "os_error", cause), ConnectionRefusedError)
 
 
 def connect(
