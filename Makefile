@@ -107,6 +107,7 @@ $(VLLM_VENV)/.vllm:
 # torch first: anything else that asks for it takes the CUDA build.
 $(ADAPTERS_VENV)/.adapters: pyproject.toml
 	@echo "making $(ADAPTERS_VENV) and installing the packages that agentrl adapts"
+	@mkdir -p $(ADAPTERS_VENV)
 	@$(PYTHON) -m venv $(ADAPTERS_VENV) && $(PYTHON) -m venv $(ADAPTERS_VENV)/verifiers
 	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
