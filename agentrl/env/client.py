@@ -41,7 +41,7 @@ from agentrl.env.protocol import (
     make_error,
 )
 from agentrl.env.session import SessionManager
-from agentrl.env.transport import CONNECT_S, InProcess, Transport
+from agentrl.env.transport import CONNECT_S, ConnectionLost, InProcess, Transport
 from agentrl.env.transport_http import Http
 from agentrl.env.transport_websocket import WebSocket
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
@@ -70,6 +70,8 @@ SILENT_S = 30.0
 the session is still there."""
 RESTART_S = 60.0
 """How long, where it was reached before: it may be starting again."""
+FIRST_PAUSE_S = 0.05
+"""Before a call is repeated; the next pauses are longer, up to two seconds."""
 _RETRIED = ("at_capacity", "draining", "unavailable", "request_timeout", "reset_timeout")
 
 
@@ -514,7 +516,7 @@ async def _retry(
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout_s
     unreachable_since: float | None = None
-    pause = 0.05
+    pause = FIRST_PAUSE_S
     while True:
         try:
             return await attempt(deadline + GRACE_S - clock())
@@ -522,7 +524,11 @@ async def _retry(
             if not error.retryable or error.code not in _RETRIED:
                 raise
             now = clock()
-            if error.code == "unavailable":
+            if isinstance(error, ConnectionLost):
+                # All sessions of a worker share a connection: on a bad network one call after
+                # another may lose it, though each time the server answers some of them.
+                unreachable_since, pause = None, FIRST_PAUSE_S
+            elif error.code == "unavailable":
                 unreachable_since = unreachable_since or now
                 patience_s = unreachable_s or UNREACHABLE_S
                 if not _refuses(error):  # a bad network, perhaps, and the session lives

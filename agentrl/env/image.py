@@ -160,16 +160,14 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    removed = reap_servers()
-    for line in removed:
-        print(f"removed a leftover container: {line}", file=sys.stderr)
     if arguments.reap:
-        print(f"{len(removed)} leftover containers removed")
+        print(f"{_reap()} leftover containers removed")
         return 0
     if arguments.target is None:
         raise ConfigError("name what to run: agentrl env run ID|DIR|IMAGE")
     if arguments.count < 1 or (arguments.port and arguments.port + arguments.count > 65536):
         raise ConfigError("--count is at least 1, and --port + --count at most 65536")
+    _reap()
     token = arguments.token or secrets.token_urlsafe(24)
     image = find_image(arguments.target)
     servers: list[Server] = []
@@ -206,6 +204,13 @@ def _run(arguments: argparse.Namespace) -> int:
         stop_servers(servers)
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, before)
+
+
+def _reap() -> int:
+    removed = reap_servers()
+    for line in removed:
+        print(f"removed a leftover container: {line}", file=sys.stderr)
+    return len(removed)
 
 
 # ---- building

@@ -24,6 +24,7 @@ from agentrl.env.protocol import (
     TaskPreview,
 )
 from agentrl.env.session import SessionManager
+from agentrl.errors import EnvUnavailable
 from agentrl.types import JSON
 
 CONNECT_S = 5.0
@@ -31,6 +32,10 @@ CONNECT_S = 5.0
 PATIENCE_S = 10.0
 """No answer for so long: the call is sent again, then after twice as long, and so on."""
 MAX_PATIENCE_S = 60.0
+
+
+class ConnectionLost(EnvUnavailable):
+    """A connection on which the server had answered is gone; the server need not be."""
 
 
 class Transport(Protocol):

@@ -41,7 +41,7 @@ from agentrl.env.protocol import (
     TaskPreview,
     make_error,
 )
-from agentrl.env.transport import CONNECT_S, MAX_PATIENCE_S, PATIENCE_S
+from agentrl.env.transport import CONNECT_S, MAX_PATIENCE_S, PATIENCE_S, ConnectionLost
 from agentrl.env.transport_http import Http, unreachable
 from agentrl.errors import EnvError, EnvUnavailable
 from agentrl.types import JSON
@@ -270,6 +270,8 @@ class Socket:
         self._outbox: list[bytes] = []
         self._wake = asyncio.Event()
         self._next_id = 0
+        self._heard = False
+        """Whether a message came on this connection."""
         self._pinged: int | None = None
         """Id of a ping sent since the last message from the server."""
 
@@ -387,6 +389,7 @@ class Socket:
             await connection.close()
             raise NoWebSocket(f"no subprotocol {protocol.SUBPROTOCOL}", code="no_websocket")
         self._connection = connection
+        self._heard = False
         self._pinged = None
         self._outbox.clear()
         loop = asyncio.get_running_loop()
@@ -433,6 +436,7 @@ class Socket:
                 except msgspec.DecodeError as error:
                     logger.warning("%s sent a broken message: %s", self._http.url, error)
                     break
+                self._heard = True
                 self._pinged = None
                 for reply in replies if isinstance(replies, list) else (replies,):
                     self._receive(reply)
@@ -445,11 +449,10 @@ class Socket:
             return
         self._connection = None
         self._wake.set()  # ends the writer
+        kind = ConnectionLost if self._heard else EnvUnavailable
         for call in self._calls.values():
             if not call.reply.done():
-                call.reply.set_exception(
-                    EnvUnavailable(f"the connection to {self._http.url} was lost")
-                )
+                call.reply.set_exception(kind(f"the connection to {self._http.url} was lost"))
         # Its tasks end with it, and close it, however long that may take.
         for task in self._tasks:
             if task is not asyncio.current_task():

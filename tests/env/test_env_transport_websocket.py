@@ -186,6 +186,39 @@ def test_a_lost_socket_loses_no_session():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_network_that_cuts_every_connection_is_no_silent_server(monkeypatch, heard):
+    """Sessions share a connection: a call may lose it many times over while others are answered."""
+    for name in ("UNREACHABLE_S", "SILENT_S"):
+        monkeypatch.setattr(client_module, name, 0.0)
+
+    class Cutting(FrameServer):
+        num_cuts = 0
+
+        async def send(self, socket, replies):
+            if self.steps() and self.num_cuts < 12:
+                self.num_cuts += 1
+                if heard:
+                    await super().send(socket, [{"id": 10**6, "ok": {}}])
+                await socket.close()
+            else:
+                await super().send(socket, replies)
+
+    async def main():
+        server = Cutting()
+        async with server.client() as client:
+            session = await client.session("e", split="train", index=0)
+            if heard:
+                await step(session, timeout_s=60.0)
+                assert [frame["step"] for frame in server.steps()] == [0] * 13
+            else:
+                with pytest.raises(EnvUnavailable, match="was lost"):
+                    await step(session, timeout_s=60.0)
+                assert server.num_cuts < 5
+
+    asyncio.run(main())
+
+
 def test_a_connection_that_leads_nowhere_is_left(monkeypatch):
     monkeypatch.setattr(transport_websocket, "PATIENCE_S", 0.05)
     monkeypatch.setattr(transport_websocket, "CONNECT_S", 0.2)
