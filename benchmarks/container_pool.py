@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 
-from agentrl.env.containers import ContainerPool, ContainerSpec
+from agentrl.env.container.pool import ContainerPool, ContainerSpec
 from agentrl.errors import EnvError
 
 

@@ -53,7 +53,7 @@ BARE_ANSWER = (
 
 def serve_agentrl() -> None:
     from agentrl.env import Environment, Task, tool
-    from agentrl.env.server import make_app, serve
+    from agentrl.env.server.app import make_app, serve
 
     class Bench(Environment):
         """Answers `look` calls without end."""
@@ -77,7 +77,7 @@ def serve_agentrl() -> None:
 def serve_bare() -> None:
     import uvicorn
 
-    from agentrl.env.server import KEEP_ALIVE_S, listen
+    from agentrl.env.server.app import KEEP_ALIVE_S, listen
 
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):

@@ -25,6 +25,15 @@ ALLOWED = {
         *("sync", "rollout", "inference", "algo", "env.client", "view", "config", "evaluate"),
     },
 }
+# Within `agentrl.env`: a room -> those of its neighbours it may import from.
+ENV_ROOMS = {
+    "session": set(),
+    "server": {"session"},
+    "transport": {"session"},
+    "container": set(),
+    "check": {"session", "container"},
+    "adapters": {"session", "transport"},
+}
 TORCH_MODULES = {"torch", "safetensors"}
 TORCH_ALLOWED = ("agentrl/algo/", "agentrl/train/", "agentrl/sync/", "agentrl/inference/embedded")
 
@@ -47,7 +56,7 @@ def relative(path: Path) -> str:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_imports_flow_one_way(path):
     parts = path.relative_to(ROOT).parts
-    if parts[0] == "agentrl" and len(parts) == 3:
+    if parts[0] == "agentrl" and len(parts) >= 3:
         package = parts[1]
         for name in imports(path):
             if not name.startswith("agentrl."):
@@ -68,6 +77,16 @@ def test_imports_flow_one_way(path):
         for name in imports(path):
             if name.startswith("agentrl."):
                 assert name.startswith(allowed)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_rooms_of_the_environment_platform_know_only_what_they_stand_on(path):
+    parts = path.relative_to(ROOT).parts
+    if parts[:2] == ("agentrl", "env") and len(parts) > 3 and parts[2] in ENV_ROOMS:
+        for name in imports(path):
+            room = name.removeprefix("agentrl.env.").split(".")[0]
+            if name.startswith("agentrl.env.") and room in ENV_ROOMS:
+                assert room in ENV_ROOMS[parts[2]] | {parts[2]}, f"{relative(path)} imports {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -39,8 +39,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from agentrl.env.threads import WorkerPool, default_pool
 from agentrl.env.tools import Tool, tools_of
-from agentrl.env.workers import WorkerPool, default_pool
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
 

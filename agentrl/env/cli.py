@@ -34,12 +34,12 @@ def add_env_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_image_command(subcommands: argparse._SubParsersAction, name: str, help: str) -> None:
-    """`build` or `run` of `agentrl.env.image`, which takes too long to import for `--help` of all
-    other commands, and so says what it takes only when it is asked."""
+    """`build` or `run` of `agentrl.env.container.image`, which takes too long to import for
+    `--help` of all other commands, and so says what it takes only when it is asked."""
     parser = subcommands.add_parser(name, help=help)
 
     def parse_known_args(args: list[str], namespace: argparse.Namespace | None = None) -> Any:
-        from agentrl.env.image import add_image_commands
+        from agentrl.env.container.image import add_image_commands
 
         loaded = argparse.ArgumentParser(prog="agentrl env").add_subparsers()
         add_image_commands(loaded)
@@ -440,9 +440,10 @@ def _info(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     import logging
 
-    from agentrl.env import registry, server
+    from agentrl.env import registry
     from agentrl.env.base import load_config
     from agentrl.env.protocol import TOKEN_VARIABLE
+    from agentrl.env.server import app as server
 
     config = _read_config(arguments.config)
     environments = [registry.resolve(name) for name in arguments.id]
@@ -468,7 +469,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         "ready": lambda url: print(f"serving {names} at {url}", flush=True),
     }
     if arguments.workers > 1:
-        from agentrl.env.fleet import serve_fleet
+        from agentrl.env.server.fleet import serve_fleet
 
         serve_fleet(arguments.id, num_workers=arguments.workers, **limits, **address)
         return 0

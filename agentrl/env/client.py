@@ -40,10 +40,10 @@ from agentrl.env.protocol import (
     TaskSpec,
     make_error,
 )
-from agentrl.env.session import SessionManager
-from agentrl.env.transport import CONNECT_S, ConnectionLost, InProcess, Transport
-from agentrl.env.transport_http import Http
-from agentrl.env.transport_websocket import WebSocket
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.transport.base import CONNECT_S, ConnectionLost, InProcess, Transport
+from agentrl.env.transport.http import Http
+from agentrl.env.transport.websocket import WebSocket
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
 

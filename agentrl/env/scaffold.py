@@ -16,7 +16,7 @@ from pathlib import Path
 from agentrl.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
-DOCKERFILE = Path(__file__).with_name("Dockerfile")
+DOCKERFILE = Path(__file__).parent / "container" / "Dockerfile"
 _TAKEN = {"agentrl", "test", "tests", "env", "environment", "task", "action", "tool-call"}
 
 

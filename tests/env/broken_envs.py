@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.env import Action, Environment, Task, ToolCall, tool
 from agentrl.env.protocol import StepReply, encode
-from agentrl.env.session import SessionManager
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import EnvError
 
 

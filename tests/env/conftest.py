@@ -16,7 +16,7 @@ import pytest
 import sample_envs  # noqa: F401  (registers what the tests serve)
 import uvicorn
 
-from agentrl.env.server import listen, make_app, uvicorn_config
+from agentrl.env.server.app import listen, make_app, uvicorn_config
 
 BASE_IMAGE = "python:3.12-slim"
 OWN_BASE_IMAGE = "agentrl/test-base:1"

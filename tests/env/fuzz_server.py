@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.env import Environment, Task, register, tool
-from agentrl.env.server import make_app, serve
+from agentrl.env.server.app import make_app, serve
 
 
 @register("steady", max_sessions=64)

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from agentrl.env import protocol
-from agentrl.env.access import Access
+from agentrl.env.server.access import Access
 from agentrl.errors import EnvError
 
 TOKEN = "the.server/token"

@@ -8,8 +8,7 @@ import time
 import pytest
 from sample_envs import Workshop
 
-from agentrl.env import Environment, admission
-from agentrl.env.admission import Admission
+from agentrl.env import Environment
 from agentrl.env.protocol import (
     CreateRequest,
     InlineTask,
@@ -18,7 +17,9 @@ from agentrl.env.protocol import (
     TaskSpec,
     WireAction,
 )
-from agentrl.env.session import SessionManager
+from agentrl.env.session import admission
+from agentrl.env.session.admission import Admission
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 
 

@@ -8,7 +8,7 @@ from sample_envs import FreeForm, Hello, Workshop
 
 from agentrl.env import Action, Environment, Task, ToolCall, reward, tool
 from agentrl.env.base import load_config
-from agentrl.env.episode import start_episode, take_turn
+from agentrl.env.session.episode import start_episode, take_turn
 from agentrl.errors import ConfigError, EnvError, GraderError
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.env import make, openapi
+from agentrl.env import make
 from agentrl.env.check import CHECKS
 from agentrl.env.protocol import PROBLEMS
+from agentrl.env.server import openapi
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

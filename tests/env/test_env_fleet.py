@@ -17,14 +17,14 @@ from urllib.parse import urlsplit
 import pytest
 from websockets.sync.client import connect
 
-from agentrl.env.forwarding import merge_health, merge_metrics
+from agentrl.env.server.forwarding import merge_health, merge_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several workers need Linux")
 
 ENVIRONMENT = f"{Path(__file__).parent / 'fleet_envs.py'}:Pid"
 SERVE = """
 import json, sys
-from agentrl.env.fleet import serve_fleet
+from agentrl.env.server.fleet import serve_fleet
 serve_fleet(ready=lambda url: print(url, flush=True), **json.loads(sys.argv[1]))
 """
 

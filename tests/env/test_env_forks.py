@@ -22,8 +22,8 @@ from agentrl.env.protocol import (
     WireCall,
     decode_reply,
 )
-from agentrl.env.session import SessionManager
-from agentrl.env.snapshots import Snapshots
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.session.snapshots import Snapshots
 from agentrl.errors import EnvError
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from agentrl.env import Environment, Task, tool
-from agentrl.env.boundary import STOP_S
 from agentrl.env.protocol import CreateRequest, StepFrame, TaskSpec, WireAction, WireCall
-from agentrl.env.session import SessionManager
+from agentrl.env.session.boundary import STOP_S
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import EnvError
 
 TURNS = 5

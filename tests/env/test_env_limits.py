@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from agentrl.env import limits
+from agentrl.env.server import limits
 
 HEAD = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\n"
 

@@ -10,15 +10,9 @@ from pathlib import Path
 import pytest
 from lossy_proxy import FAULTS, lossy_proxy
 
-from agentrl.env import (
-    Action,
-    EnvConfig,
-    Environment,
-    Task,
-    connect,
-    transport_http,
-    transport_websocket,
-)
+from agentrl.env import Action, EnvConfig, Environment, Task, connect
+from agentrl.env.transport import http as transport_http
+from agentrl.env.transport import websocket as transport_websocket
 
 NUM_STEPS = 3
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from agentrl.env.process import ProcessHost
 from agentrl.env.protocol import (
     CreateRequest,
     InlineTask,
@@ -22,8 +21,9 @@ from agentrl.env.protocol import (
     WireAction,
     WireCall,
 )
-from agentrl.env.runner import LocalRunner
-from agentrl.env.session import SessionManager
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.session.process import ProcessHost
+from agentrl.env.session.runner import LocalRunner
 from agentrl.errors import ConfigError, DataError, EnvError
 from agentrl.types import Action, Task, ToolCall
 
@@ -341,7 +341,7 @@ def test_a_killed_host_loses_its_sessions_and_is_started_again():
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, {folder!r})
-from agentrl.env.process import ProcessHost
+from agentrl.env.session.process import ProcessHost
 from agentrl.env.protocol import (
     CreateRequest,
     InlineTask,

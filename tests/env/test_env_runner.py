@@ -11,7 +11,6 @@ from sample_envs import Dice, FreeForm, HalfASnapshot, Hello
 
 from agentrl.env import Environment, Task, tool
 from agentrl.env.base import can_snapshot
-from agentrl.env.boundary import Background
 from agentrl.env.protocol import (
     CreateRequest,
     InlineTask,
@@ -24,8 +23,9 @@ from agentrl.env.protocol import (
     decode_reply,
     make_error,
 )
-from agentrl.env.runner import LocalRunner
-from agentrl.env.session import SessionManager
+from agentrl.env.session.boundary import Background
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.session.runner import LocalRunner
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import Action, ToolCall
 
@@ -93,7 +93,7 @@ async def never_gives_up():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("call", [catches_everything, waits_in_finally, never_gives_up])
 def test_a_coroutine_that_ignores_its_cancellation_is_closed(call, monkeypatch):
-    monkeypatch.setattr("agentrl.env.boundary.STOP_S", 0.2)
+    monkeypatch.setattr("agentrl.env.session.boundary.STOP_S", 0.2)
 
     async def main():
         background = Background()
@@ -113,7 +113,7 @@ def test_a_coroutine_that_ignores_its_cancellation_is_closed(call, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_that_ignores_its_cancellation_holds_its_slot_until_it_is_closed(monkeypatch):
-    monkeypatch.setattr("agentrl.env.boundary.STOP_S", 0.2)
+    monkeypatch.setattr("agentrl.env.session.boundary.STOP_S", 0.2)
 
     class Wild(Environment):
         id = "wild"

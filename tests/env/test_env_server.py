@@ -11,8 +11,8 @@ import httpx
 import pytest
 import sample_envs
 
-from agentrl.env.routes import OPERATIONS
-from agentrl.env.server import is_loopback, make_app, serve
+from agentrl.env.server.app import is_loopback, make_app, serve
+from agentrl.env.server.routes import OPERATIONS
 from agentrl.errors import ConfigError
 
 JSON = {"Content-Type": "application/json"}
@@ -280,7 +280,7 @@ def test_ids_cannot_be_guessed(http):
 
 
 def test_a_body_that_does_not_arrive_is_given_up(serve_environments, monkeypatch):
-    monkeypatch.setattr("agentrl.env.server.BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("agentrl.env.server.app.BODY_TIMEOUT_S", 0.2)
     with (
         serve_environments(["hello"]) as (url, _),
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw,

@@ -22,7 +22,7 @@ from agentrl.env.protocol import (
     WireCall,
     decode_reply,
 )
-from agentrl.env.session import SessionManager
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import EnvError, EnvUnavailable, GraderError
 
 
@@ -119,7 +119,7 @@ def test_what_sessions_share_is_loaded_once_per_configuration():
 
 
 def test_configurations_nobody_uses_are_dropped(monkeypatch):
-    monkeypatch.setattr("agentrl.env.sources.MAX_SOURCES", 3)
+    monkeypatch.setattr("agentrl.env.session.sources.MAX_SOURCES", 3)
 
     async def test(manager):
         kept = await open_one(manager, config={"greeting": "kept"})

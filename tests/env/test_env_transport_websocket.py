@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
-from agentrl.env import Action, connect, transport_websocket
+from agentrl.env import Action, connect
 from agentrl.env import client as client_module
 from agentrl.env.protocol import PROTOCOL_HEADER
+from agentrl.env.transport import websocket as transport_websocket
 from agentrl.errors import EnvError, EnvUnavailable
 
 SESSION = {"task_id": "t", "lease_expires_at": 0.0, "lease_s": 50.0, "observation": [], "tools": []}

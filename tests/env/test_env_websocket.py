@@ -10,7 +10,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from agentrl.env import websocket
+from agentrl.env.server import websocket
 
 TASK = {"split": "train", "index": 0}
 
@@ -289,7 +289,7 @@ def test_a_message_that_does_not_arrive_is_given_up(serve_environments, monkeypa
 
 
 def test_a_client_that_is_gone_is_noticed(serve_environments, monkeypatch):
-    monkeypatch.setattr("agentrl.env.server.PING_S", 0.2)
+    monkeypatch.setattr("agentrl.env.server.app.PING_S", 0.2)
     with serve_environments(["hello"]) as (url, _), raw_socket(url) as raw:
         data = until_closed(raw)  # it answers no ping
         assert data[0] == 0x89 and b"keepalive" in data

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from agentrl.env.workers import WorkerPool
+from agentrl.env.threads import WorkerPool
 from agentrl.errors import EnvUnavailable
 
 

@@ -16,7 +16,7 @@ from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 from agentrl.env import Environment, Task, register, reward, tool
 from agentrl.env.client import connect
 from agentrl.env.protocol import make_error
-from agentrl.env.server import listen, make_app
+from agentrl.env.server.app import listen, make_app
 from agentrl.errors import GraderError
 from agentrl.rollout.driver import MAX_RESTARTS, Episode, Limits, TokenPolicy, play
 from agentrl.rollout.metrics import rollout_metrics

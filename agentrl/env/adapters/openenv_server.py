@@ -30,8 +30,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from agentrl.env import registry
 from agentrl.env.base import Environment
 from agentrl.env.client import Client, EnvSession
-from agentrl.env.session import SessionManager
-from agentrl.env.transport import InProcess
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.transport.base import InProcess
 from agentrl.errors import EnvError
 from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
 

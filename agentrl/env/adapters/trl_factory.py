@@ -29,8 +29,8 @@ from typing import Any, Literal, TypeVar
 from agentrl.env import registry
 from agentrl.env.base import Environment
 from agentrl.env.client import Client, EnvSession, connect
-from agentrl.env.session import SessionManager
-from agentrl.env.transport import InProcess
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.transport.base import InProcess
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec
 

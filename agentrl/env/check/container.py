@@ -28,7 +28,7 @@ def served_image(name: str) -> Iterator[Served]:
         ConfigError: there is no such image, or it does not start.
         EnvUnavailable: there is no Docker engine.
     """
-    from agentrl.env import image
+    from agentrl.env.container import image
 
     token = secrets.token_urlsafe(24)
     server = image.start_server(image.find_image(name), token=token)
@@ -44,7 +44,7 @@ async def check_container(subject: Subject) -> str:
     secret, has a health check that succeeds, heeds its port, and ends within 10 s of SIGTERM."""
     if subject.image is None:
         raise CheckSkipped("not an image")
-    from agentrl.env.image_check import check_image
+    from agentrl.env.container.image_check import check_image
 
     checks = await asyncio.to_thread(check_image, subject.image)
     failed = [(f"{name}: {detail}", remedy) for name, ok, detail, remedy in checks if not ok]

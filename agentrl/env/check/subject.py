@@ -23,7 +23,6 @@ import msgspec
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, load_config
 from agentrl.env.check.sampling import sample_calls
-from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.protocol import (
     CreateReply,
     CreateRequest,
@@ -36,7 +35,8 @@ from agentrl.env.protocol import (
     TaskPreview,
     TaskSpec,
 )
-from agentrl.env.session import SessionManager
+from agentrl.env.session.episode import start_episode, take_turn
+from agentrl.env.session.manager import SessionManager
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task

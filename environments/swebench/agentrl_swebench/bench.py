@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import aclosing
 
-from agentrl.env.engine import EngineAPI
+from agentrl.env.container.engine import EngineAPI
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
 from agentrl_swebench.containers import Container

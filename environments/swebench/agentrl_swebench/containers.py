@@ -1,5 +1,5 @@
 """An agent's container as SWE-bench's images need it: root's, with the project's environment, and a
-file system that can be written. All else is `agentrl.env.containers`."""
+file system that can be written. All else is `agentrl.env.container.pool`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.env import containers
-from agentrl.env.containers import ContainerSpec
-from agentrl.env.engine import MAX_LIFE_S, EngineAPI, labels
+from agentrl.env.container import pool as containers
+from agentrl.env.container.engine import MAX_LIFE_S, EngineAPI, labels
+from agentrl.env.container.pool import ContainerSpec
 
 WORKDIR = "/testbed"
 

@@ -1,11 +1,11 @@
 """The Docker engine through the `docker` package, which blocks: for what is done once, such as
-pulling, building and reaping. Agents' commands go through `agentrl.env.engine`."""
+pulling, building and reaping. Agents' commands go through `agentrl.env.container.engine`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.env.engine import engine_host
+from agentrl.env.container.engine import engine_host
 from agentrl.errors import ConfigError, EnvUnavailable
 
 if TYPE_CHECKING:

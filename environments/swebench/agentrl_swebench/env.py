@@ -24,8 +24,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentrl.env.base import EnvConfig, Environment, Observation, to_observation
-from agentrl.env.containers import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, Ran
-from agentrl.env.engine import EngineAPI
+from agentrl.env.container.engine import EngineAPI
+from agentrl.env.container.pool import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, Ran
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.env.engine import labels
+from agentrl.env.container.engine import labels
 from agentrl.errors import ConfigError, EnvError
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.engine import connect

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from agentrl.env.engine import EngineAPI, EngineError
+from agentrl.env.container.engine import EngineAPI, EngineError
 from agentrl.errors import EnvError, EnvUnavailable
 from agentrl_swebench.containers import Container
 from agentrl_swebench.patch import SCRUB_VERSION, Base, ScrubError, scrub

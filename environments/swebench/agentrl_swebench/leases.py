@@ -3,7 +3,7 @@
 Three things see to that, because any process may be killed at any time:
 
 1. An agent's container ends by itself when its maker's connection to the engine closes
-   (`agentrl.env.containers`), within about a second.
+   (`agentrl.env.container.pool`), within about a second.
 2. Each process that makes containers starts one *watchdog*, `python -m agentrl_swebench.leases`,
    in a session of its own. Every half minute it removes containers whose owner is gone; when its
    own process is gone it does so at once, and ends when none is left.
@@ -22,7 +22,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from agentrl.env.engine import (
+from agentrl.env.container.engine import (
     OWNER_LABEL,
     ROLE_LABEL,
     RUN_LABEL,

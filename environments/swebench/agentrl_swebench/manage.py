@@ -128,7 +128,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[tuple[Status, str, str]
     import shutil
     import time
 
-    from agentrl.env.engine import OWNER_LABEL, abandoned
+    from agentrl.env.container.engine import OWNER_LABEL, abandoned
     from agentrl.errors import AgentRLError
     from agentrl_swebench import images
     from agentrl_swebench.engine import connect
@@ -217,7 +217,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 async def _scrub(ids: dict[str, str], concurrency: int) -> None:
     from contextlib import aclosing
 
-    from agentrl.env.engine import EngineAPI
+    from agentrl.env.container.engine import EngineAPI
     from agentrl_swebench import images
 
     room = asyncio.Semaphore(concurrency)

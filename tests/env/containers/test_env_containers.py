@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.env import containers
-from agentrl.env.containers import Container, ContainerGone, ContainerPool, ContainerSpec, reap
-from agentrl.env.engine import OWNER_LABEL, EngineAPI, Owner, current_owner, labels
+from agentrl.env.container import pool as containers
+from agentrl.env.container.engine import OWNER_LABEL, EngineAPI, Owner, current_owner, labels
+from agentrl.env.container.pool import (
+    Container,
+    ContainerGone,
+    ContainerPool,
+    ContainerSpec,
+    reap,
+)
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 
 
@@ -254,7 +260,7 @@ def test_a_missing_image_is_named_to_each_who_asks(engine_is_there):
 
 OWNER = """
 import asyncio, sys
-from agentrl.env.containers import ContainerPool, ContainerSpec
+from agentrl.env.container.pool import ContainerPool, ContainerSpec
 
 async def main():
     pool = ContainerPool(ContainerSpec(sys.argv[1], memory_mb=128), ready=2)

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import main
-from agentrl.env import image
 from agentrl.env.base import Environment
 from agentrl.env.client import connect
-from agentrl.env.engine import OWNER_LABEL, ROLE_LABEL
-from agentrl.env.image import add_image_commands, build_image, start_server, stop_servers
-from agentrl.env.image_check import check_image
+from agentrl.env.container import image
+from agentrl.env.container.engine import OWNER_LABEL, ROLE_LABEL
+from agentrl.env.container.image import add_image_commands, build_image, start_server, stop_servers
+from agentrl.env.container.image_check import check_image
 from agentrl.env.registry import resolve
 from agentrl.env.scaffold import make_project
 from agentrl.errors import ConfigError, EnvUnavailable
@@ -49,7 +49,7 @@ def test_a_context_has_what_is_needed_and_always_the_same_bytes():
     assert {
         "Dockerfile",
         ".agentrl/source/pyproject.toml",
-        ".agentrl/source/agentrl/env/server.py",
+        ".agentrl/source/agentrl/env/server/app.py",
         ".agentrl/source/environments/math/agentrl_math/env.py",
     } <= set(files)
     assert not any("__pycache__" in name or "tests/env" in name for name in files)
@@ -291,7 +291,7 @@ def test_what_does_not_start_shows_its_log(built, capsys):
 def run_command(*arguments):
     code = (
         "import argparse, sys\n"
-        "from agentrl.env.image import add_image_commands\n"
+        "from agentrl.env.container.image import add_image_commands\n"
         "from agentrl.errors import AgentRLError\n"
         "parser = argparse.ArgumentParser()\n"
         "add_image_commands(parser.add_subparsers())\n"

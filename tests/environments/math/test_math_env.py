@@ -16,7 +16,7 @@ import uvicorn
 from agentrl.cli import main
 from agentrl.env import client as env_client
 from agentrl.env.registry import resolve
-from agentrl.env.server import listen, make_app
+from agentrl.env.server.app import listen, make_app
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 from agentrl.types import Action, StepResult, Task, ToolCall
 from agentrl_math import MathEnvironment

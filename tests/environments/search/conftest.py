@@ -7,7 +7,7 @@ import threading
 import pytest
 import uvicorn
 
-from agentrl.env.server import listen, make_app
+from agentrl.env.server.app import listen, make_app
 
 
 @contextlib.contextmanager

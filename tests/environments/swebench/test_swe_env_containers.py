@@ -6,8 +6,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from agentrl.env.containers import ContainerGone
-from agentrl.env.engine import EngineAPI
+from agentrl.env.container.engine import EngineAPI
+from agentrl.env.container.pool import ContainerGone
 from agentrl_swebench.containers import Container, File, Limits
 
 pytestmark = pytest.mark.docker

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from agentrl.env.engine import Owner, current_owner, labels
+from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl_swebench.leases import reap
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
-from agentrl.env.engine import Owner, current_owner, labels
+from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError
 from agentrl_swebench import manage
 

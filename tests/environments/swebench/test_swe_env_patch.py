@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from agentrl.env.engine import EngineAPI
+from agentrl.env.container.engine import EngineAPI
 from agentrl.errors import EnvError
 from agentrl_swebench import images
 from agentrl_swebench.containers import Container

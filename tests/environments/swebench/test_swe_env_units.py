@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.env.engine import Owner, current_owner, engine_host, labels
+from agentrl.env.container.engine import Owner, current_owner, engine_host, labels
 from agentrl.errors import ConfigError, DataError, EnvUnavailable
 from agentrl_swebench import leases, suspicion
 from agentrl_swebench.engine import connect
@@ -18,7 +18,7 @@ from agentrl_swebench.env import SWEBenchEnvironment
 def test_an_owner_is_alive_until_it_ends_and_never_again():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        code = "from agentrl.env.engine import current_owner; print(current_owner())"
+        code = "from agentrl.env.container.engine import current_owner; print(current_owner())"
         child = Owner.parse(
             subprocess.check_output([sys.executable, "-c", code], text=True).strip()
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.env.engine import RUN_LABEL
+from agentrl.env.container.engine import RUN_LABEL
 from agentrl_swebench.attacks import ATTACKS, file_diff, grade_attack
 from agentrl_swebench.dataset import Prediction
 from agentrl_swebench.evaluate import evaluate

@@ -1,5 +1,5 @@
 from agentrl.env import Action, Environment, Task, ToolCall, register, tool
-from agentrl.env.containers import ContainerPool, ContainerSpec
+from agentrl.env.container.pool import ContainerPool, ContainerSpec
 
 BOX = ContainerSpec("python:3.12-slim")  # any local image with /bin/bash; see ContainerSpec
 

@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentrl.env import protocol
-from agentrl.env.access import Grant, check_frame
-from agentrl.env.metrics import MEDIA_TYPE as METRICS_TYPE
-from agentrl.env.metrics import Metrics
 from agentrl.env.protocol import FrameError, Index, Seconds, make_error
-from agentrl.env.session import SessionManager
-from agentrl.env.websocket import reply_frame
+from agentrl.env.server.access import Grant, check_frame
+from agentrl.env.server.metrics import MEDIA_TYPE as METRICS_TYPE
+from agentrl.env.server.metrics import Metrics
+from agentrl.env.server.websocket import reply_frame
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import EnvError
 
 JSON_TYPE = "application/json"

@@ -27,10 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from agentrl.env import protocol
-from agentrl.env.admission import MAX_WAIT_S, Admission, draining
 from agentrl.env.base import Environment, can_snapshot
-from agentrl.env.boundary import Background, to_env_error
-from agentrl.env.instances import Instance, Instances
 from agentrl.env.protocol import (
     AgentCall,
     AgentReply,
@@ -48,11 +45,14 @@ from agentrl.env.protocol import (
     TaskPreview,
     make_error,
 )
-from agentrl.env.snapshots import Snapshots
-from agentrl.env.sources import CLOSE_TIMEOUT_S, Sources
-from agentrl.env.stats import Stats, count
-from agentrl.env.turn import Turn
-from agentrl.env.workers import WorkerPool
+from agentrl.env.session.admission import MAX_WAIT_S, Admission, draining
+from agentrl.env.session.boundary import Background, to_env_error
+from agentrl.env.session.instances import Instance, Instances
+from agentrl.env.session.snapshots import Snapshots
+from agentrl.env.session.sources import CLOSE_TIMEOUT_S, Sources
+from agentrl.env.session.stats import Stats, count
+from agentrl.env.session.turn import Turn
+from agentrl.env.threads import WorkerPool
 from agentrl.errors import EnvError
 from agentrl.types import JSON
 

@@ -16,13 +16,13 @@ from msgspec import Struct
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment, Episode, can_snapshot
-from agentrl.env.episode import check_json, start_episode, take_turn
 from agentrl.env.protocol import InlineTask, WireAction, make_error
+from agentrl.env.session.episode import check_json, start_episode, take_turn
 from agentrl.errors import EnvError
 from agentrl.types import Action, Message, StepResult, Task, ToolSpec
 
 if TYPE_CHECKING:
-    from agentrl.env.sources import Source
+    from agentrl.env.session.sources import Source
 
 
 class Runner(Protocol):

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from agentrl.env.protocol import SnapshotReply, make_error
-from agentrl.env.sources import Source
+from agentrl.env.session.sources import Source
 from agentrl.types import Task
 
 MAX_SNAPSHOTS = 4096

@@ -41,8 +41,8 @@ from agentrl.env.protocol import (
     TaskPreview,
     make_error,
 )
-from agentrl.env.transport import CONNECT_S, MAX_PATIENCE_S, PATIENCE_S, ConnectionLost
-from agentrl.env.transport_http import Http, unreachable
+from agentrl.env.transport.base import CONNECT_S, MAX_PATIENCE_S, PATIENCE_S, ConnectionLost
+from agentrl.env.transport.http import Http, unreachable
 from agentrl.errors import EnvError, EnvUnavailable
 from agentrl.types import JSON
 

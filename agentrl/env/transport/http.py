@@ -24,7 +24,7 @@ from agentrl.env.protocol import (
     TaskPreview,
     make_error,
 )
-from agentrl.env.transport import CONNECT_S, MAX_PATIENCE_S, PATIENCE_S
+from agentrl.env.transport.base import CONNECT_S, MAX_PATIENCE_S, PATIENCE_S
 from agentrl.errors import ConfigError, EnvUnavailable
 from agentrl.types import JSON
 

@@ -7,11 +7,11 @@ Threads cannot be stopped and share one heap. A process can be killed, and what 
                              ├─ session   one episode
                              └─ session   one episode
 
-For every configuration a *host* is started from scratch (`python -m agentrl.env.process`). It
-imports the class by its name, runs `load_shared` once and forks a child for every session, which
-finds everything loaded (copy-on-write) and talks to the server over a Unix socket of its own:
-length-prefixed JSON, never pickle. After loading, the host runs no code of the author's, so it
-always answers and always kills.
+For every configuration a *host* is started from scratch (`python -m agentrl.env.session.process`).
+It imports the class by its name, runs `load_shared` once and forks a child for every session,
+which finds everything loaded (copy-on-write) and talks to the server over a Unix socket of its
+own: length-prefixed JSON, never pickle. After loading, the host runs no code of the author's, so
+it always answers and always kills.
 
 Nothing is left behind. A child leads a process group and adopts what its own children abandon; when
 it ends or is killed, the host kills the group and then whatever still falls to it. The *guard*
@@ -57,8 +57,8 @@ from pydantic import BaseModel
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, describe, load_config
 from agentrl.env.protocol import InlineTask, StepReply, WireAction, make_error
-from agentrl.env.runner import LocalRunner
-from agentrl.env.workers import WorkerPool
+from agentrl.env.session.runner import LocalRunner
+from agentrl.env.threads import WorkerPool
 from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
 
@@ -236,7 +236,7 @@ class ProcessHost:
 
 
 class ProcessRunner:
-    """A session in a process of its own; see `agentrl.env.runner.Runner`."""
+    """A session in a process of its own; see `agentrl.env.session.runner.Runner`."""
 
     def __init__(self, child: _Child, tools: list[ToolSpec]) -> None:
         self.tools = tools

@@ -1,6 +1,6 @@
 """The ways from a client to a session manager: what each can do, and the one in this process.
 
-`transport_websocket` and `transport_http` are the ways to a server. A way has no retries of its own
+`websocket` and `http` are the ways to a server. A way has no retries of its own
 but one: where no answer came for a while, it asks again, because an answer may have been lost and
 asking twice is the same as asking once. What failed on the way is `EnvUnavailable`.
 """
@@ -23,7 +23,7 @@ from agentrl.env.protocol import (
     StepRequest,
     TaskPreview,
 )
-from agentrl.env.session import SessionManager
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import EnvUnavailable
 from agentrl.types import JSON
 

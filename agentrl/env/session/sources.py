@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment, can_snapshot, load_config
-from agentrl.env.boundary import Background, guard
 from agentrl.env.protocol import EnvInfo, TaskPreview, TaskSpec, make_error
+from agentrl.env.session.boundary import Background, guard
+from agentrl.env.threads import WorkerPool
 from agentrl.env.tools import tools_of
-from agentrl.env.workers import WorkerPool
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Task, ToolSpec
 
 if TYPE_CHECKING:
-    from agentrl.env.process import ProcessHost
+    from agentrl.env.session.process import ProcessHost
 
 logger = logging.getLogger("agentrl.env")
 
@@ -209,7 +209,7 @@ class Sources:
     async def _load(self, source: Source) -> None:
         environment = source.environment
         if environment.isolation == "process":
-            from agentrl.env.process import ProcessHost
+            from agentrl.env.session.process import ProcessHost
 
             host = ProcessHost(environment, source.config)
             source.host = host

@@ -42,7 +42,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from agentrl.env.engine import (
+from agentrl.env.container.engine import (
     MAX_LIFE_S,
     OWNER_LABEL,
     ROLE_LABEL,

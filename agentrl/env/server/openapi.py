@@ -1,4 +1,4 @@
-"""`/openapi.json`, written from the table of calls in `agentrl.env.routes`."""
+"""`/openapi.json`, written from the table of calls in `agentrl.env.server.routes`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from agentrl.env import protocol
 from agentrl.env.protocol import PROBLEMS
-from agentrl.env.routes import JSON_TYPE, OPERATIONS, Operation, SocketQuery
+from agentrl.env.server.routes import JSON_TYPE, OPERATIONS, Operation, SocketQuery
 
 SOCKET_PATH = "/v1/ws"
 _REF = "#/components/schemas/{name}"

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 
-from agentrl.env.image import (
+from agentrl.env.container.image import (
     PORT,
     Server,
     docker,

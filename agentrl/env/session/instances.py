@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.env import protocol
-from agentrl.env.admission import Admission
 from agentrl.env.base import Environment
-from agentrl.env.boundary import Background, guard
 from agentrl.env.protocol import CreateRequest, SnapshotReply, make_error
-from agentrl.env.runner import Runner, make_runner
-from agentrl.env.snapshots import Snapshot, Snapshots
-from agentrl.env.sources import CLOSE_TIMEOUT_S, Source, Sources
-from agentrl.env.stats import Stats, count
+from agentrl.env.session.admission import Admission
+from agentrl.env.session.boundary import Background, guard
+from agentrl.env.session.runner import Runner, make_runner
+from agentrl.env.session.snapshots import Snapshot, Snapshots
+from agentrl.env.session.sources import CLOSE_TIMEOUT_S, Source, Sources
+from agentrl.env.session.stats import Stats, count
 from agentrl.errors import EnvError
 from agentrl.types import Task
 

@@ -27,9 +27,9 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from agentrl.env import protocol
-from agentrl.env.access import Grant, check_frame
 from agentrl.env.protocol import Frame, FrameError, make_error
-from agentrl.env.session import SessionManager
+from agentrl.env.server.access import Grant, check_frame
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import EnvError
 
 logger = logging.getLogger("agentrl.env")

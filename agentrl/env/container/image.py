@@ -34,7 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.env.engine import OWNER_LABEL, ROLE_LABEL, RUN_LABEL, abandoned, current_owner
+from agentrl.env.container.engine import (
+    OWNER_LABEL,
+    ROLE_LABEL,
+    RUN_LABEL,
+    abandoned,
+    current_owner,
+)
 from agentrl.env.protocol import TOKEN_VARIABLE
 from agentrl.env.registry import ENTRY_POINT_GROUP
 from agentrl.errors import ConfigError, EnvUnavailable

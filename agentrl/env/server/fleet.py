@@ -9,8 +9,8 @@ hands the socket itself to a worker (SCM_RIGHTS): that of the session the reques
 what it costs with one process.
 
 A kept-alive connection may go on with something of another worker. A request is then forwarded over
-that worker's Unix socket, see `agentrl.env.forwarding`; a WebSocket, which lasts, is given back to
-the parent, connection and all, and so to its worker.
+that worker's Unix socket, see `forwarding`; a WebSocket, which lasts, is given back to the parent,
+connection and all, and so to its worker.
 
 A worker that dies is started again; what it held is `session_lost`. The parent runs no code of an
 environment's author beyond what importing it runs, and its own end, by SIGKILL too, is the end of
@@ -42,10 +42,11 @@ import msgspec
 import uvicorn
 from msgspec import Struct
 
-from agentrl.env import protocol, server
-from agentrl.env.forwarding import Forwarding
-from agentrl.env.limits import LimitedProtocol
-from agentrl.env.session import SessionManager
+from agentrl.env import protocol
+from agentrl.env.server import app as server
+from agentrl.env.server.forwarding import Forwarding
+from agentrl.env.server.limits import LimitedProtocol
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import ConfigError
 from agentrl.types import JSON
 

@@ -17,9 +17,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from agentrl.env.session import SessionManager
-from agentrl.env.stats import STEP_BUCKETS_S, Histogram
-from agentrl.env.websocket import Sockets
+from agentrl.env.server.websocket import Sockets
+from agentrl.env.session.manager import SessionManager
+from agentrl.env.session.stats import STEP_BUCKETS_S, Histogram
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 

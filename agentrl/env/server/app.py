@@ -32,16 +32,17 @@ import msgspec
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from agentrl.env import openapi, protocol, registry
-from agentrl.env.access import Access, is_loopback
-from agentrl.env.admission import MAX_WAIT_S
+from agentrl.env import protocol, registry
 from agentrl.env.base import Environment
-from agentrl.env.limits import LimitedProtocol
-from agentrl.env.metrics import Metrics
 from agentrl.env.protocol import make_error
-from agentrl.env.routes import JSON_TYPE, OPERATIONS, Call, Operation, Service
-from agentrl.env.session import SessionManager
-from agentrl.env.websocket import SocketProtocol, Sockets, serve_socket
+from agentrl.env.server import openapi
+from agentrl.env.server.access import Access, is_loopback
+from agentrl.env.server.limits import LimitedProtocol
+from agentrl.env.server.metrics import Metrics
+from agentrl.env.server.routes import JSON_TYPE, OPERATIONS, Call, Operation, Service
+from agentrl.env.server.websocket import SocketProtocol, Sockets, serve_socket
+from agentrl.env.session.admission import MAX_WAIT_S
+from agentrl.env.session.manager import SessionManager
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON
 

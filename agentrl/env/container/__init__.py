@@ -1,0 +1,1 @@
+"""What needs a Docker engine: containers for episodes, images of environments."""

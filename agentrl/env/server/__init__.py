@@ -1,0 +1,1 @@
+"""What speaks to clients: an ASGI application, and several processes behind one port."""

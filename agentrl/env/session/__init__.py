@@ -1,0 +1,1 @@
+"""The life of episodes in one process: who may open one, where it runs, how it ends."""
