@@ -203,6 +203,14 @@ def _add_serve(subcommands: argparse._SubParsersAction) -> None:
         "(default: %(default)s)",
     )
     serve.add_argument(
+        "--max-body",
+        type=_positive,
+        default=2,
+        metavar="MB",
+        help="largest request or message, in MiB; large ones keep other sessions waiting while "
+        "they are read (default: %(default)s)",
+    )
+    serve.add_argument(
         "--workers",
         type=_positive,
         default=1,
@@ -459,6 +467,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     limits: dict[str, Any] = {
         "max_sessions": arguments.max_sessions,
         "worker_threads": arguments.worker_threads,
+        "max_body_bytes": arguments.max_body * 2**20,
         "config": {environment.id: config for environment in environments},
     }
     address: dict[str, Any] = {

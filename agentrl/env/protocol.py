@@ -16,7 +16,6 @@ import functools
 import hashlib
 import hmac
 import http
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -530,12 +529,16 @@ def decode_request(body: bytes, kind: type[S]) -> S:
         EnvError: `invalid_request`, naming the field.
     """
     try:
-        check_depth(body)
-        return _decoder(kind).decode(body)
+        request = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise make_error("invalid_request", f"{kind.__name__}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise make_error("invalid_request", f"the body is not valid JSON: {error}") from error
+    except RecursionError:
+        raise _too_deep("body") from None
+    if _may_be_deep(body) and _is_deep(request):
+        raise _too_deep("body")
+    return request
 
 
 _frames_decoder = msgspec.json.Decoder(list[Frame] | Frame)
@@ -561,11 +564,7 @@ def decode_frames(message: bytes | str) -> list[Frame | FrameError]:
         frames = [frames]
     if len(frames) > MAX_FRAMES:
         return [_too_many(len(frames))]
-    if isinstance(message, str):
-        brackets = message.count("{") + message.count("[")
-    else:
-        brackets = message.count(b"{") + message.count(b"[")
-    if brackets <= MAX_DEPTH:
+    if not _may_be_deep(message):
         return list(frames)
     return [_shallow_or_error(frame) for frame in frames]
 
@@ -586,15 +585,15 @@ def _decode_one_by_one(message: bytes | str) -> list[Frame | FrameError]:
 
 def _decode_frame(body: bytes) -> Frame | FrameError:
     try:
-        check_depth(body)
-        return _frame_decoder.decode(body)
-    except EnvError as error:
-        return FrameError(_frame_id(body), error)
+        frame = _frame_decoder.decode(body)
     except msgspec.ValidationError as error:
         return FrameError(_frame_id(body), make_error("invalid_request", f"frame: {error}"))
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError) as error:
         problem = make_error("invalid_request", f"the message is not valid JSON: {error}")
         return FrameError(None, problem)
+    except RecursionError:
+        return FrameError(None, _too_deep("frame"))
+    return _shallow_or_error(frame) if _may_be_deep(body) else frame
 
 
 def _frame_id(body: bytes) -> int | None:
@@ -610,27 +609,38 @@ def _too_many(count: int) -> FrameError:
 
 
 def _shallow_or_error(frame: Frame) -> Frame | FrameError:
-    """The frame, unless it nests deeper than `MAX_DEPTH`.
-
-    An array of frames has many brackets, so that counting them proves nothing, and following them
-    through the text would cost more than decoding it.
-    """
-    if isinstance(frame, StepFrame):
-        deep = any(_is_deep(call.arguments, MAX_DEPTH - 4) for call in frame.action.tool_calls)
-    else:
-        deep = _is_deep(msgspec.to_builtins(frame), MAX_DEPTH)
-    if not deep:
+    if not _is_deep(frame):
         return frame
-    error = make_error("invalid_request", f"the frame nests deeper than {MAX_DEPTH} levels")
-    return FrameError(frame.id, error)
+    return FrameError(frame.id, _too_deep("frame"))
 
 
-def _is_deep(value: Any, levels: int) -> bool:
-    """Whether a dict or list nests deeper than so many levels, its own included."""
+def _too_deep(what: str) -> EnvError:
+    return make_error("invalid_request", f"the {what} nests deeper than {MAX_DEPTH} levels")
+
+
+def _may_be_deep(text: bytes | str) -> bool:
+    """False where brackets are too few for it, as in nearly every step."""
+    if len(text) > 2**16:  # counting would take milliseconds
+        return True
+    if isinstance(text, str):
+        return text.count("{") + text.count("[") > MAX_DEPTH
+    return text.count(b"{") + text.count(b"[") > MAX_DEPTH
+
+
+def _is_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    """Whether dicts, lists and structs nest deeper than so many levels, the value's own included.
+
+    What was decoded is looked at, and not the text, which takes longer to follow than to decode;
+    the decoder itself ends at Python's recursion limit.
+    """
     if levels <= 0:
         return True
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, dict | list) and _is_deep(item, levels - 1):
+    if isinstance(value, dict):
+        value = value.values()
+    elif isinstance(value, Struct):
+        value = [getattr(value, name) for name in value.__struct_fields__]
+    for item in value:
+        if isinstance(item, dict | list | Struct) and _is_deep(item, levels - 1):
             return True
     return False
 
@@ -703,11 +713,14 @@ def decode_config(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        body = text.encode()
-        check_depth(body)
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        config = msgspec.json.decode(text.encode(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise make_error("invalid_request", f"config must be a JSON object: {error}") from error
+    except RecursionError:
+        raise _too_deep("config") from None
+    if _is_deep(config):
+        raise _too_deep("config")
+    return config
 
 
 def as_json(value: Any) -> Any:
@@ -720,30 +733,6 @@ def as_json(value: Any) -> Any:
         return msgspec.json.decode(_encoder.encode(value))
     except UnicodeEncodeError:
         return _without_surrogates(msgspec.to_builtins(value))
-
-
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
-
-
-def check_depth(body: bytes) -> None:
-    """Refuse JSON nested deeper than `MAX_DEPTH`.
-
-    Raises:
-        EnvError: `invalid_request`.
-    """
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    depth = 0
-    for token in _STRUCTURE.finditer(body):
-        character = body[token.start()]
-        if character in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise make_error(
-                    "invalid_request", f"the body nests deeper than {MAX_DEPTH} levels"
-                )
-        elif character in b"]}":
-            depth -= 1
 
 
 def _without_surrogates(value: Any) -> Any:

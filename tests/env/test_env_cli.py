@@ -170,7 +170,7 @@ def test_help_explains_every_option(capsys):
     out = capsys.readouterr().out
     for option in ("--host", "--port", "--token", "--max-sessions", "--worker-threads", "--config"):
         assert option in out
-    for option in ("--workers", "--drain-s"):
+    for option in ("--workers", "--drain-s", "--max-body"):
         assert option in out
     assert "127.0.0.1" in out and "8700" in out
 

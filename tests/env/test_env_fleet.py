@@ -290,6 +290,12 @@ def test_a_session_token_opens_its_session_from_every_worker():
                 "POST", f"/v1/batch?sid={session}", [frame], headers=headers
             )
             assert status == 200 and replies[0]["error"]["code"] == "forbidden"
+        for path in ("/v1/sessions", "/v1/batch", "/reset"):  # refused before its body arrives
+            address = fleet.address
+            with socket.create_connection(address, 5) as raw:
+                raw.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
+                raw.sendall(b"Content-Length: 100\r\n\r\n")
+                assert b" 401 " in raw.recv(100)
     finally:
         fleet.stop(signal.SIGINT)
 

@@ -71,6 +71,9 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character():
     assert protocol.as_json({"x": "\ud800", "y": (1, 2)}) == {"x": "�", "y": [1, 2]}
 
 
+ARGUMENTS = b'{"step": 0, "action": {"tool_calls": [{"id": "1", "name": "x", "arguments": '
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -85,8 +88,9 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character():
         (b'{"step": 0, "action": {"tool_calls": [{"id": "1", "name": "x"}]}}', "arguments"),
         (b'{"step": 0, "action": {}, "timeout_s": 0}', "timeout_s"),
         (b'{"step": 0, "action": {}, "timeout_s": 1e999}', "timeout_s"),
-        (b"[" * 1_000_000, "nests deeper"),
-        (b'{"step": 0, "action": ' + b'{"a":' * 100 + b"1" + b"}" * 101, "nests deeper"),
+        (b"[" * 1_000_000, "Expected `object`, got `array`"),
+        (ARGUMENTS + b'{"a":' * 1_000_000, "nests deeper"),
+        (ARGUMENTS + b'{"a":' * 61 + b"1" + b"}" * 61 + b"}]}}", "nests deeper"),
     ],
 )
 def test_a_bad_request_says_what_is_wrong(body, says):

@@ -101,7 +101,8 @@ def test_what_is_listed_follows_the_configuration_in_the_query(http):
     for config, says in [
         ("{", "config must be a JSON object"),
         ("[]", "config must be a JSON object"),
-        ("[" * 5000, "nests deeper"),
+        ('{"x": ' + "[" * 5000, "nests deeper"),
+        ('{"x": ' + "[" * 64 + "]" * 64 + "}", "nests deeper"),
         ('{"x": 1}', "there is no key 'x'"),
         ('{"fail_loading": "data"}', "rows.jsonl, line 3"),
     ]:
@@ -448,7 +449,7 @@ def test_the_gym_aliases_play_an_episode(http):
 def test_what_the_server_is_and_does(http):
     info = http.get("/v1/server").json()
     assert info["protocol_versions"] == [1] and info["workers"] == 1
-    assert info["max_frames"] == 1024 and info["max_body_bytes"] == 8 * 2**20
+    assert info["max_frames"] == 1024 and info["max_body_bytes"] == 2 * 2**20
     # a client of another version finds out here, or names all it speaks
     assert http.get("/v1/server", headers={"Agentrl-Protocol": "7"}).json() == info
     assert http.get("/v1/envs", headers={"Agentrl-Protocol": "2, 1"}).status_code == 200

@@ -36,7 +36,7 @@ from agentrl.env import protocol, registry
 from agentrl.env.base import Environment
 from agentrl.env.protocol import make_error
 from agentrl.env.server import openapi
-from agentrl.env.server.access import Access, is_loopback
+from agentrl.env.server.access import Access, Grant, is_loopback
 from agentrl.env.server.limits import LimitedProtocol
 from agentrl.env.server.metrics import Metrics
 from agentrl.env.server.routes import JSON_TYPE, OPERATIONS, Call, Operation, Service
@@ -53,7 +53,7 @@ KEEP_ALIVE_S = 75
 PING_S = 20.0
 """A WebSocket that was silent so long is pinged, and given up without an answer in the same
 time."""
-MAX_BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 2 * 2**20
 BODY_TIMEOUT_S = 30.0
 """A request must have sent its body by then."""
 DRAIN_S = 5.0
@@ -151,10 +151,18 @@ class App:
             message = f"internal error: {type(error).__name__}"
             await _send_problem(send, make_error("env_error", message), scope["type"])
 
+    def check(self, scope: Scope) -> tuple[Grant, dict[bytes, bytes]]:
+        """What a request or handshake may touch, and its headers by name in lower case.
+
+        Raises:
+            EnvError: it is refused, see `Access.check`.
+        """
+        headers = dict(scope["headers"])
+        return self._access.check(scope["path"], scope["query_string"], headers), headers
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
-        headers = dict(scope["headers"])
-        grant = self._access.check(path, scope["query_string"], headers)
+        grant, headers = self.check(scope)
         if path == "/openapi.json" and method == "GET":
             await _send(send, 200, _openapi(), JSON_TYPE)
             return
@@ -198,8 +206,7 @@ class App:
                     return b"".join(chunks)
 
     async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        grant = self._access.check(scope["path"], scope["query_string"], headers)
+        grant, _ = self.check(scope)
         if scope["path"] != openapi.SOCKET_PATH:
             raise make_error("not_found", f"the WebSocket is at {openapi.SOCKET_PATH}")
         await serve_socket(self.manager, self._sockets, grant, scope, receive, send)

@@ -75,6 +75,7 @@ class _Setup(Struct):
     loopback_only: bool
     max_sessions: int | None
     worker_threads: int
+    max_body_bytes: int
     config: dict[str, dict[str, Any]]
     drain_s: float
     secret: bytes
@@ -94,6 +95,7 @@ def serve_fleet(
     token: str | None = None,
     max_sessions: int | None = None,
     worker_threads: int = 32,
+    max_body_bytes: int = server.MAX_BODY_BYTES,
     config: Mapping[str, Mapping[str, JSON]] | None = None,
     drain_s: float = server.DRAIN_S,
     ready: Callable[[str], None] | None = None,
@@ -106,6 +108,7 @@ def serve_fleet(
         port: 0 takes a free one.
         max_sessions: live sessions of all workers together; each takes an equal share.
         worker_threads: of each worker.
+        max_body_bytes: larger requests and WebSocket messages are refused.
         config: by environment id, what every session's configuration starts from.
         drain_s: how long open sessions may go on after SIGTERM.
         ready: called with the server's URL once every worker answers.
@@ -131,6 +134,7 @@ def serve_fleet(
             loopback_only=server.is_loopback(host),
             max_sessions=max_sessions and -(-max_sessions // num_workers),
             worker_threads=worker_threads,
+            max_body_bytes=max_body_bytes,
             config={name: dict(values) for name, values in (config or {}).items()},
             drain_s=drain_s,
             secret=secrets.token_bytes(32),
@@ -449,6 +453,7 @@ def main(channel_fd: int, setup_fd: int) -> None:
         loopback_only=setup.loopback_only,
         max_sessions=setup.max_sessions,
         worker_threads=setup.worker_threads,
+        max_body_bytes=setup.max_body_bytes,
         config=setup.config,
         worker=worker_id,
         num_workers=setup.num_workers,

@@ -33,10 +33,9 @@ from yarl import URL
 
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
+from agentrl.env.server.app import App
 from agentrl.errors import EnvError
 
-MAX_BODY_BYTES = 8 * 2**20
-"""Larger bodies are not looked into; the application refuses them."""
 BODY_TIMEOUT_S = 30.0
 _LOOKED_INTO = ("/v1/sessions", "/v1/batch", "/reset", "/step")
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -72,7 +71,13 @@ class Forwarding:
     """The ASGI application of one worker of several."""
 
     def __init__(
-        self, app: ASGIApp, *, worker: int, incarnation: int, num_workers: int, folder: Path
+        self,
+        app: App,
+        *,
+        worker: int,
+        incarnation: int,
+        num_workers: int,
+        folder: Path,
     ) -> None:
         """
         Args:
@@ -106,10 +111,10 @@ class Forwarding:
             target = self.target_of_id(match[1])
         elif path.startswith("/v1/agent/"):
             target = self.target_of_id(_header(scope, b"authorization").partition(" ")[2])
-        elif scope["method"] == "POST" and path in _LOOKED_INTO:
+        elif scope["method"] == "POST" and path in _LOOKED_INTO and self._is_allowed(scope):
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
-                    body, receive = await _look_ahead(receive)
+                    body, receive = await _look_ahead(receive, self._app.max_body_bytes)
             except TimeoutError:
                 late = make_error("request_timeout", "the body did not arrive in time")
                 await _problem(send, late)
@@ -232,6 +237,14 @@ class Forwarding:
         await _respond(send, 200, _array(replies), "application/json")
 
     # All workers
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        """False leaves it to the application, which refuses it without reading the body."""
+        try:
+            self._app.check(scope)
+        except EnvError:
+            return False
+        return True
 
     async def _answer_for_all(self, scope: Scope, send: Send) -> None:
         path = scope["path"]
@@ -387,11 +400,11 @@ def _array(parts: list[Raw]) -> bytes:
     return b"[" + b",".join(bytes(part) for part in parts) + b"]"
 
 
-async def _look_ahead(receive: Receive) -> tuple[bytes, Receive]:
-    """The body, unless it is too large, and a `receive` that gives it again."""
+async def _look_ahead(receive: Receive, max_bytes: int) -> tuple[bytes, Receive]:
+    """The body, unless it is larger, and a `receive` that gives it again."""
     messages: list[Message] = []
     size, more = 0, True
-    while more and size <= MAX_BODY_BYTES:
+    while more and size <= max_bytes:
         messages.append(await receive())
         size += len(messages[-1].get("body", b""))
         more = messages[-1].get("more_body", False)

@@ -117,17 +117,20 @@ class _Socket:
 
     async def read(self, receive: Receive) -> None:
         while (message := await receive())["type"] == "websocket.receive":
-            text: bytes | str = message.get("text") or message.get("bytes") or b""
-            frames = protocol.decode_frames(text)
-            if not self._arrays:
-                self._arrays = _is_array(text)
-            self._sockets.num_frames += len(frames)
-            self._num_in_flight += len(frames)
-            for frame in frames:
-                self._begin(frame)
+            self._take(message.get("text") or message.get("bytes") or b"")
+            message = None  # or an idle socket would keep it
             while self._is_full() and not self.closed:
                 self._has_room.clear()
                 await self._has_room.wait()
+
+    def _take(self, text: bytes | str) -> None:
+        frames = protocol.decode_frames(text)
+        if not self._arrays:
+            self._arrays = _is_array(text)
+        self._sockets.num_frames += len(frames)
+        self._num_in_flight += len(frames)
+        for frame in frames:
+            self._begin(frame)
 
     async def write(self) -> None:
         """Send what is in the outbox, as few messages as may be."""
@@ -232,6 +235,12 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()
         super().connection_lost(exc)
+        # The connection is part of reference cycles, so what it read would stay for a while: whole
+        # fragments, events that nobody took, half a frame, and an error's traceback.
+        self.frames = []
+        self.conn.events.clear()
+        self.conn.reader.buffer.clear()
+        self.conn.parser_exc = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -255,6 +264,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         # once more, and log a trace and close where they are no UTF-8.
         self.handle_bytes(event)
 
+    def handle_bytes(self, event: Any) -> None:
+        super().handle_bytes(event)
+        event.data = b""  # the parser holds its last frame, for as long as the socket is idle
+
     def handle_cont(self, event: Any) -> None:
         if self.close_sent:
             return
@@ -263,6 +276,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             self._fail(1009, f"a message may have {MAX_FRAGMENTS} fragments")
             return
         super().handle_cont(event)
+        event.data = b""
 
     # A client that sends and does not read: answers to its pings must not pile up.
 
