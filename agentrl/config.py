@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from agentrl.algo import Objective
-from agentrl.algo.objective import PRESET_DATA
+from agentrl.algo.presets import PRESET_DATA
 from agentrl.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]

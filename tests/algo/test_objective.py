@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.algo import PRESETS, Objective
-from agentrl.algo.objective import AMBIGUOUS_NAMES, PRESET_DATA
+from agentrl.algo.objective import AMBIGUOUS_NAMES
+from agentrl.algo.presets import PRESET_DATA
 
 EXPECTED_PRESETS = [
     *("grpo", "dr_grpo", "ssr_grpo", "dapo", "gspo", "rloo", "ppo", "vapo", "reinforce_pp"),
