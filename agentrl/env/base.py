@@ -40,9 +40,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.env.threads import WorkerPool, default_pool
-from agentrl.env.tools import Tool, tools_of
-from agentrl.errors import ConfigError, EnvError
-from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
+from agentrl.env.tools import Tool, choose_tools, tools_of
+from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
 
 Observation = str | list[Message] | None
 """What the agent is shown: a text (one user message), messages, or nothing."""
@@ -178,12 +178,26 @@ class Environment:
         """
         raise EnvError(f"{type(self).__name__} has splits but defines no get(split, index)")
 
-    def offered_tools(self) -> Iterable[str]:
-        """Names of the `@tool` methods that the agent may call, by default all of them.
+    def offered_tools(self) -> Iterable[str | ToolSpec]:
+        """What the agent may call, by default all `@tool` methods.
 
-        A quick `def` that looks at `self.config` alone: it is asked once per instance.
+        A name stands for a `@tool` method. A whole specification (OpenAI's function format) stands
+        for a tool that is known only at run time, as those of another server are: its calls go to
+        `on_call`. One that bears the name of a `@tool` method describes that method.
+
+        A quick `def` that looks at `self.config` and `self.shared` alone: it is asked once per
+        instance.
         """
         return tools_of(type(self))
+
+    @_quick
+    def on_call(self, name: str, arguments: dict[str, JSON]) -> Any:
+        """Run a tool that `offered_tools` described and return its result, as `@tool` methods do.
+
+        May be `def` or `async def`. The arguments are the agent's, checked by nobody yet; what is
+        raised is told to the agent.
+        """
+        raise NotImplementedError(f"{type(self).__name__} describes {name} but has no on_call")
 
     @_quick
     def reset(self, task: Task, *, seed: int) -> Observation | Awaitable[Observation]:
@@ -307,7 +321,8 @@ class Environment:
 
         Whatever the agent did wrong (an unreadable call, an unknown tool, arguments that do not
         validate) is answered, never raised. So is an exception of a tool, with its class and
-        message, unless it is an `EnvError` (`GraderError` among them), which ends the session.
+        message, unless it is an error of agentrl's (`GraderError`, `DataError` ...): that ends the
+        session.
         Calls after one that ended the episode are not run.
         """
         if action.parse_error is not None:
@@ -363,19 +378,8 @@ class Environment:
 
     @functools.cached_property
     def _tools(self) -> dict[str, Tool]:
-        """The offered tools by name.
-
-        Raises:
-            ConfigError: `offered_tools` named something else.
-        """
-        tools = tools_of(type(self))
-        try:
-            return {name: tools[name] for name in self.offered_tools()}
-        except KeyError as error:
-            raise ConfigError(
-                f"{type(self).__name__}.offered_tools() names {error}, which is no @tool method; "
-                f"there are {', '.join(tools) or 'none'}"
-            ) from None
+        """The offered tools by name."""
+        return choose_tools(type(self), self.offered_tools())
 
     async def _run_tool(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)
@@ -388,7 +392,9 @@ class Environment:
             self._count("invalid_calls")
             return f"Wrong arguments for {tool.name}: {arguments}."
         self._count("tool_calls")
-        method = getattr(self, tool.name)
+        method = getattr(self, tool.name) if tool.is_method else self.on_call
+        if not tool.is_method:
+            arguments = {"name": tool.name, "arguments": arguments}
         is_async = _how_to_call(getattr(method, "__func__", method)) == "await"
         started = time.monotonic()
         try:
@@ -396,7 +402,7 @@ class Environment:
                 returned = await method(**arguments)
             else:
                 returned = await self.call(method, timeout_s=tool.timeout_s, **arguments)
-        except EnvError:
+        except AgentRLError:
             raise
         except Exception as error:  # an answer to the agent by contract, see the docstring
             self._count("tool_errors")

@@ -6,8 +6,8 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypeVar, get_type_hints, overload
 
 import msgspec
@@ -88,8 +88,10 @@ class Tool:
     name: str
     spec: ToolSpec
     arguments: TypeAdapter[dict[str, Any]]
-    timeout_s: float | None
-    terminal: bool
+    timeout_s: float | None = None
+    terminal: bool = False
+    is_method: bool = True
+    """Runs the method of this name; else `Environment.on_call`, which validates for itself."""
 
     def validate(self, arguments: dict[str, JSON]) -> dict[str, Any] | str:
         """The keyword arguments of the call, or a sentence that says what is wrong with them."""
@@ -117,6 +119,42 @@ def tools_of(environment: type) -> dict[str, Tool]:
         name: _make_tool(environment, name, method.__agentrl_tool__)
         for name, method in _marked(environment, "__agentrl_tool__").items()
     }
+
+
+def choose_tools(environment: type, offered: Iterable[str | ToolSpec]) -> dict[str, Tool]:
+    """The tools that `offered_tools` named or described, by name.
+
+    Raises:
+        ConfigError: it named no `@tool` method, or described something else than a function.
+    """
+    methods = tools_of(environment)
+    chosen: dict[str, Tool] = {}
+    for each in offered:
+        where = f"{environment.__name__}.offered_tools()"
+        if isinstance(each, str):
+            if each not in methods:
+                raise ConfigError(
+                    f"{where} names '{each}', which is no @tool method; "
+                    f"there are {', '.join(methods) or 'none'}"
+                )
+            chosen[each] = methods[each]
+            continue
+        function = each.get("function") if isinstance(each, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{where} describes a tool as {str(each)[:100]}; write "
+                '{"type": "function", "function": {"name": ..., "description": ..., '
+                '"parameters": ...}}'
+            )
+        if name in methods:
+            chosen[name] = replace(methods[name], spec=each)
+        else:
+            chosen[name] = Tool(name, each, _ANY_ARGUMENTS, is_method=False)
+    return chosen
+
+
+_ANY_ARGUMENTS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 @functools.cache

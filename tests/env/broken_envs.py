@@ -170,7 +170,7 @@ class ThreadOutlivesTheSession(Good):
 
 class ProcessOutlivesTheSession(Good):
     def reset(self, task, *, seed):
-        self.process = subprocess.Popen(["sleep", "8"])
+        self.process = subprocess.Popen(["sleep", "30"])
         return super().reset(task, seed=seed)
 
     def close(self):

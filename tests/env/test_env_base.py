@@ -9,7 +9,7 @@ from sample_envs import FreeForm, Hello, Workshop
 from agentrl.env import Action, Environment, Task, ToolCall, reward, tool
 from agentrl.env.base import load_config
 from agentrl.env.session.episode import start_episode, take_turn
-from agentrl.errors import ConfigError, EnvError, GraderError
+from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 
 
 def play(environment, *actions, task=None, seed=0):
@@ -278,3 +278,72 @@ def test_a_subclass_inherits_and_overrides_tools():
 
     _, results = play(More(), ("hint", {}), ("answer", {"text": "?"}))
     assert content(results[0]) == ["count"] and results[1].reward == 7.0
+
+
+def described(name, **properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+class Remote(Environment):
+    """Tools of some other server, found out when the configuration is loaded."""
+
+    @classmethod
+    def load_shared(cls, config):
+        return [
+            described("look", where={"type": "string"}),
+            described("add", number={"minimum": 1}),
+        ]
+
+    def offered_tools(self):
+        return [*self.shared, "leave"]
+
+    async def on_call(self, name, arguments):
+        if name == "look" and "where" not in arguments:
+            raise ValueError("where?")
+        return {"name": name, **arguments}
+
+    @tool(terminal=True)
+    def leave(self) -> float:
+        return 1.0
+
+    @tool
+    def add(self, number: int) -> int:
+        return number + 1
+
+
+def test_tools_that_are_known_only_at_run_time():
+    environment = Remote()
+    calls = [("look", {"where": "up"}), ("look", {}), ("add", {"number": 2}), ("leave", {})]
+    _, (result,) = play(environment, calls, task=Task("t", "Look around."))
+    assert content(result) == [
+        '{"name":"look","where":"up"}',
+        "look failed: ValueError: where?",
+        "3",
+        "",
+    ]
+    assert result.reward == 1.0 and result.terminated
+    assert environment.metrics == {"tool_calls": 4.0, "tool_errors": 1.0}
+    specs = [each.spec for each in environment._tools.values()]
+    assert specs[:2] == environment.shared  # `add` is described as its method is not
+    assert [spec["function"]["name"] for spec in specs] == ["look", "add", "leave"]
+
+
+@pytest.mark.parametrize("wrong", [{"name": "look"}, {"function": {}}, 3])
+def test_a_tool_described_otherwise_is_a_configuration_error(wrong):
+    class Wrong(Remote):
+        def offered_tools(self):
+            return [wrong]
+
+    with pytest.raises(ConfigError, match=r"Wrong.offered_tools\(\) describes a tool as"):
+        play(Wrong(), ("look", {}), task=Task("t", "Look around."))
+
+
+def test_an_error_of_the_data_is_not_told_to_the_agent():
+    class Broken(Hello):
+        @tool
+        def read(self) -> str:
+            raise DataError("rows.jsonl, line 3: no column 'answer'")
+
+    with pytest.raises(DataError, match="line 3"):
+        play(Broken(), ("read", {}))

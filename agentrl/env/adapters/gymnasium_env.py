@@ -9,9 +9,8 @@ worlds. A task of your own fixes them with the metadata `seed` and `options`.
 
 from __future__ import annotations
 
-import functools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
@@ -20,9 +19,9 @@ from pydantic import Field
 from agentrl.env.adapters.packages import import_package, to_json
 from agentrl.env.base import EnvConfig, Environment, to_content, to_observation
 from agentrl.env.registry import register
-from agentrl.env.tools import Tool, tool, tools_of
+from agentrl.env.tools import tool
 from agentrl.errors import ConfigError
-from agentrl.types import JSON, Action, Message, StepResult, Task
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
 
 
 class GymnasiumConfig(EnvConfig):
@@ -152,18 +151,13 @@ class GymnasiumEnvironment(Environment):
             how = f"In every turn write your action{where}: {self.shared.help}."
         return Task(f"{split}/{index}", how)
 
-    def offered_tools(self) -> list[str]:
-        return ["act"] if self.config.actions == "tool" else []
-
-    @functools.cached_property
-    def _tools(self) -> dict[str, Tool]:
-        offered = {name: tools_of(type(self))[name] for name in self.offered_tools()}
-        for name, each in offered.items():
-            parameters = {"properties": {"action": self.shared.schema}, "required": ["action"]}
-            parameters |= {"type": "object", "additionalProperties": False}
-            function = {"name": name, "description": "Take one step.", "parameters": parameters}
-            offered[name] = replace(each, spec={"type": "function", "function": function})
-        return offered
+    def offered_tools(self) -> list[ToolSpec]:
+        if self.config.actions != "tool":
+            return []
+        parameters = {"properties": {"action": self.shared.schema}, "required": ["action"]}
+        parameters |= {"type": "object", "additionalProperties": False}
+        function = {"name": "act", "description": "Take one step.", "parameters": parameters}
+        return [{"type": "function", "function": function}]
 
     def reset(self, task: Task, *, seed: int) -> list[Message]:
         if self.gym is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import random
 from typing import Any, Literal
 
@@ -21,12 +20,10 @@ from pydantic import Field
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from agentrl.env.adapters.packages import tools_from_specs
 from agentrl.env.base import EnvConfig, Environment, to_content, to_observation
 from agentrl.env.registry import register
-from agentrl.env.tools import Tool
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
-from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
 
 _MAX_MESSAGE_BYTES = 100 * 2**20
 
@@ -183,9 +180,8 @@ class OpenEnvEnvironment(Environment):
     def load_shared(cls, config: OpenEnvConfig) -> list[ToolSpec]:
         return asyncio.run(read_tools(config))
 
-    @functools.cached_property
-    def _tools(self) -> dict[str, Tool]:
-        return tools_from_specs(self.shared)
+    def offered_tools(self) -> list[ToolSpec]:
+        return self.shared
 
     def splits(self) -> dict[str, int | None]:
         return {"train": self.config.num_tasks}
@@ -209,31 +205,23 @@ class OpenEnvEnvironment(Environment):
 
     async def step(self, action: Action) -> StepResult:
         self._result = StepResult([])
-        if action.parse_error is not None or not action.tool_calls:
-            observation = to_observation(await self.run_tools(action), "run_tools()")
-        else:
-            observation = [await self._call(call) for call in action.tool_calls]
-        self._result.observation = observation
+        observation = await self.run_tools(action)
+        self._result.observation = to_observation(observation, "run_tools()")
         return self._result
 
     async def on_text(self, text: str) -> str:
         if self.config.actions != "text":
-            return f"Call one of the tools: {', '.join(self._tools)}."
+            names = (str(each["function"]["name"]) for each in self.shared)  # type: ignore
+            return f"Call one of the tools: {', '.join(names)}."
         return await self._act({self.config.text_field: text} | self.config.fixed_fields)
 
-    async def _call(self, call: ToolCall) -> Message:
+    async def on_call(self, name: str, arguments: dict[str, JSON]) -> str:
         if self._result.terminated:
-            content = "Not run: the episode had ended."
-        elif call.name not in self._tools:
-            self._count("invalid_calls")
-            names = ", ".join(self._tools) or "none"
-            content = f"There is no tool '{call.name}'. The tools are: {names}."
-        elif self.config.actions == "mcp":
-            arguments = {"tool_name": call.name, "arguments": call.arguments}
-            content = await self._act({"type": "call_tool"} | arguments)
-        else:
-            content = await self._act(call.arguments | self.config.fixed_fields)
-        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            return "Not run: the episode had ended."
+        if self.config.actions == "mcp":
+            call = {"tool_name": name, "arguments": arguments}
+            return await self._act({"type": "call_tool"} | call)
+        return await self._act(arguments | self.config.fixed_fields)
 
     async def _act(self, action: dict[str, Any]) -> str:
         assert self.connection is not None

@@ -1,20 +1,14 @@
-"""What adapters share: a package that may be missing, tools known only at run time, JSON."""
+"""What adapters share: a package that may be missing, and JSON."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
 
 import orjson
-from pydantic import TypeAdapter
 
-from agentrl.env.tools import Tool
 from agentrl.errors import ConfigError
-from agentrl.types import JSON, ToolSpec
-
-_ANY_ARGUMENTS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+from agentrl.types import JSON
 
 
 def import_package(module: str, extra: str) -> ModuleType:
@@ -32,15 +26,6 @@ def import_package(module: str, extra: str) -> ModuleType:
         raise ConfigError(
             f"the {extra} adapter needs the package {package}: pip install 'agentrl[{extra}]'"
         ) from error
-
-
-def tools_from_specs(specs: Iterable[ToolSpec]) -> dict[str, Tool]:
-    """Tools that another framework describes, and runs and validates by itself."""
-    tools: dict[str, Tool] = {}
-    for spec in specs:
-        function: Any = spec["function"]
-        tools[function["name"]] = Tool(function["name"], spec, _ANY_ARGUMENTS, None, False)
-    return tools
 
 
 def to_json(value: object) -> JSON:

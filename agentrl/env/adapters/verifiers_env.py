@@ -26,10 +26,9 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from agentrl.env.adapters.packages import import_package, to_json, tools_from_specs
+from agentrl.env.adapters.packages import import_package, to_json
 from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
-from agentrl.env.tools import Tool
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 from agentrl.types import Action, Message, StepResult, Task, ToolSpec
 
@@ -123,9 +122,8 @@ class VerifiersEnvironment(Environment):
     def close_shared(cls, shared: Loaded) -> None:
         shared.loop.call_soon_threadsafe(shared.loop.stop)
 
-    @functools.cached_property
-    def _tools(self) -> dict[str, Tool]:
-        return tools_from_specs(_spec(each) for each in self.shared.env.tool_defs or ())
+    def offered_tools(self) -> list[ToolSpec]:
+        return [_spec(each) for each in self.shared.env.tool_defs or ()]
 
     def splits(self) -> dict[str, int]:
         return {split: len(rows) for split, rows in self.shared.datasets.items()}
