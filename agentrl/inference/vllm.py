@@ -312,6 +312,10 @@ class VLLMEngine:
             raise InferenceError(f"{url} was not probed yet; call start() first")
         return server.endpoint, server.raw_logprobs
 
+    def distrust(self, url: str) -> None:
+        """Its weights may not be the current ones: `resync` comes before its next request."""
+        next(server for server in self._servers if server.url == url.rstrip("/")).in_doubt = True
+
     def reserve(self, num_episodes: int) -> None:
         """Nothing to do: a server forms its batches itself."""
 

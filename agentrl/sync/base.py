@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 class WeightSync(Protocol):
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
-        """Make every server sample from `model` as it is now, labelled `version`.
+        """Make every server within reach sample from `model` as it is now, labelled `version`.
 
         The model must not change before this returns; afterwards it may, the servers hold a copy.
         When cancelled, no server is left paused.

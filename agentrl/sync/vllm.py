@@ -7,6 +7,9 @@
 Of a model that only trains an adapter, the snapshot is the adapter: the server drops the old one
 when it finishes an update, and reads its folder again.
 
+A server that is out of reach does not hold up the others: `on_missed` is told, and whoever routes
+requests asks for `push_to` before that server's next one.
+
 The directory is on /dev/shm for servers on the trainer's machine, else on a shared file system
 under the same path everywhere, and belongs to one run. Servers need the backend of
 `agentrl.sync.vllm_plugin`.
@@ -15,6 +18,8 @@ under the same path everywhere, and belongs to one run. Servers need the backend
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +33,8 @@ from agentrl.sync.base import WeightSync
 from agentrl.sync.control import OnUpdate, ServerControl, ServerFailed, ServerUnreachable
 from agentrl.sync.files import remove_weights, write_policy
 from agentrl.sync.probe import ProbeLogprobs, probe, trainer_logprobs
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Between attempts while a server is unreachable."""
@@ -48,6 +55,7 @@ class VLLMWeightSync(WeightSync):
         temperature: float,
         tolerance: float,
         timeout_s: float = 300.0,
+        on_missed: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +70,9 @@ class VLLMWeightSync(WeightSync):
             tolerance: nats for log-probabilities above -1, relative below (see `probe`). 1e-3 for
                 float32 servers, 0.1 for bfloat16.
             timeout_s: of every call to a server, and of waiting for one that is unreachable.
+            on_missed: called with the address of a server that a push did not reach while it
+                reached another. It has older weights, or the ones on its disk, and is to get no
+                request before `push_to` gave it the current ones. None: every push waits for all.
         """
         if len(probe_ids) < 2:
             raise ValueError("the probe needs a prompt of at least two tokens")
@@ -74,6 +85,8 @@ class VLLMWeightSync(WeightSync):
         self._temperature = temperature
         self._tolerance = tolerance
         self._timeout_s = timeout_s
+        self._on_missed = on_missed
+        self._missed: set[str] = set()
         self._pushed: ProbeLogprobs | None = None
         self._path: Path | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -82,7 +95,8 @@ class VLLMWeightSync(WeightSync):
         remove_weights(self._directory)
 
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
-        """See `WeightSync.push`. A server that is unreachable is waited for, `timeout_s` long."""
+        """See `WeightSync.push`. Unreachable servers are waited for, `timeout_s` long; with
+        `on_missed` only until one server has the weights."""
         started = time.monotonic()
         async with self._one_at_a_time:
             try:
@@ -98,15 +112,26 @@ class VLLMWeightSync(WeightSync):
                     model, self._probe_ids, version=version, temperature=self._temperature
                 )
             )
+            reached = asyncio.Event()
             # All of them end before the first error rises: none is left between two versions.
             results = await asyncio.gather(
-                *(self._update(url, self._pushed) for url in self._urls), return_exceptions=True
+                *(self._update_when_reachable(url, self._pushed, reached) for url in self._urls),
+                return_exceptions=True,
             )
             failed = [result for result in results if isinstance(result, BaseException)]
+            missed = set()
+            if self._on_missed is not None and reached.is_set():
+                failed = [error for error in failed if not isinstance(error, ServerUnreachable)]
+                missed = {
+                    url
+                    for url, result in zip(self._urls, results, strict=True)
+                    if isinstance(result, ServerUnreachable)
+                }
             if len(failed) > 1 and all(isinstance(error, WeightSyncError) for error in failed):
                 raise WeightSyncError("; ".join(str(error) for error in failed)) from failed[0]
             if failed:
                 raise failed[0]
+            self._tell_missed(missed, version)
             remove_weights(self._directory, keep=version)
             done = [result for result in results if not isinstance(result, BaseException)]
         return {
@@ -114,10 +139,12 @@ class VLLMWeightSync(WeightSync):
             "sync/write_s": written - started,
             "sync/paused_s": max(paused_s for paused_s, _ in done),
             "sync/probe_logprob_diff_max": max(diff for _, diff in done),
+            "sync/servers_missed": len(missed),
         }
 
     async def push_to(self, url: str) -> None:
-        """See `WeightSync.push_to`. Waits for a push in progress."""
+        """See `WeightSync.push_to`. Waits for a push in progress, but not for the server: the next
+        push would wait too."""
         async with self._one_at_a_time:
             if self._pushed is None:
                 raise WeightSyncError(f"{url} cannot be given weights: none were pushed yet")
@@ -130,29 +157,64 @@ class VLLMWeightSync(WeightSync):
         self._pushed = None
         remove_weights(self._directory)
 
-    async def _update(self, url: str, pushed: ProbeLogprobs) -> tuple[float, float]:
-        """Seconds paused, and the largest difference of the probe."""
-        control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
+    async def _update_when_reachable(
+        self, url: str, pushed: ProbeLogprobs, reached: asyncio.Event
+    ) -> tuple[float, float]:
+        """`_update`, again and again while the server is out of reach and worth waiting for.
+
+        Args:
+            reached: set by the first server that has the weights.
+        """
         give_up_at = time.monotonic() + self._timeout_s
         while True:
             try:
-                paused_s = await control.update(
-                    {"directory": str(self._directory)},
-                    {"path": str(self._path)},
-                    version=pushed.version,
-                    on_update=self._on_update,
-                )
-                result = await probe(control, self._model_name, pushed)
-                if result.label is not None and not result.label.isdecimal():
-                    raise ServerUnreachable(f"{url} was restarted while it was updated")
-                break
-            except (ServerUnreachable, ServerFailed) as error:
-                if isinstance(error, ServerFailed) and not await control.dead():
-                    raise
+                done = await self._update(url, pushed)
+                reached.set()
+                return done
+            except ServerUnreachable:
                 # It may be starting again, and then everything has to be sent again.
                 if time.monotonic() + RETRY_S > give_up_at:
                     raise
-                await asyncio.sleep(RETRY_S)
+                if self._on_missed is None:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reached.wait(), RETRY_S)
+                if reached.is_set():
+                    raise
+
+    def _tell_missed(self, missed: set[str], version: int) -> None:
+        for url in sorted(missed - self._missed):
+            logger.warning("%s is out of reach and was not sent version %d", url, version)
+        for url in sorted(self._missed - missed):
+            logger.warning("%s is there again and has version %d", url, version)
+        self._missed = missed
+        if self._on_missed is not None:
+            for url in missed:
+                self._on_missed(url)
+
+    async def _update(self, url: str, pushed: ProbeLogprobs) -> tuple[float, float]:
+        """Seconds paused, and the largest difference of the probe.
+
+        Raises:
+            ServerUnreachable: now; also if it died in the middle.
+            WeightSyncError: waiting would not help.
+        """
+        control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
+        try:
+            paused_s = await control.update(
+                {"directory": str(self._directory)},
+                {"path": str(self._path)},
+                version=pushed.version,
+                on_update=self._on_update,
+            )
+            result = await probe(control, self._model_name, pushed)
+        except ServerFailed as error:
+            if await control.dead():
+                raise ServerUnreachable(str(error)) from error
+            raise
+        if result.label is not None and not result.label.isdecimal():
+            raise ServerUnreachable(f"{url} was restarted while it was updated")
         if result.label is not None and result.label != str(pushed.version):
             raise WeightSyncError(
                 f"{url} labels its tokens version {result.label} after it was sent version "

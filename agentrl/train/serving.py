@@ -124,6 +124,7 @@ async def start_serving(
         tolerance=inference.sync_tolerance or tolerance,
         # Long enough for a server that died to be there again.
         timeout_s=inference.startup_timeout_s,
+        on_missed=engine.distrust,
     )
     engine.resync = sync.push_to
     serving = Serving(engine, sync, launcher)

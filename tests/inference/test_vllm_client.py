@@ -538,6 +538,30 @@ def test_a_trajectory_that_moves_to_a_server_behind_its_own_is_continued_by_newe
     assert only_the_one_behind
 
 
+def test_a_server_that_a_push_did_not_reach_gets_its_weights_before_its_next_token():
+    """Also where no request of its own told the engine that it was away."""
+
+    async def go():
+        missed, current = [ContractServer(make_model(), weight_version="4") for _ in range(2)]
+        async with client(missed, current) as engine:
+            engine.resync, calls = make_resync(missed, current, version=5)
+            engine.policy_version = 4
+            await engine.generate("before-m0", PROMPT, SAMPLING)
+            assert calls == []
+            current.update(5)
+            engine.distrust(missed.url + "/")
+            engine.policy_version = 5
+            generations = await asyncio.gather(
+                *(engine.generate(f"g{i}-m0", PROMPT, SAMPLING) for i in range(4))
+            )
+            assert calls == [missed.url]
+            return [generation.versions for generation in generations], len(missed.bodies)
+
+    versions, num_requests = asyncio.run(go())
+    assert versions == [[5] * 6] * 4
+    assert num_requests == 1 + 1 + 2  # probe, before, two of the four groups; none thrown away
+
+
 def test_a_server_without_labels_holds_version_zero_while_weights_can_be_sent():
     """The trainer resumed at version 4; the server has never had an update."""
 

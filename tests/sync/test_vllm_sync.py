@@ -303,6 +303,75 @@ def test_a_server_that_stays_away_ends_the_push(tmp_path):
     asyncio.run(main())
 
 
+def test_a_server_that_is_away_does_not_hold_up_the_others(tmp_path):
+    """Told of, left out as long as it is away, and brought up to date when it is back."""
+
+    async def main():
+        model, here, away, missed = tiny_model(), ControlServer(), ControlServer(), []
+        async with serving(away):
+            port = int(away.url.rpartition(":")[2])
+        async with syncing(tmp_path, here, away, on_missed=missed.append, timeout_s=20.0) as sync:
+            assert (await sync.push(model, 1))["sync/servers_missed"] == 0
+        async with syncing(tmp_path, here, on_missed=missed.append, timeout_s=20.0) as sync:
+            sync._urls.append(f"http://127.0.0.1:{port}")
+            for version in (2, 3):
+                perturb(model, seed=version)
+                metrics = await sync.push(model, version)
+                assert metrics["sync/servers_missed"] == 1
+                assert metrics["sync/seconds"] < 2
+                assert here.version == str(version) and away.version == "1"
+            url = sync._urls[1]
+            assert missed == [url] * 2
+            with pytest.raises(WeightSyncError, match="no answer"):
+                await asyncio.wait_for(sync.push_to(url), 2)
+            away.restart()
+            async with serving(away, port):
+                await sync.push_to(url)
+                assert away.version == "3"
+                pushed = model.state_dict()
+                for name, tensor in away.model.state_dict().items():
+                    assert torch.equal(tensor, pushed[name])
+                assert (await sync.push(model, 4))["sync/servers_missed"] == 0
+                assert away.version == here.version == "4"
+                assert missed == [url] * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("route", ["/update_weights", "/resume", "/inference/v1/generate"])
+def test_a_server_whose_engine_dies_in_the_middle_does_not_hold_up_the_others(tmp_path, route):
+    async def main():
+        model, here, dies, missed = tiny_model(), ControlServer(), ControlServer(), []
+        async with syncing(tmp_path, here, dies, on_missed=missed.append, timeout_s=20.0) as sync:
+            await sync.push(model, 1)
+            perturb(model, seed=1)
+            dead = failing(503, "EngineCore encountered an issue")
+            dies.answer = {key: dead for key in (route, "/resume", "/health")}
+            metrics = await sync.push(model, 2)
+            assert metrics["sync/servers_missed"] == 1 and metrics["sync/seconds"] < 4
+            assert missed == [dies.url] and here.version == "2"
+
+    asyncio.run(main())
+
+
+def test_only_a_server_out_of_reach_is_left_out(tmp_path):
+    """One that refuses the weights ends the push; so does the wait when all are out of reach."""
+
+    async def main():
+        here, refuses, missed = ControlServer(), ControlServer(), []
+        refuses.answer["/update_weights"] = failing(500, "out of memory")
+        async with syncing(tmp_path, here, refuses, on_missed=missed.append) as sync:
+            with pytest.raises(WeightSyncError, match="out of memory"):
+                await sync.push(tiny_model(), 1)
+        async with syncing(tmp_path, here, on_missed=missed.append, timeout_s=0.6) as sync:
+            sync._urls = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
+            with pytest.raises(WeightSyncError, match=r"127.0.0.1:9/.*127.0.0.1:10/"):
+                await sync.push(tiny_model(), 1)
+        assert missed == []
+
+    asyncio.run(main())
+
+
 def test_a_server_without_the_token_endpoint_is_probed_through_completions(tmp_path):
     async def main():
         server = ControlServer()

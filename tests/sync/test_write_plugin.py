@@ -77,6 +77,37 @@ def test_registering_twice_is_harmless(plugin):
     assert hasattr(module, registered[0][2])
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("looks_for_itself", [True, False])
+def test_only_a_process_that_looks_for_missed_calls_sleeps(
+    plugin, monkeypatch, device, looks_for_itself
+):
+    module, _ = plugin
+
+    class SpinCondition:
+        def __init__(self, busy_loop_s=1.0):
+            self.busy_loop_s = busy_loop_s
+
+    broadcast = types.ModuleType("vllm.distributed.device_communicators.shm_broadcast")
+    broadcast.SpinCondition = SpinCondition
+    if looks_for_itself:
+        broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5000
+    communicators = types.ModuleType("vllm.distributed.device_communicators")
+    communicators.shm_broadcast = broadcast
+    platforms = types.ModuleType("vllm.platforms")
+    platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: device == "cpu")
+    for each in (communicators, platforms):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    module.sleep_when_idle()
+    module.sleep_when_idle()
+    if device == "cpu" and looks_for_itself:
+        assert SpinCondition().busy_loop_s == module.SPIN_S
+        assert broadcast.SHM_READER_RECHECK_INTERVAL_MS == module.RECHECK_MS
+    else:
+        assert SpinCondition().busy_loop_s == 1.0
+        assert getattr(broadcast, "SHM_READER_RECHECK_INTERVAL_MS", 5000) == 5000
+
+
 def test_only_files_in_the_directory_are_read(plugin, tmp_path):
     module, _ = plugin
     directory = tmp_path / "weights"
