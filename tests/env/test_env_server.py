@@ -249,7 +249,7 @@ def test_a_gigabyte_is_not_read(http, served):
             for _ in range(1024):
                 raw.sendall(chunk)
                 sent += 1
-    assert 8 <= sent < 32  # MiB: what was read, and what the socket's buffers hold
+    assert 2 <= sent < 32  # MiB: what was read, and what the socket's buffers hold
     assert http.get("/healthz").status_code == 200
 
 
