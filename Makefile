@@ -11,7 +11,8 @@ RUN ?= examples/quickstart/run.toml
 # vLLM pins its own torch, so it has an environment of its own; agentrl speaks HTTP to it.
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
-# TRL, OpenEnv and verifiers bring much that agentrl does not need, and not the same of it.
+# TRL, OpenEnv, verifiers and SWE-bench 4 bring much that agentrl does not need, and not the same
+# of it.
 ADAPTERS_VENV ?= .venv-adapters
 # Of the fast tests at a time. Many of them wait for servers and processes more than they compute.
 JOBS ?= 3
@@ -58,10 +59,13 @@ test-docker: $(VENV)/.dev
 test-docker-slow: $(VENV)/.dev
 	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
 
-## make test-adapters  the adapters against the real packages, in environments of their own
-test-adapters: $(ADAPTERS_VENV)/.adapters
+## make test-adapters  the adapters, and rows of SWE-bench 4, against the real packages, in
+##                     environments of their own
+test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/env/adapters
 	$(ADAPTERS_VENV)/verifiers/bin/python -m pytest tests/env/adapters/test_adapter_verifiers.py
+	AGENTRL_SWEBENCH4_PYTHON=$(abspath $(ADAPTERS_VENV))/swebench4/bin/python \
+		$(BIN)/pytest tests/environments/swebench/test_swe_dataset.py -k old_rows
 
 ## make types        pyright on the library
 types: $(VENV)/.dev
@@ -116,6 +120,8 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml
 		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
 	@$(ADAPTERS_VENV)/verifiers/bin/python -m pip install --quiet --editable '.[verifiers]' \
 		$(ADAPTERS_TESTS)
+	@$(PYTHON) -m venv $(ADAPTERS_VENV)/swebench4
+	@$(ADAPTERS_VENV)/swebench4/bin/python -m pip install --quiet swebench==4.1.0
 	@touch $@
 
 $(VENV)/.train: pyproject.toml | $(VENV)/.torch
