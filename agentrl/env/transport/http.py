@@ -110,6 +110,8 @@ class Http:
             self._connections = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
                 headers=self._headers,
+                # Of no use to the server, which would read them with every step.
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._connections
