@@ -27,14 +27,16 @@ from pathlib import Path
 
 import aiohttp
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from agentrl.doctor import recomputed_logprobs
 from agentrl.inference.launcher import VLLMLauncher
 from agentrl.sync.control import OnUpdate, ServerControl
 from agentrl.sync.plugin import write_plugin
 from agentrl.sync.probe import probe, trainer_logprobs
 from agentrl.sync.vllm import VLLMWeightSync
+from agentrl.train.model import load_model
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 PROBE_IDS = list(range(10, 74))
@@ -210,7 +212,7 @@ class Bench:
 
 
 def load(dtype: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
+    return load_model(str(MODEL), dtype=getattr(torch, dtype), device="cpu")
 
 
 def perturb(model: PreTrainedModel, seed: int) -> None:
@@ -226,7 +228,6 @@ def random_prompts(number: int) -> list[list[int]]:
     return [torch.randint(3, 340, (24,), generator=generator).tolist() for _ in range(number)]
 
 
-@torch.no_grad()
 def span_differences(
     versions: dict[str, PreTrainedModel], prompt: list[int], choice: dict
 ) -> list[torch.Tensor]:
@@ -235,9 +236,8 @@ def span_differences(
     got = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
     differences = []
     for span in choice["weight_versions"]:
-        logits = versions[span["version"]](torch.tensor([prompt + token_ids])).logits[0].float()
-        logprobs = (logits / TEMPERATURE).log_softmax(-1)[len(prompt) - 1 : -1]
-        expected = logprobs.gather(1, torch.tensor(token_ids)[:, None]).squeeze(1)
+        model = versions[span["version"]]
+        expected = torch.tensor(recomputed_logprobs(model, prompt, token_ids, TEMPERATURE))
         differences.append((got - expected).abs()[span["start"] : span["end"]])
     return differences
 
