@@ -197,7 +197,10 @@ class Environment:
         May be `def` or `async def`. The arguments are the agent's, checked by nobody yet; what is
         raised is told to the agent.
         """
-        raise NotImplementedError(f"{type(self).__name__} describes {name} but has no on_call")
+        raise ConfigError(
+            f"{type(self).__name__}.offered_tools() describes '{name}', which is no @tool method: "
+            "define on_call(self, name, arguments) to run it"
+        )
 
     @_quick
     def reset(self, task: Task, *, seed: int) -> Observation | Awaitable[Observation]:

@@ -339,6 +339,15 @@ def test_a_tool_described_otherwise_is_a_configuration_error(wrong):
         play(Wrong(), ("look", {}), task=Task("t", "Look around."))
 
 
+def test_a_described_tool_that_nothing_runs_is_not_the_agents_fault():
+    class Forgotten(Hello):
+        def offered_tools(self):
+            return [described("look")]
+
+    with pytest.raises(ConfigError, match=r"describes 'look'.*define on_call"):
+        play(Forgotten(), ("look", {}))
+
+
 def test_an_error_of_the_data_is_not_told_to_the_agent():
     class Broken(Hello):
         @tool

@@ -211,8 +211,7 @@ class OpenEnvEnvironment(Environment):
 
     async def on_text(self, text: str) -> str:
         if self.config.actions != "text":
-            names = (str(each["function"]["name"]) for each in self.shared)  # type: ignore
-            return f"Call one of the tools: {', '.join(names)}."
+            return f"Call one of the tools: {', '.join(self._tools)}."
         return await self._act({self.config.text_field: text} | self.config.fixed_fields)
 
     async def on_call(self, name: str, arguments: dict[str, JSON]) -> str:
