@@ -216,9 +216,13 @@ class InferenceSection(Section):
     """How long a started server may take until it answers."""
     retry_for_s: Seconds = 120.0
     """How long a request waits for servers that are down or full."""
+    transfer: Literal["file", "nccl"] = "file"
+    """How new weights reach the servers. `file`: through `weights_dir`, on any machine.
+    `nccl`: from the trainer's GPU to the servers' GPUs, which must be others; the trainer's holds
+    one more copy of the weights."""
     weights_dir: Path | None = None
-    """Where new weights are handed over: a directory that trainer and servers share, on disk or in
-    memory (/dev/shm/my-run); `weights` in the run directory when not given."""
+    """Where the file goes: a directory that trainer and servers share, on disk or in memory
+    (/dev/shm/my-run); `weights` in the run directory when not given."""
     sync_tolerance: Annotated[float, Field(gt=0)] | None = None
     """After every update a server's log-probabilities of a probe may differ from the trainer's by
     so much, else the run stops; 1e-3 with float32 weights and 0.2 with bfloat16 when not given."""
@@ -451,6 +455,14 @@ class RunConfig(Section):
                         f"rollout.{key} needs inference.backend = 'vllm': the embedded engine "
                         "samples in lockstep from the weights that are being trained"
                     )
+        if self.inference.transfer == "nccl":
+            if self.inference.backend != "vllm":
+                raise ValueError("inference.transfer = 'nccl' needs inference.backend = 'vllm'")
+            if self.model.lora.rank:
+                raise ValueError(
+                    "inference.transfer = 'nccl' sends whole weights, and model.lora trains an "
+                    "adapter; set inference.transfer = 'file'"
+                )
         if self.rollout.max_staleness and "baselines" in self.objective.needs():
             raise ValueError(
                 "this objective compares with greedy answers of the same policy, which "

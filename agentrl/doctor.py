@@ -43,9 +43,6 @@ CONTROL_ROUTES = (
 )
 OPEN_ROUTES = ("/pause", "/update_weights", "/collective_rpc")
 """What an intruder would use; vLLM's --api-key does not protect them."""
-DEV_MODE = (
-    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "agentrl"}\''
-)
 PARITY = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference in nats between a server's log-probs and the trainer's, by the model's dtype:
 rounding mostly stays below; another model or another temperature exceeds it in the mean."""
@@ -278,7 +275,7 @@ async def _check_server(url: str, config: RunConfig) -> AsyncIterator[Finding]:
                 "1 only; start it with --logprobs-mode processed_logprobs",
             )
         yield await _generation_config(url, http, config)
-        yield await _update_routes(url, http)
+        yield await _update_routes(url, http, config)
         yield await _prefix_cache(url, http)
         async for finding in _rounding(url, http):
             yield finding
@@ -354,18 +351,26 @@ async def _generation_config(url: str, http: HTTPClient, config: RunConfig) -> F
     )
 
 
-async def _update_routes(url: str, http: HTTPClient) -> Finding:
+async def _update_routes(url: str, http: HTTPClient, config: RunConfig) -> Finding:
+    wanted = "nccl" if config.inference.transfer == "nccl" else "agentrl"
+    remedy = (
+        "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
+        f'\'{{"backend": "{wanted}"}}\''
+    )
     missing = [route for route in CONTROL_ROUTES if not await _has_route(http, route)]
     if missing:
         return Finding(
-            "fix", url, f"weight updates: no {', '.join(missing)}; {DEV_MODE} to train against it"
+            "fix", url, f"weight updates: no {', '.join(missing)}; {remedy} to train against it"
         )
     info = _json(await _ask(http, "GET", "/server_info?config_format=json"))
     transfer = (info.get("vllm_config") or {}).get("weight_transfer_config")
-    if info and (transfer or {}).get("backend") != "agentrl":
-        backend = (transfer or {}).get("backend")
+    backend = (transfer or {}).get("backend")
+    if info and backend != wanted:
         return Finding(
-            "fix", url, f"weight updates: its backend is {backend!r}, not 'agentrl'; {DEV_MODE}"
+            "fix",
+            url,
+            f"weight updates: its backend is {backend!r}, and inference.transfer = "
+            f"{config.inference.transfer!r} needs {wanted!r}; {remedy}",
         )
     label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
     return Finding("ok", url, f"weight updates: all routes are there; its weights are {label!r}")

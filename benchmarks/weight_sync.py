@@ -35,6 +35,7 @@ from agentrl.inference.launcher import VLLMLauncher
 from agentrl.sync.control import OnUpdate, ServerControl
 from agentrl.sync.plugin import write_plugin
 from agentrl.sync.probe import probe, trainer_logprobs
+from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.model import load_model
 
@@ -177,7 +178,7 @@ class Bench:
     def sync(self, mode: OnUpdate) -> VLLMWeightSync:
         return VLLMWeightSync(
             [self.url],
-            directory=self.weights,
+            transfer=FileTransfer(self.weights),
             on_update=mode,
             probe_ids=PROBE_IDS,
             temperature=TEMPERATURE,

@@ -67,6 +67,12 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("[inference]\nbackend = 'openai'\n", [], ["inference.urls"]),
         ("[rollout]\nmax_staleness = 1\n", [], ["max_staleness", "vllm"]),
         ("[rollout]\nmin_group_size = 2\n", [], ["straggler_timeout_s"]),
+        ("[inference]\ntransfer = 'nccl'\n", [], ["inference.transfer", "vllm"]),
+        (
+            "[inference]\nbackend = 'vllm'\ntransfer = 'nccl'\n",
+            ["--model.lora.rank", "8"],
+            ["inference.transfer = 'file'", "adapter"],
+        ),
         ("[objective]\npreset = 'grop'\n", [], ["grop", "grpo"]),
         ("", ["--eval.pass_k", "8"], ["samples_per_task >= 8"]),
     ],

@@ -105,6 +105,8 @@ def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict
         ({}, [], "note", "--generation-config vllm"),
         ({"dev_mode": False}, [], "fix", "no /init_weight_transfer_engine, /pause.*DEV_MODE=1"),
         ({"transfer_backend": None}, [], "fix", "its backend is None.*--weight-transfer-config"),
+        ({}, ["--inference.transfer", "nccl"], "fix", "its backend is 'agentrl'.*needs 'nccl'"),
+        ({"transfer_backend": "nccl"}, ["--inference.transfer", "nccl"], "ok", "all routes"),
         ({"paused": True}, [], "fix", "it is paused.*/resume"),
         ({"api_key": "k"}, [], "fix", "401"),
         ({}, ["--rollout.max_context_tokens", "97"], "fix", "context is 96.*--max-model-len 97"),

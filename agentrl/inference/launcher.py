@@ -87,6 +87,7 @@ class VLLMLauncher:
         max_model_len: int | None = None,
         log_dir: Path,
         plugin_dir: Path | None = None,
+        transfer_backend: str = "agentrl",
         align_rounding: bool = True,
         adapter: Path | None = None,
         extra_args: Sequence[str] = (),
@@ -106,6 +107,7 @@ class VLLMLauncher:
                 `served_model_name`; the bare model gets `-base` behind its name.
             log_dir: gets `vllm-<n>.log` of every server, appended to by restarts.
             plugin_dir: directory with the weight-transfer plugin and its entry point.
+            transfer_backend: with the plugin: how new weights come, `agentrl` or one of vLLM's own.
             align_rounding: with the plugin, in bfloat16 and on a CPU: the server rounds where the
                 trainer's model does (`agentrl.sync.vllm_plugin.align_rounding`), uncompiled.
             extra_args: further arguments of the server, after agentrl's own, which they override.
@@ -147,7 +149,8 @@ class VLLMLauncher:
         if max_model_len is not None:
             self._arguments += ["--max-model-len", str(max_model_len)]
         if plugin_dir is not None:
-            self._arguments += ["--weight-transfer-config", json.dumps({"backend": "agentrl"})]
+            transfer = json.dumps({"backend": transfer_backend})
+            self._arguments += ["--weight-transfer-config", transfer]
         self._has_adapter = adapter is not None
         if adapter is not None:
             made = json.loads((adapter / "adapter_config.json").read_text())

@@ -19,6 +19,7 @@ from typing import Literal
 import aiohttp
 
 from agentrl.errors import WeightSyncError
+from agentrl.sync.transfer import Transfer
 from agentrl.types import JSON
 
 OnUpdate = Literal["keep", "wait", "abort"]
@@ -48,20 +49,11 @@ class ServerControl:
         self._timeout_s = timeout_s
         self.url = url
 
-    async def update(
-        self,
-        init_info: dict[str, JSON],
-        update_info: dict[str, JSON],
-        *,
-        version: int,
-        on_update: OnUpdate,
-    ) -> float:
-        """Replace the weights and label them `version`.
+    async def update(self, transfer: Transfer, *, version: int, on_update: OnUpdate) -> float:
+        """Replace the weights by those that `transfer` took, and label them `version`.
 
-        The backend is initialised every time: that is cheap, and a server that was restarted
-        since the last update needs it again. `on_update` says what happens to sequences in
-        flight; the caches are emptied in all three cases, so that nothing computed with the old
-        weights is used with the new ones.
+        `on_update` says what happens to sequences in flight; the caches are emptied in all three
+        cases, so that nothing computed with the old weights is used with the new ones.
 
         Returns:
             Seconds from asking for the pause to the answer of resume.
@@ -70,13 +62,13 @@ class ServerControl:
             ServerUnreachable, WeightSyncError: with the server, the route and its answer; says so
                 if the server could not be resumed.
         """
-        await self.post("/init_weight_transfer_engine", {"init_info": init_info})
+        await transfer.connect(self)
         paused_at = time.monotonic()
         failure: BaseException | None = None
         try:
             await self.post(f"/pause?mode={on_update}&clear_cache=true")
             await self._start()
-            await self.post("/update_weights", {"update_info": update_info})
+            await transfer.send(self)
             await self.post("/finish_weight_update", {"weight_version": str(version)})
         except BaseException as error:
             failure = error
@@ -99,6 +91,17 @@ class ServerControl:
     async def post(
         self, path: str, body: Mapping[str, JSON] | None = None, *, timeout_s: float | None = None
     ) -> bytes:
+        """See `call`."""
+        return await self.call("POST", path, body, timeout_s=timeout_s)
+
+    async def call(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        body: Mapping[str, JSON] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> bytes:
         """The body of an answer with status 200.
 
         Raises:
@@ -112,7 +115,7 @@ class ServerControl:
         try:
             async with (
                 asyncio.timeout(deadline_s),
-                self._http.post(self.url + path, json=body) as response,
+                self._http.request(method, self.url + path, json=body) as response,
             ):
                 content = await response.read()
                 status = response.status
@@ -127,7 +130,7 @@ class ServerControl:
         if status in (403, 404, 405):
             raise RouteMissing(
                 f"{self.url}{route} is not offered (status {status}); start the server with "
-                'VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "agentrl"}\''
+                "VLLM_SERVER_DEV_MODE=1 and a weight-transfer backend (`agentrl doctor` says which)"
             )
         if status != 200:
             kind = ServerFailed if status >= 500 else WeightSyncError

@@ -1,18 +1,17 @@
-"""Live weight updates of running vLLM servers, through a file both sides can see.
+"""Live weight updates of running vLLM servers.
 
-    trainer                                      every server, in parallel
-    snapshot -> directory/policy-7.safetensors   pause -> load the file -> label "7" -> resume
-    log-probs of the probe                       the same probe; a difference ends the run
+    trainer                        every server, in parallel
+    a copy of the weights          pause -> load them -> label "7" -> resume
+    log-probs of the probe         the same probe; a difference ends the run
 
-Of a model that only trains an adapter, the snapshot is the adapter: the server drops the old one
-when it finishes an update, and reads its folder again.
+How the copy gets to the servers is the transfer's business: through a file (`sync.transfer`), or
+from GPU to GPU (`sync.nccl`). Of a model that only trains an adapter it is the adapter: the server
+drops the old one when it finishes an update, and reads its folder again.
 
 A server that is out of reach does not hold up the others: `on_missed` is told, and whoever routes
 requests asks for `push_to` before that server's next one.
 
-The directory is on /dev/shm for servers on the trainer's machine, else on a shared file system
-under the same path everywhere, and belongs to one run. Servers need the backend of
-`agentrl.sync.vllm_plugin`.
+Servers need the transfer's backend: that of `agentrl.sync.vllm_plugin` for files, or vLLM's own.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
 
 import aiohttp
 from transformers import PreTrainedModel
@@ -31,15 +28,13 @@ from transformers import PreTrainedModel
 from agentrl.errors import WeightSyncError
 from agentrl.sync.base import WeightSync
 from agentrl.sync.control import OnUpdate, ServerControl, ServerFailed, ServerUnreachable
-from agentrl.sync.files import remove_weights, write_policy
 from agentrl.sync.probe import ProbeLogprobs, probe, trainer_logprobs
+from agentrl.sync.transfer import Transfer, in_thread
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Between attempts while a server is unreachable."""
-
-Result = TypeVar("Result")
 
 
 class VLLMWeightSync(WeightSync):
@@ -49,7 +44,7 @@ class VLLMWeightSync(WeightSync):
         *,
         model_name: str = "policy",
         token: str | None = None,
-        directory: Path,
+        transfer: Transfer,
         on_update: OnUpdate = "keep",
         probe_ids: list[int],
         temperature: float,
@@ -62,7 +57,7 @@ class VLLMWeightSync(WeightSync):
             urls: base addresses, `http://host:port`.
             model_name: served model name.
             token: the servers' `--api-key`.
-            directory: of this run alone; made if absent. Weights found there are removed.
+            transfer: of this run alone; closed with this.
             on_update: sequences in flight go on under the new weights (`keep`), end under the old
                 ones (`wait`), or end now with finish reason `abort`.
             probe_ids: a prompt of at least two tokens, long enough to look like a rollout.
@@ -79,7 +74,7 @@ class VLLMWeightSync(WeightSync):
         self._urls = [url.rstrip("/") for url in urls]
         self._model_name = model_name
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._directory = directory.absolute()
+        self._transfer = transfer
         self._on_update: OnUpdate = on_update
         self._probe_ids = probe_ids
         self._temperature = temperature
@@ -88,26 +83,17 @@ class VLLMWeightSync(WeightSync):
         self._on_missed = on_missed
         self._missed: set[str] = set()
         self._pushed: ProbeLogprobs | None = None
-        self._path: Path | None = None
         self._one_at_a_time = asyncio.Lock()
         self._http: aiohttp.ClientSession | None = None
-        self._directory.mkdir(parents=True, exist_ok=True)
-        remove_weights(self._directory)
 
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
         """See `WeightSync.push`. Unreachable servers are waited for, `timeout_s` long; with
         `on_missed` only until one server has the weights."""
         started = time.monotonic()
         async with self._one_at_a_time:
-            try:
-                self._path = await _in_thread(lambda: write_policy(model, self._directory, version))
-            except OSError as error:
-                raise WeightSyncError(
-                    f"the weights of version {version} cannot be written to {self._directory} "
-                    f"({error}); it needs room for two versions of the model"
-                ) from error
-            written = time.monotonic()
-            self._pushed = await _in_thread(
+            await self._transfer.take(model, version)
+            taken = time.monotonic()
+            self._pushed = await in_thread(
                 lambda: trainer_logprobs(
                     model, self._probe_ids, version=version, temperature=self._temperature
                 )
@@ -132,11 +118,11 @@ class VLLMWeightSync(WeightSync):
             if failed:
                 raise failed[0]
             self._tell_missed(missed, version)
-            remove_weights(self._directory, keep=version)
+            self._transfer.delivered(version)
             done = [result for result in results if not isinstance(result, BaseException)]
         return {
             "sync/seconds": time.monotonic() - started,
-            "sync/write_s": written - started,
+            "sync/write_s": taken - started,
             "sync/paused_s": max(paused_s for paused_s, _ in done),
             "sync/probe_logprob_diff_max": max(diff for _, diff in done),
             "sync/servers_missed": len(missed),
@@ -155,7 +141,7 @@ class VLLMWeightSync(WeightSync):
             await self._http.close()
             self._http = None
         self._pushed = None
-        remove_weights(self._directory)
+        await self._transfer.aclose()
 
     async def _update_when_reachable(
         self, url: str, pushed: ProbeLogprobs, reached: asyncio.Event
@@ -203,10 +189,7 @@ class VLLMWeightSync(WeightSync):
         control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
         try:
             paused_s = await control.update(
-                {"directory": str(self._directory)},
-                {"path": str(self._path)},
-                version=pushed.version,
-                on_update=self._on_update,
+                self._transfer, version=pushed.version, on_update=self._on_update
             )
             result = await probe(control, self._model_name, pushed)
         except ServerFailed as error:
@@ -242,13 +225,3 @@ class VLLMWeightSync(WeightSync):
                 headers=self._headers,
             )
         return self._http
-
-
-async def _in_thread(function: Callable[[], Result]) -> Result:
-    """Run in a thread, to its end even if the caller is cancelled: it reads the live model."""
-    future = asyncio.ensure_future(asyncio.to_thread(function))
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise

@@ -2,7 +2,7 @@
 
 `embedded`: this process, from the trainer's own weights; there is nothing to send.
 `vllm`: servers behind `inference.urls`, or started and watched over by this run; after every
-training step they get the weights through `agentrl.sync`.
+training step they get the weights through `agentrl.sync`, as a file or over NCCL.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from agentrl.config import RunConfig
@@ -23,7 +24,9 @@ from agentrl.inference.launcher import VLLMLauncher
 from agentrl.inference.vllm import VLLMEngine
 from agentrl.sync.adapter import ADAPTER_FOLDER, has_adapter, write_adapter
 from agentrl.sync.base import WeightSync
+from agentrl.sync.nccl import Library, NCCLTransfer
 from agentrl.sync.plugin import write_plugin
+from agentrl.sync.transfer import FileTransfer, Transfer
 from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.lora import base_of, is_adapter
 
@@ -81,6 +84,7 @@ async def start_serving(
         )
     launcher = None
     weights_dir = inference.weights_dir or run_dir / "weights"
+    transfer = _transfer_of(config, model, weights_dir)
     if not inference.urls:
         adapter = None
         if has_adapter(model):
@@ -92,7 +96,9 @@ async def start_serving(
             start,
             log_dir=run_dir / "logs",
             plugin_dir=run_dir / "plugin",
+            transfer_backend=transfer.backend,
             adapter=adapter,
+            env=_other_gpus(model.device) if transfer.backend == "nccl" else None,
         )
         if not quiet:
             print(f"starting vLLM, half a minute or more; its log is in {run_dir / 'logs'}")
@@ -117,7 +123,7 @@ async def start_serving(
         urls,
         model_name=inference.model,
         token=inference.token,
-        directory=weights_dir,
+        transfer=transfer,
         on_update=config.rollout.on_update,
         probe_ids=probe.tolist(),
         temperature=config.rollout.temperature,
@@ -134,6 +140,30 @@ async def start_serving(
         await serving.aclose()
         raise
     return serving
+
+
+def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -> Transfer:
+    if config.inference.transfer == "file":
+        return FileTransfer(weights_dir)
+    if model.device.type != "cuda":
+        raise ConfigError(
+            f"inference.transfer = 'nccl' sends from GPU to GPU, and the model is on the "
+            f"{model.device.type}; set model.device = 'cuda' or inference.transfer = 'file'"
+        )
+    return NCCLTransfer(Library())
+
+
+def _other_gpus(trainers: torch.device) -> dict[str, str]:
+    """What leaves the servers all GPUs but the trainer's."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
+    others = [gpu for number, gpu in enumerate(visible) if number != (trainers.index or 0)]
+    if not others:
+        raise ConfigError(
+            "inference.transfer = 'nccl' needs a GPU for the servers beside the trainer's, and "
+            "there is one; set inference.transfer = 'file', or inference.urls"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(others)}
 
 
 def servable(path: str, folder: Path) -> tuple[str, Path | None]:
@@ -161,14 +191,18 @@ def launcher_of(
     *,
     log_dir: Path,
     plugin_dir: Path | None,
+    transfer_backend: str = "agentrl",
     adapter: Path | None = None,
+    env: dict[str, str] | None = None,
 ) -> VLLMLauncher:
     """A launcher of servers for this run, not started yet.
 
     Args:
         plugin_dir: where the weight-transfer plugin is written for the servers to load; None for
             servers whose weights never change.
+        transfer_backend: see `Transfer.backend`.
         adapter: folder of the adapter that is trained.
+        env: further environment variables of the servers.
 
     Raises:
         ConfigError: no interpreter with vLLM is named.
@@ -192,9 +226,11 @@ def launcher_of(
         max_model_len=config.rollout.max_context_tokens,
         log_dir=log_dir,
         plugin_dir=None if plugin_dir is None else write_plugin(plugin_dir),
+        transfer_backend=transfer_backend,
         align_rounding=inference.align_rounding,
         adapter=adapter,
         extra_args=inference.args,
+        env=env,
         startup_timeout_s=inference.startup_timeout_s,
         seed=config.run.seed,
     )

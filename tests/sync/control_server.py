@@ -17,6 +17,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.sync.transfer import FileTransfer
+
 
 def tiny_model(seed: int = 0, *, tied: bool = True) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
@@ -42,6 +44,14 @@ def perturb(model: torch.nn.Module, seed: int, scale: float = 0.05) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(scale * noise.to(parameter.dtype))
+
+
+class OneFile(FileTransfer):
+    """Sends this file, whatever it is."""
+
+    def __init__(self, path: Path, directory: Path | None = None) -> None:
+        self._path = path
+        self._directory = directory or path.parent
 
 
 class ControlServer:

@@ -4,7 +4,7 @@ import asyncio
 
 import aiohttp
 import pytest
-from control_server import ControlServer, error, failing, hanging, serving, tiny_model
+from control_server import ControlServer, OneFile, error, failing, hanging, serving, tiny_model
 
 from agentrl.errors import WeightSyncError
 from agentrl.sync.control import RouteMissing, ServerControl, ServerUnreachable
@@ -32,10 +32,7 @@ async def update(server, weights, *, timeout_s=5.0, on_update="keep"):
     async with aiohttp.ClientSession() as http:
         control = ServerControl(http, server.url, timeout_s=timeout_s)
         return await control.update(
-            {"directory": str(weights)},
-            {"path": str(weights_path(weights, 3))},
-            version=3,
-            on_update=on_update,
+            OneFile(weights_path(weights, 3)), version=3, on_update=on_update
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from control_server import perturb
+from control_server import OneFile, perturb
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_process import python_of_vllm, vllm_server
@@ -23,6 +23,7 @@ from agentrl.errors import WeightSyncError
 from agentrl.sync.control import ServerControl
 from agentrl.sync.files import weights_path, write_weights
 from agentrl.sync.probe import probe, trainer_logprobs
+from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.model import load_model
 
@@ -83,7 +84,7 @@ def model(server):
 def sync(server, tmp_path):
     return VLLMWeightSync(
         [server.url],
-        directory=tmp_path / "weights",
+        transfer=FileTransfer(tmp_path / "weights"),
         probe_ids=PROBE_IDS,
         temperature=TEMPERATURE,
         tolerance=server.tolerance,
@@ -324,12 +325,7 @@ def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
 
             async def refused(path, reason):
                 with pytest.raises(WeightSyncError, match=reason):
-                    await control.update(
-                        {"directory": str(directory)},
-                        {"path": str(path)},
-                        version=2,
-                        on_update="keep",
-                    )
+                    await control.update(OneFile(path, directory), version=2, on_update="keep")
                 result = await probe(control, "policy", old)
                 assert result.error < server.tolerance and result.label == "1", reason
 
@@ -395,7 +391,7 @@ def test_experts_of_a_mixture_are_packed_again(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         sync = VLLMWeightSync(
             [url],
-            directory=tmp_path / "weights",
+            transfer=FileTransfer(tmp_path / "weights"),
             probe_ids=PROBE_IDS,
             temperature=TEMPERATURE,
             tolerance=1e-3,

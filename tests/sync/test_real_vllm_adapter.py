@@ -13,6 +13,7 @@ from agentrl.config import LoraSection
 from agentrl.inference.launcher import VLLMLauncher
 from agentrl.sync.adapter import ADAPTER_FOLDER, adapter_tensors, write_adapter
 from agentrl.sync.plugin import write_plugin
+from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.lora import add_adapter
 from agentrl.train.model import load_model
@@ -54,7 +55,7 @@ def test_every_token_is_of_the_adapter_it_is_labelled_with(tmp_path):
             await launcher.start()
             sync = VLLMWeightSync(
                 launcher.urls,
-                directory=weights,
+                transfer=FileTransfer(weights),
                 probe_ids=PROBE_IDS,
                 temperature=TEMPERATURE,
                 tolerance=1e-3,

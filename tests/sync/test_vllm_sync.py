@@ -10,6 +10,7 @@ from aiohttp import web
 from control_server import ControlServer, failing, hanging, perturb, serving, tiny_model
 
 from agentrl.errors import WeightSyncError
+from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
 
 PROBE_IDS = [3, 17, 42, 5, 5, 60, 1, 33, 20, 9, 2, 50]
@@ -23,7 +24,7 @@ async def syncing(directory, *servers, **settings):
             await stack.enter_async_context(serving(server))
         sync = VLLMWeightSync(
             [server.url for server in servers],
-            directory=directory,
+            transfer=FileTransfer(directory),
             probe_ids=PROBE_IDS,
             **settings,
         )
@@ -234,7 +235,7 @@ def test_a_server_that_is_away_is_waited_for(tmp_path):
             port = int(server.url.rpartition(":")[2])
         sync = VLLMWeightSync(
             [server.url],
-            directory=tmp_path,
+            transfer=FileTransfer(tmp_path),
             probe_ids=PROBE_IDS,
             temperature=1.0,
             tolerance=1e-4,
@@ -290,7 +291,7 @@ def test_a_server_that_stays_away_ends_the_push(tmp_path):
             pass
         sync = VLLMWeightSync(
             [server.url],
-            directory=tmp_path,
+            transfer=FileTransfer(tmp_path),
             probe_ids=PROBE_IDS,
             temperature=1.0,
             tolerance=1e-4,
@@ -413,13 +414,19 @@ def test_a_full_disk_is_named_and_the_servers_stay_untouched(tmp_path):
 def test_what_a_killed_run_left_is_removed_at_the_start(tmp_path):
     directory = tmp_path / "made" / "on_demand"
     sync = {"probe_ids": PROBE_IDS, "temperature": 1.0, "tolerance": 1e-4}
-    VLLMWeightSync(["http://127.0.0.1:1"], directory=directory, **sync)
+    VLLMWeightSync(["http://127.0.0.1:1"], transfer=FileTransfer(directory), **sync)
     (directory / "policy-41.safetensors").write_bytes(b"old")
     (directory / ".policy-42.safetensors.tmp").write_bytes(b"half")
-    VLLMWeightSync(["http://127.0.0.1:1"], directory=directory, **sync)
+    VLLMWeightSync(["http://127.0.0.1:1"], transfer=FileTransfer(directory), **sync)
     assert names(directory) == []
 
 
 def test_a_probe_of_one_token_is_refused(tmp_path):
     with pytest.raises(ValueError, match="two tokens"):
-        VLLMWeightSync(["http://x"], directory=tmp_path, probe_ids=[1], temperature=1, tolerance=1)
+        VLLMWeightSync(
+            ["http://x"],
+            transfer=FileTransfer(tmp_path),
+            probe_ids=[1],
+            temperature=1,
+            tolerance=1,
+        )

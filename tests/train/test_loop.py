@@ -18,6 +18,7 @@ from agentrl.train import loop
 from agentrl.train.loop import train
 from agentrl.train.metrics import read_metrics
 from agentrl.train.model import load_model, load_tokenizer
+from agentrl.train.serving import _other_gpus
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 SMALL = [
@@ -248,3 +249,27 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_the_run(tmp_
     assert [row["train/skipped_updates_in_all"] for row in metrics] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "failed_batch.safetensors").stat().st_size > 0
     assert json.loads((tmp_path / "run" / "failed_batch.json").read_text()) == {"step": 5}
+
+
+def test_nccl_between_a_cpu_and_servers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.inference.launcher.VLLMLauncher.start", None)  # nothing is started
+    with pytest.raises(ConfigError, match=r"model is on the cpu; set model\.device = 'cuda'"):
+        run(
+            tmp_path / "run",
+            *("--inference.backend", "vllm", "--inference.transfer", "nccl"),
+            *("--model.device", "cpu"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "left"),
+    [("4,7,5", 0, "7,5"), ("4,7,5", 2, "4,7"), ("GPU-a,GPU-b", None, "GPU-b"), ("3", 0, None)],
+)
+def test_servers_over_nccl_get_the_other_gpus(monkeypatch, visible, number, left):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    device = torch.device("cuda") if number is None else torch.device("cuda", number)
+    if left is None:
+        with pytest.raises(ConfigError, match=r"beside the trainer's.*'file', or inference\.urls"):
+            _other_gpus(device)
+    else:
+        assert _other_gpus(device) == {"CUDA_VISIBLE_DEVICES": left}
