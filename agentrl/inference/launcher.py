@@ -4,8 +4,9 @@ A server lives in its own virtual environment, because vLLM pins its own torch, 
 over loopback only: its control routes have no authentication. Every server runs below a guard
 process (see `guard.py`), so that no process of it outlives this one, not even after SIGKILL.
 
-A server that dies, or stops answering `/health`, is restarted on the same port. It comes back with
-the weights on its disk; `VLLMEngine.resync` gives it the current ones before its next request.
+A server that dies or hangs is restarted on the same port. It comes back with the weights on its
+disk; `VLLMEngine.resync` gives it the current ones before its next request. Two things can hang:
+the process that answers HTTP, and the engine behind it, of which `/health` says only that it lives.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.5
 """Between two looks at a server."""
 HEALTH_TIMEOUT_S = 5.0
+ENGINE_POLL_S = 5.0
+"""Between two questions to a server's engine, which answers between its steps."""
 GRACE_S = 8.0
 """What a server has to end by itself before it is killed."""
 MAX_RESTARTS_PER_HOUR = 6
@@ -70,6 +73,8 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
     answered_at: float = 0.0
     """`time.monotonic()` of the last good answer of /health."""
+    engine_asked_at: float = 0.0
+    engine_answered_at: float = 0.0
     restarted_at: list[float] = field(default_factory=list)
 
 
@@ -94,6 +99,7 @@ class VLLMLauncher:
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 600.0,
         unhealthy_after_s: float = 30.0,
+        hung_after_s: float = 180.0,
         seed: int = 0,
     ) -> None:
         """
@@ -114,6 +120,8 @@ class VLLMLauncher:
             env: further environment variables.
             startup_timeout_s: until all servers answer.
             unhealthy_after_s: without an answer of /health, a living server is restarted.
+            hung_after_s: the same for its engine. Longer than any of its steps takes, and than it
+                needs to load weights, during which it answers nothing.
             seed: of every server.
         """
         self.urls: list[str] = []
@@ -126,6 +134,7 @@ class VLLMLauncher:
         self._log_dir = log_dir
         self._startup_timeout_s = startup_timeout_s
         self._unhealthy_after_s = unhealthy_after_s
+        self._hung_after_s = hung_after_s
         self._model = str(Path(model).resolve()) if Path(model).is_dir() else model
         self._arguments = [
             *("--model", self._model),
@@ -299,6 +308,7 @@ class VLLMLauncher:
             if status is not None:
                 raise InferenceError(_startup_failure(server, f"ended with status {status}"))
             if await _is_healthy(server):
+                server.engine_asked_at = server.engine_answered_at = time.monotonic()
                 return
             if time.monotonic() > deadline:
                 why = f"did not answer within {self._startup_timeout_s:g} s"
@@ -310,12 +320,18 @@ class VLLMLauncher:
             await asyncio.sleep(POLL_S)
             assert server.process is not None
             status = server.process.poll()
-            silent_s = time.monotonic() - server.answered_at
             if status is not None:
                 reason = f"ended with status {status}"
-            elif await _is_healthy(server) or silent_s < self._unhealthy_after_s:
-                continue
+            elif await _is_healthy(server):
+                await _ask_engine(server)
+                silent_s = time.monotonic() - server.engine_answered_at
+                if silent_s < self._hung_after_s:
+                    continue
+                reason = f"has an engine that has not answered for {silent_s:.0f} s"
             else:
+                silent_s = time.monotonic() - server.answered_at
+                if silent_s < self._unhealthy_after_s:
+                    continue
                 reason = f"has not answered /health for {silent_s:.0f} s"
             if not await self._restart(server, reason):
                 return
@@ -371,6 +387,17 @@ async def _is_healthy(server: _Server) -> bool:
         return False
     server.answered_at = time.monotonic()
     return True
+
+
+async def _ask_engine(server: _Server) -> None:
+    """Note whether the engine answers, if it is time to ask again."""
+    if time.monotonic() < server.engine_asked_at + ENGINE_POLL_S:
+        return
+    server.engine_asked_at = time.monotonic()
+    with contextlib.suppress(ConnectionFailed, AnswerCut, TimeoutError):
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            await server.http.request("GET", "/weight_info")
+        server.engine_answered_at = time.monotonic()
 
 
 def _startup_failure(server: _Server, what: str) -> str:

@@ -54,6 +54,10 @@ COMPLETIONS = "/v1/completions"
 
 MAX_FAILURES = 6
 """Failed answers (not refused connections) a call tolerates before it gives up."""
+LABEL_TIMEOUT_S = 20.0
+"""How long an engine may be busy before it says which weights it has."""
+AFTER_SILENCE_S = 30.0
+"""How long a server gets no request after it did not."""
 MAX_GROUPS = 65536
 """Groups whose server is remembered, and trajectories whose newest version is."""
 NO_LOGPROB = -9999.0
@@ -466,7 +470,10 @@ class VLLMEngine:
         """One reset connection does not mean a restart: the server's label may still be right."""
         assert self.resync is not None
         try:
-            info = await server.http.request("GET", "/weight_info")
+            async with asyncio.timeout(LABEL_TIMEOUT_S):
+                info = await server.http.request("GET", "/weight_info")
+        except TimeoutError as error:
+            raise _Unavailable("its engine does not answer", AFTER_SILENCE_S) from error
         except (ConnectionFailed, AnswerCut) as error:
             raise _Unavailable(str(error)) from error
         label = None

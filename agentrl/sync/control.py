@@ -10,6 +10,7 @@ an error, a deadline, the cancellation of the caller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -24,6 +25,8 @@ from agentrl.types import JSON
 
 OnUpdate = Literal["keep", "wait", "abort"]
 
+KNOCK_S = 20.0
+"""How long an engine may be busy with one step."""
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 """Of one attempt. The route only sets a flag; a server that needs longer hangs."""
@@ -31,6 +34,10 @@ RESUME_TIMEOUT_S = 10.0
 
 class ServerUnreachable(WeightSyncError):
     """No connection, or it broke, or its engine is dead: the server may be starting again."""
+
+
+class ServerSilent(WeightSyncError):
+    """No answer in time: it hangs, or its engine does."""
 
 
 class ServerFailed(WeightSyncError):
@@ -88,6 +95,15 @@ class ServerControl:
         except (TimeoutError, aiohttp.ClientError):
             return True
 
+    async def knock(self) -> None:
+        """See whether the server's engine answers at all, between two of its steps.
+
+        Raises:
+            ServerUnreachable, ServerSilent: it does not.
+        """
+        with contextlib.suppress(RouteMissing):  # not in dev mode: `update` says so
+            await self.call("GET", "/weight_info", timeout_s=min(KNOCK_S, self._timeout_s))
+
     async def post(
         self, path: str, body: Mapping[str, JSON] | None = None, *, timeout_s: float | None = None
     ) -> bytes:
@@ -106,9 +122,10 @@ class ServerControl:
 
         Raises:
             ServerUnreachable: no connection, or it broke.
+            ServerSilent: no answer in time.
             RouteMissing: 403, 404 or 405.
             ServerFailed: 5xx.
-            WeightSyncError: any other status, or no answer in time.
+            WeightSyncError: any other status.
         """
         route = path.partition("?")[0]
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
@@ -120,7 +137,7 @@ class ServerControl:
                 content = await response.read()
                 status = response.status
         except TimeoutError as error:
-            raise WeightSyncError(
+            raise ServerSilent(
                 f"{self.url}{route} did not answer within {deadline_s:g} s"
             ) from error
         except aiohttp.ClientError as error:
@@ -165,7 +182,8 @@ class ServerControl:
         if await self.dead():
             raise ServerUnreachable(f"{self.url} died: {failure or refusal}") from failure
         before = f"{failure}; and afterwards " if isinstance(failure, WeightSyncError) else ""
-        raise WeightSyncError(
+        kind = ServerSilent if isinstance(refusal, ServerSilent) else WeightSyncError
+        raise kind(
             f"{before}{self.url} is left PAUSED and answers no request: {refusal}. Restart it"
         ) from failure
 

@@ -8,8 +8,8 @@ How the copy gets to the servers is the transfer's business: through a file (`sy
 from GPU to GPU (`sync.nccl`). Of a model that only trains an adapter it is the adapter: the server
 drops the old one when it finishes an update, and reads its folder again.
 
-A server that is out of reach does not hold up the others: `on_missed` is told, and whoever routes
-requests asks for `push_to` before that server's next one.
+A server that is out of reach, or hangs, does not hold up the others for long: `on_missed` is told,
+and whoever routes requests asks for `push_to` before that server's next one.
 
 Servers need the transfer's backend: that of `agentrl.sync.vllm_plugin` for files, or vLLM's own.
 """
@@ -27,7 +27,13 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import WeightSyncError
 from agentrl.sync.base import WeightSync
-from agentrl.sync.control import OnUpdate, ServerControl, ServerFailed, ServerUnreachable
+from agentrl.sync.control import (
+    OnUpdate,
+    ServerControl,
+    ServerFailed,
+    ServerSilent,
+    ServerUnreachable,
+)
 from agentrl.sync.probe import ProbeLogprobs, probe, trainer_logprobs
 from agentrl.sync.transfer import Transfer, in_thread
 
@@ -35,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Between attempts while a server is unreachable."""
+
+_MISSED = (ServerUnreachable, ServerSilent)
 
 
 class VLLMWeightSync(WeightSync):
@@ -107,11 +115,11 @@ class VLLMWeightSync(WeightSync):
             failed = [result for result in results if isinstance(result, BaseException)]
             missed = set()
             if self._on_missed is not None and reached.is_set():
-                failed = [error for error in failed if not isinstance(error, ServerUnreachable)]
+                failed = [error for error in failed if not isinstance(error, _MISSED)]
                 missed = {
                     url
                     for url, result in zip(self._urls, results, strict=True)
-                    if isinstance(result, ServerUnreachable)
+                    if isinstance(result, _MISSED)
                 }
             if len(failed) > 1 and all(isinstance(error, WeightSyncError) for error in failed):
                 raise WeightSyncError("; ".join(str(error) for error in failed)) from failed[0]
@@ -134,7 +142,7 @@ class VLLMWeightSync(WeightSync):
         async with self._one_at_a_time:
             if self._pushed is None:
                 raise WeightSyncError(f"{url} cannot be given weights: none were pushed yet")
-            await self._update(url.rstrip("/"), self._pushed)
+            await self._update(url.rstrip("/"), self._pushed, knock=True)
 
     async def aclose(self) -> None:
         if self._http is not None:
@@ -154,7 +162,8 @@ class VLLMWeightSync(WeightSync):
         give_up_at = time.monotonic() + self._timeout_s
         while True:
             try:
-                done = await self._update(url, pushed)
+                # One that hung would hold up every push as long as it did the last.
+                done = await self._update(url, pushed, knock=url in self._missed)
                 reached.set()
                 return done
             except ServerUnreachable:
@@ -171,7 +180,7 @@ class VLLMWeightSync(WeightSync):
 
     def _tell_missed(self, missed: set[str], version: int) -> None:
         for url in sorted(missed - self._missed):
-            logger.warning("%s is out of reach and was not sent version %d", url, version)
+            logger.warning("%s is out of reach or hangs, and was not sent version %d", url, version)
         for url in sorted(self._missed - missed):
             logger.warning("%s is there again and has version %d", url, version)
         self._missed = missed
@@ -179,15 +188,21 @@ class VLLMWeightSync(WeightSync):
             for url in missed:
                 self._on_missed(url)
 
-    async def _update(self, url: str, pushed: ProbeLogprobs) -> tuple[float, float]:
+    async def _update(self, url: str, pushed: ProbeLogprobs, *, knock: bool) -> tuple[float, float]:
         """Seconds paused, and the largest difference of the probe.
+
+        Args:
+            knock: find out in short time whether it hangs.
 
         Raises:
             ServerUnreachable: now; also if it died in the middle.
+            ServerSilent: it hangs.
             WeightSyncError: waiting would not help.
         """
         control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
         try:
+            if knock:
+                await control.knock()
             paused_s = await control.update(
                 self._transfer, version=pushed.version, on_update=self._on_update
             )

@@ -81,6 +81,7 @@ class ContractServer:
     dev_mode: bool = True
     """Offer the control routes (`VLLM_SERVER_DEV_MODE=1`)."""
     transfer_backend: str | None = "agentrl"
+    engine_hangs: bool = False
     vllm_config: dict = field(default_factory=dict)
     """More of what /server_info says."""
     paused: bool = False
@@ -103,6 +104,8 @@ class ContractServer:
         self.weight_version = str(version)
 
     async def serve_weight_info(self, request: web.Request) -> web.Response:
+        if self.engine_hangs:
+            await asyncio.sleep(60)
         return web.json_response({"weight_version": self.weight_version or "default"})
 
     async def serve_generate(self, request: web.Request) -> web.StreamResponse:

@@ -176,6 +176,30 @@ def test_a_server_that_hangs_is_restarted(tmp_path, monkeypatch):
     asyncio.run(go())
 
 
+def test_a_server_whose_engine_hangs_is_restarted(tmp_path, monkeypatch):
+    """/health says that all is well."""
+    monkeypatch.setattr(launcher_module, "HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(launcher_module, "ENGINE_POLL_S", 0.1)
+    monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)
+
+    async def go():
+        launcher = make_launcher(tmp_path, hung_after_s=2.0)
+        await launcher.start()
+        [(engine, _)] = started(tmp_path / "vllm-0.log")
+        os.kill(engine, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        os.kill(engine, signal.SIGCONT)  # a long step
+        await asyncio.sleep(1.5)
+        assert launcher.restarts == 0
+        os.kill(engine, signal.SIGSTOP)
+        await until(lambda: launcher.restarts == 1)
+        await until(lambda: len(started(tmp_path / "vllm-0.log")) == 2)
+        assert not alive(engine)
+        await launcher.aclose()
+
+    asyncio.run(go())
+
+
 def test_a_server_that_keeps_dying_is_given_up_on(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "MAX_RESTARTS_PER_HOUR", 1)
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import InferenceError
+from agentrl.inference import vllm as engine_module
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.vllm import VLLMEngine
 
@@ -560,6 +561,30 @@ def test_a_server_that_a_push_did_not_reach_gets_its_weights_before_its_next_tok
     versions, num_requests = asyncio.run(go())
     assert versions == [[5] * 6] * 4
     assert num_requests == 1 + 1 + 2  # probe, before, two of the four groups; none thrown away
+
+
+def test_a_server_whose_engine_hangs_is_not_asked_again_soon(monkeypatch):
+    """A push did not get through to it; its HTTP side goes on answering."""
+    monkeypatch.setattr(engine_module, "LABEL_TIMEOUT_S", 0.3)
+
+    async def go():
+        hangs, current = [ContractServer(make_model(), weight_version="5") for _ in range(2)]
+        hangs.engine_hangs = True
+        async with client(hangs, current) as engine:
+            engine.resync, calls = make_resync(hangs, current, version=5)
+            engine.policy_version = 5
+            engine.distrust(hangs.url)
+            durations = []
+            for number in range(4):
+                started = time.monotonic()
+                generation = await engine.generate(f"g{number}-m0", PROMPT, SAMPLING)
+                assert generation.versions == [5] * 6
+                durations.append(time.monotonic() - started)
+            return durations, calls, len(hangs.bodies)
+
+    durations, calls, num_requests = asyncio.run(go())
+    assert max(durations) > 0.3 and sorted(durations)[-2] < 0.25
+    assert calls == [] and num_requests == 1  # the probe
 
 
 def test_a_server_without_labels_holds_version_zero_while_weights_can_be_sent():

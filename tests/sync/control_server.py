@@ -98,6 +98,12 @@ class ControlServer:
         self.initialised = body["init_info"]["directory"]
         return web.json_response({})
 
+    def do_weight_info(self, body) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    def do_health(self, body) -> web.Response:
+        return web.Response()
+
     def do_pause(self, body) -> web.Response:
         self.paused = True
         return web.json_response({"status": "paused"})

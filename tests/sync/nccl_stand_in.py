@@ -127,9 +127,6 @@ class NCCLServer(ControlServer):
     def do_get_world_size(self, body) -> web.Response:
         return web.json_response({"world_size": self.num_workers})
 
-    def do_weight_info(self, body) -> web.Response:
-        return web.json_response({"weight_version": self.version})
-
     def do_shutdown_weight_transfer_engine(self, body) -> web.Response:
         for worker in self.workers:
             worker.close()

@@ -10,6 +10,7 @@ from aiohttp import web
 from control_server import ControlServer, failing, hanging, perturb, serving, tiny_model
 
 from agentrl.errors import WeightSyncError
+from agentrl.sync import control as control_module
 from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
 
@@ -351,6 +352,33 @@ def test_a_server_whose_engine_dies_in_the_middle_does_not_hold_up_the_others(tm
             metrics = await sync.push(model, 2)
             assert metrics["sync/servers_missed"] == 1 and metrics["sync/seconds"] < 4
             assert missed == [dies.url] and here.version == "2"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
+def test_a_server_that_hangs_holds_up_the_others_once(tmp_path, monkeypatch, route):
+    monkeypatch.setattr(control_module, "RESUME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(control_module, "KNOCK_S", 0.1)
+
+    async def main():
+        model, here, hangs, missed = tiny_model(), ControlServer(), ControlServer(), []
+        async with syncing(tmp_path, here, hangs, on_missed=missed.append, timeout_s=2.0) as sync:
+            await sync.push(model, 1)
+            # Its engine does; /health is answered.
+            hangs.answer = {key: hanging() for key in (route, "/resume", "/weight_info")}
+            for version, seconds in ((2, 5.0), (3, 1.0), (4, 1.0)):
+                perturb(model, seed=version)
+                metrics = await sync.push(model, version)
+                assert metrics["sync/servers_missed"] == 1
+                assert metrics["sync/seconds"] < seconds
+                assert here.version == str(version)
+            assert missed == [hangs.url] * 3
+            with pytest.raises(WeightSyncError, match="did not answer"):
+                await asyncio.wait_for(sync.push_to(hangs.url), 1)
+            hangs.answer = {}
+            await sync.push_to(hangs.url)
+            assert hangs.version == "4" and not hangs.paused
 
     asyncio.run(main())
 

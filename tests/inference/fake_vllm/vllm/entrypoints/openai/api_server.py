@@ -1,6 +1,7 @@
 """A server with vLLM's process tree: an engine process of its own session, shared memory.
 
 Environment: FAKE_VLLM_FAIL ends it at the start with that line, FAKE_VLLM_STUBBORN ignores SIGTERM.
+What only the engine knows is not answered while that is stopped.
 """
 
 import http.server
@@ -8,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import shared_memory
 
 if failure := os.environ.get("FAKE_VLLM_FAIL"):
@@ -23,11 +25,18 @@ if "FAKE_VLLM_STUBBORN" in os.environ:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def engine_is_stopped():
+    with open(f"/proc/{engine.stdout.decode().strip()}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        while self.path == "/weight_info" and engine_is_stopped():
+            time.sleep(0.05)
+        self.send_response(200 if self.path in ("/health", "/weight_info") else 404)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
