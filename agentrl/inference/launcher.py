@@ -76,6 +76,7 @@ class _Server:
     engine_asked_at: float = 0.0
     engine_answered_at: float = 0.0
     restarted_at: list[float] = field(default_factory=list)
+    given_up: bool = False
 
 
 class VLLMLauncher:
@@ -128,7 +129,7 @@ class VLLMLauncher:
         self.restarts = 0
         """Of all servers since the start."""
         self.failure: str | None = None
-        """Why a server was given up on; None while all run or are being restarted."""
+        """Why the last server was given up on; None while one runs or is being restarted."""
         self._python = python
         self._num_servers = num_servers
         self._log_dir = log_dir
@@ -344,11 +345,14 @@ class VLLMLauncher:
             now = time.monotonic()
             server.restarted_at = [at for at in server.restarted_at if at > now - 3600]
             if len(server.restarted_at) >= MAX_RESTARTS_PER_HOUR:
-                self.failure = (
+                why = (
                     f"vLLM server {server.url} {reason}, after {MAX_RESTARTS_PER_HOUR} restarts "
                     f"within an hour; see {server.log}"
                 )
-                logger.error(self.failure)
+                logger.error("%s; it is given up on", why)
+                server.given_up = True
+                if all(each.given_up for each in self._servers):
+                    self.failure = why
                 return False
             if server.restarted_at:
                 backoff_s = min(2.0 ** len(server.restarted_at), MAX_BACKOFF_S)

@@ -49,7 +49,7 @@ class Serving:
 
         Raises:
             WeightSyncError: a server refused them, or answers as if it had others.
-            InferenceError: a server died so often that it was given up on.
+            InferenceError: the servers died so often that they were given up on.
         """
         if self.launcher is not None and self.launcher.failure is not None:
             raise InferenceError(self.launcher.failure)

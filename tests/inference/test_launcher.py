@@ -216,6 +216,24 @@ def test_a_server_that_keeps_dying_is_given_up_on(tmp_path, monkeypatch):
     assert re.search(r"after 1 restarts within an hour; see .*vllm-0.log", asyncio.run(go()) or "")
 
 
+def test_the_run_goes_on_while_one_server_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "MAX_RESTARTS_PER_HOUR", 0)
+
+    async def go():
+        launcher = make_launcher(tmp_path, num_servers=2)
+        await launcher.start()
+        first, second = launcher.urls
+        os.kill(server_pid(first), signal.SIGKILL)
+        await until(lambda: launcher._servers[0].given_up)
+        assert launcher.failure is None and can_connect(second)
+        os.kill(server_pid(second), signal.SIGKILL)
+        await until(lambda: launcher.failure is not None)
+        assert second in (launcher.failure or "") and launcher.restarts == 0
+        await launcher.aclose()
+
+    asyncio.run(go())
+
+
 TRAINER = """
 import asyncio, os, sys
 from pathlib import Path
