@@ -252,7 +252,8 @@ class NCCLTransfer(Transfer):
         self._labels.pop(url, None)
         communicator = self._communicators.pop(url, None)
         if communicator is not None:
-            communicator.abort()
+            # It may wait for what the GPU has queued.
+            threading.Thread(target=communicator.abort, daemon=True).start()
 
     def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
         """Into the memory of the last copy, where that fits."""

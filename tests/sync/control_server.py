@@ -17,7 +17,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.sync.transfer import FileTransfer
+from agentrl.sync.transfer import FileTransfer, Transfer
+from agentrl.sync.vllm import VLLMWeightSync
 
 
 def tiny_model(seed: int = 0, *, tied: bool = True) -> Qwen3ForCausalLM:
@@ -193,6 +194,28 @@ async def serving(server: ControlServer, port: int = 0) -> AsyncIterator[Control
         yield server
     finally:
         await runner.cleanup()
+
+
+PROBE_IDS = [3, 17, 42, 5, 5, 60, 1, 33, 20, 9, 2, 50]
+
+
+@contextlib.asynccontextmanager
+async def syncing(transfer: Transfer, *servers: ControlServer, **settings):
+    """What pushes to these servers, which serve meanwhile."""
+    settings = {"temperature": 0.7, "tolerance": 1e-4, "timeout_s": 5.0} | settings
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(serving(server))
+        sync = VLLMWeightSync(
+            [server.url for server in servers],
+            transfer=transfer,
+            probe_ids=PROBE_IDS,
+            **settings,
+        )
+        try:
+            yield sync
+        finally:
+            await sync.aclose()
 
 
 def failing(status: int, message: str = "scripted") -> Callable:

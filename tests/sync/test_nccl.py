@@ -10,15 +10,12 @@ import time
 
 import pytest
 import torch
-from control_server import failing, perturb, serving, tiny_model
+from control_server import failing, perturb, syncing, tiny_model
 from nccl_stand_in import NCCLServer, Worker, build
 
 from agentrl.errors import ConfigError, WeightSyncError
 from agentrl.sync.control import ServerUnreachable
 from agentrl.sync.nccl import Communicator, Library, NCCLError, NCCLTransfer
-from agentrl.sync.vllm import VLLMWeightSync
-
-PROBE_IDS = [3, 17, 42, 5, 5, 60, 1, 33, 20, 9, 2, 50]
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +27,11 @@ def library(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def syncing(library, *servers, **settings):
-    settings = {"temperature": 0.7, "tolerance": 1e-4, "timeout_s": 5.0} | settings
-    async with contextlib.AsyncExitStack() as stack:
-        for server in servers:
-            await stack.enter_async_context(serving(server))
-        sync = VLLMWeightSync(
-            [server.url for server in servers],
-            transfer=NCCLTransfer(library),
-            probe_ids=PROBE_IDS,
-            **settings,
-        )
-        try:
-            yield sync
-        finally:
-            await sync.aclose()
-            for server in servers:
-                server.do_shutdown_weight_transfer_engine({})
+async def syncing_over(library, *servers, **settings):
+    async with syncing(NCCLTransfer(library), *servers, **settings) as sync:
+        yield sync
+    for server in servers:
+        server.do_shutdown_weight_transfer_engine({})
 
 
 def holds(server, model):
@@ -65,7 +50,7 @@ def test_every_version_reaches_every_server(library, dtype):
         servers = NCCLServer(library), NCCLServer(library, num_workers=3)
         for server in servers:
             server.model.to(dtype)
-        async with syncing(library, *servers, tolerance=0.1) as sync:
+        async with syncing_over(library, *servers, tolerance=0.1) as sync:
             for version in (1, 2, 3):
                 metrics = await sync.push(model, version)
                 for server in servers:
@@ -84,7 +69,7 @@ def test_a_restarted_server_gets_what_was_pushed(library):
     async def main():
         model, pushed = tiny_model(), tiny_model()
         server = NCCLServer(library)
-        async with syncing(library, server) as sync:
+        async with syncing_over(library, server) as sync:
             await sync.push(model, 7)
             perturb(model, seed=1)
             server.restart()
@@ -105,7 +90,7 @@ def test_a_refusal_is_told_at_once(library, route):
 
     async def main():
         server = NCCLServer(library)
-        async with syncing(library, server) as sync:
+        async with syncing_over(library, server) as sync:
             server.answer[route] = failing(500, "no module or parameter named 'surplus'")
             started = time.monotonic()
             with pytest.raises(WeightSyncError, match=f"{route} answered 500: no module"):
@@ -127,7 +112,7 @@ def test_a_rank_that_is_lost_in_the_middle(library):
             if number == 5:
                 server.workers[0].close()
 
-        async with syncing(library, server) as sync:
+        async with syncing_over(library, server) as sync:
             await sync.push(tiny_model(), 1)
             server.on_tensor = die
             with pytest.raises(WeightSyncError, match=r"/update_weights answered 500.*remote"):
@@ -143,7 +128,7 @@ def test_a_rank_that_is_lost_in_the_middle(library):
 def test_a_server_that_hangs_is_left_at_its_deadline(library):
     async def main():
         server = NCCLServer(library)
-        async with syncing(library, server, timeout_s=0.5) as sync:
+        async with syncing_over(library, server, timeout_s=0.5) as sync:
             await sync.push(tiny_model(), 1)
             server.on_tensor = lambda number: time.sleep(3 if number == 2 else 0)
             with pytest.raises(WeightSyncError, match=r"did not answer within 0\.5 s"):
@@ -156,7 +141,7 @@ def test_one_dead_server_does_not_hold_up_the_other(library):
     async def main():
         live, dead = NCCLServer(library), NCCLServer(library)
         missed = []
-        async with syncing(library, live, dead, on_missed=missed.append) as sync:
+        async with syncing_over(library, live, dead, on_missed=missed.append) as sync:
             await sync.push(tiny_model(), 1)
 
             async def gone():
@@ -189,7 +174,7 @@ def test_a_cancelled_push_leaves_no_server_paused(library):
                 loop.call_soon_threadsafe(reached.set)
                 time.sleep(0.5)
 
-        async with syncing(library, server) as sync:
+        async with syncing_over(library, server) as sync:
             await sync.push(tiny_model(), 1)
             server.on_tensor = slow
             push = asyncio.create_task(sync.push(tiny_model(seed=1), 2))

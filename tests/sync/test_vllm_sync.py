@@ -1,38 +1,26 @@
 """Pushing versions of a model to servers, against a stand-in that computes real log-probs."""
 
 import asyncio
-import contextlib
 import math
 
 import pytest
 import torch
 from aiohttp import web
-from control_server import ControlServer, failing, hanging, perturb, serving, tiny_model
+from control_server import (
+    PROBE_IDS,
+    ControlServer,
+    failing,
+    hanging,
+    perturb,
+    serving,
+    syncing,
+    tiny_model,
+)
 
 from agentrl.errors import WeightSyncError
 from agentrl.sync import control as control_module
 from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
-
-PROBE_IDS = [3, 17, 42, 5, 5, 60, 1, 33, 20, 9, 2, 50]
-
-
-@contextlib.asynccontextmanager
-async def syncing(directory, *servers, **settings):
-    settings = {"temperature": 0.7, "tolerance": 1e-4, "timeout_s": 5.0} | settings
-    async with contextlib.AsyncExitStack() as stack:
-        for server in servers:
-            await stack.enter_async_context(serving(server))
-        sync = VLLMWeightSync(
-            [server.url for server in servers],
-            transfer=FileTransfer(directory),
-            probe_ids=PROBE_IDS,
-            **settings,
-        )
-        try:
-            yield sync
-        finally:
-            await sync.aclose()
 
 
 def names(directory):
@@ -43,7 +31,7 @@ def test_every_version_reaches_every_server(tmp_path):
     async def main():
         model = tiny_model()
         servers = ControlServer(), ControlServer()
-        async with syncing(tmp_path, *servers) as sync:
+        async with syncing(FileTransfer(tmp_path), *servers) as sync:
             for version in (0, 1, 2):
                 metrics = await sync.push(model, version)
                 for server in servers:
@@ -73,7 +61,7 @@ def test_servers_are_updated_at_the_same_time(tmp_path):
 
         for server in servers:
             server.answer["/update_weights"] = together
-        async with syncing(tmp_path, *servers) as sync:
+        async with syncing(FileTransfer(tmp_path), *servers) as sync:
             await sync.push(tiny_model(), 1)
 
     asyncio.run(asyncio.wait_for(main(), 10))
@@ -87,7 +75,7 @@ def test_a_half_update_is_caught(tmp_path):
         server = ControlServer()
         server.model = tiny_model(seed=99, tied=False)
         model = tiny_model(tied=False)
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             await sync.push(model, 1)
             server.after_load = without_head
             perturb(model, seed=1, scale=0.02)
@@ -119,7 +107,7 @@ def test_one_element_left_behind_is_caught(tmp_path, name):
                 return tensors
 
         server.after_load = stale
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             with pytest.raises(WeightSyncError, match="does not compute"):
                 await sync.push(model, 1)
 
@@ -135,7 +123,7 @@ def test_raw_logprobs_are_caught_by_the_sampled_token(tmp_path):
             return honest(ids, parameters | {"temperature": 1.0})
 
         server.sample = raw
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             with pytest.raises(WeightSyncError, match="logprobs-mode"):
                 await sync.push(tiny_model(), 1)
 
@@ -146,7 +134,7 @@ def test_nan_weights_end_in_an_error_not_in_an_update(tmp_path):
     async def main():
         server = ControlServer()
         model = tiny_model()
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             with torch.no_grad():
                 model.model.norm.weight[0] = math.nan
             with pytest.raises(WeightSyncError, match="not finite"):
@@ -164,7 +152,7 @@ def test_a_label_of_another_trainer_is_refused(tmp_path):
             server.version = "12"
 
         server.answer["/inference/v1/generate"] = relabel
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             with pytest.raises(WeightSyncError, match="version 12"):
                 await sync.push(tiny_model(), 1)
 
@@ -175,7 +163,7 @@ def test_a_restarted_server_gets_what_was_pushed_not_what_is_trained(tmp_path):
     async def main():
         server = ControlServer()
         model = tiny_model()
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             with pytest.raises(WeightSyncError, match="none were pushed"):
                 await sync.push_to(server.url)
             await sync.push(model, 4)
@@ -195,7 +183,7 @@ def test_one_server_that_fails_does_not_stop_the_others(tmp_path):
         good, bad, worse = ControlServer(), ControlServer(), ControlServer()
         bad.answer["/update_weights"] = failing(500, "out of memory")
         worse.answer["/finish_weight_update"] = failing(500, "engine is dead")
-        async with syncing(tmp_path, good, bad, worse) as sync:
+        async with syncing(FileTransfer(tmp_path), good, bad, worse) as sync:
             with pytest.raises(WeightSyncError) as caught:
                 await sync.push(tiny_model(), 1)
             assert "out of memory" in str(caught.value) and "engine is dead" in str(caught.value)
@@ -217,7 +205,7 @@ def test_a_push_that_is_cancelled_leaves_all_servers_running(tmp_path):
         reached = asyncio.Event()
         servers[0].answer["/update_weights"] = hanging(reached)
         servers[1].answer["/pause"] = hanging()
-        async with syncing(tmp_path, *servers) as sync:
+        async with syncing(FileTransfer(tmp_path), *servers) as sync:
             task = asyncio.create_task(sync.push(tiny_model(), 1))
             await reached.wait()
             task.cancel()
@@ -275,7 +263,7 @@ def test_a_server_whose_engine_dies_in_the_middle_is_waited_for(tmp_path, route)
             server.answer = {}
             server.restart()
 
-        async with syncing(tmp_path, server, timeout_s=10.0) as sync:
+        async with syncing(FileTransfer(tmp_path), server, timeout_s=10.0) as sync:
             await sync.push(model, 0)
             perturb(model, seed=1)
             server.answer = {route: dies}
@@ -312,9 +300,13 @@ def test_a_server_that_is_away_does_not_hold_up_the_others(tmp_path):
         model, here, away, missed = tiny_model(), ControlServer(), ControlServer(), []
         async with serving(away):
             port = int(away.url.rpartition(":")[2])
-        async with syncing(tmp_path, here, away, on_missed=missed.append, timeout_s=20.0) as sync:
+        async with syncing(
+            FileTransfer(tmp_path), here, away, on_missed=missed.append, timeout_s=20.0
+        ) as sync:
             assert (await sync.push(model, 1))["sync/servers_missed"] == 0
-        async with syncing(tmp_path, here, on_missed=missed.append, timeout_s=20.0) as sync:
+        async with syncing(
+            FileTransfer(tmp_path), here, on_missed=missed.append, timeout_s=20.0
+        ) as sync:
             sync._urls.append(f"http://127.0.0.1:{port}")
             for version in (2, 3):
                 perturb(model, seed=version)
@@ -344,7 +336,9 @@ def test_a_server_that_is_away_does_not_hold_up_the_others(tmp_path):
 def test_a_server_whose_engine_dies_in_the_middle_does_not_hold_up_the_others(tmp_path, route):
     async def main():
         model, here, dies, missed = tiny_model(), ControlServer(), ControlServer(), []
-        async with syncing(tmp_path, here, dies, on_missed=missed.append, timeout_s=20.0) as sync:
+        async with syncing(
+            FileTransfer(tmp_path), here, dies, on_missed=missed.append, timeout_s=20.0
+        ) as sync:
             await sync.push(model, 1)
             perturb(model, seed=1)
             dead = failing(503, "EngineCore encountered an issue")
@@ -363,7 +357,9 @@ def test_a_server_that_hangs_holds_up_the_others_once(tmp_path, monkeypatch, rou
 
     async def main():
         model, here, hangs, missed = tiny_model(), ControlServer(), ControlServer(), []
-        async with syncing(tmp_path, here, hangs, on_missed=missed.append, timeout_s=2.0) as sync:
+        async with syncing(
+            FileTransfer(tmp_path), here, hangs, on_missed=missed.append, timeout_s=2.0
+        ) as sync:
             await sync.push(model, 1)
             # Its engine does; /health is answered.
             hangs.answer = {key: hanging() for key in (route, "/resume", "/weight_info")}
@@ -389,10 +385,12 @@ def test_only_a_server_out_of_reach_is_left_out(tmp_path):
     async def main():
         here, refuses, missed = ControlServer(), ControlServer(), []
         refuses.answer["/update_weights"] = failing(500, "out of memory")
-        async with syncing(tmp_path, here, refuses, on_missed=missed.append) as sync:
+        async with syncing(FileTransfer(tmp_path), here, refuses, on_missed=missed.append) as sync:
             with pytest.raises(WeightSyncError, match="out of memory"):
                 await sync.push(tiny_model(), 1)
-        async with syncing(tmp_path, here, on_missed=missed.append, timeout_s=0.6) as sync:
+        async with syncing(
+            FileTransfer(tmp_path), here, on_missed=missed.append, timeout_s=0.6
+        ) as sync:
             sync._urls = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
             with pytest.raises(WeightSyncError, match=r"127.0.0.1:9/.*127.0.0.1:10/"):
                 await sync.push(tiny_model(), 1)
@@ -405,7 +403,7 @@ def test_a_server_without_the_token_endpoint_is_probed_through_completions(tmp_p
     async def main():
         server = ControlServer()
         server.offers_generate = False
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             metrics = await sync.push(tiny_model(), 1)
             assert metrics["sync/probe_logprob_diff_max"] < 1e-5
             assert server.routes()[-1] == "/v1/completions"
@@ -416,7 +414,7 @@ def test_a_server_without_the_token_endpoint_is_probed_through_completions(tmp_p
 def test_probes_share_no_cache_and_calls_carry_the_token(tmp_path):
     async def main():
         server = ControlServer()
-        async with syncing(tmp_path, server, token="secret") as sync:
+        async with syncing(FileTransfer(tmp_path), server, token="secret") as sync:
             await sync.push(tiny_model(), 1)
             await sync.push_to(server.url)
         salts = [body["cache_salt"] for body in server.bodies if "cache_salt" in body]
@@ -429,7 +427,7 @@ def test_probes_share_no_cache_and_calls_carry_the_token(tmp_path):
 def test_a_full_disk_is_named_and_the_servers_stay_untouched(tmp_path):
     async def main():
         server = ControlServer()
-        async with syncing(tmp_path, server) as sync:
+        async with syncing(FileTransfer(tmp_path), server) as sync:
             (tmp_path / ".policy-1.safetensors.tmp").mkdir()
             with pytest.raises(WeightSyncError, match=str(tmp_path)):
                 await sync.push(tiny_model(), 1)
