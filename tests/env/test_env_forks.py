@@ -1,74 +1,29 @@
 """Other episodes in the same session: reset in place, snapshot and fork, and the agent's calls."""
 
 import asyncio
-import time
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manager_calls import call, error_of, run, step, until
 from sample_envs import Dice, Workshop
 
-from agentrl.env import protocol, resolve
+from agentrl.env import protocol
 from agentrl.env.protocol import (
     AgentCall,
     CreateRequest,
     ResetRequest,
     SnapshotRequest,
-    StepReply,
-    StepRequest,
     TaskSpec,
-    WireAction,
-    WireCall,
-    decode_reply,
 )
-from agentrl.env.session.manager import SessionManager
 from agentrl.env.session.snapshots import Snapshots
 from agentrl.errors import EnvError
-
-
-def run(test, **options):
-    """Run `test(manager)` and close the manager; nothing it started may be left."""
-
-    async def main():
-        manager = SessionManager(resolve, **{"max_wait_s": 0.02, **options})
-        try:
-            await test(manager)
-        finally:
-            Workshop.release.set()
-            await manager.aclose()
-            Workshop.release.clear()
-        assert manager.num_live == 0 and not manager._background.tasks
-        assert all(source.num_users == 0 for source in manager._sources._sources.values())
-
-    asyncio.run(main())
 
 
 async def open_one(manager, env="dice", index=0, **rest):
     request = CreateRequest(env, TaskSpec("train", index), **rest)
     return (await manager.create(request)).sessions[0]
-
-
-def call(name, **arguments):
-    return WireAction(tool_calls=[WireCall("c", name, arguments)])
-
-
-async def step(manager, session, index, action, **rest) -> StepReply:
-    body = await manager.step(session.id, StepRequest(index, action, **rest))
-    return decode_reply(body, StepReply)
-
-
-async def error_of(awaitable) -> EnvError:
-    with pytest.raises(EnvError) as caught:
-        await awaitable
-    return caught.value
-
-
-async def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        await asyncio.sleep(0.005)
 
 
 # Reset in place

@@ -1,0 +1,51 @@
+"""A session manager without a server around it, for the tests of its rules."""
+
+import asyncio
+import time
+
+import pytest
+from sample_envs import Workshop
+
+from agentrl.env import resolve
+from agentrl.env.protocol import StepReply, StepRequest, WireAction, WireCall, decode_reply
+from agentrl.env.session.manager import SessionManager
+from agentrl.errors import EnvError
+
+
+def run(test, **options):
+    """Run `test(manager)` and close the manager; nothing it started may be left."""
+
+    async def main():
+        manager = SessionManager(resolve, **{"max_wait_s": 0.02, **options})
+        try:
+            await test(manager)
+        finally:
+            Workshop.release.set()
+            await manager.aclose()
+            Workshop.release.clear()
+        assert manager.num_live == 0 and not manager._background.tasks
+        assert all(source.num_users == 0 for source in manager._sources._sources.values())
+
+    asyncio.run(main())
+
+
+def call(name, **arguments):
+    return WireAction(tool_calls=[WireCall("c", name, arguments)])
+
+
+async def step(manager, session, index, action, timeout_s=None, last=False) -> StepReply:
+    body = await manager.step(session.id, StepRequest(index, action, timeout_s, last))
+    return decode_reply(body, StepReply)
+
+
+async def error_of(awaitable) -> EnvError:
+    with pytest.raises(EnvError) as caught:
+        await awaitable
+    return caught.value
+
+
+async def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        await asyncio.sleep(0.005)
