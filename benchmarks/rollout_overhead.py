@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import socket
@@ -44,7 +45,9 @@ GROUP_SIZE = 8
 
 @register("overhead-test")
 class OverheadTest(Environment):
-    """Four turns: three tool calls, then a text."""
+    """Four turns: three tool calls, then a text. No two observations are the same."""
+
+    calls = itertools.count()
 
     def splits(self):
         return {"train": None}
@@ -54,7 +57,8 @@ class OverheadTest(Environment):
 
     @tool
     async def look(self, word: str) -> str:
-        return f"found {word}, and then some words that a search would find as well"
+        number = next(self.calls)
+        return f"found {word} {number:06d}, and then some words that a search would find as well"
 
     async def on_text(self, text: str):
         self.finish(reward=1.0)
