@@ -14,9 +14,10 @@ that fails is rendered whole for every turn instead, and a changed past forks a 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from agentrl.errors import ConfigError
 from agentrl.types import JSON, Message, ToolSpec
@@ -28,6 +29,7 @@ _SENTINEL = "agentrl-dummy-turn"
 _CONTENT = "agentrl-dummy-content"
 
 MAX_FRAMES = 4096
+MAX_PROMPTS = 256
 
 _AWKWARD = (
     "",
@@ -87,16 +89,18 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
-        # The Rust tokenizer behind a Hugging Face one costs a third per call.
+        # The Rust tokenizer behind a Hugging Face one costs a third per call, and less again as a
+        # batch of one: `encode` works out each token's place in the text, which nobody asks for.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encode: Callable[[str], list[int]] = (
-            (lambda text: backend.encode(text, add_special_tokens=False).ids)
+            (lambda text: backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             if backend is not None
             else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )
         self._decode = (tokenizer if backend is None else backend).decode
-        # The members of a group begin with the same prompt, which is the longest text by far.
-        self._encode_prompt = functools.lru_cache(maxsize=256)(self._encode)
+        self._prompts: dict[bytes | None, list[int]] = {}
+        # A template that writes today's date has to be asked every day.
+        self._keeps_prompts = "strftime_now" not in str(tokenizer.chat_template)
         self._frames: dict[tuple, list[str] | None] = {}
         self.close_token_id = self._find_close_token()
         self.stop_token_ids = tuple(
@@ -110,8 +114,20 @@ class Renderer:
         self.history: HistoryMode = history if history != "auto" else self._self_test()
 
     def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
-        """The whole dialogue as token ids, ending where the assistant is to begin."""
-        return list(self._encode_prompt(self._text(messages, tools, generation_prompt=True)))
+        """The whole dialogue as token ids, ending where the assistant is to begin.
+
+        The members of a group begin with the same prompt, which is the longest text by far: it is
+        rendered and tokenised for the first of them.
+        """
+        key = self._prompt_key(messages, tools)
+        ids = self._prompts.pop(key, None)
+        if ids is None:
+            ids = self._encode(self._text(messages, tools, generation_prompt=True))
+        if key is not None:
+            self._prompts[key] = ids  # as the newest; the oldest goes first
+            if len(self._prompts) > MAX_PROMPTS:
+                self._prompts.pop(next(iter(self._prompts)))
+        return list(ids)
 
     def suffix(self, observation: list[Message], *, closed: bool) -> list[int]:
         """Tokens between a sampled assistant turn and the next one.
@@ -165,6 +181,15 @@ class Renderer:
             end -= 1
         return self._decode(token_ids[:end], skip_special_tokens=False)
 
+    def _prompt_key(self, messages: list[Message], tools: list[ToolSpec]) -> bytes | None:
+        """Bytes that are equal only for equal dialogues; None for one that is not to be kept."""
+        if not self._keeps_prompts:
+            return None
+        try:
+            return msgspec.msgpack.encode((messages, tools))
+        except (TypeError, ValueError, OverflowError):  # no JSON, or half of a surrogate pair
+            return None
+
     def _text(
         self, messages: list[Message], tools: list[ToolSpec], *, generation_prompt: bool
     ) -> str:
@@ -194,7 +219,7 @@ class Renderer:
             if type(content) is not str:
                 return self._render_tail(observation)
             contents.append(content)
-            key.append(tuple((k, v) for k, v in message.items() if k != "content"))
+            key.append((*{**message, "content": None}.items(),))
         try:
             frame = self._frames[tuple(key)]
         except KeyError:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, DROPS_THINKING, NO_CLOSE_TOKEN, make_tokenizer
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.render import Renderer
+from agentrl.rollout.render import MAX_PROMPTS, Renderer
 
 CHATML_RENDERER = Renderer(make_tokenizer(CHATML))
 TOOL = {
@@ -107,3 +107,52 @@ def test_a_template_that_edits_contents_is_rendered_every_time(content):
         messages = [{"role": "user", "content": text}]
         assert renderer._tail(messages) == renderer._render_tail(messages)
     assert None in renderer._frames.values()
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_encoding_is_the_tokenizers_own(text):
+    renderer = CHATML_RENDERER
+    text = "<|im_end|>\n<tool_call>" + text
+    expected = renderer.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert renderer._encode(text) == expected
+    assert renderer.tokenizer.encode(text, add_special_tokens=False) == expected
+
+
+def test_a_prompt_is_rendered_once_per_group_and_handed_out_as_a_copy():
+    renderer = Renderer(make_tokenizer())
+    rendered = []
+    text = renderer._text
+
+    def count(messages, tools, **kwargs):
+        rendered.append(messages)
+        return text(messages, tools, **kwargs)
+
+    renderer._text = count
+    tool = {"type": "function", "function": {"name": "look"}}
+    first = renderer.prompt([{"role": "user", "content": "x"}], [tool])
+    first.append(0)
+    again = renderer.prompt([{"role": "user", "content": "x"}], [tool])
+    assert again == first[:-1] and len(rendered) == 1
+    others = [
+        renderer.prompt([{"role": "user", "content": "x"}], []),
+        renderer.prompt([{"role": "system", "content": "x"}], [tool]),
+        renderer.prompt([{"role": "user", "content": "x", "name": "y"}], [tool]),
+    ]
+    assert len(rendered) == 4
+    assert len({tuple(ids) for ids in [again, *others]}) == 3, "the template ignores names"
+    for number in range(MAX_PROMPTS):
+        renderer.prompt([{"role": "user", "content": str(number)}], [])
+    assert len(renderer._prompts) == MAX_PROMPTS
+    num_rendered = len(rendered)
+    assert renderer.prompt([{"role": "user", "content": "x"}], [tool]) == again
+    assert len(rendered) == num_rendered + 1, "the oldest was dropped"
+
+
+def test_prompts_that_cannot_be_kept_are_rendered_every_time():
+    odd = [{"role": "user", "content": "\ud83d"}]  # half of a surrogate pair has no bytes
+    assert CHATML_RENDERER._prompt_key(odd, []) is None
+    dated = Renderer(make_tokenizer("{{ strftime_now('%H%M%S%f') }}" + CHATML), history="fork")
+    messages = [{"role": "user", "content": "x"}]
+    assert dated.prompt(messages, []) != dated.prompt(messages, [])
+    assert None not in dated._prompts and None not in CHATML_RENDERER._prompts
