@@ -183,10 +183,11 @@ class TokenRow:
         if (position := bad_logprob(logprobs)) is not None:
             raise ValueError(f"log-probability {logprobs[position]} at sampled token {position}")
         newest = next((v for v in reversed(self.policy_versions) if v >= 0), -1)
-        for version in versions:
-            if version < 0 or version < newest:
-                raise ValueError(f"policy version {version} after version {newest}")
-            newest = version
+        if versions and (versions[0] < max(newest, 0) or versions != sorted(versions)):
+            for version in versions:
+                if version < 0 or version < newest:
+                    raise ValueError(f"policy version {version} after version {newest}")
+                newest = version
         if max(logprobs, default=0.0) > 0:
             logprobs = [min(logprob, 0.0) for logprob in logprobs]
         self._append(token_ids, 1, logprobs, versions, turn_id)

@@ -34,8 +34,16 @@ class AnswerCut(Exception):
 class Response:
     status: int
     body: bytes
-    headers: dict[str, str] = field(default_factory=dict)
-    """Names in lower case."""
+    raw_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """As they came; most answers' are never looked at."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """By names in lower case."""
+        return {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in self.raw_headers
+        }
 
 
 class HTTPClient:
@@ -135,14 +143,14 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Response] | None = None
         self._began = False
-        self._headers: dict[str, str] = {}
+        self._headers: list[tuple[bytes, bytes]] = []
         self._chunks: list[bytes] = []
         self._num_bytes = 0
 
     async def exchange(self, message: bytes) -> Response:
         self.reusable = False
         self._began = False
-        self._headers, self._chunks, self._num_bytes = {}, [], 0
+        self._headers, self._chunks, self._num_bytes = [], [], 0
         if self._transport is None:
             raise ConnectionFailed("the connection was closed")
         self._answer = self.loop.create_future()
@@ -174,7 +182,7 @@ class _Connection(asyncio.Protocol):
             self._fail(ConnectionFailed("the connection was lost before an answer came"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._headers.append((name, value))
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
@@ -185,7 +193,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:  # 100 Continue and its like: the answer is still to come
-            self._headers, self._chunks = {}, []
+            self._headers, self._chunks = [], []
             return
         self.reusable = self._transport is not None and self._parser.should_keep_alive()
         if self._answer is not None and not self._answer.done():

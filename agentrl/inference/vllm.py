@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -40,7 +41,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
 import msgspec
 
@@ -99,45 +100,47 @@ class _CompletionBody(_Sampling, kw_only=True):
     return_token_ids: bool = True
 
 
-class _TokenLogprob(msgspec.Struct):
+# What is read from JSON has no cycles, so the garbage collector need not look at it: there is one
+# object per token.
+class _TokenLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float | None
 
 
-class _GenerateLogprobs(msgspec.Struct):
+class _GenerateLogprobs(msgspec.Struct, gc=False):
     content: list[_TokenLogprob]
 
 
-class _VersionSpan(msgspec.Struct):
+class _VersionSpan(msgspec.Struct, gc=False):
     version: str | int | None
     start: int
     end: int
     """Exclusive."""
 
 
-class _GenerateChoice(msgspec.Struct):
+class _GenerateChoice(msgspec.Struct, gc=False):
     token_ids: list[int]
     finish_reason: str | None
     logprobs: _GenerateLogprobs | None = None
     weight_versions: list[_VersionSpan] | None = None
 
 
-class _GenerateAnswer(msgspec.Struct):
+class _GenerateAnswer(msgspec.Struct, gc=False):
     choices: list[_GenerateChoice]
 
 
-class _CompletionLogprobs(msgspec.Struct):
+class _CompletionLogprobs(msgspec.Struct, gc=False):
     token_logprobs: list[float | None]
 
 
-class _CompletionChoice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct, gc=False):
     token_ids: list[int]
     finish_reason: str | None
     logprobs: _CompletionLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
 
-class _CompletionAnswer(msgspec.Struct):
+class _CompletionAnswer(msgspec.Struct, gc=False):
     choices: list[_CompletionChoice]
 
 
@@ -147,6 +150,8 @@ class _WeightInfo(msgspec.Struct):
 
 Answer = TypeVar("Answer")
 Choice = TypeVar("Choice")
+
+_FINISH_REASONS: dict[str, FinishReason] = {reason: reason for reason in get_args(FinishReason)}
 
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 _completion_decoder = msgspec.json.Decoder(_CompletionAnswer)
@@ -487,15 +492,12 @@ class VLLMEngine:
         server.in_doubt = False
 
     def _sampling_of(self, part_id: str, sampling: SamplingParams, endpoint: str) -> _Sampling:
-        stop_token_ids = self._stop_token_ids
-        if sampling.stop_token_ids:
-            stop_token_ids = stop_token_ids.union(sampling.stop_token_ids)
         return _Sampling(
             sampling.max_tokens,
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,
-            sorted(stop_token_ids),
+            _union(self._stop_token_ids, sampling.stop_token_ids),
             msgspec.UNSET if self._seed is None else request_seed(self._seed, part_id),
         )
 
@@ -581,7 +583,7 @@ class VLLMEngine:
         A server that never had its weights changed labels them with a word; one that was restarted
         goes back to that word, or to an older number, and must not be trained on unknowingly.
         """
-        spans = choice.weight_versions or []
+        spans, num_tokens = choice.weight_versions or [], len(choice.token_ids)
         labels = [_integer(span.version) for span in spans]
         if not labels or None in labels:
             if server.labels_versions or (self.resync is not None and expected_version > 0):
@@ -589,21 +591,22 @@ class VLLMEngine:
                     "it does not say which weights it samples from; it was probably restarted. "
                     f"Send it version {expected_version} again"
                 )
-            return [expected_version] * len(choice.token_ids)
+            return [expected_version] * num_tokens
         versions: list[int] = []
         for span, label in zip(spans, labels, strict=True):
             if span.start != len(versions) or span.end < span.start or label is None:
                 raise InferenceError(f"{server.url}: its weight version spans leave gaps")
             versions += [label] * (span.end - span.start)
-        if len(versions) != len(choice.token_ids):
+        if len(versions) != num_tokens:
             raise InferenceError(
                 f"{server.url}: its weight version spans cover {len(versions)} of "
-                f"{len(choice.token_ids)} tokens"
+                f"{num_tokens} tokens"
             )
         server.labels_versions = True
-        if versions and min(versions) < expected_version:
+        oldest = min(versions, default=expected_version)
+        if oldest < expected_version:
             raise _OldWeights(
-                f"it samples from weights of version {min(versions)}, the policy is at version "
+                f"it samples from weights of version {oldest}, the policy is at version "
                 f"{expected_version}; it was probably restarted. Send the weights again"
             )
         return versions
@@ -683,19 +686,24 @@ def _only_choice(url: str, choices: list[Choice]) -> Choice:
 
 
 def _present(url: str, logprobs: list[float | None]) -> list[float]:
-    present = [logprob for logprob in logprobs if logprob is not None]
-    if len(present) != len(logprobs):
+    if None in logprobs:
         raise InferenceError(
-            f"{url}: {len(logprobs) - len(present)} of {len(logprobs)} log-probabilities are null"
+            f"{url}: {logprobs.count(None)} of {len(logprobs)} log-probabilities are null"
         )
-    return present
+    return cast(list[float], logprobs)
 
 
 def _finish_reason(url: str, reason: str | None) -> FinishReason:
-    for known in get_args(FinishReason):
-        if reason == known:
-            return known
-    raise InferenceError(f"{url}: the request ended with finish_reason {reason!r}")
+    known = _FINISH_REASONS.get(reason or "")
+    if known is None:
+        raise InferenceError(f"{url}: the request ended with finish_reason {reason!r}")
+    return known
+
+
+@functools.lru_cache(maxsize=64)
+def _union(stop_token_ids: frozenset[int], more: tuple[int, ...]) -> list[int]:
+    """Of the engine and of the request, which for all requests of a run are the same."""
+    return sorted(stop_token_ids.union(more))
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -28,11 +28,12 @@ def parse_action(text: str, *, call_id_prefix: str) -> tuple[Action, ParseStatus
     """
     if _OPEN not in text:
         return Action(text=text), "text"
-    plain = _CALL.sub("", text).strip()
+    parts = _CALL.split(text)  # texts and, between them, the calls
+    plain = "".join(parts[::2]).strip()
     if _OPEN in plain:
         return Action(text=text, parse_error=f"a {_OPEN} was never closed by {_CLOSE}"), "malformed"
     calls = []
-    for index, body in enumerate(_CALL.findall(text)):
+    for index, body in enumerate(parts[1::2]):
         call = _parse_call(body, f"{call_id_prefix}-{index}")
         if isinstance(call, str):
             return Action(text=text, parse_error=f"tool call {index + 1}: {call}"), "malformed"
