@@ -148,7 +148,7 @@ class Environment:
         self._shared = shared
         self._episode: Episode | None = None
         self._finish: Finish | None = None
-        self._rng = random.Random(0)
+        self._rng: random.Random | None = None
         self._workers: WorkerPool | None = None
 
     # What an author defines
@@ -286,6 +286,8 @@ class Environment:
     @property
     def rng(self) -> random.Random:
         """The episode's random numbers; they follow from the seed alone."""
+        if self._rng is None:  # made at its first use, for seeding takes a while
+            self._rng = random.Random(0 if self._episode is None else self._episode.seed)
         return self._rng
 
     @property

@@ -253,8 +253,12 @@ class _Session:
             return
         self._client._sessions.discard(self)
         self._server.num_sessions -= 1
-        # In a task of its own: an episode that is being cancelled still frees its session.
-        await asyncio.shield(self._client._spawn(_delete(self._server.transport, self.id)))
+        transport = self._server.transport
+        if transport.deletes_at_once:
+            await _delete(transport, self.id)
+        else:
+            # In a task of its own: an episode that is being cancelled still frees its session.
+            await asyncio.shield(self._client._spawn(_delete(transport, self.id)))
 
 
 class Client:

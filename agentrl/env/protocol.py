@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
 import hmac
 import http
 from dataclasses import dataclass
@@ -700,7 +699,7 @@ def agent_session(secret: bytes, token: str) -> str | None:
 
 
 def _mac(secret: bytes, text: str) -> str:
-    digest = hmac.new(secret, text.encode("utf-8", "replace"), hashlib.sha256).digest()
+    digest = hmac.digest(secret, text.encode("utf-8", "replace"), "sha256")
     return base64.urlsafe_b64encode(digest[:16]).rstrip(b"=").decode()
 
 

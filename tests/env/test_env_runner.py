@@ -102,7 +102,7 @@ def test_a_coroutine_that_ignores_its_cancellation_is_closed(call, monkeypatch):
         late = make_error("reset_timeout", "too late")
         started = time.monotonic()
         with pytest.raises(EnvError) as caught:
-            await background.call(call(), timeout_s=0.02, late=late, env_id="e")
+            await background.call(call(), timeout_s=0.02, late=lambda: late, env_id="e")
         assert caught.value is late and time.monotonic() - started < 0.2
         assert len(background.stuck) == len(background.tasks) == 1
         while background.stuck:

@@ -15,7 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 
 from agentrl.env.base import Environment
@@ -196,21 +201,25 @@ class Admission:
                 waiter.granted.set_exception(draining())
         self._queue.clear()
 
-    @asynccontextmanager
-    async def creating(
+    def creating(
         self, environment: type[Environment], timeout_s: float
-    ) -> AsyncIterator[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Hold one of the environment's `max_creating` places.
 
         Raises:
             EnvError: `at_capacity`, none became free.
         """
         if environment.max_creating is None:
-            yield
-            return
+            return nullcontext()
+        return self._place(environment, environment.max_creating, timeout_s)
+
+    @asynccontextmanager
+    async def _place(
+        self, environment: type[Environment], max_creating: int, timeout_s: float
+    ) -> AsyncIterator[None]:
         places = self._creating.get(environment.id)
         if places is None:
-            places = asyncio.Semaphore(environment.max_creating)
+            places = asyncio.Semaphore(max_creating)
             self._creating[environment.id] = places
         try:
             async with asyncio.timeout(timeout_s):
@@ -218,7 +227,7 @@ class Admission:
         except TimeoutError:
             raise make_error(
                 "at_capacity",
-                f"'{environment.id}' starts {environment.max_creating} sessions at a time, and "
+                f"'{environment.id}' starts {max_creating} sessions at a time, and "
                 f"none was done in {timeout_s:g} s",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None

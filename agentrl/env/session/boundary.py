@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from agentrl.env.base import describe
@@ -60,33 +60,36 @@ class Background:
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)  # the loop itself holds tasks only weakly
-        task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(observe)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        observe(task)
 
     async def call(
         self,
         awaitable: Awaitable[T],
         *,
         timeout_s: float,
-        late: EnvError,
+        late: Callable[[], EnvError],
         env_id: str,
         task: Task | None = None,
     ) -> T:
         """Await an author's code until the deadline, and not longer, whatever it does.
 
         Raises:
-            EnvError: `late` if the deadline passed; or what the code raised.
+            EnvError: what `late` makes if the deadline passed; or what the code raised.
         """
         running = self.spawn(guard(awaitable, env_id, task))
         try:
-            await asyncio.wait({running}, timeout=max(timeout_s, 0.001))
+            await wait_for_end(running, max(timeout_s, 0.001))
         except asyncio.CancelledError:
             self.stop(running)
             raise
         if not running.done():
             self.stop(running)
-            raise late
+            raise late()
         if running.cancelled():
             raise make_error("env_error", f"'{env_id}' cancelled its own call")
         return running.result()
@@ -118,6 +121,24 @@ def _close_coroutine(task: asyncio.Task[Any]) -> None:
     except (Exception, SystemExit) as error:  # its last words: the boundary to an author's code
         logger.debug("closing a call that passed its deadline: %s", error)
     task.cancel()
+
+
+async def wait_for_end(future: asyncio.Future[Any], timeout_s: float) -> None:
+    """Return when it is done, or the time is over: `asyncio.wait` for one, at less cost."""
+    loop = asyncio.get_running_loop()
+    woken: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: asyncio.Future[Any] | None = None) -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    future.add_done_callback(wake)
+    alarm = loop.call_later(timeout_s, wake)
+    try:
+        await woken
+    finally:
+        alarm.cancel()
+        future.remove_done_callback(wake)
 
 
 def observe(future: asyncio.Future[Any]) -> None:

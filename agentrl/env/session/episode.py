@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 from agentrl.env.base import (
     Answer,
@@ -22,7 +21,7 @@ async def start_episode(environment: Environment, task: Task, seed: int) -> list
     """Reset the instance to a task and return the first prompt."""
     environment._episode = Episode(task, seed)
     environment._finish = None
-    environment._rng = random.Random(seed)
+    environment._rng = None
     first = await environment.call(environment.reset, task, seed=seed)
     messages = environment.to_messages(first)
     if not messages:

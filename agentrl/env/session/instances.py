@@ -112,11 +112,13 @@ class Instances:
                     seed = request.seed
                 for _ in range(request.count):
                     session_id = self._prefix + secrets.token_urlsafe(16)
-                    instance = self._open(
-                        session_id, source, task, seed, deadline - clock(), snapshot
+                    opening.append(
+                        self._open(session_id, source, task, seed, deadline - clock(), snapshot)
                     )
-                    opening.append(self._background.spawn(instance))
-                outcomes = await asyncio.gather(*opening, return_exceptions=True)
+                if len(opening) == 1:  # as nearly always: it needs no task of its own
+                    return [await opening[0]]
+                tasks = [self._background.spawn(each) for each in opening]
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             finally:
                 if source is not None:
                     source.num_users -= 1
@@ -177,15 +179,20 @@ class Instances:
         instance = None
         try:
             async with self._admission.creating(environment, timeout_s):
-                runner = await self._call(make_runner(source), environment, task, deadline)
+                making = self._call(
+                    make_runner(source), environment, task, deadline, at_once=source.host is None
+                )
+                runner = await making
                 instance = Instance(session_id, source, runner, task, seed)
                 if snapshot is not None:
-                    first = runner.restore(snapshot.blob)
+                    first, at_once = runner.restore(snapshot.blob), False
                     instance.first_step = snapshot.step
                     instance.reward, instance.turns = snapshot.reward, snapshot.turns
                 else:
-                    first = runner.start(task, seed)
-                instance.first = await self._call(_as_json(first), environment, task, deadline)
+                    first, at_once = runner.start(task, seed), runner.starts_at_once
+                instance.first = await self._call(
+                    _as_json(first), environment, task, deadline, at_once=at_once
+                )
         except BaseException as error:
             if instance is None:
                 source.num_users -= 1
@@ -205,11 +212,18 @@ class Instances:
         environment: type[Environment],
         task: Task,
         deadline: float,
+        *,
+        at_once: bool,
     ) -> Any:
+        """Await an author's code until the deadline; what is over at once needs no watching."""
+        if at_once:
+            return await guard(awaitable, environment.id, task)
         return await self._background.call(
             awaitable,
             timeout_s=deadline - asyncio.get_running_loop().time(),
-            late=make_error("reset_timeout", f"reset of '{environment.id}' ran out of time"),
+            late=lambda: make_error(
+                "reset_timeout", f"reset of '{environment.id}' ran out of time"
+            ),
             env_id=environment.id,
             task=task,
         )
@@ -246,6 +260,17 @@ class Instances:
         if instance.retired:
             return
         instance.retired = True
+        if logger.isEnabledFor(logging.INFO):
+            self._log_end(instance, outcome, error)
+        count(self._stats.closed, (instance.environment.id, outcome))
+        if instance.runner.closes_at_once:
+            # Not yet: the step that ends the episode is still running, or a reset in place has to
+            # get into the queue for this slot first.
+            asyncio.get_running_loop().call_soon(self._close_at_once, instance)
+        else:
+            self._background.spawn(self._close(instance))
+
+    def _log_end(self, instance: Instance, outcome: str, error: BaseException | None) -> None:
         record = {
             "event": "episode",
             "env": instance.environment.id,
@@ -260,8 +285,12 @@ class Instances:
         if error is not None:
             record["error"] = str(error)
         logger.info(json.dumps(record))
-        count(self._stats.closed, (instance.environment.id, outcome))
-        self._background.spawn(self._close(instance))
+
+    def _close_at_once(self, instance: Instance) -> None:
+        if instance.running is None or instance.running.done():
+            self._free(instance)
+        else:
+            self._background.spawn(self._close(instance))
 
     async def _close(self, instance: Instance) -> None:
         env_id = instance.environment.id
@@ -271,15 +300,18 @@ class Instances:
             await self._background.call(
                 instance.runner.close(),
                 timeout_s=CLOSE_TIMEOUT_S,
-                late=make_error("env_error", f"close() of '{env_id}' ran out of time"),
+                late=lambda: make_error("env_error", f"close() of '{env_id}' ran out of time"),
                 env_id=env_id,
             )
         except EnvError as error:
             logger.warning("%s", error)
         finally:
-            instance.runner.kill()
-            instance.source.num_users -= 1
-            self._admission.release(instance.environment)
+            self._free(instance)
+
+    def _free(self, instance: Instance) -> None:
+        instance.runner.kill()
+        instance.source.num_users -= 1
+        self._admission.release(instance.environment)
 
 
 async def _as_json(messages: Awaitable[Any]) -> list[dict[str, Any]]:

@@ -238,6 +238,9 @@ class ProcessHost:
 class ProcessRunner:
     """A session in a process of its own; see `agentrl.env.session.runner.Runner`."""
 
+    starts_at_once = False
+    closes_at_once = False
+
     def __init__(self, child: _Child, tools: list[ToolSpec]) -> None:
         self.tools = tools
         self._child = child

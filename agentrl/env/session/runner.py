@@ -8,7 +8,7 @@ except for `kill`.
 from __future__ import annotations
 
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -31,6 +31,10 @@ class Runner(Protocol):
 
     tools: list[ToolSpec]
     """What this instance offers to the agent."""
+    starts_at_once: bool
+    """`start` does not wait for anything, so that it can be called where nothing could stop it."""
+    closes_at_once: bool
+    """There is nothing to free: `close` need not be called."""
 
     async def start(self, task: Task, seed: int) -> list[Message]:
         """Reset the instance and return the first prompt."""
@@ -79,6 +83,8 @@ class LocalRunner:
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
+        self.starts_at_once = _is_default(environment.reset, Environment.reset)
+        self.closes_at_once = _is_default(environment.close, Environment.close)
         self.tools: list[ToolSpec] = [tool.spec for tool in environment._tools.values()]
 
     async def start(self, task: Task, seed: int) -> list[Message]:
@@ -140,6 +146,11 @@ class LocalRunner:
 
     def kill(self) -> None:
         pass
+
+
+def _is_default(method: Callable[..., object], default: Callable[..., object]) -> bool:
+    """Whether the author left a method alone."""
+    return getattr(method, "__func__", method) is default
 
 
 async def make_runner(source: Source) -> Runner:

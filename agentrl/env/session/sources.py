@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.env import protocol
 from agentrl.env.base import Environment, can_snapshot, load_config
 from agentrl.env.protocol import EnvInfo, TaskPreview, TaskSpec, make_error
-from agentrl.env.session.boundary import Background, guard
+from agentrl.env.session.boundary import Background, guard, wait_for_end
 from agentrl.env.threads import WorkerPool
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError, EnvError
@@ -26,6 +26,8 @@ logger = logging.getLogger("agentrl.env")
 
 MAX_SOURCES = 64
 """Configurations kept loaded; the longest unused goes first."""
+MAX_TASKS = 64
+"""Tasks of a configuration kept for the other members of their groups."""
 CLOSE_TIMEOUT_S = 30.0
 """Deadline of an environment's `close` and `close_shared`."""
 
@@ -45,6 +47,8 @@ class Source:
     """With `isolation = "process"`."""
     splits: dict[str, int | None] = field(default_factory=dict)
     tools: list[ToolSpec] = field(default_factory=list)
+    tasks: OrderedDict[tuple[str, int], asyncio.Future[Task]] = field(default_factory=OrderedDict)
+    """The last tasks that were asked for, by split and index, for the other members of a group."""
     num_users: int = 0
     """Episodes and snapshots; a source in use is not dropped."""
 
@@ -118,7 +122,8 @@ class Sources:
             self._drop_unused()
         self._sources.move_to_end(key)
         assert source.loading is not None
-        await asyncio.wait({source.loading}, timeout=max(timeout_s, 0.001))
+        if not source.loading.done():
+            await wait_for_end(source.loading, max(timeout_s, 0.001))
         if not source.loading.done():
             error = make_error(
                 "reset_timeout", f"'{environment.id}' is still loading after {timeout_s:g} s"
@@ -186,7 +191,34 @@ class Sources:
                 f"split '{spec.split}' of '{source.environment.id}' has {size} tasks, "
                 f"so no index {spec.index}",
             )
-        return (await self.get(source, spec.split, (spec.index,), timeout_s))[0]
+        return await self._get_shared(source, spec.split, spec.index, timeout_s)
+
+    async def _get_shared(self, source: Source, split: str, index: int, timeout_s: float) -> Task:
+        """A task got once for all members of a group, who ask for it side by side.
+
+        Only what was got is shared: whoever waited for a call that failed makes one of its own.
+        """
+        loop, key = asyncio.get_running_loop(), (split, index)
+        deadline = loop.time() + timeout_s
+        while (got := source.tasks.get(key)) is not None:
+            if not got.done():
+                await wait_for_end(got, max(deadline - loop.time(), 0.001))
+            if not got.done():
+                raise _late(source)
+            if not got.cancelled():
+                return got.result()
+        got = source.tasks[key] = loop.create_future()
+        if len(source.tasks) > MAX_TASKS:
+            source.tasks.popitem(last=False)
+        try:
+            (task,) = await self.get(source, split, (index,), deadline - loop.time())
+        except BaseException:
+            if source.tasks.get(key) is got:
+                del source.tasks[key]
+            got.cancel()
+            raise
+        got.set_result(task)
+        return task
 
     async def get(
         self, source: Source, split: str, indices: Iterable[int], timeout_s: float
@@ -195,7 +227,7 @@ class Sources:
         return await self._background.call(
             source.get(split, indices),
             timeout_s=timeout_s,
-            late=make_error("reset_timeout", f"get() of '{env_id}' ran out of time"),
+            late=lambda: _late(source),
             env_id=env_id,
         )
 
@@ -247,8 +279,14 @@ class Sources:
             await self._background.call(
                 closing,
                 timeout_s=CLOSE_TIMEOUT_S,
-                late=make_error("env_error", f"close_shared() of '{env_id}' ran out of time"),
+                late=lambda: make_error(
+                    "env_error", f"close_shared() of '{env_id}' ran out of time"
+                ),
                 env_id=env_id,
             )
         except EnvError as error:
             logger.warning("%s", error)
+
+
+def _late(source: Source) -> EnvError:
+    return make_error("reset_timeout", f"get() of '{source.environment.id}' ran out of time")

@@ -41,6 +41,9 @@ class ConnectionLost(EnvUnavailable):
 class Transport(Protocol):
     """Every call ends within `timeout_s`. Repeating one with the same step or key is safe."""
 
+    deletes_at_once: bool
+    """`delete` does not wait for anything, so that nothing can interrupt it."""
+
     async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo: ...
     async def tasks(
         self,
@@ -66,6 +69,8 @@ class Transport(Protocol):
 
 class InProcess:
     """A session manager of this process. Messages pass through JSON, so nothing is shared."""
+
+    deletes_at_once = True
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager

@@ -36,6 +36,8 @@ class Http:
     """An environment server. Connections are kept alive for less long than the server keeps them,
     so that a request does not meet a connection which is just being closed."""
 
+    deletes_at_once = False
+
     def __init__(self, url: str, token: str | None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"environment server '{url}' needs to be a URL, http://host:port")

@@ -67,6 +67,8 @@ on without its headers."""
 class WebSocket:
     """An environment server, over WebSockets where it speaks them and else over HTTP."""
 
+    deletes_at_once = False
+
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         self._http = Http(url, token)

@@ -1,0 +1,151 @@
+"""What all sessions of a configuration share: tasks are got once for a whole group."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from agentrl.env import Environment, Task
+from agentrl.env.protocol import CreateRequest, TaskSpec
+from agentrl.env.session import sources
+from agentrl.env.session.boundary import wait_for_end
+from agentrl.env.session.manager import SessionManager
+from agentrl.errors import EnvError
+
+release = threading.Event()
+asked: list[int] = []
+
+
+class Library(Environment):
+    id = "library"
+    max_sessions = 1024
+
+    def splits(self):
+        return {"train": None}
+
+    def get(self, split, index):
+        asked.append(index)
+        if index == 13 and asked.count(13) == 1:
+            raise EnvError("the first who asks finds nothing")
+        if index == 99:
+            release.wait(5)
+        time.sleep(0.02)
+        return Task(str(index), f"book {index}")
+
+
+def run(scenario):
+    async def main():
+        manager = SessionManager(lambda _: Library)
+        try:
+            return await scenario(manager)
+        finally:
+            release.set()
+            await manager.aclose()
+            release.clear()
+            assert manager.num_live == 0 and not manager._background.tasks
+
+    asked.clear()
+    return asyncio.run(main())
+
+
+async def open_one(manager, index, timeout_s=5.0):
+    request = CreateRequest("library", TaskSpec("train", index), timeout_s=timeout_s)
+    (session,) = (await manager.create(request)).sessions
+    return session.task_id
+
+
+def test_the_members_of_a_group_share_one_get():
+    async def scenario(manager):
+        together = await asyncio.gather(*(open_one(manager, 7) for _ in range(8)))
+        later = await open_one(manager, 7)
+        return {*together, later, await open_one(manager, 8)}
+
+    assert run(scenario) == {"7", "8"}
+    assert asked == [7, 8]
+
+
+def test_what_failed_is_asked_for_again():
+    async def scenario(manager):
+        opening = (open_one(manager, 13) for _ in range(4))
+        return await asyncio.gather(*opening, return_exceptions=True)
+
+    outcomes = run(scenario)
+    assert [type(outcome) for outcome in outcomes].count(EnvError) == 1
+    assert outcomes.count("13") == 3
+    assert asked == [13, 13]
+
+
+def test_everybody_who_waits_has_a_deadline_of_his_own():
+    async def scenario(manager):
+        async def seconds(timeout_s):
+            started = time.monotonic()
+            with pytest.raises(EnvError) as caught:
+                await open_one(manager, 99, timeout_s)
+            assert caught.value.code == "reset_timeout"
+            return time.monotonic() - started
+
+        await open_one(manager, 1)
+        first = asyncio.create_task(seconds(0.3))
+        await asyncio.sleep(0.05)
+        waited = await asyncio.gather(first, seconds(0.1), seconds(0.6))
+        release.set()  # the environment answers again, and nobody finds an old failure
+        assert await open_one(manager, 99) == "99"
+        return waited
+
+    first, shorter, longer = run(scenario)
+    assert 0.3 <= first < 0.55
+    assert 0.1 <= shorter < 0.28
+    assert 0.6 <= longer < 0.9
+    assert asked == [1, 99, 99, 99]
+
+
+def test_a_caller_that_goes_away_while_the_others_wait_leaves_them_their_task():
+    async def scenario(manager):
+        source = await manager._sources.load(Library, {}, 5.0)
+        spec = TaskSpec("train", 5)
+        first, second = (
+            asyncio.create_task(manager._sources.task(source, spec, 5.0)) for _ in range(2)
+        )
+        await asyncio.sleep(0.005)
+        first.cancel()
+        return (await second).id
+
+    assert run(scenario) == "5"
+    assert asked == [5, 5]
+
+
+def test_only_the_last_tasks_are_kept(monkeypatch):
+    monkeypatch.setattr(sources, "MAX_TASKS", 2)
+
+    async def scenario(manager):
+        for index in (0, 1, 2, 2, 0):
+            await open_one(manager, index)
+        source = await manager._sources.load(Library, {}, 5.0)
+        return list(source.tasks)
+
+    assert run(scenario) == [("train", 2), ("train", 0)]
+    assert asked == [0, 1, 2, 0]
+
+
+def test_waiting_for_an_end_ends_with_it_or_with_the_time():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        never, soon = loop.create_future(), loop.create_future()
+        loop.call_later(0.02, soon.set_result, None)
+        started = loop.time()
+        await wait_for_end(soon, 5.0)
+        assert loop.time() - started < 0.5 and soon.done()
+        started = loop.time()
+        await wait_for_end(never, 0.05)
+        assert 0.05 <= loop.time() - started < 0.5 and not never.done()
+        await wait_for_end(soon, 5.0)  # it was over before
+        waiting = asyncio.create_task(wait_for_end(never, 60.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not never.cancelled(), "what is waited for goes on"
+        assert [each for each in loop._scheduled if not each.cancelled()] == []
+
+    asyncio.run(scenario())
