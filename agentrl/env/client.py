@@ -19,7 +19,7 @@ import asyncio
 import logging
 import os
 import random
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -429,7 +429,7 @@ class Client:
     async def _open(
         self, request: CreateRequest, timeout_s: float, server: _Server | None = None
     ) -> list[_Session]:
-        key = uuid.uuid4().hex
+        key = secrets.token_hex(16)
 
         async def attempt(remaining: float) -> list[_Session]:
             async def create(server: _Server) -> list[_Session]:
