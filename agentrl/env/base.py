@@ -173,8 +173,9 @@ class Environment:
     def get(self, split: str, index: int) -> Task:
         """Task `index` (from 0) of a split: the same arguments give the same task, always.
 
-        Called on the source instance, possibly from several threads at once. `split` is one of
-        `splits()` and `index` within its size.
+        Called on the source instance, possibly from several threads at once, and about once for
+        all episodes of a group, each of which has a copy. `split` is one of `splits()` and `index`
+        within its size.
         """
         raise EnvError(f"{type(self).__name__} has splits but defines no get(split, index)")
 

@@ -34,9 +34,9 @@ class Library(Environment):
         return Task(str(index), f"book {index}")
 
 
-def run(scenario):
+def run(scenario, environment=Library):
     async def main():
-        manager = SessionManager(lambda _: Library)
+        manager = SessionManager(lambda _: environment)
         try:
             return await scenario(manager)
         finally:
@@ -63,6 +63,30 @@ def test_the_members_of_a_group_share_one_get():
 
     assert run(scenario) == {"7", "8"}
     assert asked == [7, 8]
+
+
+def test_what_an_episode_writes_into_its_task_stays_there():
+    seen = []
+
+    class Scribbles(Library):
+        def get(self, split, index):
+            return Task(str(index), "write", reference=[1], metadata={"rows": [{"n": 0}]})
+
+        async def reset(self, task, *, seed):
+            rows = task.metadata["rows"]
+            rows[0]["n"] += 1
+            rows.append({})
+            task.metadata["notes"] = "mine"
+            task.reference.append(2)
+            seen.append((rows[0]["n"], len(rows), self.task.reference))
+            return task.prompt
+
+    async def scenario(manager):
+        request = CreateRequest("library", TaskSpec("train", 0), count=2)
+        await asyncio.gather(*(manager.create(request) for _ in range(2)))
+
+    run(scenario, Scribbles)
+    assert seen == [(1, 2, [1, 2])] * 4
 
 
 def test_what_failed_is_asked_for_again():

@@ -806,6 +806,7 @@ async def check_leaks(subject: Subject) -> str:
         return f"{count} sessions"
     # A pool, of connections or of warm containers, grows until it is as large as episodes at a time
     # ever need; a leak grows in every round.
+    left = ""
     for _ in range(LEAK_ROUNDS):
         gc.collect()
         before = _resources()

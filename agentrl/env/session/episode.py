@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 from agentrl.env.base import (
     Answer,
@@ -19,6 +21,7 @@ from agentrl.types import JSON, Action, Message, StepResult, Task
 
 async def start_episode(environment: Environment, task: Task, seed: int) -> list[Message]:
     """Reset the instance to a task and return the first prompt."""
+    task = own_copy(task)
     environment._episode = Episode(task, seed)
     environment._finish = None
     environment._rng = None
@@ -70,6 +73,25 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
         del episode.actions[num_actions:], episode.messages[num_messages:]
         environment._finish = None
         raise
+
+
+def own_copy(task: Task) -> Task:
+    """The task for one episode: others on it share what `get` returned, and must not see the notes
+    that an author keeps in its metadata."""
+    return replace(
+        task,
+        prompt=_copied(task.prompt),
+        reference=_copied(task.reference),
+        metadata=_copied(task.metadata),
+    )
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    return value
 
 
 def _to_result(environment: Environment, answer: Answer) -> StepResult:
