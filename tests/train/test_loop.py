@@ -209,7 +209,8 @@ def test_a_resumed_run_never_starts_afresh_and_names_what_changed(finished, tmp_
         run(finished)
 
 
-def test_wrong_input_is_one_line_with_the_remedy(tmp_path):
+def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.delenv("AGENTRL_VLLM_PYTHON", raising=False)
     cases = [
         (["--model.path", str(tmp_path / "none")], ConfigError, "does not exist"),
         (["--env.split", "nope"], ConfigError, "no split 'nope'"),
