@@ -214,6 +214,9 @@ class InferenceSection(Section):
     attention is slower. No effect in float32 or on a GPU."""
     startup_timeout_s: Seconds = 600.0
     """How long a started server may take until it answers."""
+    hung_after_s: Seconds = 300.0
+    """A started server whose engine answers nothing for so long is restarted. It answers nothing
+    while it loads new weights: raise this where that takes minutes."""
     retry_for_s: Seconds = 120.0
     """How long a request waits for servers that are down or full."""
     transfer: Literal["file", "nccl"] = "file"

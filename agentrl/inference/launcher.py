@@ -100,7 +100,7 @@ class VLLMLauncher:
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 600.0,
         unhealthy_after_s: float = 30.0,
-        hung_after_s: float = 180.0,
+        hung_after_s: float = 300.0,
         seed: int = 0,
     ) -> None:
         """
@@ -328,7 +328,10 @@ class VLLMLauncher:
                 silent_s = time.monotonic() - server.engine_answered_at
                 if silent_s < self._hung_after_s:
                     continue
-                reason = f"has an engine that has not answered for {silent_s:.0f} s"
+                reason = (
+                    f"has an engine that has not answered for {silent_s:.0f} s (if it was loading "
+                    "weights, raise inference.hung_after_s)"
+                )
             else:
                 silent_s = time.monotonic() - server.answered_at
                 if silent_s < self._unhealthy_after_s:

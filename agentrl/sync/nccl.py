@@ -125,13 +125,16 @@ class Communicator:
         self._device = device
         self._handle = ctypes.c_void_p()
         with self._stream() as stream:
-            library.call(
-                "ncclCommInitRank",
-                ctypes.byref(self._handle),
-                world_size,
-                _UniqueID.from_buffer_copy(unique_id),
-                0,
-            )
+            identity = _UniqueID.from_buffer_copy(unique_id)
+            try:
+                library.call(
+                    "ncclCommInitRank", ctypes.byref(self._handle), world_size, identity, 0
+                )
+            except NCCLError as error:
+                raise NCCLError(
+                    f"{error}; trainer and servers need different GPUs, and must reach each other "
+                    "(NCCL_SOCKET_IFNAME)"
+                ) from error
             # vLLM's workers make this call first, and all ranks must make the same ones.
             one = torch.zeros(1, device=device)
             place = ctypes.c_void_p(one.data_ptr())
@@ -208,8 +211,7 @@ class NCCLTransfer(Transfer):
             return
         self._drop(url)
         world_size = 1 + json.loads(await control.call("GET", "/get_world_size"))["world_size"]
-        # Of an earlier trainer; without one it does nothing.
-        await control.post("/shutdown_weight_transfer_engine")
+        await _release(control)
         unique_id = self._library.unique_id()
         init_info: dict[str, JSON] = {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
@@ -272,6 +274,17 @@ class NCCLTransfer(Transfer):
                     raise WeightSyncError(f"NCCL cannot send {name}: its dtype is {tensor.dtype}")
         if any(tensor.is_cuda for tensor in self._weights.values()):
             torch.cuda.synchronize()
+
+
+async def _release(control: ServerControl) -> None:
+    """Have the server let an earlier trainer's communicator go; without one it does nothing."""
+    try:
+        await control.post("/shutdown_weight_transfer_engine")
+    except WeightSyncError as error:
+        if "during a weight update" not in str(error):
+            raise
+        await control.post("/finish_weight_update")  # that trainer was killed in the middle of it
+        await control.post("/shutdown_weight_transfer_engine")
 
 
 async def _label(control: ServerControl) -> str:

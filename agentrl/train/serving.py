@@ -232,5 +232,6 @@ def launcher_of(
         extra_args=inference.args,
         env=env,
         startup_timeout_s=inference.startup_timeout_s,
+        hung_after_s=inference.hung_after_s,
         seed=config.run.seed,
     )

@@ -107,7 +107,12 @@ class NCCLServer(ControlServer):
 
     def restart(self) -> None:
         super().restart()
-        self.do_shutdown_weight_transfer_engine({})
+        self.release()
+
+    def release(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
 
     async def handle(self, request: web.Request) -> web.Response:
         threaded = {
@@ -128,9 +133,9 @@ class NCCLServer(ControlServer):
         return web.json_response({"world_size": self.num_workers})
 
     def do_shutdown_weight_transfer_engine(self, body) -> web.Response:
-        for worker in self.workers:
-            worker.close()
-        self.workers = []
+        if self.open_update:
+            return error(500, "Cannot release a trainer connection during a weight update")
+        self.release()
         return web.json_response({})
 
     async def join(self, body) -> web.Response:

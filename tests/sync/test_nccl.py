@@ -31,7 +31,7 @@ async def syncing_over(library, *servers, **settings):
     async with syncing(NCCLTransfer(library), *servers, **settings) as sync:
         yield sync
     for server in servers:
-        server.do_shutdown_weight_transfer_engine({})
+        server.release()
 
 
 def holds(server, model):
@@ -80,6 +80,17 @@ def test_a_restarted_server_gets_what_was_pushed(library):
             server.restart()
             await sync.push(model, 9)  # unnoticed until now
             assert holds(server, model) and server.num_joined == 3
+
+    run(main)
+
+
+def test_a_trainer_that_was_killed_in_the_middle_of_an_update_starts_again(library):
+    async def main():
+        server, model = NCCLServer(library), tiny_model(seed=3)
+        server.paused = server.open_update = True
+        async with syncing_over(library, server) as sync:
+            await sync.push(model, 4)
+            assert holds(server, model) and server.version == "4" and not server.paused
 
     run(main)
 
@@ -145,7 +156,7 @@ def test_one_dead_server_does_not_hold_up_the_other(library):
             await sync.push(tiny_model(), 1)
 
             async def gone():
-                dead.do_shutdown_weight_transfer_engine({})
+                dead.release()
                 raise asyncio.CancelledError  # the connection breaks
 
             for route in ("/update_weights", "/weight_info", "/resume", "/health"):

@@ -181,7 +181,7 @@ def witness(request, tmp_path, monkeypatch) -> Witness:
 
     class WatchedLauncher(VLLMLauncher):
         def __init__(self, **settings) -> None:
-            super().__init__(**settings, hung_after_s=HUNG_AFTER_S)
+            super().__init__(**settings)
             seen.launchers.append(self)
 
     class WatchedServing(Serving):
@@ -272,6 +272,7 @@ def test_the_other_server_takes_over_and_the_killed_one_has_its_weights_before_i
             *("--run.save_every", "1", "--run.keep_checkpoints", str(NUM_STEPS)),
             *("--rollout.groups_per_step", str(GROUPS), "--rollout.group_size", str(MEMBERS)),
             *("--rollout.max_staleness", "1"),
+            *("--inference.hung_after_s", str(HUNG_AFTER_S)),
             *("--inference.num_servers", "2", "--inference.python", vllm_python()),
             *("--inference.args", '["--enforce-eager"]'),
         ],
