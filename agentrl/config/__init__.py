@@ -1,0 +1,45 @@
+"""Every knob of a run: one TOML file, any key overridable as `--section.key value`.
+
+Sections mirror the packages. Unknown keys are errors that name the file, the dotted key and the
+closest valid key. This package imports no torch, so that `--help` and `--dry-run` are quick.
+"""
+
+from agentrl.config.load import apply_overrides, load_config, valid_keys
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import (
+    AgentSection,
+    CriticSection,
+    EnvSection,
+    EvalSection,
+    InferenceSection,
+    LoraSection,
+    ModelSection,
+    ParallelSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    TeacherSection,
+    TrackSection,
+    TrainSection,
+)
+
+__all__ = [
+    "AgentSection",
+    "CriticSection",
+    "EnvSection",
+    "EvalSection",
+    "InferenceSection",
+    "LoraSection",
+    "ModelSection",
+    "ParallelSection",
+    "RewardSection",
+    "RolloutSection",
+    "RunConfig",
+    "RunSection",
+    "TeacherSection",
+    "TrackSection",
+    "TrainSection",
+    "apply_overrides",
+    "load_config",
+    "valid_keys",
+]

@@ -1,0 +1,164 @@
+"""Reading a run file, and flags that override its keys."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
+
+from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
+
+
+def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
+    """Read a TOML file and apply `--section.key value` overrides.
+
+    Relative paths of models and of a user's own functions that exist beside the file are taken from
+    there, so that a run file works from any directory.
+
+    Raises:
+        ConfigError: one line per problem: the file (or the command line), the dotted key, what is
+            wrong, and the closest valid key.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    from_command_line = _override(data, overrides)
+    _resolve_beside(data, path)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            dotted = ".".join(str(part) for part in problem["loc"])
+            typed = any(dotted == key or dotted.startswith(f"{key}.") for key in from_command_line)
+            # Of a section as a whole, the flags within it may be the reason.
+            flags = [
+                f"--{key}" for key in sorted(from_command_line) if key.startswith(f"{dotted}.")
+            ]
+            file = f"{path} with {', '.join(flags)}" if flags else str(path)
+            source = f"--{dotted}" if typed else f"{file}: {dotted}" if dotted else file
+            lines.append(f"{source}: {_explain(problem, dotted)}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
+    """`apply_overrides`, where another `env.id` leaves the file's `[env.config]` out: another
+    environment has other keys."""
+    section = data.get("env")
+    if not isinstance(section, dict):
+        return apply_overrides(data, overrides)
+    named, of_file = section.get("id"), section.pop("config", None)
+    keys = apply_overrides(data, overrides)
+    own = section.get("config", {})
+    if of_file is not None and section.get("id") == named:
+        if isinstance(of_file, dict) and isinstance(own, dict):
+            of_file = {**of_file, **own}
+        section["config"] = of_file
+    return keys
+
+
+def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
+    """Write `--a.b value` and `--a.b=value` pairs into `data`; returns the dotted keys set.
+
+    Values are read as TOML where they are valid TOML (numbers, booleans, lists), else as text.
+    A bare `--a.b` means true.
+    """
+    keys: set[str] = set()
+    position = 0
+    while position < len(overrides):
+        argument = overrides[position]
+        position += 1
+        if not argument.startswith("--") or len(argument) < 3:
+            raise ConfigError(f"unexpected argument {argument!r}; overrides look like --run.seed 2")
+        key, has_value, text = argument[2:].partition("=")
+        if not has_value:
+            if position < len(overrides) and not overrides[position].startswith("--"):
+                text = overrides[position]
+                position += 1
+            else:
+                text = "true"
+        key = key.replace("-", "_")
+        target = data
+        *parents, last = key.split(".")
+        for parent in parents:
+            inner = target.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--{key}: {parent} is not a section")
+            target = inner
+        target[last] = _parse_value(text)
+        keys.add(key)
+    return keys
+
+
+def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, tuple[str, str]]:
+    """Every dotted key with its default and its description, in the order of definition."""
+    keys: dict[str, tuple[str, str]] = {}
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys |= valid_keys(inner, f"{prefix}{name}.")
+        else:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            shown = "required" if field.is_required() else json.dumps(default, default=str)
+            keys[f"{prefix}{name}"] = (shown, " ".join((field.description or "").split()))
+    return keys
+
+
+def _parse_value(text: str) -> JsonValue:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
+    """A relative path to a model or function means "beside the file" where that exists."""
+    for section, key in (
+        *(("model", "path"), ("critic", "path"), ("teacher", "path")),
+        *(("objective", "loss"), ("objective", "advantage"), ("reward", "functions")),
+        ("agent", "run"),
+    ):
+        table = data.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(value, str):
+            table[key] = _beside(value, path.parent)
+        elif isinstance(table, dict) and isinstance(value, list):
+            table[key] = [_beside(each, path.parent) for each in value]
+
+
+def _beside(text: JsonValue, folder: Path) -> JsonValue:
+    if not isinstance(text, str):
+        return text
+    # path/to/file.py:function
+    name, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
+    moved = not Path(name).exists() and (folder / name).exists()
+    return f"{folder / name}{colon}{function}" if moved else text
+
+
+def _explain(problem: ErrorDetails, dotted: str) -> str:
+    kind, message = problem["type"], problem["msg"]
+    if kind == "extra_forbidden":
+        keys = list(valid_keys())
+        sections = list(RunConfig.model_fields)
+        candidates = keys + sections
+        if close := difflib.get_close_matches(dotted, candidates, n=1, cutoff=0.5):
+            return f"unknown key; did you mean {close[0]}?"
+        leaf = dotted.rsplit(".", 1)[-1]
+        by_leaf = [key for key in keys if key.rsplit(".", 1)[-1] == leaf]
+        if by_leaf:
+            return f"unknown key; did you mean {by_leaf[0]}?"
+        return f"unknown key; sections are {', '.join(sections)} (see agentrl train --help)"
+    if kind == "missing":
+        return "missing; this key has no default"
+    if message.startswith("Input should") and isinstance(problem["input"], str | int | float):
+        return f"{message}, and it is {json.dumps(problem['input'])}"
+    return message.removeprefix("Value error, ")

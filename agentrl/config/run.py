@@ -1,0 +1,211 @@
+"""`RunConfig`: the sections together, and what one asks of another."""
+
+from __future__ import annotations
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from agentrl.algo import Objective
+from agentrl.algo.presets import stages_of
+from agentrl.config.sections import (
+    AgentSection,
+    CriticSection,
+    EnvSection,
+    EvalSection,
+    InferenceSection,
+    ModelSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    TeacherSection,
+    TrackSection,
+    TrainSection,
+)
+from agentrl.config.toml_text import toml_text
+from agentrl.errors import ConfigError
+
+
+class RunConfig(Section):
+    """A run, as read from TOML. `model.path` is the only key without a default."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    agent: AgentSection = Field(default_factory=AgentSection)
+    inference: InferenceSection = Field(default_factory=lambda: InferenceSection.model_validate({}))
+    reward: RewardSection = Field(default_factory=RewardSection)
+    objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
+    """The objective's stages; `preset` names a starting point, other keys override it."""
+    train: TrainSection = Field(default_factory=TrainSection)
+    critic: CriticSection = Field(default_factory=CriticSection)
+    teacher: TeacherSection = Field(default_factory=lambda: TeacherSection.model_validate({}))
+    eval: EvalSection = Field(default_factory=EvalSection)
+    track: TrackSection = Field(default_factory=TrackSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _longest_trajectory_is_the_constant(cls, data: object) -> object:
+        """What a trajectory may sample is `max_tokens` of `aggregate.kind = "constant"`.
+
+        Only where the run file gives none: a preset's number belongs to its paper's runs.
+        """
+        objective = data.get("objective") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(objective, dict):
+            return data
+        own = objective.get("aggregate", {})
+        preset = stages_of(str(objective.get("preset")))
+        if not isinstance(own, dict) or "max_tokens" in own:
+            return data
+        if (preset.get("aggregate", {}) | own).get("kind") != "constant":
+            return data
+        try:
+            rollout = RolloutSection.model_validate(data.get("rollout", {}))
+        except ValidationError:
+            return data  # the validation that follows says what is wrong with it
+        longest = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_context_tokens)
+        return {**data, "objective": {**objective, "aggregate": {**own, "max_tokens": longest}}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stale_samples_are_corrected(cls, data: object) -> object:
+        """With `max_staleness` above 0 the policy that sampled is not the one that is trained.
+
+        Treated alike, a run collapses. So where neither run file nor preset chooses, ratios are
+        taken to the policy that sampled, as PPO defines them; an objective without a ratio gets
+        the truncated weight of TIS instead.
+        """
+        rollout = data.get("rollout") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(rollout, dict):
+            return data
+        own = data.get("objective", {})
+        if not rollout.get("max_staleness") or not isinstance(own, dict):
+            return data
+        preset = stages_of(str(own.get("preset", "grpo")))
+        stages = {}
+        for stage in ("ratio", "off_policy", "surrogate"):
+            if not isinstance(own.get(stage, {}), dict):
+                return data
+            stages[stage] = preset.get(stage, {}) | own.get(stage, {})
+        if "anchor" in stages["ratio"] or stages["off_policy"]:
+            return data
+        if stages["surrogate"].get("kind") in ("logprob", "none") and "loss" not in own:
+            correction = {"off_policy": {"level": "token", "high": 2.0}}
+        else:
+            correction = {"ratio": {**own.get("ratio", {}), "anchor": "rollout"}}
+        return {**data, "objective": {**own, **correction}}
+
+    @model_validator(mode="after")
+    def _own_functions_hold(self) -> RunConfig:
+        """A user's own loss and advantage are tried here, before anything is started."""
+        if not self.objective.user_functions:
+            return self
+        # These load torch, which a configuration without own functions never needs.
+        from agentrl.algo.split_check import check_user_functions
+        from agentrl.algo.user_functions import inputs_of
+
+        loss, corrected = self.objective.loss, self.objective.off_policy.is_on
+        try:
+            check_user_functions(self.objective)
+            if loss is not None and not corrected:
+                asked = inputs_of("objective.loss", loss)
+                corrected = not {"ratio", "rollout_logprobs"}.isdisjoint(asked)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if self.rollout.max_staleness and loss is not None and not corrected:
+            raise ValueError(
+                f"objective.loss = {loss!r} asks for neither 'ratio' nor 'rollout_logprobs', so "
+                "nothing corrects for samples of an older policy; use the ratio, or set "
+                "objective.off_policy.level = 'token' or rollout.max_staleness = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_make_sense(self) -> RunConfig:
+        if self.rollout.group_size == 1 and self.objective.needs_groups:
+            raise ValueError(
+                "rollout.group_size = 1 leaves a group baseline nothing to compare with, every "
+                "advantage would be 0; set rollout.group_size to 2 or more (8 is usual), or choose "
+                "an objective without a group baseline"
+            )
+        if self.inference.backend == "embedded":
+            for key in ("max_staleness", "oversample_groups", "min_group_size"):
+                if getattr(self.rollout, key):
+                    raise ValueError(
+                        f"rollout.{key} needs inference.backend = 'vllm': the embedded engine "
+                        "samples in lockstep from the weights that are being trained"
+                    )
+        if self.agent.is_on and self.inference.backend == "openai":
+            raise ValueError(
+                "agents are recorded token by token, which a chat server cannot do; set "
+                "inference.backend to 'embedded' or 'vllm'"
+            )
+        if self.inference.transfer == "nccl":
+            if self.inference.backend != "vllm":
+                raise ValueError("inference.transfer = 'nccl' needs inference.backend = 'vllm'")
+            if self.model.lora.rank:
+                raise ValueError(
+                    "inference.transfer = 'nccl' sends whole weights, and model.lora trains an "
+                    "adapter; set inference.transfer = 'file'"
+                )
+        if self.rollout.max_staleness and "baselines" in self.objective.needs():
+            raise ValueError(
+                "this objective compares with greedy answers of the same policy, which "
+                "asynchronous rollouts do not have; set rollout.max_staleness = 0"
+            )
+        if self.train.num_minibatches > self.rollout.groups_per_step:
+            raise ValueError(
+                f"train.num_minibatches = {self.train.num_minibatches} exceeds "
+                f"rollout.groups_per_step = {self.rollout.groups_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_teacher_where_one_is_learned_from(self) -> RunConfig:
+        given = [key for key in ("path", "url") if getattr(self.teacher, key) is not None]
+        if "teacher_logprobs" not in self.objective.needs():
+            if given:
+                raise ValueError(
+                    f"teacher.{given[0]} is set, but the objective learns from no teacher; set "
+                    "objective.preset = 'opd' or objective.distill.where, or remove it"
+                )
+        elif len(given) != 1:
+            raise ValueError(
+                "objective.distill learns from a teacher: set teacher.path to a model with the "
+                "policy's tokenizer, or teacher.url to a vLLM server that holds one"
+                + (", not both" if given else "")
+            )
+        elif self.teacher.url is not None and self.rollout.temperature != 1:
+            raise ValueError(
+                "a teacher server reports log-probabilities at temperature 1, and "
+                f"rollout.temperature = {self.rollout.temperature:g}; set it to 1, or load the "
+                "teacher with teacher.path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_truncated_policy_has_no_whole_teacher(self) -> RunConfig:
+        if self.rollout.is_truncated and self.teacher.url is not None:
+            raise ValueError(
+                "teacher.url gives log-probabilities of the whole distribution, and rollout.top_p, "
+                "top_k or min_p trains a truncated one: set teacher.path, or sample untruncated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_critic_warms_up_before_the_end(self) -> RunConfig:
+        if self.objective.needs_critic and self.critic.warmup_steps >= self.run.num_steps:
+            raise ValueError(
+                f"critic.warmup_steps = {self.critic.warmup_steps} leaves none of the "
+                f"run.num_steps = {self.run.num_steps} steps to the policy; lower it"
+            )
+        return self
+
+    def to_json(self, *, exclude_none: bool = False) -> dict[str, JsonValue]:
+        """The resolved configuration, bearer tokens left out."""
+        secret = {"env": {"token"}, "inference": {"token"}, "teacher": {"token"}}
+        return self.model_dump(mode="json", exclude=secret, exclude_none=exclude_none)
+
+    def to_toml(self) -> str:
+        """The same as TOML that loads back to an equal configuration."""
+        return toml_text(self.to_json(exclude_none=True))
