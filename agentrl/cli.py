@@ -179,7 +179,9 @@ def _train(config: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.view.display import loading
 
     with loading("loading PyTorch", quiet=arguments.quiet):
-        from agentrl.train.loop import train
+        import agentrl.train.loop  # noqa: F401
+    from agentrl.api import train
+
     train(config, quiet=arguments.quiet)
     return 0
 
@@ -199,7 +201,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def _eval(config: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentrl.evaluate import evaluate_command
+    from agentrl.commands import evaluate_command
 
     return evaluate_command(
         config, checkpoint=arguments.checkpoint, out=arguments.out, as_json=arguments.json
@@ -220,7 +222,7 @@ def _add_rollout(commands: argparse._SubParsersAction) -> None:
 
 
 def _rollout(config: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentrl.evaluate import rollout_command
+    from agentrl.commands import rollout_command
 
     return rollout_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
 
