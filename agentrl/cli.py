@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentrl",
         description="A Gym for language-model agents and the trainer that learns from it.",
-        epilog="Start with: agentrl train examples/quickstart/run.toml",
+        epilog="Start with: agentrl examples, then agentrl train examples/quickstart/run.toml",
     )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_report(commands)
     _add_doctor(commands)
+    _add_examples(commands)
     from agentrl.algo.cli import add_algo_commands
     from agentrl.env.cli import add_env_commands
 
@@ -363,6 +364,27 @@ def _report(arguments: argparse.Namespace) -> int:
     from agentrl.view.report import report_run
 
     print(report_run(arguments.run_dir))
+    return 0
+
+
+def _add_examples(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "examples",
+        help="copy the run files and tiny models that the documentation uses to this directory",
+        description="Copy the examples of this version: run files, environments, agents, and the "
+        "tiny models that the quickstart and the search example train.",
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("examples"), help="directory to make; examples"
+    )
+    command.set_defaults(handler=_examples)
+
+
+def _examples(arguments: argparse.Namespace) -> int:
+    from agentrl.examples import copy_examples
+
+    out = copy_examples(arguments.out)
+    print(f"{out}; next: agentrl train {out / 'quickstart' / 'run.toml'}")
     return 0
 
 
