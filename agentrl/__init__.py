@@ -4,4 +4,9 @@ Importing this package loads no torch. The trainer lives in `agentrl.train`, the
 `agentrl.algo`, environments in `agentrl.env`.
 """
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("agentrl")
+except PackageNotFoundError:  # a directory on PYTHONPATH
+    __version__ = "unknown"

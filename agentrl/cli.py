@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentrl",
         description="A Gym for language-model agents and the trainer that learns from it.",
-        epilog="Start with: agentrl train examples/quickstart/run.toml",
+        epilog="Start with: agentrl examples, then agentrl train examples/quickstart/run.toml",
     )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_report(commands)
     _add_doctor(commands)
+    _add_examples(commands)
     from agentrl.algo.cli import add_algo_commands
     from agentrl.env.cli import add_env_commands
 
@@ -185,7 +186,9 @@ def _train(config: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.view.display import loading
 
     with loading("loading PyTorch", quiet=arguments.quiet):
-        from agentrl.train.loop import train
+        import agentrl.train.loop  # noqa: F401
+    from agentrl.api import train
+
     train(config, quiet=arguments.quiet)
     return 0
 
@@ -205,7 +208,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def _eval(config: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentrl.evaluate import evaluate_command
+    from agentrl.commands import evaluate_command
 
     return evaluate_command(
         config, checkpoint=arguments.checkpoint, out=arguments.out, as_json=arguments.json
@@ -226,7 +229,7 @@ def _add_rollout(commands: argparse._SubParsersAction) -> None:
 
 
 def _rollout(config: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentrl.evaluate import rollout_command
+    from agentrl.commands import rollout_command
 
     return rollout_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
 
@@ -367,6 +370,27 @@ def _report(arguments: argparse.Namespace) -> int:
     from agentrl.view.report import report_run
 
     print(report_run(arguments.run_dir))
+    return 0
+
+
+def _add_examples(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "examples",
+        help="copy the run files and tiny models that the documentation uses to this directory",
+        description="Copy the examples of this version: run files, environments, agents, and the "
+        "tiny models that the quickstart and the search example train.",
+    )
+    command.add_argument(
+        "--out", type=Path, default=Path("examples"), help="directory to make; examples"
+    )
+    command.set_defaults(handler=_examples)
+
+
+def _examples(arguments: argparse.Namespace) -> int:
+    from agentrl.examples import copy_examples
+
+    out = copy_examples(arguments.out)
+    print(f"{out}; next: agentrl train {out / 'quickstart' / 'run.toml'}")
     return 0
 
 

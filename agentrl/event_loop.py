@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_stops: list[Callable[[], object]] = []
+"""What a KeyboardInterrupt calls in a thread that waits for a loop in another."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -18,6 +23,42 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on such a loop."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(coroutine)
+    """`asyncio.run` on such a loop; where a loop runs already, as in a notebook, in a thread.
+
+    A KeyboardInterrupt asks that work to stop where it can be asked (`stopped_by`), and what it
+    then returns is returned; a second one cancels it.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(coroutine)
+    loop = new_event_loop()
+    work = loop.create_task(coroutine)
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-loop") as thread:
+        done = thread.submit(_run_in_thread, loop, work)
+        while True:
+            try:
+                return done.result()
+            except KeyboardInterrupt:
+                if not _stops:
+                    with suppress(RuntimeError):  # the loop is closed, its work done
+                        loop.call_soon_threadsafe(work.cancel)
+                    raise
+                _stops.pop()()
+
+
+def _run_in_thread(loop: asyncio.AbstractEventLoop, work: asyncio.Task[T]) -> T:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.get_loop().run_until_complete(work)
+
+
+@contextmanager
+def stopped_by(stop: Callable[[], object]) -> Iterator[None]:
+    """While in the context, a first KeyboardInterrupt in the thread that waits calls `stop`."""
+    _stops.append(stop)
+    try:
+        yield
+    finally:
+        if stop in _stops:
+            _stops.remove(stop)

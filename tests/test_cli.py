@@ -115,3 +115,13 @@ def test_doctor(capsys):
         assert part in shown
     assert main(["doctor", RUN, "--model.path", "/none"]) == 1
     assert "fix" in capsys.readouterr().out
+
+
+def test_examples_are_copied_once_and_run(tmp_path, capsys):
+    out = tmp_path / "examples"
+    assert main(["examples", "--out", str(out)]) == 0
+    assert f"agentrl train {out / 'quickstart' / 'run.toml'}" in capsys.readouterr().out
+    assert main(["train", str(out / "quickstart" / "run.toml"), "--dry-run"]) == 0
+    assert f'path = "{out / "quickstart" / "model"}"' in capsys.readouterr().out
+    assert main(["examples", "--out", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err

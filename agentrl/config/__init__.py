@@ -4,7 +4,7 @@ Sections mirror the packages. Unknown keys are errors that name the file, the do
 closest valid key. This package imports no torch, so that `--help` and `--dry-run` are quick.
 """
 
-from agentrl.config.load import apply_overrides, load_config, valid_keys
+from agentrl.config.load import CHANGEABLE, apply_overrides, load_config, valid_keys, with_change
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import (
     AgentSection,
@@ -24,6 +24,7 @@ from agentrl.config.sections import (
 )
 
 __all__ = [
+    "CHANGEABLE",
     "AgentSection",
     "CriticSection",
     "EnvSection",
@@ -42,4 +43,5 @@ __all__ = [
     "apply_overrides",
     "load_config",
     "valid_keys",
+    "with_change",
 ]

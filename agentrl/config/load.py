@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, JsonValue, ValidationError
@@ -13,26 +15,73 @@ from pydantic_core import ErrorDetails
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 
+CHANGEABLE = (
+    "train.learning_rate",
+    "rollout.temperature",
+    "objective.kl.coef",
+    "objective.entropy.coef",
+    "run.save_every",
+    "run.eval_every",
+)
+"""Keys that a callback may change between two steps. `train.learning_rate` is the peak that the
+schedule scales; `rollout.temperature` only with the embedded engine, where nothing is played ahead.
+"""
 
-def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
-    """Read a TOML file and apply `--section.key value` overrides.
+
+def load_config(
+    source: Path | str | Mapping[str, JsonValue], overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Read a run file, or the same as a nested dictionary, and apply overrides.
 
     Relative paths of models and of a user's own functions that exist beside the file are taken from
     there, so that a run file works from any directory.
+
+    Args:
+        source: path of a TOML file, or `{"model": {"path": ...}, "run": {"num_steps": 10}, ...}`.
+        overrides: as on the command line, `["--run.seed", "2"]`.
 
     Raises:
         ConfigError: one line per problem: the file (or the command line), the dotted key, what is
             wrong, and the closest valid key.
     """
-    path = Path(path)
+    if isinstance(source, Mapping):
+        return _validated(copy.deepcopy(dict(source)), "configuration", list(overrides))
+    path = Path(source)
     try:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return _validated(data, str(path), list(overrides), beside=path)
+
+
+def with_change(config: RunConfig, key: str, value: JsonValue) -> RunConfig:
+    """The configuration with another value of one key of `CHANGEABLE`.
+
+    Raises:
+        ConfigError: the key cannot change during a run, or not to this value.
+    """
+    if key not in CHANGEABLE:
+        close = difflib.get_close_matches(key, CHANGEABLE, n=1, cutoff=0.6)
+        raise ConfigError(
+            f"{key} cannot change during a run"
+            + (f"; did you mean {close[0]}?" if close else f"; these can: {', '.join(CHANGEABLE)}")
+        )
+    *sections, name = key.split(".")
+    data = table = config.model_dump()
+    for section in sections:
+        table = table[section]
+    table[name] = value
+    return _validated(data, "change", [])
+
+
+def _validated(
+    data: dict[str, JsonValue], source: str, overrides: list[str], beside: Path | None = None
+) -> RunConfig:
     from_command_line = _override(data, overrides)
-    _resolve_beside(data, path)
+    if beside is not None:
+        _resolve_beside(data, beside)
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
@@ -44,9 +93,9 @@ def load_config(path: Path | str, overrides: list[str]) -> RunConfig:
             flags = [
                 f"--{key}" for key in sorted(from_command_line) if key.startswith(f"{dotted}.")
             ]
-            file = f"{path} with {', '.join(flags)}" if flags else str(path)
-            source = f"--{dotted}" if typed else f"{file}: {dotted}" if dotted else file
-            lines.append(f"{source}: {_explain(problem, dotted)}")
+            file = f"{source} with {', '.join(flags)}" if flags else source
+            where = f"--{dotted}" if typed else f"{file}: {dotted}" if dotted else file
+            lines.append(f"{where}: {_explain(problem, dotted)}")
         raise ConfigError("\n".join(lines)) from None
 
 

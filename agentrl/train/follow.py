@@ -3,6 +3,7 @@
     start     load the networks, each rank its shard
     restore   take the weights and moments of a checkpoint
     learn     a step's samples -> one or more updates
+    change    a key of the configuration has another value from now on
     push      put the weights together on rank 0, tensor by tensor, and compute the probe
     save      write the own shards of a checkpoint
     stop
@@ -63,6 +64,8 @@ def _obey(trainer: Trainer, word: str, content: Any, arrays: dict[str, np.ndarra
             trainer.learn(step, unpacked(plain, arrays), states, greedy_rewards)
         except TrainingError:
             raise SystemExit(1) from None  # rank 0 says why
+    elif word == "change":
+        trainer.change(*content)
     elif word == "restore":
         fingerprint, force = content
         state = checkpoint.resume(

@@ -24,6 +24,7 @@ import asyncio
 import functools
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -37,6 +38,7 @@ from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.setup import running_agents
 from agentrl.train import ranks
 from agentrl.train.batch import trainable_samples, turn_states, zero_variance
+from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
 from agentrl.train.run import (
@@ -61,8 +63,12 @@ from agentrl.view.display import Display, loading
 from agentrl.view.report import report_run
 
 
-def train(config: RunConfig, *, quiet: bool = False) -> Path:
+def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False) -> Path:
     """Do a whole run; returns its directory.
+
+    Args:
+        callbacks: called after every step, see `agentrl.train.callbacks`.
+        quiet: no display and no lines per step.
 
     Raises:
         AgentRLError: with the reason and the remedy. Whatever was saved before stays valid.
@@ -72,7 +78,7 @@ def train(config: RunConfig, *, quiet: bool = False) -> Path:
         follow(config)
         ranks.leave()
         return Path()
-    run_dir = event_loop.run(_train(_after_restart(config), quiet=quiet))
+    run_dir = event_loop.run(_train(_after_restart(config), callbacks, quiet=quiet))
     ranks.tell("stop")
     ranks.leave()
     return run_dir
@@ -94,7 +100,7 @@ def _after_restart(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": again})
 
 
-async def _train(config: RunConfig, *, quiet: bool) -> Path:
+async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: bool) -> Path:
     async with (
         aclosing(connect(config.env.url or None, token=config.env.token)) as env,
         running_agents(config) as agents,
@@ -113,7 +119,7 @@ async def _train(config: RunConfig, *, quiet: bool) -> Path:
                     save_first(run, outputs.display)
                 run.stream = start_stream(run, last_step)
                 try:
-                    await _steps(run, last_step, outputs, interrupted, thread)
+                    await _steps(run, last_step, callbacks, outputs, interrupted, thread)
                 finally:
                     if run.stream is not None:
                         await run.stream.aclose()
@@ -125,22 +131,23 @@ async def _train(config: RunConfig, *, quiet: bool) -> Path:
 async def _steps(
     run: Run,
     last_step: int,
+    callbacks: Sequence[Callback],
     outputs: Outputs,
     interrupted: asyncio.Event,
     trainer_thread: ThreadPoolExecutor,
 ) -> None:
-    config, display = run.config, outputs.display
+    display = outputs.display
     in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, trainer_thread)
     finished_step = saved_step = last_step
     refused = False
-    for step in range(last_step + 1, config.run.num_steps + 1):
+    for step in range(last_step + 1, run.config.run.num_steps + 1):
         # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
         step_started = time.perf_counter()
         collected = await unless_interrupted(interrupted, _collect(run, display), run)
         if collected is None:
             break
         rollouts, greedy_rewards = collected
-        if config.track.log_trajectories:
+        if run.config.track.log_trajectories:
             outputs.trajectories.append(step, rollouts.trajectories)
         rollout_s = time.perf_counter() - step_started
         metrics = rollout_metrics(rollouts) | {"time/rollout_s": rollout_s}
@@ -165,16 +172,19 @@ async def _steps(
         if run.stream is not None:
             run.stream.advance(step)
 
-        # Metrics, an evaluation among them where one is due.
-        if config.run.eval_every and step % config.run.eval_every == 0:
+        # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
+        if run.config.run.eval_every and step % run.config.run.eval_every == 0:
             metrics |= await _evaluate(run, step, display)
         metrics["time/step_s"] = time.perf_counter() - step_started
+        end = StepEnd(step, metrics, rollouts.trajectories, run, interrupted, display)
+        for callback in callbacks:
+            callback(end)
         outputs.metrics.write(step, metrics)
         display.step(step, metrics)
         finished_step = outputs.status.step = step
 
         # Checkpoint: where one is due, or where the disk refused the last.
-        due = step % config.run.save_every == 0 or step == config.run.num_steps
+        due = step % run.config.run.save_every == 0 or step == run.config.run.num_steps
         if due or refused:
             refused = await in_thread(save, run, step, data_position(run), display) is None
             saved_step = saved_step if refused else step

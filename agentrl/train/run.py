@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from agentrl.config import RolloutSection, RunConfig
 from agentrl.env.client import EnvClient
-from agentrl.errors import StallError, TrainingError
+from agentrl.errors import ConfigError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
@@ -56,7 +56,6 @@ STALL_REPORT_ROWS = 40
 class Run:
     """The parts of a run. Everything that changes from step to step is in a checkpoint."""
 
-    config: RunConfig
     run_dir: Path
     fingerprint: dict[str, JSON]
     """What a resumed run must have in common with the one that was saved."""
@@ -68,6 +67,26 @@ class Run:
     evaluation: SamplingParams
     stream: GroupStream | None = None
     """Plays ahead of the trainer; None with the embedded engine, which plays when it is asked."""
+
+    @property
+    def config(self) -> RunConfig:
+        """As it is now: callbacks may have changed a few keys."""
+        return self.trainer.config
+
+    def change(self, key: str, value: JSON) -> None:
+        """Give a key another value from the next step on; every later checkpoint holds it.
+
+        Raises:
+            ConfigError: the key cannot change during this run, or not to this value.
+        """
+        if key == "rollout.temperature" and self.stream is not None:
+            raise ConfigError(
+                "rollout.temperature cannot change between steps with inference.backend = "
+                f"{self.config.inference.backend!r}: episodes of the next step are already played"
+            )
+        self.trainer.change(key, value)
+        ranks.tell("change", [key, value])
+        self.scheduler.policy = self.policy(training_sampling(self.config))
 
     def policy(self, sampling: SamplingParams) -> TokenPolicy:
         """The policy that is trained, sampling like this."""
@@ -121,7 +140,6 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
         agents=agents,
     )
     return Run(
-        config=config,
         run_dir=run_dir,
         fingerprint=_fingerprint(config, num_tasks=size, model=trainer.model),
         trainer=trainer,
@@ -246,6 +264,10 @@ def restore(run: Run) -> int:
     source.position = saved["position"]
     source.returned.extend(saved.get("returned", []))
     run.trainer.restore_counters(state)
+    if run.trainer.changes:
+        said = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())
+        logger.warning("the run goes on with what its callbacks changed: %s", said)
+        run.scheduler.policy = run.policy(training_sampling(run.config))
     return state.step
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from agentrl import event_loop
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.train.checkpoint import latest_checkpoint
@@ -119,8 +120,9 @@ def interruptible() -> Iterator[asyncio.Event]:
         for number in signals:
             loop.add_signal_handler(number, first)
     except (RuntimeError, ValueError, NotImplementedError):
-        # Not the main thread, or a platform without signals: nothing can be asked for.
-        yield requested
+        # In a thread beside a notebook's loop, or on a platform without signals.
+        with event_loop.stopped_by(lambda: loop.call_soon_threadsafe(requested.set)):
+            yield requested
         return
     try:
         yield requested

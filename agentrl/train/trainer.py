@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.algo import Batch, KLController
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, with_change
 from agentrl.errors import TrainingError
 from agentrl.rollout.scheduler import stable_seed
 from agentrl.train import ranks, sharding
@@ -40,6 +40,8 @@ class Trainer:
     reference: PreTrainedModel | None
     teacher: PreTrainedModel | TeacherServer | None
     kl: KLController
+    changes: dict[str, JSON] = field(default_factory=dict)
+    """Keys that were changed since the run began, and what they are now."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -106,6 +108,18 @@ class Trainer:
             self.kl = self.kl.updated(metrics["policy/kl_ref"], num_trajectories)
         return metrics
 
+    def change(self, key: str, value: JSON) -> None:
+        """Learn with another value of a key from now on.
+
+        Raises:
+            ConfigError: the key cannot change, or not to this value.
+        """
+        config = with_change(self.config, key, value)
+        if config.objective.kl != self.config.objective.kl:
+            self.kl = KLController.of(config.objective.kl)
+        self.config, self.learner.config = config, config.train
+        self.changes[key] = value
+
     def state(
         self, step: int, fingerprint: dict[str, JSON], position: dict[str, JSON]
     ) -> TrainState:
@@ -124,6 +138,7 @@ class Trainer:
                 "policy": self.learner.counters(),
                 "critic": self.critic and self.critic.counters(),
                 "kl": dict(self.kl.state_dict()),
+                **({"changes": self.changes} if self.changes else {}),
             },
             tokenizer=self.tokenizer,
         )
@@ -131,6 +146,8 @@ class Trainer:
     def restore_counters(self, state: TrainState) -> None:
         """What is neither weights nor moments, of a state whose tensors are restored."""
         saved: Any = state.extra
+        for key, value in saved.get("changes", {}).items():
+            self.change(key, value)
         self.learner.restore_counters(saved["policy"])
         if self.critic is not None:
             self.critic.restore_counters(saved["critic"])

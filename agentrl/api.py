@@ -1,0 +1,178 @@
+"""A run from Python: the same functions that the command line calls, which return data.
+
+    from agentrl.api import load_config, train
+
+    config = load_config({"model": {"path": "examples/quickstart/model"}, "run": {"num_steps": 5}})
+    result = train(config)
+    print([row["reward/mean"] for row in result.metrics])
+
+They also work where an event loop runs already, as in a notebook; they block until they are done.
+Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config import CHANGEABLE, RunConfig, load_config
+from agentrl.evaluate import Progress, play
+from agentrl.rollout.evaluation import summarise
+from agentrl.rollout.log import TrajectoryLog, read_trajectories
+from agentrl.rollout.metrics import error_codes, rollout_metrics
+from agentrl.rollout.signals import read_signals
+from agentrl.statistics import EvalStatistics
+from agentrl.tracking import MetricsWriter, read_metrics
+from agentrl.types import JSON, Group, Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.train.callbacks import Callback
+
+__all__ = [
+    "CHANGEABLE",
+    "Evaluation",
+    "Rollouts",
+    "RunConfig",
+    "TrainingResult",
+    "evaluate",
+    "load_config",
+    "read_metrics",
+    "read_signals",
+    "read_trajectories",
+    "rollout",
+    "train",
+]
+
+
+@dataclass(slots=True, frozen=True)
+class TrainingResult:
+    """Where a run is, and what it measured. On ranks above 0 of several, empty."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]]
+    """One per step, `step` first: the lines of `metrics.jsonl`."""
+    checkpoint: Path | None
+    """The newest, a folder that transformers and `evaluate` load."""
+
+
+@dataclass(slots=True, frozen=True)
+class Rollouts:
+    """Episodes that were played."""
+
+    groups: list[Group]
+    """The trajectories by task."""
+    trajectories: list[Trajectory]
+    """Every trajectory, failed ones included."""
+    metrics: dict[str, float]
+    """`reward/mean` and what else docs/metrics.md lists of rollouts."""
+
+
+@dataclass(slots=True, frozen=True)
+class Evaluation:
+    """Episodes that were played to measure a policy."""
+
+    groups: list[Group]
+    trajectories: list[Trajectory]
+    statistics: EvalStatistics | None
+    """avg@k and pass@k with confidence intervals; None where every sample failed."""
+
+    def to_json(self) -> dict[str, JSON]:
+        """The estimates with their intervals, and how many samples failed."""
+        errors = error_codes(self.trajectories)
+        record: dict[str, JSON] = {
+            "num_tasks": len(self.groups),
+            "num_samples": len(self.trajectories),
+            "num_failed": sum(errors.values()),
+            "errors": dict(errors),
+            "first_error": next((t.error.message for t in self.trajectories if t.error), None),
+        }
+        if self.statistics is not None:
+            record["confidence"] = self.statistics.confidence
+            average = asdict(self.statistics.average)
+            record[f"avg@{self.statistics.samples_per_task}"] = average
+            for k, estimate in self.statistics.pass_at.items():
+                record[f"pass@{k}"] = asdict(estimate)
+        return record
+
+
+def train(
+    config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False
+) -> TrainingResult:
+    """Do a whole run, as `agentrl train` does.
+
+    Args:
+        config: `load_config` makes one, of a file or of a dictionary. `run.resume` continues.
+        callbacks: called with a `StepEnd` after every step. They see the step's metrics and
+            trajectories, may log metrics of their own, change a key of `CHANGEABLE`, and stop the
+            run.
+        quiet: show no progress.
+
+    Raises:
+        AgentRLError: with the reason and the remedy. Whatever was saved before stays valid.
+    """
+    from agentrl.train import loop
+    from agentrl.train.checkpoint import latest_checkpoint
+
+    run_dir = loop.train(config, callbacks=callbacks, quiet=quiet)
+    if run_dir == Path():  # a rank that followed another
+        return TrainingResult(run_dir, [], None)
+    return TrainingResult(run_dir, read_metrics(run_dir), latest_checkpoint(run_dir))
+
+
+def evaluate(
+    config: RunConfig, *, checkpoint: str | None = None, on_progress: Progress | None = None
+) -> Evaluation:
+    """Measure a policy on the tasks of `[eval]`, as `agentrl eval` does. Writes nothing.
+
+    Args:
+        checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or whom the
+            servers of `[inference]` hold.
+        on_progress: called with (episodes ended, episodes dispatched).
+
+    Raises:
+        AgentRLError: with the reason and the remedy.
+    """
+    played = play(config, checkpoint, on_progress)
+    return Evaluation(played.groups, played.trajectories, summarise(played, config))
+
+
+def rollout(
+    config: RunConfig,
+    *,
+    checkpoint: str | None = None,
+    out: Path | str | None = None,
+    on_progress: Progress | None = None,
+) -> Rollouts:
+    """Play the tasks of `[eval]`, as `agentrl rollout` does.
+
+    Args:
+        checkpoint, on_progress: see `evaluate`.
+        out: a directory for configuration, metrics and trajectories; None writes nothing.
+
+    Raises:
+        ConfigError: `out` already holds rollouts.
+        AgentRLError: with the reason and the remedy.
+    """
+    if out is None:
+        return _timed(config, checkpoint, on_progress)
+    with MetricsWriter(out) as writer:
+        (writer.run_dir / "config.toml").write_text(config.to_toml())
+        played = _timed(config, checkpoint, on_progress)
+        TrajectoryLog(writer.run_dir).append(1, played.trajectories)
+        writer.write(1, played.metrics)
+    return played
+
+
+def _timed(config: RunConfig, checkpoint: str | None, on_progress: Progress | None) -> Rollouts:
+    started = time.perf_counter()
+    played = play(config, checkpoint, on_progress)
+    seconds = time.perf_counter() - started
+    num_tokens = sum(t.num_sampled_tokens for t in played.trajectories)
+    metrics = rollout_metrics(played) | {
+        "time/rollout_s": seconds,
+        "rollout/tokens_per_s": num_tokens / seconds,
+    }
+    return Rollouts(played.groups, played.trajectories, metrics)
