@@ -1,6 +1,7 @@
 """CPU time of the rollout driver per 4-turn trajectory, against servers that answer at once.
 
     python benchmarks/rollout_overhead.py [--trajectories 400] [--concurrent 64 1000]
+                                          [--http] [--processes 2]
 
 What is measured is everything between the model's answer and its next prompt: rendering, parsing,
 records, the calls themselves. The inference server answers `/inference/v1/generate` over HTTP from
@@ -9,6 +10,11 @@ run, two parts of it alone: the engine calls with the same prompts (the floor: w
 this transport pays) and the environment's sessions with the same actions. The rest is the driver's
 own: rendering, parsing, records, deadlines. CPU time of this process on one thread, best of
 `--repeats`.
+
+With `--http` the environment is on a server of its own too, as it is for a run on a cluster. Turns
+per second are those that a core has time for: 1 over the CPU time of a turn, which is the ceiling
+of a process whose servers never keep it waiting. `--processes N` plays in so many processes at once
+and adds their ceilings up; what they cost each other, in caches and at the servers, is in it.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import logging
 import multiprocessing
 import socket
 import sys
@@ -26,7 +33,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from agentrl import event_loop
+from agentrl import cli, event_loop
 from agentrl.env import Environment, Task, register, tool
 from agentrl.env.client import connect
 from agentrl.inference.base import SamplingParams
@@ -40,6 +47,7 @@ from agentrl.types import Action, ToolCall
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tokenizers_for_tests import make_tokenizer
 
+SPAWN = multiprocessing.get_context("spawn")
 CALL = '<tool_call>{"name": "look", "arguments": {"word": "w"}}</tool_call>'
 NUM_TURNS = 4
 GROUP_SIZE = 8
@@ -96,11 +104,16 @@ def serve(port: int, turns: list[list[int]]) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 
+def serve_environment(port: int) -> None:
+    logging.disable(logging.INFO)  # a line for each episode
+    cli.main(["env", "serve", "overhead-test", "--port", str(port), "--max-sessions", "4096"])
+
+
 async def driver_cpu(
-    url: str, renderer: Renderer, num: int, concurrent: int
+    url: str, env_url: str | None, renderer: Renderer, num: int, concurrent: int
 ) -> tuple[float, list[list[int]]]:
     """CPU seconds per trajectory, and the prompts of one trajectory's turns."""
-    engine, env = VLLMEngine([url]), connect(None)
+    engine, env = VLLMEngine([url]), connect(env_url)
     await engine.start()
     scheduler = GroupScheduler(
         TokenPolicy(engine, renderer, max_turn_tokens=256, max_context_tokens=8192),
@@ -144,9 +157,9 @@ async def engine_cpu(
     return seconds
 
 
-async def environment_cpu(num: int, concurrent: int) -> float:
+async def environment_cpu(env_url: str | None, num: int, concurrent: int) -> float:
     """CPU seconds per bare session: opened, stepped four times, closed."""
-    env = connect(None)
+    env = connect(env_url)
     look = Action(tool_calls=(ToolCall("t0-0", "look", {"word": "w"}),))
     actions = [look] * (NUM_TURNS - 1) + [Action("The answer is 42.")]
 
@@ -174,26 +187,22 @@ async def _cpu_of(work: Callable[[int], Awaitable[None]], num: int, concurrent: 
     return (time.process_time() - started) / num
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trajectories", type=int, default=400)
-    parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 1000])
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+def driver_alone(url: str, env_url: str | None, num: int, concurrent: int) -> float:
+    """CPU seconds per trajectory of one of several processes."""
     renderer = Renderer(make_tokenizer())
-    tokenizer = renderer.tokenizer
-    turns = [
-        [*tokenizer.encode(text, add_special_tokens=False), renderer.close_token_id]
-        for text in [CALL] * (NUM_TURNS - 1) + ["The answer is 42."]
-    ]
+    return event_loop.run(driver_cpu(url, env_url, renderer, num, concurrent))[0]
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(port, turns), daemon=True
-    )
-    server.start()
-    url = f"http://127.0.0.1:{port}"
+        return probe.getsockname()[1]
+
+
+def started(target: Callable[..., None], port: int, *arguments: object):
+    """A process that serves, as soon as it does."""
+    process = SPAWN.Process(target=target, args=(port, *arguments), daemon=True)
+    process.start()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -201,22 +210,54 @@ def main() -> None:
             break
         except OSError:
             time.sleep(0.1)
+    return process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trajectories", type=int, default=400)
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[64, 1000])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--http", action="store_true", help="the environment on a server too")
+    parser.add_argument("--processes", type=int, default=1, help="that play at once")
+    args = parser.parse_args()
+    renderer = Renderer(make_tokenizer())
+    tokenizer = renderer.tokenizer
+    turns = [
+        [*tokenizer.encode(text, add_special_tokens=False), renderer.close_token_id]
+        for text in [CALL] * (NUM_TURNS - 1) + ["The answer is 42."]
+    ]
+    port, env_port = free_port(), free_port()
+    url, env_url = f"http://127.0.0.1:{port}", None
+    servers = [started(serve, port, turns)]
+    if args.http:
+        env_url = f"http://127.0.0.1:{env_port}"
+        servers.append(started(serve_environment, env_port))
     print(f"CPU ms per {NUM_TURNS}-turn trajectory, best of {args.repeats}")
-    print("  at a time   whole   engine calls   environment   driver's own   whole / engine")
+    print(
+        "  at a time   whole   engine calls   environment   driver's own   whole / engine   turns/s"
+    )
     for concurrent in args.concurrent:
         num = max(args.trajectories, concurrent)
         whole, engine, environment = [], [], []
         for _ in range(args.repeats):
-            seconds, prompts = event_loop.run(driver_cpu(url, renderer, num, concurrent))
+            seconds, prompts = event_loop.run(driver_cpu(url, env_url, renderer, num, concurrent))
             whole.append(seconds * 1e3)
             engine.append(event_loop.run(engine_cpu(url, renderer, prompts, num, concurrent)) * 1e3)
-            environment.append(event_loop.run(environment_cpu(num, concurrent)) * 1e3)
+            environment.append(event_loop.run(environment_cpu(env_url, num, concurrent)) * 1e3)
         ours, calls, sessions = min(whole), min(engine), min(environment)
         print(
             f"{concurrent:11d} {ours:7.2f} {calls:14.2f} {sessions:13.2f} "
-            f"{ours - calls - sessions:14.2f} {ours / calls:16.2f}"
+            f"{ours - calls - sessions:14.2f} {ours / calls:16.2f} {NUM_TURNS * 1e3 / ours:9.0f}"
         )
-    server.terminate()
+        if args.processes > 1:
+            arguments = [(url, env_url, num, concurrent // args.processes)] * args.processes
+            with SPAWN.Pool(args.processes) as pool:
+                every = [pool.starmap(driver_alone, arguments, 1) for _ in range(args.repeats)]
+            most = max(sum(NUM_TURNS / seconds for seconds in each) for each in every)
+            print(f"{args.processes} processes, {concurrent} at a time in all: {most:.0f} turns/s")
+    for server in servers:
+        server.terminate()
 
 
 if __name__ == "__main__":

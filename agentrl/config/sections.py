@@ -11,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -280,22 +279,24 @@ class ParallelSection(Section):
     """How the ranks that torchrun (or Slurm, or Ray Train) started share the work."""
 
     data: PositiveInt | None = None
-    """Ranks that a batch's rows are dealt to, each of which holds a shard of every network (FSDP).
-    Absent: all that were started. A number guards against a launch with another."""
-    context: Literal[1] = 1
-    """Ranks that share one row. Only 1 works so far."""
+    """Ranks (with `context`, groups of them) that a batch's rows are dealt to; all ranks together
+    hold the shards of every network (FSDP). Absent: as many as were started. A number guards
+    against a launch with another."""
+    context: PositiveInt = 1
+    """Neighbouring ranks that hold one row together, each a slice of it: for rows too long for one
+    device. Each needs the activations of `token_budget / context` tokens (docs/scaling.md)."""
     tensor: Literal[1] = 1
     """Ranks that share one matrix. Only 1 works so far."""
     deadline_s: Seconds = 1800.0
     """A rank that the others wait for so long is taken for hung, and the run ends."""
 
-    @field_validator("context", "tensor", mode="before")
+    @field_validator("tensor", mode="before")
     @classmethod
-    def _only_data(cls, value: object, info: ValidationInfo) -> object:
+    def _not_yet(cls, value: object) -> object:
         if value != 1:
             raise ValueError(
-                f"{info.field_name} parallelism is not supported yet; leave it at 1, and for long "
-                "rows set model.gradient_checkpointing = true"
+                "tensor parallelism is not supported yet; leave it at 1, and for long rows set "
+                "model.gradient_checkpointing = true, or train.parallel.context"
             )
         return value
 
@@ -334,6 +335,15 @@ class TrainSection(Section):
     max_nonfinite_steps: PositiveInt = 5
     """Consecutive updates skipped for a non-finite gradient before the run stops."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
+
+    @model_validator(mode="after")
+    def _slices_have_no_balance(self) -> TrainSection:
+        if self.router_aux_loss and self.parallel.context > 1:
+            raise ValueError(
+                "train.router_aux_loss balances whole rows, of which a rank has a slice with "
+                "train.parallel.context above 1; set one of them to its default"
+            )
+        return self
 
 
 class RewardSection(Section):

@@ -43,6 +43,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentrl.train.context import Context, attend_by_heads
+
 ATTENTION_NAME = "agentrl_packed"
 SHARED_ATTENTION_NAME = "agentrl_shared"
 
@@ -53,21 +55,30 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 _cuda_backward = torch.ops.torch_attn._varlen_attn_backward
 _WITH_LSE = AuxRequest(lse=True)
 
+_WHOLE_ROW = Context()
+
 # What the flash kernels behind `varlen_attn` can hold.
 _MAX_FLASH_HEAD_DIM = 256
 
-_segments: ContextVar[tuple[list[int], list[int]] | None] = ContextVar("segments", default=None)
+_segments: ContextVar[tuple[list[int], list[int], Context] | None] = ContextVar(
+    "segments", default=None
+)
 
 
 @contextlib.contextmanager
-def packed_segments(lengths: list[int], branch_ends: list[int] | None = None) -> Iterator[None]:
+def packed_segments(
+    lengths: list[int], branch_ends: list[int] | None = None, context: Context | None = None
+) -> Iterator[None]:
     """Decoders called in this block read their row as segments of these lengths, summing to N.
 
     Args:
         branch_ends: where what continues each segment ends (`MicroBatch.branch_ends`); None where
             no segment continues another.
+        context: the ranks that hold a slice of the row each; None for a rank that holds it all.
     """
-    token = _segments.set((lengths, branch_ends or list(accumulate(lengths))))
+    token = _segments.set(
+        (lengths, branch_ends or list(accumulate(lengths)), context or _WHOLE_ROW)
+    )
     try:
         yield
     finally:
@@ -110,8 +121,10 @@ class SegmentMask:
         window: int | None,
         device: torch.device,
         branch_ends: list[int] | None = None,
+        context: Context = _WHOLE_ROW,
     ) -> None:
         self.lengths = lengths
+        self.context = context
         self.window = window if window is not None and window < max(lengths) else None
         self._device = device
         stops = list(accumulate(lengths))
@@ -209,26 +222,19 @@ def packed_mask(
             device=device,
             **kwargs,
         )
-    lengths, branch_ends = segments
-    if (
-        use_vmap
-        or allow_is_bidirectional_skip is not None
-        or (q_length, kv_length)
-        != (
-            sum(lengths),
-            sum(lengths),
-        )
-    ):
+    lengths, branch_ends, context = segments
+    held = sum(lengths) // (context.size if context.group else 1)
+    if use_vmap or allow_is_bidirectional_skip is not None or (q_length, kv_length) != (held, held):
         raise ValueError("its masks are more than causal")
     if local_size is None:
-        return SegmentMask(lengths, None, torch.device(device), branch_ends)
+        return SegmentMask(lengths, None, torch.device(device), branch_ends, context)
     if branch_ends != list(accumulate(lengths)):
         raise ValueError("has layers that do not see the whole of a shared prefix")
     if local_size == getattr(config, "attention_chunk_size", None):
         # Chunks count from the start of their own segment: each is a segment by itself.
         chunk, local_size = local_size, None
         lengths = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
-    return SegmentMask(lengths, local_size, torch.device(device))
+    return SegmentMask(lengths, local_size, torch.device(device), context=context)
 
 
 def packed_attention(
@@ -244,7 +250,7 @@ def packed_attention(
     """An attention function as transformers' `AttentionInterface` wants it.
 
     Args:
-        query: (1, num_heads, N, head_dim).
+        query: (1, num_heads, N, head_dim); of ranks that hold a slice of the row each, its N.
         key: (1, num_key_value_heads, N, head_dim); `value` likewise, with a head size of its own.
         scaling: factor on the scores; None means 1 / sqrt(head_dim).
         kwargs: what else the family's own attention takes: `softcap`, `s_aux` (sinks) and so on.
@@ -265,18 +271,31 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} has dropout")
     if attention_mask.shared and not (_is_plain(kwargs) and query.shape[-1] == value.shape[-1]):
         raise ValueError(f"{type(module).__name__} attends in a way that shares no prefixes")
-    if query.shape[2] != sum(attention_mask.lengths):
-        raise ValueError(
-            f"the segments have {sum(attention_mask.lengths)} tokens, the row {query.shape[2]}"
-        )
+    attend = functools.partial(_attend, module, attention_mask, scaling, kwargs)
+    if attention_mask.context.size > 1:
+        return attend_by_heads(attend, query, key, value, attention_mask.context), None
+    return attend(query, key, value), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    mask: SegmentMask,
+    scaling: float | None,
+    wanted: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    if query.shape[2] != sum(mask.lengths):
+        raise ValueError(f"the segments have {sum(mask.lengths)} tokens, the row {query.shape[2]}")
     attend = _in_one_call if query.is_cuda else _by_segment
     if query.device.type == "cpu" and query.itemsize == 2:
         # Rounded once, at the end, like that of vLLM servers on a CPU
         # (`agentrl.sync.vllm_plugin.rounding`): both then round the same values, in whatever
         # order each of them sums. Torch's 16-bit CPU kernels are no faster.
         wide = query.double(), key.double(), value.double()
-        return attend(module, *wide, attention_mask, scaling, kwargs).to(query.dtype), None
-    return attend(module, query, key, value, attention_mask, scaling, kwargs), None
+        return attend(module, *wide, mask, scaling, wanted).to(query.dtype)
+    return attend(module, query, key, value, mask, scaling, wanted)
 
 
 def _by_segment(

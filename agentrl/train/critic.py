@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.algo import Batch, Objective
 from agentrl.algo.aggregate import trained_mask
 from agentrl.config import RunConfig
-from agentrl.train import sharding
+from agentrl.train import context, sharding
 from agentrl.train.model import backbone_hidden, decoder_of, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import MicroBatch
@@ -34,9 +34,10 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values (Q,) float32 of a micro-batch's trained tokens, on the critic's device."""
-        hidden = backbone_hidden(self.backbone, micro)
-        hidden = hidden[torch.from_numpy(micro.trained_index).to(hidden.device)]
-        return self.value_head(hidden.float()).squeeze(1)
+        part = context.own_part(micro)
+        hidden = backbone_hidden(self.backbone, part)
+        hidden = hidden[torch.from_numpy(part.trained_index).to(hidden.device)]
+        return context.of_all(micro, self.value_head(hidden.float()).squeeze(1))
 
 
 def make_critic(

@@ -8,7 +8,8 @@ for P parameters of which T learn, N tokens of a micro-batch and a vocabulary of
                    the reference of a KL term, all of it once more for a critic
     gradients      T in float32
     moments        two for each of T: 8 bytes with adamw, 2 with adamw_8bit
-    activations    what autograd keeps of N tokens; of a layer that is computed again only its input
+    activations    what autograd keeps of N tokens, of a rank's slice of them with
+                   train.parallel.context; of a layer that is computed again only its input
     logits         of the chunks of the head, kept and under way, and the gradient of its weight
 
 Not in it: what kernels need for themselves, fragmentation, the context of CUDA (together about a
@@ -53,8 +54,11 @@ class Memory:
         return f"{self.total / 2**30:.2f} GiB ({', '.join(parts)})"
 
 
-def estimate(config: RunConfig, *, device_type: str, num_ranks: int = 1) -> Memory:
+def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = None) -> Memory:
     """What a run takes on each of `num_ranks` devices that share weights, gradients and moments.
+
+    Args:
+        num_ranks: None for as many as `train.parallel` says, one where it says nothing.
 
     Raises:
         OSError, ValueError: the model's configuration cannot be read.
@@ -67,6 +71,8 @@ def estimate(config: RunConfig, *, device_type: str, num_ranks: int = 1) -> Memo
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=getattr(torch, config.model.dtype)
         ).eval()
+    parallel = config.train.parallel
+    num_ranks = num_ranks or (parallel.data or 1) * parallel.context
     return _estimate(model, config, itemsize, device_type, num_ranks)
 
 
@@ -74,7 +80,8 @@ def _estimate(
     model: PreTrainedModel, config: RunConfig, itemsize: int, device_type: str, num_ranks: int
 ) -> Memory:
     text: PretrainedConfig = model.config.get_text_config()
-    tokens = max(config.train.token_budget, config.rollout.max_context_tokens)
+    whole_row = max(config.train.token_budget, config.rollout.max_context_tokens)
+    tokens = -(-whole_row // config.train.parallel.context)  # of it that a rank holds
     parameters = sum(p.numel() for p in model.parameters())
     trained = parameters
     if rank := config.model.lora.rank:
@@ -183,6 +190,12 @@ def remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             "model",
             {"lora": config.model.lora.model_copy(update={"rank": 32})},
             not config.model.lora.rank,
+        ),
+        (
+            "train.parallel.context = 8 on 8 devices",
+            "train",
+            {"parallel": config.train.parallel.model_copy(update={"context": 8})},
+            config.train.parallel.context < 8,
         ),
     ]
     for said, section, update, helps in steps:

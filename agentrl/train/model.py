@@ -35,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 from agentrl.errors import ConfigError
 from agentrl.inference.embedded import plain_attention
 from agentrl.sync.adapter import CONFIG_FILE
+from agentrl.train import context
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME, packed_segments
 from agentrl.train.head import trained_logprobs
 from agentrl.train.lora import base_of, is_adapter, merged
@@ -234,6 +235,12 @@ def require_exact(model: PreTrainedModel) -> None:
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             problem = f"cannot run ({_first_line(error)})"
         if problem is None:
+            if ATTENTION_NAME in problems and (size := context.current().size) > 1:
+                raise ConfigError(
+                    f"train.parallel.context = {size} cannot train {type(model).__name__}: over "
+                    f"ranks that share a row it {problems[ATTENTION_NAME]}; set it to 1, or "
+                    "choose a family whose layers all attend (docs/models.md)"
+                )
             if ATTENTION_NAME in problems:
                 logger.warning(
                     "%s trains one segment at a time, which is slower than packed rows; as one row "
@@ -372,6 +379,7 @@ def backbone_hidden(
     """Hidden states of every packed position after the final norm: (N, hidden_size).
 
     Args:
+        micro: this rank's part of it (`context.own_part`).
         router_logits: gets those of every layer with experts, (tokens, experts) each.
     """
     decoder = decoder_of(model)
@@ -382,7 +390,8 @@ def backbone_hidden(
         outputs = [decoder(input_ids=ids, use_cache=False, **wanted) for ids in segments]
     else:
         position_ids = torch.from_numpy(micro.position_ids)[None].to(model.device)
-        with packed_segments(micro.segment_lengths, micro.branch_ends.tolist()):
+        segments = micro.segment_lengths, micro.branch_ends.tolist(), context.current()
+        with packed_segments(*segments):
             outputs = [
                 decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **wanted)
             ]
@@ -431,6 +440,7 @@ def logprobs_and_routing(
     router_logits: list[torch.Tensor] | None = [] if with_routing else None
     head = _head(model)
     factor, cap = _logit_factor_and_cap(model.config.get_text_config())
+    whole, micro = micro, context.own_part(micro)
     hidden = backbone_hidden(model, micro, router_logits=router_logits)
     kept = None
     if micro.kept is not None:
@@ -446,6 +456,8 @@ def logprobs_and_routing(
         with_entropy=with_entropy,
         kept=kept,
     )
+    logprobs = context.of_all(whole, logprobs)
+    entropy = None if entropy is None else context.of_all(whole, entropy)
     return logprobs, entropy, router_logits or []
 
 

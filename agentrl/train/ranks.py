@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore
 
 from agentrl.config import ParallelSection
 from agentrl.errors import ConfigError
+from agentrl.train import context
 from agentrl.train.watchdog import Watchdog
 from agentrl.types import JSON
 
@@ -57,14 +58,22 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     """Meet the other ranks, if the environment says that there are any.
 
     Raises:
-        ConfigError: `train.parallel.data` is not how many there are.
+        ConfigError: `train.parallel` asks for another number of them.
     """
     global _control, _host, _launch, _watchdog
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if parallel.data not in (None, world_size):
+    if world_size % parallel.context:
         raise ConfigError(
-            f"train.parallel.data = {parallel.data}, and {world_size} ranks were started; leave "
-            f"it out, or start them with torchrun --nproc-per-node {parallel.data}"
+            f"train.parallel.context = {parallel.context}, and {world_size} ranks were started, "
+            f"which is no multiple of it; start them with torchrun --nproc-per-node "
+            f"{parallel.context * (parallel.data or 1)}"
+        )
+    if parallel.data not in (None, world_size // parallel.context):
+        wanted = parallel.data * parallel.context
+        raise ConfigError(
+            f"train.parallel.data = {parallel.data}, and {world_size // parallel.context} ranks "
+            "or groups of them were started; leave it out, or start them with torchrun "
+            f"--nproc-per-node {wanted}"
         )
     if world_size == 1:
         return
@@ -89,6 +98,8 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
         )
     groups: Any = [dist.new_group(backend="gloo", timeout=each) for each in (_FOREVER, deadline)]
     _control, _host = groups
+    if parallel.context > 1:
+        context.join(parallel.context)
 
 
 def leave() -> None:

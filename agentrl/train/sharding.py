@@ -32,8 +32,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from agentrl.train import context, ranks
 from agentrl.train import model as models
-from agentrl.train import ranks
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -47,7 +47,10 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
     if ranks.size() == 1:
         return models.load_model(path, dtype=dtype, device=device)
     if ranks.rank() == 0:
-        model = models.load_model(path, dtype=torch.float32, device="cpu")
+        with context.alone():
+            model = models.load_model(path, dtype=torch.float32, device="cpu")
+        if context.current().size > 1:
+            context.require_position_free(model.config)
         ranks.share(model.config._attn_implementation)
     else:
         model = models.empty_model(path)

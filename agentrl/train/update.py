@@ -7,7 +7,8 @@ over all its tokens, before it is cut into micro-batches: every micro-batch adds
 sum, so neither the gradient nor a metric depends on `train.token_budget`.
 
 With several ranks each has the whole batch, computes all that is known before on it, and its own
-share of the micro-batches; gradients and metrics are sums over all of them.
+share of the micro-batches; gradients and metrics are sums over all of them. Ranks that hold slices
+of the same rows (`agentrl.train.context`) compute the same loss.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from agentrl.algo import (
     value_targets,
 )
 from agentrl.config import TrainSection
-from agentrl.train import ranks
+from agentrl.train import context, ranks
 from agentrl.train.critic import Critic, explained_variance
 from agentrl.train.deal import cost, deal, share_of
 from agentrl.train.lora import without_adapter
@@ -141,6 +142,7 @@ def update_policy(
         place = {row: index for index, row in enumerate(rows)}
         for chosen, weight in plan:
             micro = pack(samples, chosen, share=share)
+            counts = weight and context.current().rank == 0  # of ranks with the same rows, once
             # The whole batch, padded to its longest row, stays where it is: on the host.
             part = step.select([place[row] for row in chosen], micro.max_trained).to(model.device)
             if policy_learns:
@@ -161,14 +163,14 @@ def update_policy(
                     tokens = micro.num_tokens / sum(len(samples[row]) for row in rows)
                     loss = loss + config.router_aux_loss * tokens * aux_loss(model, routed)
                 (weight * loss).backward()
-                if weight:
+                if counts:
                     contributions.append(output.metrics)
                     if signals is not None:
                         signals.take(chosen, part, logprobs, output.kept, number=num_done + 1)
             if critic is not None:
                 output = value_loss(objective, part, trained_matrix(micro, critic.model(micro)))
                 (weight * output.loss).backward()
-                if weight:
+                if counts:
                     contributions.append(output.metrics)
             num_done += 1
             ranks.moved()
@@ -222,7 +224,7 @@ def _everywhere(
         index = torch.from_numpy(micro.rows[micro.row_of]), torch.from_numpy(micro.column_of)
         result = forward(micro).to(values.device)
         ranks.moved()
-        if weight:
+        if weight and context.current().rank == 0:
             values[index] = result
     return ranks.add_up(values)
 
@@ -234,10 +236,11 @@ def _own_share(
     bundled = bundles(samples, rows, token_budget, share=share)
     lengths = [tokens for _, tokens in bundled]
     costs = [cost(tokens, [len(samples[row]) for row in each]) for each, tokens in bundled]
-    rounds = deal(lengths, costs, token_budget, ranks.size())
+    together = context.current().size  # ranks that compute the same rows
+    rounds = deal(lengths, costs, token_budget, ranks.size() // together)
     return [
         (sorted(row for index in chosen for row in bundled[index][0]), weight)
-        for chosen, weight in share_of(ranks.rank(), rounds, costs)
+        for chosen, weight in share_of(ranks.rank() // together, rounds, costs)
     ]
 
 

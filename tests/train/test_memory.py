@@ -148,6 +148,8 @@ def test_parts_by_hand(tmp_path):
     assert narrow.activations < 0.6 * plain.activations
     over = estimate(config_of(tmp_path), device_type="cpu", num_ranks=4)
     assert over.weights == plain.weights // 4 and over.activations == plain.activations
+    sliced = estimate(config_of(tmp_path, "--train.parallel.context", "4"), device_type="cpu")
+    assert sliced.weights == over.weights and sliced.activations == plain.activations // 4
     kl = ("--objective.kl.where", "loss", "--objective.kl.coef", "0.1")
     reference = estimate(config_of(tmp_path, *kl), device_type="cpu")
     assert reference.weights == 8 * parameters
@@ -165,6 +167,7 @@ def test_remedies_make_it_smaller_one_after_another(tmp_path):
         "train.token_budget",
         "train.optimizer",
         "model.lora.rank",
+        "train.parallel.context",
     ]
     assert totals[1:] == sorted(totals[1:], reverse=True)
     assert totals[-1] < totals[0] / 2

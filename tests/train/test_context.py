@@ -1,0 +1,204 @@
+"""Rows that several ranks hold together: slices, heads, and what it comes to on real ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from families import save_tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from test_prefixes import forked_samples, sample_of
+from test_ranks import CASES, config_of, make_samples, relative, run
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.train import context, ranks
+from agentrl.train.context import Context, attend_by_heads, own_part
+from agentrl.train.model import load_model, sample_logprobs, shares_prefixes
+from agentrl.train.plan import KeptIds, pack
+
+
+@pytest.fixture
+def on_rank(monkeypatch):
+    """Be this one of so many ranks, without the others."""
+
+    def be(rank: int, size: int, group: object = "the others") -> None:
+        monkeypatch.setattr(context, "_context", Context(size, rank, group))  # pyright: ignore
+
+    return be
+
+
+@settings(deadline=None, max_examples=40)
+@given(forked_samples(), st.integers(1, 7), st.booleans())
+def test_slices_are_the_row_and_every_trained_token_is_in_one(samples, size, share):
+    micro = pack(samples, range(len(samples)), share=share)
+    counts = np.arange(micro.num_trained) % 3 + 1
+    starts = np.cumsum([0, *counts])
+    micro = pack_with(micro, KeptIds(np.repeat(micro.targets, counts), starts))
+    parts = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(size):
+            patch.setattr(context, "_context", Context(size, rank, "the others"))  # pyright: ignore
+            parts.append(own_part(micro))
+    lengths = {part.num_tokens for part in parts}
+    assert len(lengths) == 1 and 0 <= size * lengths.pop() - micro.num_tokens < size
+    for part in parts:
+        assert part.cu_seqlens[-1] == part.branch_ends[-1] == size * part.num_tokens
+        assert part.num_tokens == 0 or part.trained_index.max(initial=0) < part.num_tokens
+        assert part.kept is not None and len(part.kept.starts) == part.num_trained + 1
+        each = np.split(part.kept.ids, part.kept.starts[1:-1]) if part.num_trained else []
+        assert all((ids == target).all() for ids, target in zip(each, part.targets, strict=True))
+
+    def joined(name: str) -> list:
+        return np.concatenate([getattr(part, name) for part in parts]).tolist()
+
+    assert joined("input_ids")[: micro.num_tokens] == micro.input_ids.tolist()
+    assert joined("position_ids")[: micro.num_tokens] == micro.position_ids.tolist()
+    # Sorted, for shared prefixes have tokens that are predicted at one position.
+    mine = zip(joined("row_of"), joined("column_of"), joined("targets"), strict=True)
+    its = zip(micro.row_of.tolist(), micro.column_of.tolist(), micro.targets.tolist(), strict=True)
+    assert sorted(mine) == sorted(its)
+
+
+def pack_with(micro, kept):
+    return type(micro)(**{name: getattr(micro, name) for name in micro.__slots__} | {"kept": kept})
+
+
+@pytest.mark.parametrize(("num_heads", "num_key_heads", "size"), [(4, 2, 2), (8, 2, 4), (6, 6, 3)])
+def test_heads_by_heads_is_all_at_once(num_heads, num_key_heads, size):
+    torch.manual_seed(0)
+    query = torch.randn(1, num_heads, 9, 5)
+    key, value = torch.randn(1, num_key_heads, 9, 5), torch.randn(1, num_key_heads, 9, 3)
+
+    def attend(query, key, value):
+        every = torch.nn.functional.scaled_dot_product_attention
+        return every(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    found = attend_by_heads(attend, query, key, value, Context(size))
+    torch.testing.assert_close(found, attend(query, key, value))
+
+
+@pytest.mark.parametrize(("num_heads", "num_key_heads", "size"), [(6, 6, 4), (12, 3, 4)])
+def test_heads_that_ranks_cannot_share_are_refused(num_heads, num_key_heads, size):
+    query, key = torch.randn(1, num_heads, 3, 5), torch.randn(1, num_key_heads, 3, 5)
+    with pytest.raises(ValueError, match=f"has {num_heads} heads, {num_key_heads} of keys, for"):
+        attend_by_heads(lambda *_: query, query, key, key, Context(size))
+
+
+def packed_rows():
+    """Three rows, two of which begin alike."""
+    rng = np.random.default_rng(1)
+    one, other = rng.integers(3, 120, 40), rng.integers(3, 120, 13)
+    rows = [one, np.concatenate([one[:25], other]), other]
+    return pack([sample_of(ids, np.arange(len(ids)) % 3 == 1) for ids in rows], range(3))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_families_whose_layers_all_attend_go_over_ranks(family, tmp_path, on_rank):
+    """Rank 0 tries it alone, before any rank loads its shard."""
+    path = save_tiny_model(tmp_path, family)
+    before = load_model(path, dtype=torch.float32, device="cpu")
+    on_rank(0, 4)
+    with context.alone():
+        model = load_model(path, dtype=torch.float32, device="cpu")
+        assert shares_prefixes(model) == shares_prefixes(before)
+        found, _ = sample_logprobs(model, packed_rows(), temperature=1.0)
+    on_rank(0, 1, None)
+    expected, _ = sample_logprobs(before, packed_rows(), temperature=1.0)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "falcon_mamba"])
+def test_families_that_do_not_are_refused_by_name(family, tmp_path, on_rank):
+    path = save_tiny_model(tmp_path, family)
+    load_model(path, dtype=torch.float32, device="cpu")
+    on_rank(0, 2)
+    with (
+        context.alone(),
+        pytest.raises(ConfigError, match=r"context = 2 cannot train .+ForCausalLM: over"),
+    ):
+        load_model(path, dtype=torch.float32, device="cpu")
+
+
+def test_angles_of_the_whole_row_are_refused(tmp_path, on_rank):
+    model = load_model(save_tiny_model(tmp_path, "llama"), dtype=torch.float32, device="cpu")
+    on_rank(0, 2)
+    context.require_position_free(model.config)
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ConfigError, match="rope_type 'dynamic'"):
+        context.require_position_free(model.config)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "started", "said"),
+    [
+        ({"context": 4}, 2, "no multiple of it; start them with torchrun --nproc-per-node 4"),
+        ({"context": 2, "data": 3}, 4, "2 ranks or groups .* --nproc-per-node 6"),
+    ],
+)
+def test_another_number_of_ranks_is_refused(parallel, started, said, monkeypatch):
+    config = RunConfig.model_validate({"model": {"path": "m"}, "train": {"parallel": parallel}})
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    with pytest.raises(ConfigError, match=said):
+        ranks.join(torch.device("cpu"), config.train.parallel)
+
+
+def test_a_balance_of_experts_needs_whole_rows():
+    with pytest.raises(ValueError, match="router_aux_loss balances whole rows"):
+        RunConfig.model_validate(
+            {
+                "model": {"path": "m"},
+                "train": {"router_aux_loss": 0.1, "parallel": {"context": 2}},
+            }
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rows_on_several_ranks_learn_what_they_do_on_one(tmp_path):
+    """Loss and every gradient, over budgets, sharing, checkpointing and ways to split 4 ranks; four
+    ranks have fewer heads of keys than ranks."""
+    objectives = ["grpo", "ppo with critic", "gspo", "kl with reference"]
+    samples = make_samples(tmp_path / "samples")
+    rng = np.random.default_rng(5)
+
+    def case(name: str, folder: str, train: dict, checkpointing: bool) -> dict:
+        config = config_of(CASES[name])
+        config["train"] = config["train"] | train
+        config["model"] = config["model"] | {"gradient_checkpointing": checkpointing}
+        return {"config": config, "samples": samples, "out": str(tmp_path / folder / name)}
+
+    run(tmp_path, 1, [case(name, "1", {"token_budget": 4096}, False) for name in objectives])
+    for num_ranks, size in ((2, 2), (4, 2), (4, 4)):
+        drawn = [
+            {
+                "token_budget": int(rng.integers(40, 1500)),
+                "share_prefixes": bool(rng.random() < 0.7),
+                "parallel": {"context": size},
+            }
+            for _ in objectives
+        ]
+        folder = f"{num_ranks}-{size}"
+        cases = [
+            case(name, folder, train, bool(rng.random() < 0.5))
+            for name, train in zip(objectives, drawn, strict=True)
+        ]
+        run(tmp_path, num_ranks, cases)
+        for name, train in zip(objectives, drawn, strict=True):
+            expected, found = (
+                load_file(tmp_path / each / name / "tensors.safetensors") for each in ("1", folder)
+            )
+            kinds = {"/".join(key.split("/")[:2]) + "/" for key in expected}
+            differences = {kind: relative(found, expected, kind) for kind in sorted(kinds)}
+            print(f"{name}, {num_ranks} ranks in groups of {size}, {train}: {differences}")
+            first = [value for kind, value in differences.items() if "/0/" in kind]
+            assert max(first) <= 1e-6 and max(differences.values()) < 1e-5
+            one, several = (
+                json.loads((tmp_path / each / name / "metrics.json").read_text())
+                for each in ("1", folder)
+            )
+            assert several[0].keys() == one[0].keys()
+            for key, value in one[0].items():
+                assert several[0][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
