@@ -92,6 +92,7 @@ test-browser: $(VENV)/.dev
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.agents
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s tests/agents
+	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
 
 ## make types        pyright on the library
 types: $(VENV)/.dev

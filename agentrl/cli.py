@@ -65,9 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_examples(commands)
     from agentrl.algo.cli import add_algo_commands
+    from agentrl.data import add_data_commands
     from agentrl.env.cli import add_env_commands
 
     add_env_commands(commands)
+    add_data_commands(commands)
     add_algo_commands(commands)
     # Environments bring commands of their own; agentrl names none of them.
     for entry_point in sorted(entry_points(group="agentrl.commands"), key=lambda each: each.name):

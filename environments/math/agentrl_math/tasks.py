@@ -5,7 +5,6 @@ A task set answers `splits()` and `get(split, index)`; the same arguments give t
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 import zlib
@@ -16,13 +15,14 @@ from typing import Any, Protocol
 
 import orjson
 
+from agentrl.env.hub import DATA_SETS, load_hub
 from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Task
 from agentrl_rewards.math import MAX_REFERENCE_CHARS, extract_answer
 
 SAMPLE_FILE = Path(__file__).with_name("sample.jsonl")
-DEFAULT_SUBSETS = {"openai/gsm8k": "main"}
+DEFAULT_SUBSETS = {each.hub: each.subset for each in DATA_SETS.values()}
 
 
 class TaskSet(Protocol):
@@ -159,22 +159,7 @@ def _read_file(path: Path, split: str, keys: Keys, first_index: int = 0) -> list
 
 
 def _read_hub(name: str, subset: str | None, keys: Keys) -> Rows:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ConfigError(
-            "Hugging Face datasets need datasets: pip install 'agentrl[train]'"
-        ) from error
-    try:
-        loaded = datasets.load_dataset(name, subset)
-    # Offline, missing, gated, and "pick a configuration" all arrive as one of these two.
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(
-            f"Hugging Face dataset {name} can't be loaded ({reason}). Without a network, download "
-            "it elsewhere and set source to the folder of its JSONL or parquet files; if it has "
-            "several configurations, set subset"
-        ) from error
+    loaded = load_hub(name, subset)
     tasks = {}
     for split, rows in loaded.items():
         where = f"Hugging Face dataset {name}, split {split}"

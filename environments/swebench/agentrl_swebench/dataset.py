@@ -17,24 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.env.hub import DATA_SETS, load_hub
 from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl_swebench.adapters import adapter_of
 
-ALIASES = {
-    "full": "SWE-bench/SWE-bench",
-    "lite": "SWE-bench/SWE-bench_Lite",
-    "verified": "SWE-bench/SWE-bench_Verified",
-    "multilingual": "SWE-bench/SWE-bench_Multilingual",
-    "multimodal": "SWE-bench/SWE-bench_Multimodal",
-    "swe-gym": "SWE-Gym/SWE-Gym",
-    "swe-gym-lite": "SWE-Gym/SWE-Gym-Lite",
-    "swe-rebench": "nebius/SWE-rebench",
-    "swe-rebench-v2": "nebius/SWE-rebench-V2",
-    "swe-smith": "SWE-bench/SWE-smith",
-    "r2e-gym": "R2E-Gym/R2E-Gym-Subset",
+_KNOWN = {
+    name.removeprefix("swe-bench-"): each
+    for name, each in DATA_SETS.items()
+    if each.environment == "swebench"
 }
-_TRAIN_ONLY = ("swe-gym", "swe-gym-lite", "swe-rebench-v2", "swe-smith", "r2e-gym")
+ALIASES = {name: each.hub for name, each in _KNOWN.items()}
+_TRAIN_ONLY = tuple(name for name, each in _KNOWN.items() if "test" not in each.splits.values())
 """Datasets whose only split is `train`."""
 
 NEW_COLUMNS = ("image", "eval_script", "log_parser", "eval_type")
@@ -235,20 +229,15 @@ def _json_list(path: Path, what: str) -> list[dict[str, Any]]:
 
 def _hugging_face(name: str, split: str) -> Any:
     try:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetNotFoundError
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} is no file, and a Hugging Face dataset needs: pip install 'agentrl[swebench]'"
-        ) from error
-    try:
-        return load_dataset(name, split=split)
-    except (OSError, ValueError, DatasetNotFoundError) as error:
-        reason = " ".join(str(error).split())[:300]
+        splits = load_hub(name)
+    except DataError as error:
         raise DataError(
-            f"dataset {name} [{split}] can't be loaded ({reason}): give a .jsonl or .parquet file, "
-            f"one of {', '.join(ALIASES)}, or a Hugging Face name"
+            f"{error}. A source is a .jsonl or .parquet file, one of {', '.join(ALIASES)}, or a "
+            "Hugging Face name"
         ) from error
+    if split not in splits:
+        raise DataError(f"dataset {name} has no split {split}; it has: {', '.join(splits)}")
+    return splits[split]
 
 
 def convert_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

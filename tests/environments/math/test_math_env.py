@@ -184,6 +184,7 @@ def test_a_hugging_face_name_is_loaded_with_datasets(monkeypatch):
 
     fake = types.ModuleType("datasets")
     fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    fake.config = types.SimpleNamespace(HF_HUB_OFFLINE=True)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert source_of(source="openai/gsm8k").splits() == {"train": 2, "test": 1}
     assert source_of(source="owner/other", subset="hard").get("test", 0).reference == "2"
@@ -202,8 +203,8 @@ def test_a_hugging_face_name_without_a_network_says_what_to_do():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
-    assert "openai/gsm8k can't be loaded" in done.stdout
-    assert "set source to the folder" in done.stdout
+    assert "openai/gsm8k is not on this machine" in done.stdout
+    assert "name the folder DIR instead" in done.stdout
 
 
 def test_prompts_may_be_chat_messages(tmp_path):

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from agentrl.config import RunConfig
 from agentrl.rollout import read_trajectories
 from agentrl.tracking import read_metrics
 
@@ -43,4 +45,33 @@ def test_the_example_trains_for_three_steps(fixture_dir, engine, tmp_path):
     }
     for each in trajectories:
         assert each.info["outcome"] == "empty" and each.error is None
+    assert not engine.api.containers(all=True, filters={"label": "agentrl.role=agent"})
+
+
+def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):
+    """Its own keys but for model, data, engine, ranks and size."""
+    run = tomllib.loads((ROOT / "examples" / "recipes" / "swe.toml").read_text())
+    data = str(fixture_dir / "dataset.jsonl")
+    run["run"] |= {"num_steps": 2, "dir": str(tmp_path / "run")}
+    run["model"]["path"] = str(ROOT / "examples" / "quickstart" / "model")
+    run["env"]["config"] |= {"source": {"train": data, "test": data}, "max_turns": 2}
+    run["env"]["config"] |= {"memory_mb": 1024, "min_free_gb": 2}
+    run["inference"] = {"backend": "embedded"}
+    run["rollout"] |= {"groups_per_step": 2, "group_size": 2, "max_turns": 2, "max_waves": 1}
+    run["rollout"] |= {"max_turn_tokens": 32, "max_context_tokens": 6144, "max_staleness": 0}
+    run["rollout"]["drop_zero_variance"] = False  # this model solves nothing
+    del run["train"]["parallel"]
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RunConfig.model_validate(run).to_toml())
+    code = "import sys, agentrl_swebench.env; from agentrl.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(run_file)],
+        env=os.environ | {"AGENTRL_STATE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    metrics = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert all(row["rollout/error_fraction"] == 0.0 for row in metrics)
     assert not engine.api.containers(all=True, filters={"label": "agentrl.role=agent"})
