@@ -49,7 +49,7 @@ def play(arm: Arm, seed: int, out: Path, trl: str) -> bool:
                 text=True,
             )
             if done.returncode:
-                print(f"{arm.name}, seed {seed} FAILED:\n{done.stdout[-3000:]}", file=sys.stderr)
+                print(f"{arm.name}, seed {seed} FAILED:\n{done.stdout[-1500:]}", file=sys.stderr)
                 return False
     unfinished.rename(out)
     return True
@@ -70,7 +70,7 @@ def collect(folder: Path) -> dict[str, dict[str, dict]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated; '' runs none")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="comma-separated")
     parser.add_argument(
         "--trl",
@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning")
     parser.add_argument("--write-docs", action="store_true", help="results, tables and curves")
     args = parser.parse_args()
-    rows = args.rows.split(",")
+    rows = [name for name in args.rows.split(",") if name]
     if unknown := [name for name in rows if name not in ROWS]:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
     seeds = [int(seed) for seed in args.seeds.split(",")]

@@ -24,6 +24,8 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 def digest(result: Mapping[str, Any]) -> dict[str, Any]:
     """What the report needs of one run, short."""
+    if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
+        return dict(result)
     kept: dict[str, Any] = {
         key: [None if value is None else float(f"{value:.6g}") for value in values]
         for key, values in result.items()
@@ -77,6 +79,7 @@ def to_goal(arm: str, results: Results) -> str:
 
 
 def cpu(arm: str, results: Results) -> np.ndarray:
+    """Seconds per step of each seed. What else the machine does adds to them: the least counts."""
     return np.asarray([run["cpu_s_per_step"] for run in results[arm].values()])
 
 
@@ -90,17 +93,10 @@ def trl_table(row: Row, results: Results) -> str:
         cells += [spread(smoothed[arm.name][:, step - 1]) for arm in arms]
         lines.append(cells)
     lines.append([f"samples to {GOAL}", *(to_goal(arm.name, results) for arm in arms)])
-    seconds = {arm.name: cpu(arm.name, results) for arm in arms}
-    lines.append(["CPU s per step", *(spread(seconds[arm.name]) for arm in arms)])
-    lines.append(
-        [
-            "of agentrl's",
-            *(
-                "1" if arm.name == "agentrl" else spread(seconds[arm.name] / seconds["agentrl"], 2)
-                for arm in arms
-            ),
-        ]
-    )
+    seconds = {arm.name: cpu(arm.name, results).min() for arm in arms}
+    lines.append(["CPU s per step", *(f"{seconds[arm.name]:.3f}" for arm in arms)])
+    ratios = [seconds[arm.name] / seconds["agentrl"] for arm in arms]
+    lines.append(["times agentrl's", *(f"{ratio:.2f}" for ratio in ratios)])
     return table(["step (samples)", *(arm.about for arm in arms)], lines)
 
 
@@ -124,6 +120,40 @@ def replay_table(row: Row, results: Results) -> str:
     return table(head, lines)
 
 
+VARIANTS = {
+    "packed": "agentrl, packed rows",
+    "shared": "agentrl, shared prefixes too (the default)",
+    "trl": "TRL's AsyncGRPOTrainer, shared prefixes",
+    "padded": "transformers, padded",
+    "padded_sorted": "transformers, padded after sorting by length",
+}
+
+
+def packing_table(row: Row, results: Results) -> str:
+    lines = []
+    for arm in present(row, results):
+        (batches,) = results[arm.name].values()
+        for batch, figures in batches.items():
+            prompts = batch.partition("prompts=")[2]
+            for variant in [name for name in VARIANTS if name in figures]:
+                one = figures[variant]
+                seconds = min(one["seconds"])
+                ratio = seconds / min(figures["shared"]["seconds"])
+                lines.append(
+                    [
+                        "24 to 160" if prompts == "0" else f"about {prompts}",
+                        VARIANTS[variant],
+                        f"{one['num_tokens']:,}",
+                        f"{seconds:.2f}",
+                        f"{ratio:.2f}",
+                        f"{one['memory_mib']:,.0f}",
+                        f"{one['gradient_difference']:.1e}",
+                    ]
+                )
+    head = ["prompt tokens", "", "tokens computed", "CPU s", "of shared", "MiB", "gradient"]
+    return table(head, lines)
+
+
 def curve_table(row: Row, results: Results) -> str:
     lines = []
     for arm in present(row, results):
@@ -137,7 +167,7 @@ def curve_table(row: Row, results: Results) -> str:
             spread(first),
             spread(last),
             to_goal(arm.name, results),
-            spread(cpu(arm.name, results), 2),
+            f"{cpu(arm.name, results).min():.2f}",
         ]
         if explained[0] is not None:
             known = [v for run in explained for v in run[-WINDOW:] if v is not None]
@@ -151,7 +181,11 @@ def present(row: Row, results: Results) -> list[Arm]:
     return [arm for arm in row.arms if arm.name in results]
 
 
-TABLES: dict[str, Callable[[Row, Results], str]] = {"trl": trl_table, "replay": replay_table}
+TABLES: dict[str, Callable[[Row, Results], str]] = {
+    "trl": trl_table,
+    "replay": replay_table,
+    "packing": packing_table,
+}
 
 
 def tables(results: Results) -> dict[str, str]:
@@ -173,7 +207,7 @@ def pages(results: Results) -> dict[Path, str]:
         text = re.sub(marked, lambda found, made=made: found[1] + made + found[2], text, flags=re.S)
     made = {DOCS / "learning.md": text}
     for name, row in ROWS.items():
-        if present(row, results) and name != "replay":
+        if present(row, results) and name not in ("replay", "packing"):
             made[RESULTS.parent / f"{name}.svg"] = chart(row, results)
     return made
 

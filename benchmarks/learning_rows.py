@@ -136,8 +136,17 @@ def preset_arm(name: str, text: str) -> Arm:
 
 def turns_arm(name: str, text: str, about: str) -> Arm:
     make = [sys.executable, str(HERE / "learning_turns.py"), "{models}/six-turns"]
-    given = settings(text + " model.path={models}/six-turns env.config.seed={seed}")
+    given = settings(
+        f"{text} env.id={HERE}/learning_turns.py:SixTurns model.path={{models}}/six-turns "
+        "env.config.seed={seed}"
+    )
     return Arm(name, [make, run(*given, run_file=HERE / "learning_turns.toml")], about=about)
+
+
+def packing_arm(name: str, prompts: str) -> Arm:
+    script = str(HERE / "train_step.py")
+    command = [sys.executable, script, "--vocab", "4096", "--prompts", prompts, "--repeat", "2"]
+    return Arm(name, [[*command, "--trl", "{trl}", "--json", "{out}"]], seeds=(1,))
 
 
 CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
@@ -170,6 +179,10 @@ ROWS: dict[str, Row] = {
             ),
             one("ppo-lambda", CRITIC + " objective.credit.lam=0.95", "`ppo`, lambda 0.95"),
         ],
+    ),
+    "packing": Row(
+        "Long multi-turn rows: packed and shared against padded",
+        [packing_arm("packing", "0"), packing_arm("packing-190", "190")],
     ),
     "presets": Row("Every preset", [preset_arm(*each) for each in PRESETS.items()]),
     "reuse": Row(
