@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
 NUM_STEPS = 60
+SHORTER = 40
 SEEDS = (1, 2, 3)
 
 
@@ -60,8 +61,8 @@ def settings(text: str) -> list[str]:
     return [part for pair in text.split() for part in ("--" + pair.replace("=", " ", 1)).split(" ")]
 
 
-def one(name: str, text: str = "", about: str = "", steps: int = NUM_STEPS) -> Arm:
-    return Arm(name, [quickstart(*settings(text), steps=steps)], about=about)
+def one(name: str, text: str = "", about: str = "") -> Arm:
+    return Arm(name, [quickstart(*settings(text), steps=SHORTER)], about=about)
 
 
 # Both sides alike: Hugging Face's warm-up begins at 0, agentrl's above it; the eps is TRL's.
@@ -93,45 +94,6 @@ def replay_arm(preset: str, epochs: int, steps: int = LOCKED_STEPS) -> Arm:
 
 
 GRPO = one("grpo", about="`grpo`, the quickstart as it is")
-PRESET_STEPS = 40
-PRESETS = {
-    "grpo": "",
-    "dr_grpo": "objective.aggregate.max_tokens=72",
-    "ssr_grpo": "objective.aggregate.max_tokens=72",
-    "dapo": "rollout.drop_zero_variance=true rollout.max_waves=4",
-    "gspo": "",
-    "rloo": "",
-    "ppo": "critic.learning_rate=1e-3",
-    # Lambda is 1 - 1 / (alpha n): VAPO's 0.05 is made for thousands of tokens.
-    "vapo": "critic.learning_rate=1e-3 objective.credit.length_alpha=1.0",
-    "reinforce_pp": "",
-    "reinforce_pp_baseline": "",
-    "lite_ppo": "",
-    "sapo": "",
-    "cispo": "",
-    "m2po": "",
-    "opd": "",
-    "search_r1": "",
-    "areal": "",
-    "slime": "",
-    "trl": "",
-}
-"""With what each needs besides its name."""
-
-
-def preset_arm(name: str, text: str) -> Arm:
-    commands = [
-        quickstart(f"--objective.preset={name}", *settings(text), steps=PRESET_STEPS),
-    ]
-    if name == "opd":
-        teacher = quickstart(folder="teacher")
-        checkpoint = f"{{work}}/teacher/checkpoints/step_{NUM_STEPS:06d}"
-        commands = [teacher, [*commands[0], "--teacher.path", checkpoint]]
-        text = f"teacher.path=(the quickstart's model after {NUM_STEPS} steps)"
-    about = ", ".join(f"`{pair.replace('=', ' = ')}`" for pair in text.split(" ")) if text else ""
-    if name == "opd":
-        about = f"teacher: the quickstart's model after {NUM_STEPS} steps"
-    return Arm(f"preset-{name}", commands, about=about)
 
 
 def turns_arm(name: str, text: str, about: str) -> Arm:
@@ -140,7 +102,9 @@ def turns_arm(name: str, text: str, about: str) -> Arm:
         f"{text} env.id={HERE}/learning_turns.py:SixTurns model.path={{models}}/six-turns "
         "env.config.seed={seed}"
     )
-    return Arm(name, [make, run(*given, run_file=HERE / "learning_turns.toml")], about=about)
+    return Arm(
+        name, [make, run(*given, run_file=HERE / "learning_turns.toml", steps=SHORTER)], about=about
+    )
 
 
 def packing_arm(name: str, prompts: str) -> Arm:
@@ -184,7 +148,6 @@ ROWS: dict[str, Row] = {
         "Long multi-turn rows: packed and shared against padded",
         [packing_arm("packing", "0"), packing_arm("packing-190", "190")],
     ),
-    "presets": Row("Every preset", [preset_arm(*each) for each in PRESETS.items()]),
     "reuse": Row(
         "Epochs and mini-batches",
         [
@@ -209,22 +172,7 @@ ROWS: dict[str, Row] = {
             turns_arm(
                 "turns-gigpo", "objective.credit.kind=gigpo", "turn credit (`credit.kind = gigpo`)"
             ),
-            turns_arm(
-                "turns-gigpo-only",
-                "objective.credit.kind=gigpo objective.credit.episode_weight=0",
-                "turn credit alone (`credit.episode_weight = 0`)",
-            ),
             turns_arm("turns-ppo", f"{CRITIC} objective.credit.lam=0.95", "`ppo`, lambda 0.95"),
-            turns_arm(
-                "turns-group-32",
-                "rollout.groups_per_step=2 rollout.group_size=32",
-                "outcome credit, 2 tasks of 32",
-            ),
-            turns_arm(
-                "turns-untold",
-                "env.config.tells=nothing objective.credit.kind=gigpo",
-                "turn credit, the score not shown",
-            ),
             turns_arm(
                 "turns-paid",
                 "env.config.pays=turn objective.credit.kind=turn objective.baseline.key=group_turn",

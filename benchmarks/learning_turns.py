@@ -3,8 +3,9 @@
     python learning_turns.py DIR        writes the model to DIR, unless it is there
 
 Every turn shows a digit, to which one other digit is the right answer. The reward is 1 where all
-six were right. The model knows the answers and gives another in one turn of three, so it starts
-at about (2/3)^6 = 0.09: a trajectory that fails was right in four turns of six.
+six were right. To even digits the model gives it in 94 turns of 100, to odd ones in 40; its other
+answer is always the same, so there the wrong one is the likelier. It starts at about 0.67^6 = 0.09,
+and a trajectory that fails was right in four turns of six.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+RIGHT = (0.94, 0.40)
+"""How often the model is right at first, on even and on odd digits."""
 
 
 def answer_to(shown: int) -> int:
@@ -72,8 +77,8 @@ def make_dialogue(rng: random.Random) -> dict:
     for _ in range(NUM_TURNS):
         shown = rng.randrange(NUM_DIGITS)
         said = answer_to(shown)
-        if rng.random() < 1 / 3:
-            said = (said + rng.randrange(1, NUM_DIGITS)) % NUM_DIGITS
+        if rng.random() >= RIGHT[shown % 2]:
+            said = (said + 1) % NUM_DIGITS
         score = f"{num_right} " if tells else ""
         messages.append({"role": "user", "content": f"{score}{shown}"})
         messages.append({"role": "assistant", "content": str(said)})
