@@ -24,12 +24,14 @@ JOBS ?= 3
 LONG_JOBS ?= 2
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
+# Benchmarks with a target or an environment of their own.
+APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/learning*.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
 # Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
 AGAIN = echo "=== once more, those that failed:"
 
-.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents vllm types docs benchmarks model clean help
+.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents vllm types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -105,7 +107,11 @@ docs: $(DOCS_VENV)/.docs
 
 ## make benchmarks   every performance claim, printed as a ratio
 benchmarks: $(VENV)/.dev
-	for file in $(filter-out benchmarks/gpu.py benchmarks/train_step_trl.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	for file in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+## make learning     what it learns, beside TRL too: docs/learning.md made again; hours, resumable
+learning: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
+	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python --write-docs
 
 ## make model        make the quickstart's model again from nothing
 model: $(VENV)/.train

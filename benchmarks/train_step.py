@@ -1,7 +1,7 @@
 """CPU seconds and memory of one optimisation step: agentrl against what else one could run.
 
     python benchmarks/train_step.py [--quick] [--vocab 4096,32768] [--prompts 0,190,980]
-                                    [--repeat 3] [--trl .venv-adapters/bin/python]
+                                    [--repeat 3] [--trl .venv-adapters/bin/python] [--json FILE]
 
 One step is forward, backward, clipping to norm 1 and AdamW over one fixed batch: groups of 8
 multi-turn trajectories with heavy-tailed lengths (48-1500 tokens), about 46% of the tokens
@@ -234,8 +234,8 @@ def run_variant(args: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
-def compare(vocab_size: int, prompt_tokens: int, args: argparse.Namespace) -> None:
-    """Run all variants on one batch and print a line for each."""
+def compare(vocab_size: int, prompt_tokens: int, args: argparse.Namespace) -> dict[str, dict]:
+    """Run all variants on one batch and print a line for each; returns its figures."""
     num_groups, max_length = (8, 1500) if vocab_size <= 8192 else (2, 700)
     if args.quick:
         num_groups, max_length = max(1, num_groups // 4), 700
@@ -281,6 +281,7 @@ def compare(vocab_size: int, prompt_tokens: int, args: argparse.Namespace) -> No
                 np.abs(gradient - gradients["packed"][name]).max() / np.abs(gradient).max()
                 for name, gradient in gradients[variant].items()
             )
+            results[variant]["gradient_difference"] = float(difference)
             print(
                 f"{variant:14} {results[variant]['num_tokens']:7} {best:7.2f} "
                 f"{best / reference:9.2f} {results[variant]['memory_mib']:6.0f} "
@@ -291,6 +292,7 @@ def compare(vocab_size: int, prompt_tokens: int, args: argparse.Namespace) -> No
     saved = packed["num_tokens"] / shared["num_tokens"]
     faster = min(packed["seconds"]) / min(shared["seconds"])
     print(f"tokens saved {saved:.2f}x, time {faster:.2f}x: {faster / saved:.0%} of it")
+    return results
 
 
 def main() -> None:
@@ -303,6 +305,7 @@ def main() -> None:
         "--prompts", default="0,190,980", help="tokens of prompts, comma-separated; 0: 24 to 160"
     )
     parser.add_argument("--trl", metavar="PYTHON", help="of an environment with TRL 1.16")
+    parser.add_argument("--json", type=Path, help="write the figures of each batch here, too")
     for name in ("--variant", "--output"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     for name in ("--vocab-size", "--num-groups", "--max-length", "--prompt-tokens"):
@@ -312,9 +315,13 @@ def main() -> None:
         run_variant(args)
         return
     vocab_sizes = [int(size) for size in args.vocab.split(",")]
+    figures = {}
     for number, vocab_size in enumerate(vocab_sizes):
         for prompt_tokens in args.prompts.split(",") if number == 0 else ["0"]:
-            compare(vocab_size, int(prompt_tokens), args)
+            batch = f"V={vocab_size}, prompts={prompt_tokens}"
+            figures[batch] = compare(vocab_size, int(prompt_tokens), args)
+    if args.json:
+        args.json.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,267 @@
+"""Tables and curves of docs/learning.md, made of the results of `learning.py` and nothing else."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from learning_rows import ROOT, ROWS, Arm, Row
+
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "learning" / "results.json"
+SAMPLES_PER_STEP = 64
+WINDOW = 5
+"""A reward is the mean of so many steps, of 64 samples each."""
+GOAL = 0.8
+
+Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Arm -> seed -> what its run left."""
+
+
+def digest(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the report needs of one run, short."""
+    if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
+        return dict(result)
+    kept: dict[str, Any] = {
+        key: [None if value is None else float(f"{value:.6g}") for value in values]
+        for key, values in result.items()
+        if key not in ("cpu_s", "wall_s") and isinstance(values, list)
+    }
+    if "cpu_s" in result:  # the first steps hold what is done once
+        stamps = result["cpu_s"]
+        kept["cpu_s_per_step"] = round((stamps[-1] - stamps[4]) / (len(stamps) - 5), 4)
+    return kept
+
+
+def curves(arm: str, results: Results) -> np.ndarray:
+    """(seeds, steps) of the reward; of episodes that were solved, where a run counts those."""
+    runs = results[arm].values()
+    return np.asarray([run.get("env/solved", run.get("reward")) for run in runs], float)
+
+
+def smooth(curve: np.ndarray) -> np.ndarray:
+    """Mean of the last `WINDOW` steps, fewer at the beginning."""
+    summed = np.cumsum(np.insert(curve, 0, 0, axis=-1), axis=-1)
+    steps = np.arange(1, curve.shape[-1] + 1)
+    first = np.maximum(steps - WINDOW, 0)
+    return (summed[..., steps] - summed[..., first]) / (steps - first)
+
+
+def samples_to_goal(curve: np.ndarray) -> float:
+    """Of one seed: samples after which the smoothed reward is `GOAL`; nan where it never is."""
+    reached = np.flatnonzero(smooth(curve) >= GOAL)
+    return float("nan") if not len(reached) else float(reached[0] + 1) * SAMPLES_PER_STEP
+
+
+def spread(values: np.ndarray, digits: int = 3) -> str:
+    """Mean over the seeds and standard deviation (divided by n - 1)."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f}"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def to_goal(arm: str, results: Results) -> str:
+    samples = np.asarray([samples_to_goal(curve) for curve in curves(arm, results)])
+    if np.isnan(samples).all():
+        return "-"
+    reached = samples[~np.isnan(samples)]
+    missing = f" ({len(samples) - len(reached)} never)" if len(reached) < len(samples) else ""
+    return f"{reached.mean():,.0f}{missing}"
+
+
+def cpu(arm: str, results: Results) -> np.ndarray:
+    """Seconds per step of each seed. What else the machine does adds to them: the least counts."""
+    return np.asarray([run["cpu_s_per_step"] for run in results[arm].values()])
+
+
+def trl_table(row: Row, results: Results) -> str:
+    arms = present(row, results)
+    smoothed = {arm.name: smooth(curves(arm.name, results)) for arm in arms}
+    ours = smoothed["agentrl"]
+    lines = []
+    for step in range(10, ours.shape[1] + 1, 10):
+        cells = [f"{step} ({step * SAMPLES_PER_STEP:,})"]
+        cells += [spread(smoothed[arm.name][:, step - 1]) for arm in arms]
+        lines.append(cells)
+    lines.append([f"samples to {GOAL}", *(to_goal(arm.name, results) for arm in arms)])
+    seconds = {arm.name: cpu(arm.name, results).min() for arm in arms}
+    lines.append(["CPU s per step", *(f"{seconds[arm.name]:.3f}" for arm in arms)])
+    ratios = [seconds[arm.name] / seconds["agentrl"] for arm in arms]
+    lines.append(["times agentrl's", *(f"{ratio:.2f}" for ratio in ratios)])
+    return table(["step (samples)", *(arm.about for arm in arms)], lines)
+
+
+def replay_table(row: Row, results: Results) -> str:
+    lines = []
+    for arm in present(row, results):
+        (run,) = results[arm.name].values()
+        theirs, ours = np.asarray(run["grad_norm"]), np.asarray(run["grad_norm_agentrl"])
+        apart = np.asarray(run["update_difference"])
+        lines.append(
+            [
+                arm.about,
+                str(len(apart)),
+                f"{(np.abs(theirs - ours) / ours).max():.1e}",
+                f"{apart[0]:.1e}",
+                f"{apart.max():.1e}",
+                f"{np.mean(run['clipped']):.1%}",
+            ]
+        )
+    head = ["", "steps", "gradient norm", "first update", "largest of all", "clipped tokens"]
+    return table(head, lines)
+
+
+VARIANTS = {
+    "packed": "agentrl, packed rows",
+    "shared": "agentrl, shared prefixes too (the default)",
+    "trl": "TRL's AsyncGRPOTrainer, shared prefixes",
+    "padded": "transformers, padded",
+    "padded_sorted": "transformers, padded after sorting by length",
+}
+
+
+def packing_table(row: Row, results: Results) -> str:
+    lines = []
+    for arm in present(row, results):
+        (batches,) = results[arm.name].values()
+        for batch, figures in batches.items():
+            prompts = batch.partition("prompts=")[2]
+            for variant in [name for name in VARIANTS if name in figures]:
+                one = figures[variant]
+                seconds = min(one["seconds"])
+                ratio = seconds / min(figures["shared"]["seconds"])
+                lines.append(
+                    [
+                        "24 to 160" if prompts == "0" else f"about {prompts}",
+                        VARIANTS[variant],
+                        f"{one['num_tokens']:,}",
+                        f"{seconds:.2f}",
+                        f"{ratio:.2f}",
+                        f"{one['memory_mib']:,.0f}",
+                        f"{one['gradient_difference']:.1e}",
+                    ]
+                )
+    head = ["prompt tokens", "", "tokens computed", "CPU s", "of shared", "MiB", "gradient"]
+    return table(head, lines)
+
+
+def curve_table(row: Row, results: Results) -> str:
+    lines = []
+    for arm in present(row, results):
+        values = curves(arm.name, results)
+        first, last = values[:, :WINDOW].mean(1), values[:, -WINDOW:].mean(1)
+        explained = [run.get("critic/explained_variance") for run in results[arm.name].values()]
+        cells = [
+            arm.about or f"`{arm.name}`",
+            str(len(values)),
+            str(values.shape[1]),
+            spread(first),
+            spread(last),
+            to_goal(arm.name, results),
+            f"{cpu(arm.name, results).min():.2f}",
+        ]
+        if explained[0] is not None:
+            known = [v for run in explained for v in run[-WINDOW:] if v is not None]
+            cells[0] += f" (explained variance of the critic {np.mean(known):.2f})"
+        lines.append(cells)
+    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {GOAL}"]
+    return table([*head, "CPU s per step"], lines)
+
+
+def present(row: Row, results: Results) -> list[Arm]:
+    return [arm for arm in row.arms if arm.name in results]
+
+
+TABLES: dict[str, Callable[[Row, Results], str]] = {
+    "trl": trl_table,
+    "replay": replay_table,
+    "packing": packing_table,
+}
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Row -> its table, of the rows of which something was run."""
+    return {
+        name: TABLES.get(name, curve_table)(row, results)
+        for name, row in ROWS.items()
+        if present(row, results)
+    }
+
+
+def pages(results: Results) -> dict[Path, str]:
+    """What the results make of each file: docs/learning.md and its curves."""
+    text = (DOCS / "learning.md").read_text()
+    for name, made in tables(results).items():
+        marked = (
+            rf"(<!-- table: {name}, made by benchmarks/learning.py -->\n\n).*?(\n\n<!-- end -->)"
+        )
+        text = re.sub(marked, lambda found, made=made: found[1] + made + found[2], text, flags=re.S)
+    made = {DOCS / "learning.md": text}
+    for name, row in ROWS.items():
+        if present(row, results) and name not in ("replay", "packing"):
+            made[RESULTS.parent / f"{name}.svg"] = chart(row, results)
+    return made
+
+
+COLOURS = [
+    *("#3b82f6", "#d9670b", "#10946f", "#a855f7", "#e11d48"),
+    *("#8a7a00", "#64748b", "#0891b2", "#be5bb0", "#4d7c0f"),
+]
+"""Each readable on white and on black, as pages are light or dark by their own switch."""
+
+
+def chart(row: Row, results: Results) -> str:
+    """Smoothed curves over the samples, mean over the seeds, with a band of one deviation."""
+    arms = [arm for arm in present(row, results)][: len(COLOURS)]
+    left, top, width, height = 44, 12 + 17 * len(arms), 600, 240
+    longest = max(curves(arm.name, results).shape[1] for arm in arms)
+
+    def place(step: float, value: float) -> str:
+        return f"{left + width * step / longest:.1f},{top + height * (1 - value):.1f}"
+
+    parts = []
+    for value in (0, 0.2, 0.4, 0.6, 0.8, 1):
+        x, y = place(0, value).split(",")
+        parts.append(f'<path d="M{x} {y}h{width}" stroke="#80808055"/>')
+        parts.append(f'<text x="{left - 6}" y="{float(y) + 4}" text-anchor="end">{value}</text>')
+    for step in range(0, longest + 1, 10):
+        x = place(step, 0).split(",")[0]
+        shown = f"{step * SAMPLES_PER_STEP:,}"
+        parts.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{shown}</text>')
+    middle = left + width / 2
+    parts.append(f'<text x="{middle}" y="{top + height + 36}" text-anchor="middle">samples</text>')
+    for number, (arm, colour) in enumerate(zip(arms, COLOURS, strict=False)):
+        values = smooth(curves(arm.name, results))
+        mean = values.mean(0)
+        steps = range(1, len(mean) + 1)
+        if len(values) > 1:
+            deviation = values.std(0, ddof=1)
+            upper = [
+                place(s, min(m + d, 1)) for s, m, d in zip(steps, mean, deviation, strict=True)
+            ]
+            lower = [
+                place(s, max(m - d, 0)) for s, m, d in zip(steps, mean, deviation, strict=True)
+            ]
+            around = " ".join(upper + lower[::-1])
+            parts.append(f'<polygon points="{around}" fill="{colour}" opacity="0.13"/>')
+        line = " ".join(place(s, m) for s, m in zip(steps, mean, strict=True))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        name = html.escape((arm.about or arm.name).replace("`", ""))
+        y = 14 + 17 * number
+        parts.append(f'<path d="M{left} {y - 4}h18" stroke="{colour}" stroke-width="3"/>')
+        parts.append(f'<text x="{left + 24}" y="{y}">{name}</text>')
+    size = f"{left + width + 24} {top + height + 44}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img" '
+        f'font-family="sans-serif" font-size="12" fill="#7d838c">\n'
+        f"<title>{html.escape(row.title)}</title>\n" + "\n".join(parts) + "\n</svg>\n"
+    )

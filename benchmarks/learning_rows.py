@@ -1,0 +1,183 @@
+"""What `learning.py` runs: rows of the report, each with its arms, each arm with its commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
+NUM_STEPS = 60
+SHORTER = 40
+SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One line of a row's table: one run for each seed."""
+
+    name: str
+    commands: Sequence[Sequence[str]]
+    """One after the other. `{seed}`, `{work}` (an empty folder), `{out}` (the file in which the
+    last leaves its result), `{models}` (a folder that stays) and `{trl}` (an interpreter that has
+    TRL) are filled in."""
+    seeds: Sequence[int] = SEEDS
+    about: str = ""
+    """What stands beside the name in the table."""
+
+    @property
+    def needs_trl(self) -> bool:
+        return any("{trl}" in command for command in self.commands)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    title: str
+    arms: Sequence[Arm]
+
+
+def run(
+    *overrides: str, folder: str = "run", run_file: Path = QUICKSTART, steps: int = NUM_STEPS
+) -> list[str]:
+    """A run of agentrl; of several commands the last writes `{out}`."""
+    return [
+        *(sys.executable, str(HERE / "learning_run.py"), str(run_file), "--out", "{out}"),
+        *("--run.dir", f"{{work}}/{folder}", "--run.seed", "{seed}"),
+        *("--run.num_steps", str(steps), "--run.save_every", str(steps)),
+        *overrides,
+    ]
+
+
+def quickstart(*overrides: str, folder: str = "run", steps: int = NUM_STEPS) -> list[str]:
+    """The same on the quickstart's tasks, which are others for each seed."""
+    return run("--env.config.seed", "{seed}", *overrides, folder=folder, steps=steps)
+
+
+def settings(text: str) -> list[str]:
+    """`a.b=1 c=2` as arguments."""
+    return [part for pair in text.split() for part in ("--" + pair.replace("=", " ", 1)).split(" ")]
+
+
+def one(name: str, text: str = "", about: str = "") -> Arm:
+    return Arm(name, [quickstart(*settings(text), steps=SHORTER)], about=about)
+
+
+# Both sides alike: Hugging Face's warm-up begins at 0, agentrl's above it; the eps is TRL's.
+SAME = settings("train.warmup_steps=0 objective.scale.eps=1e-4")
+
+
+def trl_arm(name: str, how: str, about: str) -> Arm:
+    command = ["{trl}", str(HERE / "learning_trl.py"), how, str(QUICKSTART), "--out", "{out}"]
+    steps = ["--run.num_steps", str(NUM_STEPS), "--run.seed", "{seed}"]
+    return Arm(name, [[*command, *steps, "--env.config.seed", "{seed}", *SAME]], about=about)
+
+
+LOCKED_STEPS = 10
+
+
+def replay_arm(preset: str, epochs: int, steps: int = LOCKED_STEPS) -> Arm:
+    text = f"objective.preset={preset} train.num_epochs={epochs} run.save_every=1"
+    if preset != "dr_grpo":
+        text += " objective.scale.eps=1e-4"
+    else:
+        text += " objective.aggregate.max_tokens=72"
+    text += f" train.warmup_steps=0 run.keep_checkpoints={steps + 1} track.signals=0"
+    if epochs > 1:
+        text += " train.learning_rate=1e-3"
+    compare = ["{trl}", str(HERE / "learning_trl.py"), "replay", "{work}/run", "--out", "{out}"]
+    about = f"{epochs} epoch" + "s" * (epochs > 1)
+    ours = quickstart(*settings(text), steps=steps)
+    return Arm(f"{preset}-{epochs}", [ours, compare], seeds=(1,), about=f"`{preset}`, {about}")
+
+
+GRPO = one("grpo", about="`grpo`, the quickstart as it is")
+
+
+def turns_arm(name: str, text: str, about: str) -> Arm:
+    make = [sys.executable, str(HERE / "learning_turns.py"), "{models}/six-turns"]
+    given = settings(
+        f"{text} env.id={HERE}/learning_turns.py:SixTurns model.path={{models}}/six-turns "
+        "env.config.seed={seed}"
+    )
+    return Arm(
+        name, [make, run(*given, run_file=HERE / "learning_turns.toml", steps=SHORTER)], about=about
+    )
+
+
+def packing_arm(name: str, prompts: str) -> Arm:
+    script = str(HERE / "train_step.py")
+    command = [sys.executable, script, "--vocab", "4096", "--prompts", prompts, "--repeat", "2"]
+    return Arm(name, [[*command, "--trl", "{trl}", "--json", "{out}"]], seeds=(1,))
+
+
+CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
+LORA = "train.learning_rate=1e-3 model.lora.rank="
+
+ROWS: dict[str, Row] = {
+    "trl": Row(
+        "agentrl and TRL on the same tasks",
+        [
+            Arm("agentrl", [quickstart(*SAME)], about="agentrl"),
+            trl_arm("trl", "bare", "TRL"),
+            trl_arm("trl-adapter", "adapter", "TRL with agentrl's environment"),
+        ],
+    ),
+    "replay": Row(
+        "TRL on agentrl's trajectories",
+        [replay_arm("grpo", 1, NUM_STEPS)]
+        + [replay_arm(name, 1) for name in ("dr_grpo", "dapo", "gspo", "cispo")]
+        + [replay_arm(name, 2) for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")],
+    ),
+    "ppo": Row(
+        "PPO and GRPO",
+        [
+            GRPO,
+            one("ppo", CRITIC, "`ppo`, 8 tasks of 8"),
+            one(
+                "ppo-64x1",
+                CRITIC + " rollout.groups_per_step=64 rollout.group_size=1",
+                "`ppo`, 64 tasks of 1",
+            ),
+            one("ppo-lambda", CRITIC + " objective.credit.lam=0.95", "`ppo`, lambda 0.95"),
+        ],
+    ),
+    "packing": Row(
+        "Long multi-turn rows: packed and shared against padded",
+        [packing_arm("packing", "0"), packing_arm("packing-190", "190")],
+    ),
+    "reuse": Row(
+        "Epochs and mini-batches",
+        [
+            GRPO,
+            one("epochs-2", "train.num_epochs=2", "2 epochs"),
+            one("epochs-4", "train.num_epochs=4", "4 epochs"),
+            one("minibatches-2", "train.num_minibatches=2", "2 mini-batches"),
+            one("minibatches-4", "train.num_minibatches=4", "4 mini-batches"),
+        ],
+    ),
+    "lora": Row(
+        "LoRA",
+        [
+            GRPO,
+            *(one(f"lora-{rank}", f"{LORA}{rank}", f"rank {rank}") for rank in (2, 8, 32)),
+        ],
+    ),
+    "turns": Row(
+        "Six turns and one reward at the end",
+        [
+            turns_arm("turns-outcome", "", "outcome credit (`grpo`)"),
+            turns_arm(
+                "turns-gigpo", "objective.credit.kind=gigpo", "turn credit (`credit.kind = gigpo`)"
+            ),
+            turns_arm("turns-ppo", f"{CRITIC} objective.credit.lam=0.95", "`ppo`, lambda 0.95"),
+            turns_arm(
+                "turns-paid",
+                "env.config.pays=turn objective.credit.kind=turn objective.baseline.key=group_turn",
+                "a sixth paid for each right turn, turn credit",
+            ),
+        ],
+    ),
+}
