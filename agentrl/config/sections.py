@@ -204,9 +204,18 @@ class AgentSection(Section):
     command: list[str] = Field(default_factory=list)
     """A program per episode in place of `run`, such as `["mini", "-t", "{prompt}"]`. It finds its
     model by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; `{prompt}`,
-    `{task_id}`, `{base_url}` and `{api_key}` are filled in. The last line it prints is graded."""
-    host: str = "127.0.0.1"
-    """Address of the endpoint. Every call needs a key, so others than loopback are allowed."""
+    `{task_id}`, `{base_url}`, `{api_key}`, `{mcp_url}` and `{tools_url}` are filled in. The last
+    line it prints is graded."""
+    container: str | None = None
+    """A local Docker image, in a container of which `command` runs, one per episode."""
+    network: str | None = None
+    """The Docker network of those containers. When not given, one that reaches the endpoint and
+    this machine, and nothing beyond it."""
+    memory_mb: PositiveInt = 2048
+    """Of each container, swap included."""
+    host: str | None = None
+    """Address of the endpoint. Every call needs a key, so others than loopback are allowed. When
+    not given 127.0.0.1, or with `container` this machine's address in the containers' network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free one."""
 
@@ -218,6 +227,10 @@ class AgentSection(Section):
     def _one_agent(self) -> AgentSection:
         if self.run is not None and self.command:
             raise ValueError("agent.run and agent.command are two agents; remove one")
+        if self.container is not None and not self.command:
+            raise ValueError("agent.container needs agent.command, the program to run in it")
+        if self.network is not None and self.container is None:
+            raise ValueError("agent.network is that of agent.container, which is not set")
         return self
 
 

@@ -117,9 +117,16 @@ class AgentPlayer(Protocol):
         trajectory: Trajectory,
         policy: TokenPolicy,
         session: EnvSession,
+        step: Callable[[Action], Awaitable[StepResult]],
         limits: Limits,
         now: Progress,
-    ) -> AgentOutcome: ...
+    ) -> AgentOutcome:
+        """Run the agent on the session's task until it ends.
+
+        Args:
+            step: one of the environment, for an agent that uses its tools.
+        """
+        ...
 
 
 async def play(
@@ -183,26 +190,32 @@ async def play_agent(
     now = now or Progress(episode.trajectory_id)
 
     async def run(trajectory: Trajectory, session: EnvSession) -> None:
+        async def step(action: Action, last: bool = False) -> StepResult:
+            started = time.perf_counter()
+            result = await session.step(action, timeout_s=limits.step_timeout_s, last=last)
+            turn = trajectory.turns[-1] if trajectory.turns else None
+            if turn is not None:
+                turn.step_s += time.perf_counter() - started
+            _add_result(trajectory, turn, result)
+            now.enter(now.stage)  # it moves
+            return result
+
         now.enter("agent")
-        outcome = await agents.play(trajectory, policy, session, limits, now)
+        outcome = await agents.play(trajectory, policy, session, step, limits, now)
         if not trajectory.turns:
             raise AgentError(
                 "the agent ended without a call to the policy; give it the base URL and the key "
                 "that it is started with"
             )
-        turn = trajectory.turns[-1]
+        turn, ended = trajectory.turns[-1], trajectory.stop_reason  # by one of its own steps
         now.enter("step")
         if outcome.reward is not None:
-            result = StepResult([], reward=outcome.reward)
-        else:
+            _add_result(trajectory, turn, StepResult([], reward=outcome.reward))
+        elif ended is None:
             said = trajectory.messages[turn.message]["content"]
-            answer = said if outcome.answer is None else outcome.answer
-            turn_started = time.perf_counter()
-            result = await session.step(Action(answer), timeout_s=limits.step_timeout_s, last=True)
-            turn.step_s = time.perf_counter() - turn_started
-        _add_result(trajectory, turn, result)
+            await step(Action(said if outcome.answer is None else outcome.answer), last=True)
         # It ended because it was done, whether or not the environment would have gone on.
-        trajectory.stop_reason = outcome.cut or StopReason.TERMINATED
+        trajectory.stop_reason = ended or outcome.cut or StopReason.TERMINATED
 
     while not await _attempt(episode, run, env, limits, record, now):
         now.num_restarts += 1
@@ -281,11 +294,13 @@ def _is_lost(error: Exception, stage: Stage) -> bool:
     return stage == "step" and error.code in _LOST
 
 
-def _add_result(trajectory: Trajectory, turn: Turn, result: StepResult) -> None:
-    turn.reward, turn.reward_components = result.reward, result.reward_components
-    trajectory.reward += result.reward
-    for name, value in result.reward_components.items():
-        trajectory.reward_components[name] = trajectory.reward_components.get(name, 0.0) + value
+def _add_result(trajectory: Trajectory, turn: Turn | None, result: StepResult) -> None:
+    """Add what a step brought to the turn that it followed, if any, and to the whole."""
+    for rewarded in (trajectory, *([turn] if turn else [])):
+        rewarded.reward += result.reward
+        for name, value in result.reward_components.items():
+            components = rewarded.reward_components
+            components[name] = components.get(name, 0.0) + value
     trajectory.metrics.update(result.metrics)
     trajectory.info.update(result.info)
     if result.terminated:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from agentrl.config import RolloutSection, RunConfig
+from agentrl.config import AgentSection, RolloutSection, RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
@@ -170,6 +170,7 @@ def _fingerprint(
         "rollout.group_size": rollout.group_size,
         "rollout.temperature": rollout.temperature,
         **_truncation(rollout),
+        **_agent(config.agent),
         "reward": config.reward.model_dump(mode="json"),
         "objective": config.objective.model_dump(mode="json"),
         "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,
@@ -188,6 +189,12 @@ def _fingerprint(
 def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
     keys = ("top_p", "top_k", "min_p") if rollout.is_truncated else ()
     return {f"rollout.{key}": getattr(rollout, key) for key in keys}
+
+
+def _agent(agent: AgentSection) -> dict[str, JSON]:
+    """Who plays; where its endpoint listens may change."""
+    who = agent.model_dump(mode="json", include={"run", "command", "container"})
+    return {"agent": who} if agent.is_on else {}
 
 
 def start_stream(run: Run, last_step: int) -> GroupStream | None:

@@ -20,8 +20,8 @@ from tokenizers_for_tests import make_tokenizer
 from agentrl.env import Environment, Task, register, tool
 from agentrl.errors import InferenceError
 from agentrl.rollout.agent import server as server_module
+from agentrl.rollout.agent.command import AgentTask, CommandRunner, filled
 from agentrl.rollout.agent.recorder import Recorder
-from agentrl.rollout.agent.runner import AgentTask, CommandRunner, filled
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer

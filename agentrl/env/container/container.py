@@ -201,9 +201,17 @@ class Container:
         return ran
 
     async def script(
-        self, script: str, *arguments: str, timeout_s: float, max_bytes: int = 4 << 20
+        self,
+        script: str,
+        *arguments: str,
+        timeout_s: float,
+        max_bytes: int = 4 << 20,
+        environment: Mapping[str, str] | None = None,
     ) -> ScriptResult:
         """Run a script of agentrl's, outside the agent's environment.
+
+        Args:
+            environment: variables of the script; with None, it has no home folder.
 
         Raises:
             ContainerGone: the container has ended.
@@ -211,8 +219,8 @@ class Container:
         """
         streams = Streams()
         argv = [*_SHELL, _WAIT + script, "bash", *arguments]
-        home = {"HOME": "/nonexistent"}
-        ended = await self._execute(argv, home, streams, timeout_s, max_bytes)
+        variables = {"HOME": "/nonexistent"} if environment is None else environment
+        ended = await self._execute(argv, variables, streams, timeout_s, max_bytes)
         errors = streams.errors.decode(errors="replace").strip()
         return ScriptResult(bytes(streams.output), errors, ended.exit_code, ended.flooded)
 

@@ -2,6 +2,7 @@
 
     run = "file.py:solve"       a callable (task, base_url, api_key) -> answer, async or not
     command = ["mini", ...]     a process per episode, in a folder of its own
+    container = "image"         the same in a container of its own (`container.py`)
 
 Callables run in a thread with an event loop of its own: one that blocks holds up other agents, and
 neither the endpoint that it calls nor the trainer. A callable that takes no notice of being
@@ -11,46 +12,24 @@ cancelled can't be ended; its calls are refused from then on. A process is kille
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-import os
-import re
-import shutil
-import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl import event_loop, user_modules
 from agentrl.config import AgentSection
 from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError, ConfigError
-from agentrl.inference import guard
+from agentrl.rollout.agent.command import GRACE_S, AgentTask, CommandRunner
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.server import AgentServer
+from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.driver import AgentOutcome, Limits, Progress
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.types import Message, ToolSpec, Trajectory
-
-GRACE_S = 5.0
-"""How long an agent that was told to stop may take."""
-MAX_OUTPUT_BYTES = 1 << 20
-"""Of what a command writes, the last so many are looked at."""
-
-
-@dataclass(slots=True, frozen=True)
-class AgentTask:
-    """What an agent is given to do."""
-
-    id: str
-    prompt: str
-    """The environment's messages as one text."""
-    messages: list[Message]
-    tools: list[ToolSpec] = field(default_factory=list)
-    """Those of the environment."""
+from agentrl.types import Action, StepResult, Trajectory
 
 
 class Runner(Protocol):
@@ -83,42 +62,61 @@ class Agents:
         trajectory: Trajectory,
         policy: TokenPolicy,
         session: EnvSession,
+        step: Callable[[Action], Awaitable[StepResult]],
         limits: Limits,
         now: Progress,
     ) -> AgentOutcome:
         """Run the agent on the session's task until it ends; its turns are in the trajectory.
 
         Raises:
-            Exception: what the engine raised, with `now` in stage `generate`; or what the agent
-                raised, unless it had run into a limit.
+            Exception: what the engine or the environment raised, with `now` in stage `generate` or
+                `step`; or what the agent raised, unless it had run into a limit or the environment
+                had ended the episode.
         """
-        task = AgentTask(
-            session.task_id,
-            "\n\n".join(message["content"] for message in session.messages),
-            session.messages,
-            session.tools,
-        )
-        with self.server.episode(
-            Recorder(trajectory, policy),
-            max_turns=limits.max_turns,
-            turn_timeout_s=limits.turn_timeout_s,
-            on_turn=now.took_turn,
-        ) as live:
+        tools = EnvTools(session, step, trajectory)
+        with (
+            contextlib.closing(tools),
+            self.server.episode(
+                Recorder(trajectory, policy),
+                max_turns=limits.max_turns,
+                turn_timeout_s=limits.turn_timeout_s,
+                on_turn=now.took_turn,
+                tools=tools,
+            ) as live,
+        ):
+            root = live.url.removesuffix("/v1")
+            task = AgentTask(
+                session.task_id,
+                "\n\n".join(message["content"] for message in session.messages),
+                session.messages,
+                session.tools,
+                mcp_url=f"{root}/mcp",
+                tools_url=f"{root}/tools",
+            )
             agent = asyncio.ensure_future(self.runner.run(task, live.url, live.key))
             try:
-                await asyncio.wait((agent, live.failure), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (agent, live.ended, live.failure, tools.failure),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             finally:
                 if not agent.done():
                     agent.cancel()
                     await asyncio.wait((agent,), timeout=2 * GRACE_S)
+            await tools.settle()
             if live.failure.done():
                 now.enter("generate")
                 live.failure.result()
-            if agent.cancelled():
+            if tools.failure.done():
+                now.enter("step")
+                tools.failure.result()
+            if live.ended.done():
+                answer = live.ended.result()
+            elif agent.cancelled():
                 raise AgentError("the agent cancelled itself")
-            if (error := agent.exception()) is None:
+            elif (error := agent.exception()) is None:
                 answer = agent.result()
-            elif live.cut is None:
+            elif live.cut is None and not tools.is_over:
                 raise AgentError(str(error)) if isinstance(error, TimeoutError) else error
             else:
                 answer = ""  # it could not go on
@@ -130,16 +128,23 @@ class Agents:
 def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
     """
     Raises:
-        ConfigError: the function or the program cannot be found.
+        ConfigError: the function, the program, the image or the network cannot be found.
+        EnvUnavailable: there is no Docker engine for the agents' containers.
     """
+    host = "127.0.0.1"
     if config.run is not None:
         solve = user_modules.load(config.run)
         if not callable(solve):
             raise ConfigError(f"agent.run = {config.run!r} is no function")
         runner = CallableRunner(solve, max_concurrent=max_concurrent)
+    elif config.container is not None:
+        from agentrl.rollout.agent.container import ContainerRunner
+
+        runner = ContainerRunner(config, max_concurrent=max_concurrent)
+        host = runner.host
     else:
         runner = CommandRunner(config.command)
-    return Agents(AgentServer(config.host, config.port), runner)
+    return Agents(AgentServer(config.host or host, config.port), runner)
 
 
 class CallableRunner:
@@ -192,75 +197,3 @@ async def _cancel_others() -> None:
     if others:
         await asyncio.wait(others, timeout=GRACE_S)
     await asyncio.get_running_loop().shutdown_asyncgens()
-
-
-class CommandRunner:
-    def __init__(self, command: list[str]) -> None:
-        """
-        Raises:
-            ConfigError: there is no such program.
-        """
-        if shutil.which(command[0]) is None:
-            raise ConfigError(f"agent.command: there is no program {command[0]!r} in PATH")
-        self._command = command
-
-    async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """The last line that the command prints. It runs below a guard, which ends all that it
-        started, detached or not, as soon as this ends, or this process does."""
-        command = [filled(part, task, base_url, api_key) for part in self._command]
-        with tempfile.TemporaryDirectory(
-            prefix="agentrl-agent-", ignore_cleanup_errors=True
-        ) as cwd:
-            output, errors = Path(cwd) / ".stdout", Path(cwd) / ".stderr"
-            with output.open("wb") as out, errors.open("wb") as err:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, guard.__file__, str(os.getpid()), str(GRACE_S), *command),
-                    cwd=cwd,
-                    env=os.environ | agent_variables(task, base_url, api_key),
-                    stdin=asyncio.subprocess.PIPE,  # closed: the guard ends everything
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
-            try:
-                await process.wait()
-            finally:
-                if process.returncode is None and process.stdin is not None:
-                    process.stdin.close()
-                    await process.wait()
-            printed, said = _tail(output), _tail(errors)
-        if process.returncode:
-            told = (said or printed).strip()[-1000:] or "it printed nothing"
-            raise AgentError(f"{command[0]} exited with status {process.returncode}: {told}")
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        return lines[-1] if lines else None
-
-    async def aclose(self) -> None:
-        """Every process ended with its episode."""
-
-
-def agent_variables(task: AgentTask, base_url: str, api_key: str) -> dict[str, str]:
-    """The environment variables by which programs find their model."""
-    root = base_url.removesuffix("/v1")
-    return {
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_BASE": base_url,  # litellm
-        "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": api_key,
-        "AGENTRL_TASK_ID": task.id,
-        "AGENTRL_PROMPT": task.prompt,
-    }
-
-
-def filled(part: str, task: AgentTask, base_url: str, api_key: str) -> str:
-    """An argument of a command with its placeholders replaced; other braces stay."""
-    values = {"prompt": task.prompt, "task_id": task.id, "base_url": base_url, "api_key": api_key}
-    # In one go: what a prompt holds is not looked into.
-    return re.sub("{(" + "|".join(values) + ")}", lambda found: values[found[1]], part)
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MAX_OUTPUT_BYTES))
-        return file.read().decode("utf-8", "replace")

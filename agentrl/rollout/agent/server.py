@@ -3,8 +3,12 @@
 Each episode has a random key, which its agent sends as API key or within the path
 (`/e/<key>/v1/...`). A key says whose call it is; nothing else does.
 
+Below `/e/<key>/` stand the environment's tools too: `tools` and `tools/<name>` as plain HTTP, `mcp`
+for clients of that protocol.
+
     what happens                               what the agent sees
     unknown key, key of an episode that ended  401, 410
+    the environment has ended the episode      410
     a marked retry of the same request         the answer under way, or the one given before
     the client is gone before the answer       the turn is cancelled, and nothing is recorded
     turns or context are used up               400 with a code; the episode counts as truncated
@@ -22,7 +26,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -30,7 +34,9 @@ import msgspec
 from aiohttp import web
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.agent import mcp_tools
 from agentrl.rollout.agent.recorder import Place, Recorder
+from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, RequestRefused, Wire
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
 from agentrl.rollout.agent.wire_responses import Responses
@@ -70,8 +76,11 @@ class Live:
     turn_timeout_s: float
     failure: asyncio.Future[None]
     """Raises what ends the episode from the engine's side."""
+    ended: asyncio.Future[str | float | None]
+    """What came of the episode, where it is ended by a request."""
     on_turn: Callable[[], None]
     """Called after each turn."""
+    tools: EnvTools | None
     cut: StopReason | None = None
     """The limit that a call ran into."""
     num_asked: int = 0
@@ -139,6 +148,10 @@ class Live:
         from jinja2.exceptions import TemplateError
 
         recorder = self.recorder
+        if self.tools is not None and self.tools.is_over:
+            raise RequestRefused(
+                "the environment has ended this episode", status=410, code="episode_over"
+            )
         if self.num_asked >= self.max_turns:
             self.cut = StopReason.MAX_TURNS
             raise RequestRefused(
@@ -166,21 +179,30 @@ class Live:
 class AgentServer:
     """Serves on the event loop that it was started on."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, ended_by_request: bool = False
+    ) -> None:
         """
         Args:
             host: every call needs an episode's key, so that other addresses than loopback are safe
                 to bind as far as their network may read along.
             port: 0 takes a free one.
+            ended_by_request: `POST /e/<key>/end` ends an episode and may give its reward. Only for
+                agents that nothing else starts or ends: whoever has the key could pay itself.
         """
         self.host, self.port = host, port
         self._secret = secrets.token_bytes(32)
         self._live: dict[str, Live] = {}
         self._warned: set[str] = set()
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusals])
         for prefix in ("", "/e/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_post(f"{prefix}/v1/{{wire:.+}}", self._call)
+        app.router.add_get("/e/{key}/tools", self._list_tools)
+        app.router.add_post("/e/{key}/tools/{name}", self._call_tool)
+        app.router.add_post("/e/{key}/mcp", self._mcp)
+        if ended_by_request:
+            app.router.add_post("/e/{key}/end", self._end)
         # A client that goes away cancels the handler of its request.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
@@ -202,7 +224,7 @@ class AgentServer:
         except OSError as error:
             raise ConfigError(
                 f"the agents' endpoint cannot listen on {self.host}:{self.port}: "
-                f"{error.strerror or error}; choose another agent.port"
+                f"{error.strerror or error}; choose another agent.host or agent.port"
             ) from error
         self.port = self._runner.addresses[0][1]
 
@@ -217,13 +239,18 @@ class AgentServer:
         max_turns: int,
         turn_timeout_s: float,
         on_turn: Callable[[], None] = lambda: None,
+        tools: EnvTools | None = None,
     ) -> Iterator[Live]:
         """Answer an episode's agent while in the context; afterwards its calls are refused."""
         nonce = secrets.token_hex(12)
         key = f"sk-agentrl-{nonce}{self._signature(nonce)}"
-        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        failure = loop.create_future()
         url = f"{self.url}/e/{key}/v1"
-        live = Live(key, url, recorder, max_turns, turn_timeout_s, failure, on_turn)
+        live = Live(
+            *(key, url, recorder, max_turns, turn_timeout_s),
+            *(failure, loop.create_future(), on_turn, tools),
+        )
         self._live[key] = live
         try:
             yield live
@@ -265,8 +292,54 @@ class AgentServer:
         )
 
     async def _models(self, request: web.Request) -> web.Response:
+        self._attributed(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "agentrl"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _list_tools(self, request: web.Request) -> web.Response:
+        return web.json_response(body=msgspec.json.encode(self._tools(request).specs))
+
+    async def _call_tool(self, request: web.Request) -> web.Response:
+        """The body holds the arguments; an `Idempotency-Key` makes it safe to send it again."""
+        tools = self._tools(request)
+        arguments = _object(await request.read() or b"{}")
+        key = request.headers.get("Idempotency-Key", "")
+        reply = await tools.call(request.match_info["name"], arguments, key)
+        return web.json_response(body=msgspec.json.encode(reply))
+
+    async def _mcp(self, request: web.Request) -> web.Response:
+        return await mcp_tools.answer(request, self._tools(request))
+
+    def _tools(self, request: web.Request) -> EnvTools:
+        """
+        Raises:
+            RequestRefused: the key is unknown or its episode over, or has no environment.
+        """
+        tools = self._attributed(request).tools
+        if tools is None:
+            raise RequestRefused("this episode has no tools", status=404, code="not_found")
+        return tools
+
+    async def _end(self, request: web.Request) -> web.Response:
+        """The body may hold an `answer`, which the environment grades, or a `reward`."""
+        live = self._attributed(request)
+        answer: str | float | None
+        match _object(await request.read() or b"{}"):
+            case {"answer": str(answer), **rest} if not rest:
+                pass
+            case {"reward": bool() | int() | float() as answer, **rest} if not rest:
+                answer = float(answer)
+            case {**rest} if not rest:
+                answer = None
+            case _:
+                raise RequestRefused(
+                    'the body is {"answer": TEXT} for the environment to grade, {"reward": NUMBER} '
+                    "instead of its grade, or empty for what the policy said last",
+                    code="invalid_end",
+                )
+        if not live.ended.done():
+            live.ended.set_result(answer)
+        return web.json_response({})
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["wire"]
@@ -342,6 +415,17 @@ class AgentServer:
 
 def _failed(task: asyncio.Task[Answer]) -> bool:
     return task.cancelled() or task.exception() is not None
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestRefused as refused:
+        told = WIRES["chat/completions"].error(refused)
+        return web.json_response(told, status=refused.status, headers=_NO_RETRY)
 
 
 def _object(body: bytes) -> dict:

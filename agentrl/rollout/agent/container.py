@@ -1,0 +1,129 @@
+"""Agents in containers: `command` runs in a container of the image `container`, one per episode.
+
+The container is one of `agentrl.env.container`: without capabilities, bounded, gone with its
+episode and with this process, however that ends. It is in a Docker network that leads to this
+machine alone, where the endpoint listens; containers in it do not reach each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl.config import AgentSection
+from agentrl.env.container.container import ContainerSpec
+from agentrl.env.container.engine import MAX_LIFE_S, EngineError, connect, engine_errors
+from agentrl.env.container.pool import ContainerPool
+from agentrl.errors import AgentError, ConfigError
+from agentrl.rollout.agent.command import (
+    AgentTask,
+    agent_variables,
+    exited,
+    filled,
+    last_line,
+)
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+NETWORK = "agentrl-agents"
+"""Made once per engine, and left there."""
+MAX_OUTPUT_BYTES = 16 << 20
+"""A program that writes more is killed."""
+START_TIMEOUT_S = 120.0
+
+
+class ContainerRunner:
+    def __init__(self, config: AgentSection, *, max_concurrent: int) -> None:
+        """
+        Raises:
+            ConfigError: there is no such image or network, or the network has no address of this
+                machine.
+            EnvUnavailable: no engine answers.
+        """
+        image, self._command = config.container or "", config.command
+        client = connect()
+        try:
+            with engine_errors():
+                settings = client.images.get(image).attrs["Config"]
+        except EngineError as error:
+            raise ConfigError(
+                f"agent.container: no image {image!r} on the Docker engine: `docker pull {image}`, "
+                f"or `docker build` it ({error})"
+            ) from error
+        network = config.network or _own_network(client)
+        self.host = _address_in(client, network)
+        """Of this machine, for the containers."""
+        client.close()
+        # As the image is made to be run; what it writes is thrown away with the container.
+        spec = ContainerSpec(
+            image,
+            workdir=settings.get("WorkingDir") or "/",
+            user=settings.get("User") or "root",
+            read_only=False,
+            tmpfs=(),
+            network=network,
+            memory_mb=config.memory_mb,
+        )
+        self._pool = ContainerPool(spec, ready=0, max_containers=max_concurrent)
+
+    async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
+        """The last line that the command prints."""
+        command = [filled(part, task, base_url, api_key) for part in self._command]
+        async with self._pool.container(timeout_s=START_TIMEOUT_S) as container:
+            ran = await container.script(
+                'exec "$@"',
+                *command,
+                timeout_s=MAX_LIFE_S,  # the episode has a deadline
+                max_bytes=MAX_OUTPUT_BYTES,
+                environment=agent_variables(task, base_url, api_key),
+            )
+        printed = ran.output.decode(errors="replace")
+        if ran.too_long:
+            raise AgentError(f"{command[0]} wrote more than {MAX_OUTPUT_BYTES >> 20} MiB")
+        if ran.exit_code:
+            raise exited(command, ran.exit_code, ran.errors or printed)
+        return last_line(printed)
+
+    async def aclose(self) -> None:
+        await self._pool.aclose()
+
+
+def _own_network(client: DockerClient) -> str:
+    from docker.errors import APIError, NotFound
+
+    with engine_errors():
+        try:
+            client.networks.get(NETWORK)
+        except NotFound:
+            try:
+                client.networks.create(
+                    NETWORK,
+                    driver="bridge",
+                    internal=True,
+                    check_duplicate=True,
+                    options={"com.docker.network.bridge.enable_icc": "false"},
+                )
+            except APIError as error:
+                if error.status_code != 409:  # another run has just made it
+                    raise
+    return NETWORK
+
+
+def _address_in(client: DockerClient, name: str) -> str:
+    """This machine's address in a network.
+
+    Raises:
+        ConfigError: there is no such network, or it has none.
+    """
+    try:
+        with engine_errors():
+            pools = client.networks.get(name).attrs["IPAM"]["Config"] or []
+    except EngineError as error:
+        raise ConfigError(f"agent.network: {error}") from error
+    for pool in pools:
+        if gateway := pool.get("Gateway"):
+            return gateway.partition("/")[0]
+    raise ConfigError(
+        f"agent.network: this machine has no address in {name!r}; name a bridge network, or leave "
+        "it out"
+    )

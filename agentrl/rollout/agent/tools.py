@@ -1,0 +1,126 @@
+"""The environment's own tools, offered to an agent: as plain HTTP here, over MCP in `mcp_tools.py`.
+
+Whatever way a call comes, it is one step of the environment's session, in the order in which calls
+came: rewards, metrics and the end of the episode are those of that step. A call whose client is
+gone goes on, for the environment has taken it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.env.client import EnvSession
+from agentrl.rollout.agent.wire import RequestRefused
+from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec, Trajectory
+
+MAX_NOTED_CHARS = 2000
+"""Of what a tool answered, in the trajectory's info. The dialogue has all that the policy read."""
+
+
+@dataclass(slots=True, frozen=True)
+class ToolReply:
+    content: str
+    terminated: bool
+    truncated: bool
+    """The environment has ended the episode; the agent may say its last words."""
+
+
+class EnvTools:
+    """Those of one episode."""
+
+    def __init__(
+        self,
+        session: EnvSession,
+        step: Callable[[Action], Awaitable[StepResult]],
+        trajectory: Trajectory,
+    ) -> None:
+        self._session, self._step, self._trajectory = session, step, trajectory
+        self._one_at_a_time = asyncio.Lock()
+        self._calls: dict[str, asyncio.Task[ToolReply]] = {}
+        """By idempotency key."""
+        self._closed = False
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what ends the episode from the environment's side."""
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        """What may be called now."""
+        return self._session.tools
+
+    @property
+    def is_over(self) -> bool:
+        """The environment has ended the episode."""
+        return self._trajectory.stop_reason is not None
+
+    async def call(self, name: str, arguments: dict[str, JSON], key: str = "") -> ToolReply:
+        """Take the step.
+
+        Args:
+            key: a call with a key that was used before is that call, and gets its answer.
+
+        Raises:
+            RequestRefused: the episode is over, or ends by this call's failure.
+        """
+        number = len(self._calls)
+        key = key or f" {number}"  # no header has such a value
+        if (task := self._calls.get(key)) is None:
+            action = Action(tool_calls=(ToolCall(f"agent-{number}", name, arguments),))
+            task = self._calls[key] = asyncio.create_task(self._take(action))
+            task.add_done_callback(self._ended)
+        await asyncio.wait((task,))
+        if task.cancelled() or _broke(task):
+            raise RequestRefused(
+                "the environment failed, and the episode with it", status=500, code="env_failed"
+            )
+        return task.result()
+
+    async def _take(self, action: Action) -> ToolReply:
+        async with self._one_at_a_time:
+            if self._closed or self.is_over:
+                raise RequestRefused("this episode is over", status=410, code="episode_over")
+            turn = len(self._trajectory.turns) - 1
+            result = await self._step(action)
+        (call,) = action.tool_calls
+        content = "\n".join(message["content"] for message in result.observation)
+        noted: Any = self._trajectory.info.setdefault("tool_calls", [])
+        noted.append(
+            {
+                "after_turn": turn,
+                "name": call.name,
+                "arguments": call.arguments,
+                "content": content[:MAX_NOTED_CHARS],
+            }
+        )
+        return ToolReply(content, result.terminated, result.truncated)
+
+    def _ended(self, task: asyncio.Task[ToolReply]) -> None:
+        if not task.cancelled() and _broke(task):
+            self._closed = True
+            error = task.exception()
+            if error is not None and not self.failure.done():
+                self.failure.set_exception(error)
+
+    async def settle(self) -> None:
+        """Refuse further calls, and wait for those that the environment is taking: a session takes
+        one step at a time."""
+        self._closed = True
+        if self._calls:
+            await asyncio.wait(self._calls.values())
+
+    def close(self) -> None:
+        """Cancel what is under way; the session ends."""
+        self._closed = True
+        for task in self._calls.values():
+            task.cancel()
+        if not self.failure.done():
+            self.failure.cancel()
+        elif not self.failure.cancelled():
+            self.failure.exception()  # seen
+
+
+def _broke(task: asyncio.Task[ToolReply]) -> bool:
+    """It failed, and was not merely refused."""
+    return not isinstance(task.exception(), RequestRefused | None)
