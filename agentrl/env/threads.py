@@ -6,9 +6,10 @@ returns. The number of abandoned threads is bounded too; beyond it new calls are
 process that collects hung threads needs a restart, not more threads. (No library's pool does
 this with daemon threads, without which one hung call would keep the process from ending.)
 
-The pool starts its first `NUM_CORE_THREADS` as they are needed. Further ones, up to `max_threads`,
-are for calls that block: one is started when a call has waited `GROW_AFTER_S`. Idle threads end
-after `IDLE_S`. The deadline of a call stands still while it waits for a thread; see `call_timeout`.
+Calls wait in one queue, and at most one thread is being woken for them at a time; where more than
+its own call waits, it wakes the next. So one or two threads take all of many short calls, and calls
+that block get a thread each, up to `max_threads`. Idle threads end after `IDLE_S`. The deadline of
+a call stands still while all threads are busy; see `Deadline`.
 """
 
 from __future__ import annotations
@@ -38,86 +39,65 @@ MAX_ABANDONED = 256
 """Hung threads at which a process refuses further calls."""
 MAX_WAIT_S = 60.0
 """A call that has waited so long for a thread fails with `at_capacity`."""
-NUM_CORE_THREADS = 32
-"""Started at once: enough for methods that do not block, however many sessions there are."""
-GROW_AFTER_S = 0.01
 IDLE_S = 30.0
 
 
-class _Deadline:
-    """Stands still while calls under it wait for a thread."""
+class Deadline:
+    """Calls `expire` when its time is over, which stands still while a call under it, in this task
+    or in one started within it, waits because all threads of a `WorkerPool` are busy."""
 
-    def __init__(self, timeout: asyncio.Timeout | CallTimer) -> None:
-        self._timeout = timeout
+    __slots__ = ("_expire", "_left_s", "_num_waiting", "_timer")
+
+    def __init__(self, timeout_s: float, expire: Callable[[], None]) -> None:
+        self._expire = expire
         self._num_waiting = 0
-        self._left_s: float | None = None
+        self._left_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._start()
+        _deadlines.set((*_deadlines.get(), self))
+
+    def _start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._left_s, self._expire)
 
     def pause(self) -> None:
         self._num_waiting += 1
-        when = self._timeout.when()
-        if self._num_waiting == 1 and when is not None:
-            self._left_s = when - asyncio.get_running_loop().time()
-            self._reschedule(None)
+        if self._num_waiting == 1 and self._timer is not None:
+            self._left_s = self._timer.when() - asyncio.get_running_loop().time()
+            self._timer.cancel()
 
     def resume(self) -> None:
         self._num_waiting -= 1
-        if self._num_waiting == 0 and self._left_s is not None:
-            self._reschedule(asyncio.get_running_loop().time() + self._left_s)
+        if self._num_waiting == 0 and self._timer is not None:
+            self._start()
 
-    def _reschedule(self, when: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # its block was left while the call went on
-            self._timeout.reschedule(when)
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            # Copies of this context live on in timers that the code has set, and must not hold it.
+            self._timer, self._expire = None, _nothing
 
 
-_deadlines: contextvars.ContextVar[tuple[_Deadline, ...]] = contextvars.ContextVar(
+def _nothing() -> None:
+    pass
+
+
+_deadlines: contextvars.ContextVar[tuple[Deadline, ...]] = contextvars.ContextVar(
     "agentrl_deadlines", default=()
 )
 """What the running code is under."""
 
 
 @contextlib.asynccontextmanager
-async def call_timeout(timeout_s: float | None) -> AsyncIterator[None]:
-    """`asyncio.timeout` that stands still while a call under it, in this task or in one started
-    within it, waits for a thread of a `WorkerPool` (after the first `GROW_AFTER_S`)."""
-    async with asyncio.timeout(timeout_s) as timeout:
-        token = _deadlines.set((*_deadlines.get(), _Deadline(timeout)))
+async def call_timeout(timeout_s: float) -> AsyncIterator[None]:
+    """`asyncio.timeout` with a `Deadline`."""
+    loop, before = asyncio.get_running_loop(), _deadlines.get()
+    async with asyncio.timeout(None) as timeout:
+        deadline = Deadline(timeout_s, lambda: timeout.reschedule(loop.time()))
         try:
             yield
         finally:
-            _deadlines.reset(token)
-
-
-class CallTimer:
-    """A block with a deadline as `call_timeout` has, for code that may ignore being cancelled: when
-    the deadline passes, `expire` is called, and the rest is up to it."""
-
-    def __init__(self, timeout_s: float, expire: Callable[[], None]) -> None:
-        self._timeout_s = timeout_s
-        self._expire = expire
-        self._timer: asyncio.TimerHandle | None = None
-        self._left = False
-
-    def __enter__(self) -> None:
-        self.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-        self._token = _deadlines.set((*_deadlines.get(), _Deadline(self)))
-
-    def __exit__(self, *_: object) -> None:
-        self.reschedule(None)
-        self._left = True
-        # Copies of this context live on in timers that the code has set, and must not hold it.
-        del self._expire
-        with contextlib.suppress(ValueError):  # the coroutine is being closed, outside its task
-            _deadlines.reset(self._token)
-
-    def when(self) -> float | None:
-        return None if self._timer is None else self._timer.when()
-
-    def reschedule(self, when: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if when is not None and not self._left:
-            self._timer = asyncio.get_running_loop().call_at(when, self._expire)
+            deadline.cancel()
+            _deadlines.set(before)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,13 +105,13 @@ class _Call:
     function: Callable[[], object]
     future: asyncio.Future
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    status: Literal["waiting", "running", "abandoned", "done"] = "running"
+    status: Literal["waiting", "running", "abandoned", "done"] = "waiting"
     """`waiting` is for a thread."""
     since: float = field(default_factory=time.monotonic)
     timer: asyncio.TimerHandle | None = None
-    """Looks after the call while it waits."""
-    paused: tuple[_Deadline, ...] = ()
-    """Deadlines that stand still because the call waits."""
+    """Ends its waiting where all threads are busy."""
+    paused: tuple[Deadline, ...] = ()
+    """Deadlines that stand still meanwhile."""
 
     def resume(self) -> None:
         paused, self.paused = self.paused, ()
@@ -139,8 +119,8 @@ class _Call:
             deadline.resume()
 
 
-_Inbox: TypeAlias = "queue.SimpleQueue[_Call | None]"
-"""Gives a thread its next call; None ends it."""
+_Bell: TypeAlias = "queue.SimpleQueue[bool]"
+"""Wakes a thread, or ends it."""
 
 
 @functools.cache
@@ -171,7 +151,11 @@ class WorkerPool:
         """Threads that still run a call nobody waits for."""
         self.total_wait_s = 0.0
         """Seconds that calls have waited for a thread, all together."""
-        self._idle: list[_Inbox] = []
+        self._num_running = 0
+        """Calls that run, without those abandoned."""
+        self._waking = False
+        """A thread was woken or started and has not looked for a call yet."""
+        self._idle: list[_Bell] = []
         """The last to become idle is used first, so that those in excess reach `IDLE_S`."""
         self._waiting: deque[_Call] = deque()
         self._lock = threading.Lock()
@@ -199,14 +183,13 @@ class WorkerPool:
                     f"{self.num_abandoned} calls of this process hang past their deadline; "
                     "restart it, and give the environment's blocking calls their own timeouts"
                 )
-            if self._idle:
-                self._idle.pop().put(call)
-            elif self._num_useful < min(NUM_CORE_THREADS, self.max_threads):
-                self._start_thread().put(call)
-            else:
-                call.status = "waiting"
-                self._waiting.append(call)
-                call.timer = loop.call_later(GROW_AFTER_S, self._grow, call)
+            if self._num_running + len(self._waiting) >= self.max_threads:
+                call.timer = loop.call_later(self.max_wait_s, self._refuse, call)
+                call.paused = _deadlines.get()
+                for deadline in call.paused:
+                    deadline.pause()
+            self._waiting.append(call)
+            self._wake()
         try:
             return await call.future
         except asyncio.CancelledError:
@@ -222,33 +205,21 @@ class WorkerPool:
         cancelled."""
         with self._lock:
             self._closed = True
-            for call in list(self._waiting):
-                self._stop_waiting(call, "done")
+            while self._waiting:
+                call = self._take("done")
                 _call_soon(call.future, call.future.cancel)
-            for inbox in self._idle:
-                inbox.put(None)
+            for bell in self._idle:
+                bell.put(False)
             self.num_threads -= len(self._idle)
             self._idle.clear()
-
-    def _grow(self, call: _Call) -> None:
-        """Start a thread for a call that waits behind others that block, or let it wait on."""
-        with self._lock:
-            if call.status != "waiting":
-                return
-            if self._num_useful < self.max_threads:
-                self._give_waiting_call(self._start_thread())
-            if call.status == "waiting":
-                call.paused = call.context.get(_deadlines, ())
-                for deadline in call.paused:
-                    deadline.pause()
-                call.timer = call.future.get_loop().call_later(self.max_wait_s, self._refuse, call)
 
     def _refuse(self, call: _Call) -> None:
         """End the waiting of a call that never got a thread."""
         with self._lock:
             if call.status != "waiting":
                 return
-            self._stop_waiting(call, "done")
+            self._waiting.remove(call)
+            self._count_wait(call, "done")
         message = (
             f"no thread became free for a `def` method within {self.max_wait_s:g} s: all "
             f"{self.max_threads} are busy; raise worker_threads, or make the method async"
@@ -258,12 +229,13 @@ class WorkerPool:
     def _abandon(self, call: _Call) -> None:
         with self._lock:
             if call.status == "waiting":
-                self._stop_waiting(call, "done")
+                self._waiting.remove(call)
+                self._count_wait(call, "done")
             elif call.status == "running":
                 call.status = "abandoned"
+                self._num_running -= 1
                 self.num_abandoned += 1
-                if self._waiting and self._num_useful < self.max_threads:
-                    self._give_waiting_call(self._start_thread())
+                self._wake()
 
     # Under the lock:
 
@@ -271,61 +243,83 @@ class WorkerPool:
     def _num_useful(self) -> int:
         return self.num_threads - self.num_abandoned
 
-    def _start_thread(self) -> _Inbox:
-        inbox: _Inbox = queue.SimpleQueue()
-        threading.Thread(
-            target=self._work, args=(inbox,), name="agentrl-env-worker", daemon=True
-        ).start()
-        self.num_threads += 1
-        return inbox
+    def _wake(self) -> None:
+        """Have a thread look for a call, if one waits and no thread is on its way."""
+        if self._waking or not self._waiting:
+            return
+        if self._idle:
+            self._idle.pop().put(True)
+        elif self._num_useful < self.max_threads:
+            threading.Thread(target=self._work, name="agentrl-env-worker", daemon=True).start()
+            self.num_threads += 1
+        else:
+            return
+        self._waking = True
 
-    def _give_waiting_call(self, inbox: _Inbox) -> None:
-        call = self._waiting[0]
-        self._stop_waiting(call, "running")
+    def _take(self, status: Literal["running", "done"]) -> _Call:
+        call = self._waiting.popleft()
+        self._count_wait(call, status)
         if call.paused:
             _call_soon(call.future, call.resume)
-        inbox.put(call)
+        return call
 
-    def _stop_waiting(self, call: _Call, status: Literal["running", "done"]) -> None:
-        self._waiting.remove(call)  # quick: it is nearly always the first
-        self.total_wait_s += time.monotonic() - call.since
+    def _count_wait(self, call: _Call, status: Literal["running", "done"]) -> None:
         call.status = status
+        self.total_wait_s += time.monotonic() - call.since
 
     # In the threads:
 
-    def _work(self, inbox: _Inbox) -> None:
-        while (call := self._next_call(inbox)) is not None:
-            outcome: object = None
-            error: BaseException | None = None
-            try:
-                outcome = call.context.run(call.function)
-            except BaseException as raised:  # carried to the caller, whatever it is
-                error = raised
-                if isinstance(raised, StopIteration):  # a future refuses to hold one
-                    error = RuntimeError(f"StopIteration({raised.value!r}) left the call")
-            with self._lock:
-                if call.status == "abandoned":
-                    self.num_abandoned -= 1
-                call.status = "done"
-                if self._closed or self._num_useful > self.max_threads:  # it was replaced
-                    self.num_threads -= 1
-                    inbox.put(None)
-                elif self._waiting:
-                    self._give_waiting_call(inbox)
-                else:
-                    self._idle.append(inbox)
-            _call_soon(call.future, _settle, call.future, outcome, error)
-            del call, outcome, error
+    def _work(self) -> None:
+        bell: _Bell = queue.SimpleQueue()
+        bell.put(True)
+        while self._is_woken(bell):
+            call = self._next_call(bell)
+            while call is not None:
+                outcome: object = None
+                error: BaseException | None = None
+                try:
+                    outcome = call.context.run(call.function)
+                except BaseException as raised:  # carried to the caller, whatever it is
+                    error = raised
+                    if isinstance(raised, StopIteration):  # a future refuses to hold one
+                        error = RuntimeError(f"StopIteration({raised.value!r}) left the call")
+                future = call.future
+                call = self._next_call(bell, call)
+                _call_soon(future, _settle, future, outcome, error)
+                del future, outcome, error
 
-    def _next_call(self, inbox: _Inbox) -> _Call | None:
+    def _is_woken(self, bell: _Bell) -> bool:
+        """Sleep until there are calls (True), or this thread is one too many."""
         with contextlib.suppress(queue.Empty):
-            return inbox.get(timeout=IDLE_S)
+            return bell.get(timeout=IDLE_S)
         with self._lock:
-            if inbox in self._idle:
-                self._idle.remove(inbox)
+            if bell in self._idle:
+                self._idle.remove(bell)
                 self.num_threads -= 1
-                return None
-        return inbox.get()  # given in the last moment
+                return False
+        return bell.get()  # woken in the last moment
+
+    def _next_call(self, bell: _Bell, ended: _Call | None = None) -> _Call | None:
+        """The call to run after the one that ended; None: sleep."""
+        with self._lock:
+            if ended is None:
+                self._waking = False
+            elif ended.status == "abandoned":
+                self.num_abandoned -= 1
+            else:
+                ended.status = "done"
+                self._num_running -= 1
+            if self._closed or self._num_useful > self.max_threads:  # it was replaced
+                self.num_threads -= 1
+                bell.put(False)
+            elif self._waiting:
+                self._num_running += 1
+                call = self._take("running")
+                self._wake()
+                return call
+            else:
+                self._idle.append(bell)
+        return None
 
 
 def _call_soon(future: asyncio.Future, function: Callable[..., object], *args: object) -> None:

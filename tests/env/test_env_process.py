@@ -363,18 +363,28 @@ def test_a_class_of_a_file_is_loaded_from_it(tmp_path, capsys):
     assert subprocess.check_output([sys.executable, file], text=True) == "cba\n"
 
 
-def test_a_killed_host_loses_its_sessions_and_is_started_again():
+@pytest.mark.parametrize("killed", ["host", "guard"])
+def test_a_killed_host_loses_its_sessions_and_all_below_and_is_started_again(killed, tmp_path):
     async def scenario(host):
-        runner = await started(host)
+        runner = await host.runner()
+        await runner.start(Task("t", str(tmp_path / "pids")), 0)
         where = json.loads(await content(runner, "where"))
-        os.kill(where["loaded_by"], signal.SIGKILL)
-        with pytest.raises(EnvError, match="host process died of SIGKILL") as err:
-            while True:
-                await content(runner, "add")
-        assert err.value.code == "session_lost"
-        eventually(lambda: not alive(where["pid"]))
+        await content(runner, "start_children")
+        below = descendants(where["loaded_by"])
+        assert len(below) == 5  # get()'s process, the session's, and three below that
+        os.kill(where["loaded_by"] if killed == "host" else host._process.pid, signal.SIGKILL)
+        await host._process.wait()
         again = await started(host)
         assert json.loads(await content(again, "where"))["loaded_by"] != where["loaded_by"]
+        await asyncio.to_thread(
+            eventually, lambda: not any(map(alive, {*below, where["loaded_by"]}))
+        )
+        with pytest.raises(EnvError) as err:
+            while True:
+                await content(runner, "add")
+        if killed == "host":
+            assert "host process died of SIGKILL" in str(err.value)
+            assert err.value.code == "session_lost"
 
     play(scenario)
 
@@ -416,7 +426,7 @@ def test_the_servers_sigkill_ends_everything_below_it(is_loading, tmp_path):
     else:
         assert server.stdout.readline() == "ready\n"
     below = descendants(server.pid)
-    assert len(below) == (1 if is_loading else 8)  # host, get()'s, 3 sessions and 3 below them
+    assert len(below) == (2 if is_loading else 9)  # guard, host, get()'s, 3 sessions and 3 below
     # A Ctrl-C in the terminal goes to the server's process group alone.
     assert os.getpgid(server.pid) not in map(os.getpgid, below)
     server.kill()
@@ -440,10 +450,12 @@ def test_many_episodes_leave_no_process_no_descriptor_and_no_thread():
             await runner.close()
 
     def left(host):
+        guard = host._process.pid
+        (below_guard,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
         return (
             descendants(os.getpid()),
             threading.active_count(),
-            *(len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), host._process.pid)),
+            *(len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), below_guard)),
         )
 
     async def scenario(host):
@@ -481,7 +493,7 @@ def test_deadlines_of_a_session_manager_kill_and_leave_nothing():
 
         await asyncio.gather(*(one(index) for index in range(20)))
         # The host and the process that answers get().
-        await until(lambda: not manager.num_live and len(descendants(os.getpid()) - before) == 2)
+        await until(lambda: not manager.num_live and len(descendants(os.getpid()) - before) == 3)
         assert manager.workers.num_abandoned == 0
         await manager.aclose()
         assert descendants(os.getpid()) <= before

@@ -5,7 +5,7 @@
 for every session, which finds everything loaded (copy-on-write). After loading, the host runs none
 of the author's code but `close_shared`, so it always kills what it is told to.
 
-Nothing is left behind. When the server shuts down a session's socket, as the end of the server does
+Nothing is left behind, whichever process is killed. When the server shuts down a session's socket, as the end of the server does
 with all of them, the host kills the session's process group. What had left the group falls to the
 host, the nearest "subreaper" (see prctl(2)), and is killed, too.
 
@@ -99,6 +99,8 @@ def how_ended(status: int) -> str:
 
 
 def main(control_fd: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _leave_a_guard(control_fd)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # while the author's code runs
     faulthandler.enable()  # where a segmentation fault happened is told in the log
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -118,6 +120,30 @@ def main(control_fd: int) -> None:
         if _Forks(control, environment, loaded).serve():
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             type(environment).close_shared(environment.shared)
+
+
+def _leave_a_guard(control_fd: int) -> None:
+    """Return in a child of this process, which is the host from then on.
+
+    This process stays as the next subreaper: where the host is killed, what its sessions had
+    started falls to it and is killed. It ends as the host did. (Where it is killed itself, the
+    server lets go of the host, which then ends as it does after the server's own end.)
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    host = os.fork()
+    if host == 0:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)  # until it serves
+        return
+    os.close(control_fd)
+    _, status = os.waitpid(host, 0)
+    while children := _children():
+        for pid in children:
+            _kill(pid)
+        os.waitpid(-1, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _load(setup: Setup) -> tuple[Environment, Answer]:

@@ -47,7 +47,7 @@ from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
 from agentrl.env.sessions.loaded import CLOSE_TIMEOUT_S, LoadedEnvironments
 from agentrl.env.sessions.session import Session, Step, episode_record, start, take_turn
 from agentrl.env.sessions.stats import Stats
-from agentrl.env.threads import MAX_THREADS, CallTimer, WorkerPool, call_timeout
+from agentrl.env.threads import MAX_THREADS, Deadline, WorkerPool, call_timeout
 from agentrl.errors import EnvError
 from agentrl.types import JSON
 
@@ -307,15 +307,15 @@ class SessionManager:
             raise make_error("episode_done", "the episode is over; open a new session for another")
         loop = asyncio.get_running_loop()
         step = session.current = Step(session.step, body, loop.time(), loop.create_future())
-        step.task = session.calling = self._background.spawn(self._run_step(session, step, request))
+        step.task = session.calling = loop.create_task(self._run_step(session, step, request))
         return await step.wait()
 
     async def _run_step(self, session: Session, step: Step, request: StepRequest) -> None:
         env_id = session.environment.id
         timeout_s = min(request.timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
+        deadline = Deadline(timeout_s, lambda: self._expire(session, step, timeout_s))
         try:
-            with CallTimer(timeout_s, lambda: self._expire(session, step, timeout_s)):
-                reply, body = await guard(take_turn(session, request), env_id, session.task)
+            reply, body = await guard(take_turn(session, request), env_id, session.task)
         except EnvError as error:
             error.retryable = False  # the step was taken; asking again repeats this answer
             self._fail(session, step, error)
@@ -323,6 +323,8 @@ class SessionManager:
         except asyncio.CancelledError:
             self._fail(session, step, make_error("env_error", f"'{env_id}' cancelled its own step"))
             raise
+        finally:
+            deadline.cancel()
         if step.reply.done():  # the deadline had passed, or the session was closed
             return
         session.step += 1
