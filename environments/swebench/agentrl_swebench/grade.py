@@ -28,32 +28,19 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
-import re
-import secrets
 import shutil
-import signal
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.env.container.engine import connect, labels, reap
 from agentrl.errors import ConfigError, EnvError
 from agentrl_swebench.audit import control_flag
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.evidence import Evidence
-from agentrl_swebench.grade_worker import (
-    FOLDER_PREFIX,
-    GRADING_LABEL,
-    REQUEST_FILE,
-    RESULT_FILE,
-)
+from agentrl_swebench.harness import GradingLimits, run_harness
 from agentrl_swebench.policy import POLICY_VERSIONS, Policy, Submission, make_submission
 
 Outcome = Literal["resolved", "unresolved", "patch_failed", "empty", "refused", "infrastructure"]
@@ -65,29 +52,8 @@ TAMPERED = "tampered"
 UNAUDITED = frozenset({"audit_inconclusive", "audit_unsupported"})
 """Flags of a resolved grading of which nothing is known beyond the official verdict."""
 
-_WALL_GRACE_S = 180.0
-"""What a grading may take besides its tests: imports, create, start, apply, stop, remove."""
 BACK_OFF_S = (3.0, 15.0, 60.0, 120.0)
 """Pauses before the infrastructure is tried again; an engine may be starting."""
-_TAIL_CHARS = 500
-
-
-@dataclass(slots=True, frozen=True)
-class GradingLimits:
-    """Of one grading."""
-
-    memory_bytes: int = 4 << 30
-    """Of the container, swap included."""
-    max_processes: int = 512
-    network: Literal["none", "bridge"] = "none"
-    """The official harness grants a network; few instances' tests need it."""
-    sys_admin: bool = False
-    """The official harness grants CAP_SYS_ADMIN, which browsers' sandboxes need and which is
-    close to root on the host."""
-    worker_memory_bytes: int = 4 << 30
-    """Address space of the worker, which collects the tests' whole output."""
-    min_free_bytes: int = 512 << 20
-    """With less on the engine's disk at any time, a verdict that is not `resolved` is void."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -365,109 +331,6 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
 
 def _num_failed(report: dict) -> int:
     return sum(len(part["failure"]) for part in report.get("tests_status", {}).values())
-
-
-async def run_harness(
-    instance: Instance,
-    patch: str,
-    *,
-    run_id: str,
-    timeout_s: float,
-    limits: GradingLimits,
-    model_name: str = "agentrl",
-    skip_patch: bool = False,
-    logs: Path | None = None,
-) -> Evidence:
-    """Run the official `run_instance` once, in a process, a folder and under a run id of its own.
-
-    No container of the run is left when this returns, unless the engine is gone.
-    """
-    # Two runs with one id: the second kills the first's container, and finds the first's report.
-    grading = f"{re.sub('[^a-zA-Z0-9_.-]', '-', run_id)[:40]}-{secrets.token_hex(6)}"
-    options = {
-        "network_mode": limits.network,
-        # Without an init, `docker stop` waits its full 15 s: the main process ignores the signal.
-        "init": True,
-        "mem_limit": limits.memory_bytes,
-        "memswap_limit": limits.memory_bytes,
-        "pids_limit": limits.max_processes,
-        "labels": labels(run_id, "grade") | {GRADING_LABEL: grading},
-    }
-    request = {
-        "row": instance.row(),
-        "patch": patch,
-        "model_name_or_path": model_name,
-        "grading": grading,
-        "timeout_s": max(1, round(timeout_s)),
-        "skip_patch": skip_patch,
-        "container": {"arguments": options, "sys_admin": limits.sys_admin},
-        "worker_memory_bytes": limits.worker_memory_bytes,
-    }
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        folder = Path(name)
-        (folder / REQUEST_FILE).write_text(json.dumps(request))
-        ended, exit_code = await _run_worker(folder, grading, timeout_s + _WALL_GRACE_S)
-        if ended == "done" and (folder / RESULT_FILE).is_file():
-            result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
-        else:
-            ended = "crashed" if ended == "done" else ended
-            output = (folder / "worker.log").read_text(errors="replace")[-_TAIL_CHARS:]
-            result = {"error": f"exit status {exit_code} {output}"}
-        evidence = Evidence(ended=ended, seconds=time.monotonic() - started, **result)
-        if logs is not None and evidence.log_dir and (folder / evidence.log_dir).is_dir():
-            shutil.rmtree(logs, ignore_errors=True)
-            logs.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(folder / evidence.log_dir, logs)
-    return evidence
-
-
-async def _run_worker(
-    folder: Path, grading: str, wall_s: float
-) -> tuple[Literal["done", "wall_limit"], int | None]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    with (folder / "worker.log").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "agentrl_swebench.grade_worker",
-            cwd=folder,
-            env=environment,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    ended: Literal["done", "wall_limit"] = "done"
-    try:
-        await asyncio.wait_for(process.wait(), wall_s)
-    except TimeoutError:
-        ended = "wall_limit"
-    finally:
-        if process.returncode != 0:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.shield(_clean_up(process, grading))
-    return ended, process.returncode
-
-
-async def _clean_up(process: asyncio.subprocess.Process, grading: str) -> None:
-    await process.wait()
-
-    def remove() -> None:
-        # Where the engine is gone, the reaper finds the container by its labels.
-        with contextlib.suppress(EnvError):
-            reap(connect(10), label=f"{GRADING_LABEL}={grading}", everything=True)
-
-    await asyncio.to_thread(remove)
 
 
 def _check_installed() -> None:

@@ -1,15 +1,17 @@
-"""One grading, in a process of its own: `python -m agentrl_swebench.grade_worker`.
+"""One grading, in a process of its own.
 
-Reads `request.json` in its working directory, runs the official harness' `run_instance` as it is,
-and writes `result.json` there. The harness is given a Docker client that adds limits and labels to
-the container it creates; nothing else about the run differs from the official one.
+`python -m agentrl_swebench.grade_worker` imports the harness and then forks a worker for each
+folder that it is sent (`harness.py`). A worker reads `request.json` in its folder, runs the
+official harness' `run_instance` as it is, and writes `result.json` there. The harness is given a
+Docker client that adds limits and labels to the container it creates; nothing else about the run
+differs from the official one.
 
 Besides the report, the result says what ended the run, from sources that the graded patch can't
 write: the exception that the harness met (its log and the test output hold text of the patch's
 making) and the engine's events about the container.
 
-The process ends with its parent: standard input is a pipe that nobody writes to, and its end means
-that the parent is gone.
+A worker ends with its parent: it holds a connection on which nobody writes to it, and the end of
+that means that the parent is gone, or gave the grading up.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tarfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,14 +47,51 @@ GRADING_LABEL = "agentrl.grading"
 FOLDER_PREFIX = "agentrl-grade-"
 REQUEST_FILE = "request.json"
 RESULT_FILE = "result.json"
+LOG_FILE = "worker.log"
 
 _EVENTS_WAIT_S = 3.0
 _DISK_POLL_S = 1.0
 
 
 def main() -> int:
+    """Fork workers until the process that asks for them is gone."""
+    import swebench.harness.grading
+    import swebench.harness.run_evaluation
+    import swebench.harness.utils  # noqa: F401
+
+    asked = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    while True:
+        folder, connections, _, _ = socket.recv_fds(asked, 4096, 1)
+        if not folder:
+            return 0
+        if os.fork() == 0:
+            try:
+                _work(os.fsdecode(folder), connections[0])
+            finally:
+                traceback.print_exc()  # `_work` ends by itself
+                os._exit(1)
+        os.close(connections[0])
+
+
+def _work(folder: str, connection: int) -> None:
+    """Grade in a process that was just forked, and end it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    os.chdir(folder)
+    log = os.open(LOG_FILE, os.O_WRONLY | os.O_CREAT)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate((nothing, log, log)):
+        os.dup2(file, number)
+    os.set_inheritable(connection, False)  # what the harness starts must not hold it
+    os.write(connection, b"%d\n" % os.getpid())
     request = json.loads(Path(REQUEST_FILE).read_text())
-    threading.Thread(target=_end_with_parent, args=(request["grading"],), daemon=True).start()
+    threading.Thread(
+        target=_end_with_parent, args=(connection, request["grading"]), daemon=True
+    ).start()
+    for name in [name for name in os.environ if name.startswith("DOCKER_")]:
+        del os.environ[name]
+    os.environ.update(request["environment"])
     limit = request["worker_memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     result = run(request)
@@ -66,7 +107,7 @@ def main() -> int:
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Grade `request["patch"]` on `request["row"]`; the keys of the result are `Evidence`'s."""
-    # Importing the harness takes seconds and raises the process' limits, hence only here.
+    # Importing the harness takes a second and raises the process' limits, hence only in workers.
     from docker.errors import DockerException
     from swebench.harness.constants import (
         END_TEST_OUTPUT,
@@ -373,8 +414,8 @@ def _disk_of(client: docker.DockerClient) -> str:
 _parent_gone = threading.Event()
 
 
-def _end_with_parent(grading: str) -> None:
-    while os.read(0, 1024):
+def _end_with_parent(connection: int, grading: str) -> None:
+    while os.read(connection, 1024):
         pass
     _parent_gone.set()
     try:

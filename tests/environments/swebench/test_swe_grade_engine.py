@@ -166,7 +166,7 @@ def test_engine_that_stops_masks(private_engine, fixture_instances, monkeypatch,
 
 def test_engine_that_hangs_masks(private_engine, fixture_instances, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", private_engine.host)
-    monkeypatch.setattr("agentrl_swebench.grade._WALL_GRACE_S", 15.0)
+    monkeypatch.setattr("agentrl_swebench.harness.WALL_GRACE_S", 15.0)
     instance = fixture_instances[SPANS]
 
     def hang():
