@@ -25,6 +25,7 @@ import itertools
 import json
 import logging
 import multiprocessing
+import os
 import socket
 import sys
 import time
@@ -50,6 +51,7 @@ from tokenizers_for_tests import make_tokenizer
 SPAWN = multiprocessing.get_context("spawn")
 CALL = '<tool_call>{"name": "look", "arguments": {"word": "w"}}</tool_call>'
 NUM_TURNS = 4
+SENTENCES = "AGENTRL_BENCHMARK_SENTENCES"
 GROUP_SIZE = 8
 
 
@@ -63,7 +65,8 @@ class OverheadTest(Environment):
         return {"train": None}
 
     def get(self, split, index):
-        return Task(str(index), f"Question {index}: what is it? " + "Think of it. " * 20)
+        sentences = int(os.environ.get(SENTENCES, "20"))
+        return Task(str(index), f"Question {index}: what is it? " + "Think of it. " * sentences)
 
     @tool
     async def look(self, word: str) -> str:
@@ -116,7 +119,7 @@ async def driver_cpu(
     engine, env = VLLMEngine([url]), connect(env_url)
     await engine.start()
     scheduler = GroupScheduler(
-        TokenPolicy(engine, renderer, max_turn_tokens=256, max_context_tokens=8192),
+        TokenPolicy(engine, renderer, max_turn_tokens=256, max_context_tokens=65536),
         env,
         TaskSource("train", None, seed=1),
         env_id="overhead-test",
@@ -220,7 +223,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--http", action="store_true", help="the environment on a server too")
     parser.add_argument("--processes", type=int, default=1, help="that play at once")
+    parser.add_argument("--sentences", type=int, default=20, help="of the prompt")
     args = parser.parse_args()
+    os.environ[SENTENCES] = str(args.sentences)  # the environment's server reads it too
     renderer = Renderer(make_tokenizer())
     tokenizer = renderer.tokenizer
     turns = [
@@ -233,7 +238,8 @@ def main() -> None:
     if args.http:
         env_url = f"http://127.0.0.1:{env_port}"
         servers.append(started(serve_environment, env_port))
-    print(f"CPU ms per {NUM_TURNS}-turn trajectory, best of {args.repeats}")
+    prompt = renderer.tokenizer.encode(OverheadTest().get("train", 0).prompt)
+    print(f"CPU ms per {NUM_TURNS}-turn trajectory, prompt {len(prompt)}, best of {args.repeats}")
     print(
         "  at a time   whole   engine calls   environment   driver's own   whole / engine   turns/s"
     )

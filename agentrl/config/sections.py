@@ -324,7 +324,8 @@ class TrainSection(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu"] = "adamw"
     """Where AdamW keeps its two moments. `adamw`: in float32 beside the weights. `adamw_8bit`: in 8
     bit, 2 instead of 8 bytes per weight; needs `pip install 'agentrl[8bit]'`. `adamw_cpu`: in host
-    memory, with the float32 weights and gradients; the update is computed there and is slower."""
+    memory, with the float32 weights and gradients; the update is computed there and is slower. On
+    several ranks no weights stay on the device: a layer's are there while it computes."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     """Of AdamW."""

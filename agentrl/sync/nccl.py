@@ -205,7 +205,8 @@ class NCCLTransfer(Transfer):
                 "vLLM's NCCL backend takes whole weights, not an adapter; use "
                 "inference.transfer = 'file'"
             )
-        self._version, self._device = version, model.device
+        # Of shards in host memory it is another device than theirs.
+        self._version, self._device = version, getattr(model, "computes_on", model.device)
         try:
             await in_thread(lambda: self._copy(model))
         except torch.OutOfMemoryError as error:

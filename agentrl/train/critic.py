@@ -60,7 +60,12 @@ def make_critic(
     settings = config.train.model_copy(update={"learning_rate": config.critic.learning_rate})
     masters = sharding.load_masters(path, dtype)
     return Learner(
-        sharding.shard(Critic(decoder_of(model)), dtype=dtype, device=device),
+        sharding.shard(
+            Critic(decoder_of(model)),
+            dtype=dtype,
+            device=device,
+            optimizer=config.train.optimizer,
+        ),
         settings,
         total_updates=total_updates,
         section="critic",

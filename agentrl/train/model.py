@@ -373,6 +373,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
+def computing_device(model: PreTrainedModel) -> torch.device:
+    """Where the model computes, which is not where it is if its shards are in host memory."""
+    return getattr(model, "computes_on", model.device)
+
+
 def backbone_hidden(
     model: PreTrainedModel, micro: MicroBatch, *, router_logits: list[torch.Tensor] | None = None
 ) -> torch.Tensor:
@@ -384,12 +389,13 @@ def backbone_hidden(
     """
     decoder = decoder_of(model)
     wanted = {} if router_logits is None else {"output_router_logits": True}
-    input_ids = torch.from_numpy(micro.input_ids)[None].to(model.device)
+    device = computing_device(model)
+    input_ids = torch.from_numpy(micro.input_ids)[None].to(device)
     if decoder.config._attn_implementation not in _PACKED:
         segments = input_ids.split(micro.segment_lengths, dim=1)
         outputs = [decoder(input_ids=ids, use_cache=False, **wanted) for ids in segments]
     else:
-        position_ids = torch.from_numpy(micro.position_ids)[None].to(model.device)
+        position_ids = torch.from_numpy(micro.position_ids)[None].to(device)
         segments = micro.segment_lengths, micro.branch_ends.tolist(), context.current()
         with packed_segments(*segments):
             outputs = [

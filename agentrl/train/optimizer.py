@@ -169,10 +169,11 @@ def require_optimizer(config: TrainSection) -> None:
     ConfigError: `train.optimizer` needs a package that is not installed, or works on one rank
         only.
     """
-    if ranks.size() > 1 and config.optimizer != "adamw":
+    if ranks.size() > 1 and config.optimizer == "adamw_8bit":
         raise ConfigError(
-            f"train.optimizer = {config.optimizer!r} works on one rank, and {ranks.size()} were "
-            "started, which share weights and moments among them; set train.optimizer = 'adamw'"
+            f"train.optimizer = 'adamw_8bit' works on one rank, and {ranks.size()} were started, "
+            "which share weights and moments among them; set train.optimizer = 'adamw', or "
+            "'adamw_cpu', which keeps them in host memory"
         )
     if config.optimizer == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"):
         raise ConfigError(

@@ -31,7 +31,7 @@ from agentrl.sync.transfer import FileTransfer, Transfer, in_thread
 from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train import ranks
 from agentrl.train.lora import add_adapter, base_of, is_adapter
-from agentrl.train.model import load_model
+from agentrl.train.model import computing_device, load_model
 
 BESIDE = Path(".venv-vllm/bin/python")
 """Where `make vllm` puts vLLM."""
@@ -118,8 +118,9 @@ async def start_serving(
             plugin_dir=run_dir / "plugin",
             transfer_backend=transfer.backend,
             adapter=adapter,
-            env=_other_gpus(model.device)
-            if transfer.backend == "nccl" or (is_sharded(model) and model.device.type == "cuda")
+            env=_other_gpus(computing_device(model))
+            if transfer.backend == "nccl"
+            or (is_sharded(model) and computing_device(model).type == "cuda")
             else None,
         )
         if not quiet:
@@ -165,7 +166,9 @@ async def start_serving(
 
 
 def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
-    whole = load_model(config.model.path, dtype=computing_dtype(model), device=model.device)
+    whole = load_model(
+        config.model.path, dtype=computing_dtype(model), device=computing_device(model)
+    )
     if has_adapter(model):
         add_adapter(whole, config.model.lora, path=config.model.path)
     return whole
@@ -174,10 +177,10 @@ def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
 def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -> Transfer:
     if config.inference.transfer == "file":
         return FileTransfer(weights_dir)
-    if model.device.type != "cuda":
+    if (device := computing_device(model)).type != "cuda":
         raise ConfigError(
             f"inference.transfer = 'nccl' sends from GPU to GPU, and the model is on the "
-            f"{model.device.type}; set model.device = 'cuda' or inference.transfer = 'file'"
+            f"{device.type}; set model.device = 'cuda' or inference.transfer = 'file'"
         )
     return NCCLTransfer(Library())
 

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -69,20 +71,30 @@ def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
     return models.load_masters(path, dtype) if ranks.size() == 1 else None
 
 
-def shard(module: Module, *, dtype: torch.dtype, device: torch.device) -> Module:
+def shard(
+    module: Module, *, dtype: torch.dtype, device: torch.device, optimizer: str = "adamw"
+) -> Module:
     """Leave this rank its shard of the module, which is rank 0's whole one. Every rank calls it.
 
     Args:
         module: a model of `load_model` or a module around its decoder; whatever is to be frozen,
             added or tied is so already.
         dtype: what it computes in.
+        optimizer: `adamw_cpu` keeps the shards in host memory, with their gradients; a layer's
+            weights are on the device while it computes.
     """
     if ranks.size() == 1:
         return module
     values = dict(module.named_parameters()) if ranks.rank() == 0 else {}
     mesh = init_device_mesh(device.type, (ranks.size(),), mesh_dim_names=("data",))
-    _wrap(module, mesh, dtype)
+    offload = OffloadPolicy()
+    if optimizer == "adamw_cpu":
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    _wrap(module, mesh, dtype, offload)
     _fill(module, values)
+    for each in module.modules():
+        if isinstance(each, PreTrainedModel):
+            object.__setattr__(each, "computes_on", device)
     if isinstance(module, PreTrainedModel):
         module.config.dtype = dtype  # what it computes in, and is served in
         # What goes past a model's `forward` has to be announced, or the weights are not there.
@@ -92,7 +104,7 @@ def shard(module: Module, *, dtype: torch.dtype, device: torch.device) -> Module
     return module
 
 
-def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
     """Each layer is gathered by itself; what is left, embedding and head mostly, at once."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
@@ -102,12 +114,19 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         decoder = models.decoder_of(module)
     else:
         decoder = root.backbone
-        fully_shard(root.value_head, mesh=mesh)  # of a critic, which computes in float32
+        # Of a critic, which computes in float32.
+        fully_shard(root.value_head, mesh=mesh, offload_policy=offload)
     for layer in getattr(decoder, "layers", ()):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     # A frozen network runs no backward pass, after which its root would be cut up again.
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frozen)
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=frozen,
+    )
     for each in module.modules():
         if isinstance(each, FSDPModule):
             # The loss is a sum over the batch: gradients of ranks add up, they are no average.

@@ -315,9 +315,11 @@ def _like(tensor: Tensor, target: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor
     if isinstance(target, DTensor):
-        return distribute_tensor(
-            tensor.to(target.to_local().device), target.device_mesh, target.placements
-        )
+        parts = distribute_tensor(tensor, target.device_mesh, target.placements)
+        like = torch.empty_like(target, dtype=tensor.dtype)  # perhaps in host memory
+        assert isinstance(like, DTensor)
+        like.to_local().copy_(parts.to_local())
+        return like
     return tensor.to(target.device)
 
 

@@ -182,7 +182,7 @@ async def make_trainer(
     if config.model.lora.rank:
         add_adapter(model, config.model.lora, path=config.model.path)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
-    model = sharding.shard(model, dtype=dtype, device=device)
+    model = sharding.shard(model, dtype=dtype, device=device, optimizer=config.train.optimizer)
     reference = None
     if "ref_logprobs" in objective.needs() and config.model.lora.rank:
         reference = model  # without its adapter

@@ -40,7 +40,12 @@ from agentrl.train import context, ranks
 from agentrl.train.critic import Critic, explained_variance
 from agentrl.train.deal import cost, deal, share_of
 from agentrl.train.lora import without_adapter
-from agentrl.train.model import sample_logprobs, shares_prefixes, trained_matrix
+from agentrl.train.model import (
+    computing_device,
+    sample_logprobs,
+    shares_prefixes,
+    trained_matrix,
+)
 from agentrl.train.optimizer import Learner, Update
 from agentrl.train.plan import MicroBatch, bundles, pack
 from agentrl.train.routers import aux_loss
@@ -87,6 +92,7 @@ def update_policy(
         TrainingError: too many updates in a row had a non-finite gradient.
     """
     model, needs = learner.model, objective.needs()
+    device = computing_device(model)
     everywhere = functools.partial(_everywhere, samples, batch, config)
     # What samples begin with counts once for the routers' loss, so there it stands with each.
     share = config.share_prefixes and config.router_aux_loss == 0 and shares_prefixes(model)
@@ -144,7 +150,7 @@ def update_policy(
             micro = pack(samples, chosen, share=share)
             counts = weight and context.current().rank == 0  # of ranks with the same rows, once
             # The whole batch, padded to its longest row, stays where it is: on the host.
-            part = step.select([place[row] for row in chosen], micro.max_trained).to(model.device)
+            part = step.select([place[row] for row in chosen], micro.max_trained).to(device)
             if policy_learns:
                 routed: list[Tensor] | None = [] if config.router_aux_loss else None
                 logprobs, entropy = sample_logprobs(

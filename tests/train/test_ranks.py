@@ -39,6 +39,11 @@ CASES: dict[str, dict] = {
     },
     "lora": {"objective": {"preset": "grpo", **KL}, "model": {"lora": {"rank": 4}}},
     "distillation": {"objective": {"preset": "opd"}, "teacher": {"path": str(MODEL)}},
+    "weights in host memory": {
+        "objective": {"preset": "ppo"},
+        "critic": {"learning_rate": 1e-3},
+        "train": {"num_minibatches": 2, "optimizer": "adamw_cpu"},
+    },
 }
 
 
@@ -111,7 +116,8 @@ def relative(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor], kind: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_compute_what_one_does(tmp_path):
-    """Loss and every gradient of six objectives, on 2 and 3 ranks."""
+    """Loss and every gradient of six objectives, on 2 and 3 ranks. With weights and moments in host
+    memory they are those of ranks that keep them elsewhere, bit for bit."""
     samples = make_samples(tmp_path / "samples")
     for num_ranks in (1, 2, 3):
         cases = [
@@ -144,6 +150,13 @@ def test_ranks_compute_what_one_does(tmp_path):
                 assert its.keys() == mine.keys()
                 for key, value in its.items():
                     assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+    for num_ranks in ("1", "2", "3"):
+        on_device, on_host = (
+            load_file(tmp_path / num_ranks / name / "tensors.safetensors")
+            for name in ("ppo with critic", "weights in host memory")
+        )
+        assert on_host.keys() == on_device.keys()
+        assert all(torch.equal(on_host[key], on_device[key]) for key in on_host)
 
 
 @pytest.mark.slow
