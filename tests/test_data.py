@@ -18,7 +18,7 @@ import agentrl.env  # noqa: E402
 from agentrl.cli import main  # noqa: E402
 from agentrl.data import SUMS, get  # noqa: E402
 from agentrl.env.hub import DATA_SETS, load_hub  # noqa: E402
-from agentrl.errors import ConfigError, DataError  # noqa: E402
+from agentrl.errors import AgentRLError, ConfigError, DataError  # noqa: E402
 from agentrl_search.tasks import SAMPLE_DIR  # noqa: E402
 
 CONTEXT = {"title": ["Ada", "Oslo"], "sentences": [["She was."], ["It is.", "It was."]]}
@@ -289,3 +289,23 @@ def test_without_a_network_what_was_downloaded_before_is_used(tmp_path):
         timeout=120,
     )
     assert done.stdout.splitlines()[-1:] == ["3"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("environment", "source", "said"),
+    [
+        ("math", "data/gsm8k", r"folder data/gsm8k does not .*`agentrl data get gsm8k` writes it"),
+        ("math", {"train": "data/dapo-math/train.jsonl"}, "`agentrl data get dapo-math` writes it"),
+        ("search", "/big/search-r1", "`agentrl data get search-r1 --out /big/search-r1` writes it"),
+    ],
+)
+def test_data_that_was_not_fetched_yet_names_the_command(environment, source, said):
+    async def open_it():
+        env = agentrl.env.make(environment, source=source)
+        try:
+            await env.reset("train", 0)
+        finally:
+            await env.close()
+
+    with pytest.raises(AgentRLError, match=said):
+        asyncio.run(open_it())

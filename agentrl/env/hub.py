@@ -114,6 +114,17 @@ DATA_SETS: dict[str, DataSet] = {
 and of the code that people load them with; what a row lacks is an error that names it."""
 
 
+def how_to_get(path: Path) -> str:
+    """The command that writes a file or folder named after a data set, as the end of a sentence
+    that says it is not there; "" where the name is none of theirs."""
+    name = next((each.name for each in (path, path.parent) if each.name in DATA_SETS), None)
+    in_data = path.parts[:1] == ("data",)
+    if name is None or not (in_data or path.is_absolute()):
+        return ""  # `owner/gsm8k` is of the hub
+    out = "" if in_data else f" --out {path if path.name == name else path.parent}"
+    return f"; `agentrl data get {name}{out}` writes it"
+
+
 def load_hub(
     name: str, subset: str | None = None, *, mirror: Path | None = None
 ) -> Mapping[str, Any]:
@@ -144,10 +155,12 @@ def load_hub(
     # Missing, gated, and "pick a configuration" all arrive as one of these two.
     except (OSError, ValueError) as error:
         if offline:
+            known = next((key for key, each in DATA_SETS.items() if each.hub == name), None)
+            use = f"`agentrl data get {known} --from DIR`" if known else "its files named instead"
             raise DataError(
                 f"data set {name} is not on this machine, and {_endpoint()} cannot be reached. "
-                f"Download it elsewhere (hf download {name} --repo-type dataset --local-dir DIR) "
-                "and name the folder DIR instead; HF_ENDPOINT names another hub"
+                f"Download it elsewhere (hf download {name} --repo-type dataset --local-dir DIR), "
+                f"then {use}; HF_ENDPOINT names another hub"
             ) from error
         raise DataError(
             f"data set {name} can't be loaded: {_in_a_line(error)}. A gated one needs HF_TOKEN; "

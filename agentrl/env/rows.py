@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.env.hub import how_to_get
 from agentrl.errors import ConfigError, DataError
 
 ROW_SUFFIXES = (".jsonl", ".parquet")
@@ -21,7 +22,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         DataError: the file or one of its rows can't be read.
     """
     if not path.is_file():
-        raise DataError(f"file {path} does not exist; the path is relative to {Path.cwd()}")
+        raise DataError(
+            f"file {path} does not exist; the path is relative to {Path.cwd()}{how_to_get(path)}"
+        )
     if path.suffix == ".jsonl":
         yield from _jsonl_rows(path)
     elif path.suffix == ".parquet":

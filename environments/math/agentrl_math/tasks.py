@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from agentrl.env.hub import DATA_SETS, load_hub
+from agentrl.env.hub import DATA_SETS, how_to_get, load_hub
 from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Task
@@ -128,6 +128,8 @@ def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> R
         return _read_folder(path, keys)
     if path.suffix in ROW_SUFFIXES:
         return Rows({"train": _read_file(path, "train", keys)})
+    if how := how_to_get(path):
+        raise DataError(f"folder {path} does not exist{how}")
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         return _read_hub(source, subset or DEFAULT_SUBSETS.get(source), keys)
     raise ConfigError(

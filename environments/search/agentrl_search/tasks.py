@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.env.hub import how_to_get
 from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Message, Task
@@ -74,6 +75,8 @@ def load_questions(
             if len(files) < len(found):
                 raise DataError(f"folder {path} holds one split in two files; remove one of them")
         else:
+            if how := how_to_get(path):
+                raise DataError(f"folder {path} does not exist{how}")
             files = {"train": path}
     if not files or any(file.suffix not in (*ROW_SUFFIXES, ".json") for file in files.values()):
         raise ConfigError(
