@@ -19,7 +19,7 @@ from agentrl.rollout.render import Renderer
 pytestmark = pytest.mark.docker
 
 PROGRAM = """
-import errno, json, os, socket, subprocess, sys, time, urllib.request
+import json, os, socket, subprocess, sys, time, urllib.request
 
 def call(url, body):
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -35,9 +35,10 @@ if sys.argv[1] == "hangs":
     time.sleep(600)
 seen = {"user": os.getuid(), "prompt": os.environ["AGENTRL_PROMPT"]}
 try:
-    socket.create_connection(("192.0.2.1", 80), timeout=5)
-except OSError as error:  # no route, and not merely nobody who answers
-    seen["beyond"] = errno.errorcode.get(error.errno, str(error))
+    socket.create_connection((sys.argv[3], 8000), timeout=3).close()
+    seen["neighbour"] = "reached"
+except OSError:
+    seen["neighbour"] = "out of reach"
 call(os.environ["AGENTRL_TOOLS_URL"] + "/note", {"seen": seen})
 print("some noise", file=sys.stderr)
 print(reply["choices"][0]["message"]["content"])
@@ -66,11 +67,33 @@ def containers():
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-@pytest.mark.parametrize("how", ["answers", "fails", "hangs"])
-def test_an_agent_in_a_container_reaches_the_endpoint_and_ends_with_its_episode(base_image, how):
+@pytest.fixture(scope="module")
+def neighbour(base_image):
+    """The address of a server in a container of the engine's default network."""
+    serve = ["python3", "-m", "http.server", "8000"]
+    command = ["docker", "run", "-d", "--rm", "--label", "agentrl.test=1", base_image, *serve]
+    name = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    shape = "{{.NetworkSettings.IPAddress}}"
+    address = subprocess.run(
+        ["docker", "inspect", "-f", shape, name], capture_output=True, text=True, check=True
+    )
+    yield address.stdout.strip()
+    subprocess.run(["docker", "rm", "-f", name], capture_output=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "network"),
+    [("answers", None), ("answers", "bridge"), ("fails", None), ("hangs", None)],
+)
+def test_an_agent_in_a_container_reaches_the_endpoint_and_ends_with_its_episode(
+    base_image, neighbour, how, network
+):
     before = set(containers())
     section = AgentSection(
-        container=base_image, command=["python3", "-c", PROGRAM, how, "{prompt}"], memory_mb=256
+        container=base_image,
+        command=["python3", "-c", PROGRAM, how, "{prompt}", neighbour],
+        memory_mb=256,
+        network=network,
     )
     runner = ContainerRunner(section, max_concurrent=4)
     engine = ScriptedEngine(Renderer(make_tokenizer()), lambda *_: "right")
@@ -95,7 +118,7 @@ def test_an_agent_in_a_container_reaches_the_endpoint_and_ends_with_its_episode(
             assert trajectory.info["seen"] == {
                 "user": 0,
                 "prompt": prompt,
-                "beyond": "ENETUNREACH",
+                "neighbour": "reached" if network else "out of reach",
             }
         else:
             assert trajectory.error is not None and trajectory.error.stage == "agent"
