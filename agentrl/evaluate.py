@@ -55,20 +55,23 @@ def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path) -> 
     Raises:
         ConfigError: `out` already holds rollouts.
     """
-    from agentrl.view.report import report_run
-
     with MetricsWriter(out) as writer:
         (out / "config.toml").write_text(config.to_toml())
         started = time.perf_counter()
         rollouts = _with_progress("rollout", config, checkpoint)
         seconds = time.perf_counter() - started
         TrajectoryLog(out).append(1, rollouts.trajectories)
-        metrics = rollout_metrics(rollouts) | {
-            "time/rollout_s": seconds,
-            "rollout/tokens_per_s": sum(t.num_sampled_tokens for t in rollouts.trajectories)
-            / seconds,
-        }
-        writer.write(1, metrics)
+        return conclude(out, writer, rollouts, seconds)
+
+
+def conclude(out: Path, writer: MetricsWriter, rollouts: RolloutBatch, seconds: float) -> int:
+    """Write metrics and report beside the trajectories, and say how it went; the exit status."""
+    from agentrl.view.report import report_run
+
+    num_tokens = sum(trajectory.num_sampled_tokens for trajectory in rollouts.trajectories)
+    metrics = rollout_metrics(rollouts)
+    metrics |= {"time/rollout_s": seconds, "rollout/tokens_per_s": num_tokens / seconds}
+    writer.write(1, metrics)
     result = result_record(rollouts, None)
     print(
         f"{result['num_samples']} episodes of {result['num_tasks']} tasks in {seconds:.1f} s, "
@@ -108,11 +111,11 @@ async def _evaluate_once(
             aclosing(connect(config.env.url or None, token=config.env.token))
         )
         agents = await stack.enter_async_context(running_agents(config))
-        policy = await _policy(config, checkpoint, stack)
+        policy = await policy_of(config, checkpoint, stack)
         return await evaluate(config, policy, env, agents=agents, on_progress=on_progress)
 
 
-async def _policy(config: RunConfig, checkpoint: str | None, stack: AsyncExitStack) -> Policy:
+async def policy_of(config: RunConfig, checkpoint: str | None, stack: AsyncExitStack) -> Policy:
     """Whom the run file names; `stack` closes what it takes."""
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
