@@ -32,7 +32,7 @@ async def play_groups(
     agents = None
     if runner is not None:
         if callable(runner):
-            runner = CallableRunner(runner, max_concurrent=64)
+            runner = CallableRunner(runner)
         agents = Agents(AgentServer(host), runner)
         await agents.start()
     env = connect()

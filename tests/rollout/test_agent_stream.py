@@ -64,7 +64,7 @@ def test_a_slow_agent_holds_up_its_own_group_until_it_would_be_too_old_and_no_ot
 
     async def main():
         env = connect()
-        runner = CallableRunner(solve, max_concurrent=16)
+        runner = CallableRunner(solve)
         agents = Agents(AgentServer(), runner)
         await agents.start()
         scheduler = GroupScheduler(
