@@ -168,7 +168,7 @@ $(AGENTS_VENV)/.agents: pyproject.toml
 	@$(AGENTS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
 		$(AGENTS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
-	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[train,math,eval,lora]' \
+	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[train,math,eval,lora,mcp]' \
 		pytest pytest-timeout hypothesis openai-agents==0.24.0 langgraph==1.2.22 \
 		langchain-openai==1.7.3 'pydantic-ai-slim[openai]==2.68.0' mini-swe-agent==2.4.6 \
 		litellm==1.83.0 'smolagents[openai]==1.26.0' anthropic==2.12.0

@@ -23,6 +23,7 @@ from agentrl.evaluate import Progress, play
 from agentrl.rollout.evaluation import summarise
 from agentrl.rollout.log import TrajectoryLog, read_trajectories
 from agentrl.rollout.metrics import error_codes, rollout_metrics
+from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.signals import read_signals
 from agentrl.statistics import EvalStatistics
 from agentrl.tracking import MetricsWriter, read_metrics
@@ -169,7 +170,11 @@ def rollout(
 def _timed(config: RunConfig, checkpoint: str | None, on_progress: Progress | None) -> Rollouts:
     started = time.perf_counter()
     played = play(config, checkpoint, on_progress)
-    seconds = time.perf_counter() - started
+    return measured(played, time.perf_counter() - started)
+
+
+def measured(played: RolloutBatch, seconds: float) -> Rollouts:
+    """Episodes with their metrics; `seconds` is how long they were played."""
     num_tokens = sum(t.num_sampled_tokens for t in played.trajectories)
     metrics = rollout_metrics(played) | {
         "time/rollout_s": seconds,

@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_eval(commands)
     _add_rollout(commands)
+    _add_proxy(commands)
     _add_sft(commands)
     _add_merge(commands)
     _add_export(commands)
@@ -234,6 +235,28 @@ def _rollout(config: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.commands import rollout_command
 
     return rollout_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
+
+
+def _add_proxy(commands: argparse._SubParsersAction) -> None:
+    command = _add_run_command(
+        commands,
+        "proxy",
+        _proxy,
+        help="record agents that are started elsewhere",
+        description="Serve the endpoint that agents call, and open an episode for each of the "
+        "first eval.num_tasks tasks of eval.split, eval.samples_per_task times each. Each is a "
+        "line of JSON on the standard output, with its task, the base URL and API key for its "
+        "agent and the URL that ends it; trajectories, metrics and a report are written to a "
+        f"directory. {_WHOSE_EPISODES.replace('vllm|openai', 'vllm')}",
+    )
+    _add_checkpoint(command)
+    command.add_argument("--out", type=Path, required=True, help="directory of the result")
+
+
+def _proxy(config: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentrl.proxy import proxy_command
+
+    return proxy_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
 
 
 def _add_sft(commands: argparse._SubParsersAction) -> None:

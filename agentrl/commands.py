@@ -40,10 +40,15 @@ def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path) -> 
     Raises:
         ConfigError: `out` already holds rollouts.
     """
-    from agentrl.view.report import report_run
-
     with _progress("rollout") as show:
         played = api.rollout(config, checkpoint=checkpoint, out=out, on_progress=show)
+    return conclude(out, played)
+
+
+def conclude(out: Path, played: api.Rollouts) -> int:
+    """Write the report beside what was kept, and say how it went; the exit status."""
+    from agentrl.view.report import report_run
+
     failed = [t.error for t in played.trajectories if t.error is not None]
     print(
         f"{len(played.trajectories)} episodes of {len(played.groups)} tasks in "

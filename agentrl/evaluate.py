@@ -48,11 +48,11 @@ async def _play(
             aclosing(connect(config.env.url or None, token=config.env.token))
         )
         agents = await stack.enter_async_context(running_agents(config))
-        policy = await _policy(config, checkpoint, stack)
+        policy = await policy_of(config, checkpoint, stack)
         return await evaluate(config, policy, env, agents=agents, on_progress=on_progress)
 
 
-async def _policy(config: RunConfig, checkpoint: str | None, stack: AsyncExitStack) -> Policy:
+async def policy_of(config: RunConfig, checkpoint: str | None, stack: AsyncExitStack) -> Policy:
     """Whom the run file names; `stack` closes what it takes."""
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))

@@ -25,14 +25,15 @@ async def play_groups(
     max_turn_tokens=64,
     max_context_tokens=4096,
     split_size=None,
+    host="127.0.0.1",
 ):
     """The batch. `runner`: an async function (task, base_url, api_key), a runner, or None for the
     driver's own episodes."""
     agents = None
     if runner is not None:
         if callable(runner):
-            runner = CallableRunner(runner, max_concurrent=64)
-        agents = Agents(AgentServer(), runner)
+            runner = CallableRunner(runner)
+        agents = Agents(AgentServer(host), runner)
         await agents.start()
     env = connect()
     scheduler = GroupScheduler(

@@ -229,6 +229,27 @@ def test_an_agent_that_hangs_is_cut_by_the_episodes_deadline():
     assert time.perf_counter() - started < 5
 
 
+def test_a_process_does_not_wait_for_a_function_that_does_not_end():
+    """One that retries for hours keeps its thread, and must not keep the run from ending."""
+    program = """
+import asyncio, time
+from agentrl.rollout.agent.runner import CallableRunner
+
+async def main():
+    runner = CallableRunner(lambda *_: time.sleep(600))
+    call = asyncio.ensure_future(runner.run(None, "", ""))
+    await asyncio.sleep(0.2)
+    call.cancel()
+    await asyncio.wait([call])
+    await runner.aclose()
+    print("closed", flush=True)
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"closed\n", b"")
+
+
 # keys and refusals --------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ class FaultyRunner:
     """An agent with one of the faults, by the task's number."""
 
     def __init__(self):
-        self.callables = CallableRunner(self.solve, max_concurrent=64)
+        self.callables = CallableRunner(self.solve)
         self.killed = CommandRunner([sys.executable, "-c", KILLED])
         self.faults = Counter()
         self.chance = random.Random(7)

@@ -51,6 +51,18 @@ def test_train_and_eval_play_by_the_agent(run_file, tmp_path, capsys):
     capsys.readouterr()
     assert main(["eval", *arguments, "--checkpoint", "latest", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_samples"] == 3
+    out = tmp_path / "out"
+    assert main(["rollout", *arguments, "--checkpoint", "latest", "--out", str(out)]) == 0
+    played = [trajectory for _, trajectory in read_trajectories(out)]
+    assert [len(trajectory.turns) for trajectory in played] == [1, 1, 1]
+
+    # Another agent makes another run; another port does not.
+    (tmp_path / "other.py").write_text(SOLVE)
+    capsys.readouterr()
+    resumed = ["train", *arguments, "--quiet", "--resume", "--run.num_steps", "3"]
+    assert main([*resumed, "--agent.run", str(tmp_path / "other.py") + ":solve"]) != 0
+    assert "agent.run: checkpoint" in capsys.readouterr().err
+    assert main([*resumed, "--agent.port", "0", "--agent.host", "127.0.0.2"]) == 0
 
 
 @pytest.mark.parametrize(

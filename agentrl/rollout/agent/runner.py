@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from agentrl import event_loop, user_modules
@@ -136,7 +136,7 @@ def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
         solve = user_modules.load(config.run)
         if not callable(solve):
             raise ConfigError(f"agent.run = {config.run!r} is no function")
-        runner = CallableRunner(solve, max_concurrent=max_concurrent)
+        runner = CallableRunner(solve)
     elif config.container is not None:
         from agentrl.rollout.agent.container import ContainerRunner
 
@@ -148,10 +148,9 @@ def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
 
 
 class CallableRunner:
-    def __init__(self, solve: Callable[[AgentTask, str, str], Any], *, max_concurrent: int) -> None:
+    def __init__(self, solve: Callable[[AgentTask, str, str], Any]) -> None:
         self._solve = solve
         self._is_async = inspect.iscoroutinefunction(solve)
-        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="agentrl-agent")
         self._loop = event_loop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="agentrl-agents", daemon=True
@@ -167,16 +166,13 @@ class CallableRunner:
         await asyncio.wait((asyncio.wrap_future(ending),), timeout=2 * GRACE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, GRACE_S)
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, *arguments: Any) -> str | float | None:
         try:
             if self._is_async:
                 result: Any = await self._solve(*arguments)
             else:
-                result = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._solve, *arguments
-                )
+                result = await _in_thread(self._solve, *arguments)
                 if isinstance(result, Awaitable):
                     result = await result
         except SystemExit as error:  # would end the thread of all agents
@@ -187,6 +183,22 @@ class CallableRunner:
                 "reward as a number, or None for what the policy said last"
             )
         return result
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a thread of its own, which the process does not wait for at its end: one
+    that takes no notice of being cancelled may sleep for long."""
+    called: Future[Any] = Future()
+    called.set_running_or_notify_cancel()  # from now on it is not cancelled, whoever waits is
+
+    def call() -> None:
+        try:
+            called.set_result(function(*arguments))
+        except BaseException as error:  # of whoever waits
+            called.set_exception(error)
+
+    threading.Thread(target=call, name="agentrl-agent", daemon=True).start()
+    return await asyncio.wrap_future(called)
 
 
 async def _cancel_others() -> None:
