@@ -151,6 +151,7 @@ class EnvClient:
     """Opens sessions over one or more transports; a session stays with the one that opened it."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
+        self._name = secrets.token_hex(8)
         self._endpoints = [_Endpoint(transport) for transport in transports]
         self._sessions: set[EnvSession] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -274,7 +275,7 @@ class EnvClient:
             await endpoint.transport.aclose()
 
     async def _open(self, request: CreateRequest, timeout_s: float) -> EnvSession:
-        key = secrets.token_hex(16)
+        key = f"{self._name}/{secrets.token_hex(16)}"
 
         async def create(endpoint: _Endpoint, remaining_s: float) -> EnvSession:
             reply = await endpoint.transport.create(request, key, remaining_s)

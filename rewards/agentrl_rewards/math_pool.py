@@ -7,8 +7,10 @@ comparing child is killed at the deadline and replaced. A check that is killed o
 
 A check is tried for FIRST_TRY_S first. Only one that needs longer queues again, for its whole
 deadline, and such checks hold at most half the workers: whoever sends slow expressions waits for
-other slow ones and delays the quick ones by a bounded share. Deadlines are processor time of the
-comparing process, so a busy machine changes no score. A wait for a worker ends after MAX_WAIT_S.
+other slow ones and delays the quick ones by a bounded share. Both queues take callers in turns (see
+`agentrl.caller`): a caller waits for its own checks, and for one of each other. Deadlines are
+processor time of the comparing process, so a busy machine changes no score. A wait for a worker
+ends after MAX_WAIT_S.
 
 Workers start on first use, one more whenever all are busy, up to `num_workers`. They can be asked
 from any thread, from asyncio and from forked or spawned processes; a forked child starts its own.
@@ -28,11 +30,14 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from agentrl.caller import caller
 from agentrl.errors import GraderError
 from agentrl.processes import kill_group, start_group
 
@@ -100,7 +105,7 @@ class MathPool:
         self._num_slow = 0
         self._num_expired = 0
         self._closed = False
-        self._lanes: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._lanes: tuple[_Lane, _Lane] | None = None
 
     def check(self, answer: str, reference: str, deadline_s: float = 2.0) -> bool | None:
         """Whether math-verify finds the two LaTeX expressions equal. Blocks, from any thread.
@@ -144,13 +149,13 @@ class MathPool:
             if self._lanes is None:
                 num_slow = max(1, self.num_workers // 2)
                 self._lanes = (
-                    ThreadPoolExecutor(self.num_workers, "math-grader"),
-                    ThreadPoolExecutor(num_slow, "math-grader-slow"),
+                    _Lane(self.num_workers, "math-grader"),
+                    _Lane(num_slow, "math-grader-slow"),
                 )
             is_slow = deadline_s > FIRST_TRY_S
             self._num_slow += is_slow
             self._num_pending += 1
-            future = self._lanes[is_slow].submit(self._try, request, deadline_s, started)
+            future = self._lanes[is_slow].submit(lambda: self._try(request, deadline_s, started))
         future.add_done_callback(self._forget)
         return future
 
@@ -198,7 +203,7 @@ class MathPool:
         for worker in busy:  # the thread that waits on it reads the end and closes the pipes
             kill_group(worker.process)
         for lane in lanes:
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.close()
 
     def _take(self, started: float, max_wait_s: float) -> _Worker:
         """A free worker, or a new one. Raises GraderError when there is none in time."""
@@ -258,6 +263,48 @@ class MathPool:
         for worker in self._workers:
             worker.close_pipes()
         self._start_empty()
+
+
+class _Lane:
+    """A queue and the threads that work on it. Callers take turns, each with its oldest call."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, deque[tuple[_Reply, Callable[[], dict[str, object]]]]]
+        self._waiting = OrderedDict()
+
+    def submit(self, call: Callable[[], dict[str, object]]) -> _Reply:
+        reply: _Reply = Future()
+        with self._lock:
+            self._waiting.setdefault(caller.get(), deque()).append((reply, call))
+        self._threads.submit(self._run_next)
+        return reply
+
+    def _run_next(self) -> None:
+        reply, call = self._next()
+        if not reply.set_running_or_notify_cancel():
+            return
+        try:
+            reply.set_result(call())
+        except BaseException as error:  # carried to who waits for it
+            reply.set_exception(error)
+
+    def _next(self) -> tuple[_Reply, Callable[[], dict[str, object]]]:
+        with self._lock:
+            name, calls = self._waiting.popitem(last=False)
+            first = calls.popleft()
+            if calls:
+                self._waiting[name] = calls  # behind all others
+        return first
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting = [reply for calls in self._waiting.values() for reply, _ in calls]
+            self._waiting.clear()
+        for reply in waiting:
+            reply.cancel()
 
 
 def _read_reply(reply: dict[str, object], answer: str) -> bool | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.caller import caller
 from agentrl.errors import GraderError
 from agentrl_rewards import math_pool
 from agentrl_rewards.math import grade, math_reward, math_reward_async
@@ -81,6 +82,37 @@ def test_nothing_starts_before_the_first_check(pool):
     assert pool.check(*POLYNOMIAL) is True
     assert pool.check("(x-1)^2", POLYNOMIAL[1]) is False
     assert pool.status().num_alive == 1
+
+
+def test_callers_take_turns():
+    pool, order = MathPool(1), []
+
+    async def one(name, number):
+        caller.set(name)
+        assert await pool.check_async(f"x+{number}", f"{number}+x")
+        order.append(name)
+
+    async def main():
+        many = [asyncio.create_task(one("many", number)) for number in range(8)]
+        await asyncio.gather(*many, asyncio.create_task(one("few", 1)))
+
+    asyncio.run(main())
+    pool.close()
+    assert len(order) == 9 and order.index("few") <= 2  # behind what ran, and one more
+
+
+def test_checks_that_wait_are_cancelled_when_the_pool_is_closed():
+    pool = MathPool(1)
+
+    async def main():
+        checks = [asyncio.create_task(pool.check_async(*SLOW)) for _ in range(3)]
+        await asyncio.to_thread(wait_until, lambda: pool.status().num_busy)
+        pool.close()
+        first, *others = await asyncio.gather(*checks, return_exceptions=True)
+        assert isinstance(first, GraderError)
+        assert all(isinstance(each, asyncio.CancelledError) for each in others)
+
+    asyncio.run(main())
 
 
 BOMBS = [

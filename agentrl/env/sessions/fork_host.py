@@ -6,8 +6,8 @@ for every session, which finds everything loaded (copy-on-write). After loading,
 of the author's code but `close_shared`, so it always kills what it is told to.
 
 Nothing is left behind, whichever process is killed. When the server shuts down a session's socket,
-as the end of the server does with all of them, the host kills the session's process group. What
-had left the group falls to the host, the nearest "subreaper" (see prctl(2)), and is killed, too.
+as the end of the server does with all of them, the host kills the session's process group. What had
+left the group falls to the host, the nearest "subreaper" (see prctl(2)), and is killed, too.
 
 What `load_shared` must not do: leave a thread running. A fork copies only the thread that forks,
 so the others' locks stay locked for ever in every session. Python's threads are therefore refused;

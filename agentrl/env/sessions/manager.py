@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from pydantic_core import from_json
 
+from agentrl.caller import caller
 from agentrl.env.base import Environment
 from agentrl.env.protocol import (
     CreateReply,
@@ -312,6 +313,7 @@ class SessionManager:
 
     async def _run_step(self, session: Session, step: Step, request: StepRequest) -> None:
         env_id = session.environment.id
+        caller.set(session.caller)
         timeout_s = min(request.timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
         deadline = Deadline(timeout_s, lambda: self._expire(session, step, timeout_s))
         try:

@@ -70,6 +70,11 @@ class Session:
         return self.loaded.environment
 
     @property
+    def caller(self) -> str:
+        """See `agentrl.caller`."""
+        return (self.key or "").partition("/")[0]
+
+    @property
     def busy(self) -> bool:
         return self.current is not None and not self.current.reply.done()
 

@@ -26,12 +26,18 @@ BOMBS = [
 """The last two pass every bound and take minutes."""
 
 
+SLOW_TASK = Task("slow", "equal?", reference=r"(1+\sin(2x))^{6}")
+SLOW_HONEST = r"(\sin x+\cos x)^{12}"
+"""Needs a second try, for which the slow bombs wait too."""
+
+
 @pytest.mark.slow
-def test_bombs_cost_no_honest_episode():
+@pytest.mark.parametrize("num_clients", [1, 2])
+def test_bombs_cost_no_honest_episode(num_clients):
     task = Task("t", "(x+1)^2=?", reference="x^2+2x+1")
     honest = ["(x+1)^2", "1+2x+x^2", "(x+1)(x+1)", "x(x+2)+1"]
 
-    async def play(client, text: str) -> float | str:
+    async def play(client, text: str, task: Task = task) -> float | str:
         session = await client.session("math", task=task, config={"equivalence": "symbolic"})
         try:
             return (await session.step(Action(text=f"\\boxed{{{text}}}"), timeout_s=60.0)).reward
@@ -41,16 +47,19 @@ def test_bombs_cost_no_honest_episode():
             await session.close()
 
     async def run(url: str) -> tuple[list[float | str], list[float | str]]:
-        async with env_client.connect(url) as client:
+        async with env_client.connect(url) as attacker, env_client.connect(url) as other:
+            client = attacker if num_clients == 1 else other
             calls = []
             for number in range(NUM):  # a bomb before each honest one
-                calls.append(play(client, BOMBS[number % len(BOMBS)]))
+                calls.append(play(attacker, BOMBS[number % len(BOMBS)]))
                 calls.append(play(client, f"{honest[number % len(honest)]}+{number}-{number}"))
+            if num_clients == 2:  # one client's own slow answers wait for each other
+                calls += [play(attacker, BOMBS[-1]), play(client, SLOW_HONEST, SLOW_TASK)]
             results = await asyncio.gather(*calls)
         return results[::2], results[1::2]
 
     with running(["math"]) as (url, _):
         bombs, answers = asyncio.run(run(url))
     print(default_pool().status(), {str(each)[-60:]: bombs.count(each) for each in bombs})
-    assert answers == [1.0] * NUM
+    assert answers == [1.0] * len(answers)
     assert all(isinstance(each, str) or each == 0.0 for each in bombs)
