@@ -166,6 +166,9 @@ def test_engine_that_stops_masks(private_engine, fixture_instances, monkeypatch,
     finally:
         private_engine.start()
     assert (verdict.outcome, verdict.resolved, verdict.reward) == ("infrastructure", None, None)
+    # What could not be removed then is removed by the next grading.
+    grade_while(private_engine, instance, instance.patch, lambda: None)
+    assert private_engine.docker("ps", "-aq").stdout == ""
 
 
 def test_engine_that_hangs_masks(private_engine, fixture_instances, monkeypatch):
@@ -285,6 +288,7 @@ def test_trouble_in_an_episode_is_no_reward_of_0(
     monkeypatch.setattr("agentrl_swebench.grade.BACK_OFF_S", (3.0, 10.0))
     config = {"source": str(fixture_dir / "dataset.jsonl"), "min_free_gb": 0}
     config |= {"instance_ids": [SPANS], "command_timeout_s": 20}
+    before = {*private_engine.docker("ps", "-aq").stdout.split()}
     fix = f"sleep 3; git apply - <<'END'\n{fixture_instances[SPANS].patch}END\n"
     real = environment.extract
 
@@ -338,8 +342,10 @@ def test_trouble_in_an_episode_is_no_reward_of_0(
 
     outcome = asyncio.run(played())
     until = time.monotonic() + 20
-    while (left := private_engine.docker("ps", "-aq").stdout.split()) and time.monotonic() < until:
+    while left := {*private_engine.docker("ps", "-aq").stdout.split()} - before:
+        if time.monotonic() > until:
+            break
         time.sleep(0.5)
     print(f"{act.__name__:14} during {what:12} {outcome}, {len(left)} containers left")
     assert outcome == 1.0 or str(outcome).startswith("masked")
-    assert left == []
+    assert not left
