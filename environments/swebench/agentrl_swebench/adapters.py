@@ -46,6 +46,9 @@ fi"""
 
 Row = dict[str, Any]
 
+MOVED_REPOSITORY = "agentrl/swebench-moved"
+"""Images of which the repository was moved to /testbed."""
+
 
 def swe_gym(row: Row, place: str) -> Row:
     """SWE-Gym/SWE-Gym and SWE-Gym-Lite: the columns of SWE-bench 4, with images of their own.
@@ -90,15 +93,25 @@ def swe_rebench(row: Row, place: str) -> Row:
 
 
 def swe_rebench_v2(row: Row, place: str) -> Row:
-    """nebius/SWE-rebench-V2: many languages. `install_config` has the build and test commands as
-    they are run, with no test files named, and `image_name` is the image. Rows whose log parser the
-    official harness does not have get no verdict, and `validate` says so."""
+    """nebius/SWE-rebench-V2: many languages. `install_config.test_cmd` has the test commands as
+    they are run, with no test files named, in an image (`image_name`) that is installed already.
+    Rows whose log parser the official harness does not have get no verdict, and `validate` says so.
+
+    Raises:
+        DataError: the image has its repository where the authors put it (`moved.py`).
+    """
     config = _config(row, place)
+    if not row["image_name"].startswith(MOVED_REPOSITORY):
+        raise DataError(
+            f"{place}: {row['instance_id']} is of SWE-rebench-V2, whose images have the repository "
+            "at /NAME and not at /testbed. Make rows and images with it there first: "
+            "`agentrl swebench data get swe-rebench-v2 --out FILE.jsonl`"
+        )
     return _converted(
         row,
         place,
         image=_tagged(row["image_name"]),
-        install="\n".join(_commands(config.get("build") or config.get("install"), place)),
+        install="",
         test="\n".join(_commands(config.get("test_cmd"), place)),
         log_parser=config.get("log_parser") or "parse_log_pytest",
         exports=config.get("env_vars") or {},

@@ -2,14 +2,17 @@
 
     python -m agentrl_swebench.bench_grade --dataset DIR/dataset.jsonl [--workers 1 4 8]
 
-grades every reference solution `--repeats` times with each, and prints seconds per grading (of the
-harness' own logs, creating the container to removing it), seconds of the whole call, gradings per
-hour, and their ratio to the official command's. A grading with its control run counts once.
+grades every reference solution with each, `--copies` times in one call (under ids of their own,
+since the official command grades an instance once), and prints seconds per grading (of the harness'
+own logs, creating the container to removing it), seconds of the whole call, gradings per hour, and
+their ratio to the official command's. A grading with its control run counts once. What a control
+run needs to know of an instance is found out for every copy; a training run does so once.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import subprocess
@@ -34,21 +37,29 @@ def harness_seconds(log: Path) -> float:
     return (last - first).total_seconds()
 
 
-def measure(command: Sequence[str], repeats: int) -> tuple[list[float], float]:
-    """Seconds of each grading, and of all calls together."""
-    each: list[float] = []
-    whole = 0.0
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
-            started = time.monotonic()
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S
-            )
-            whole += time.monotonic() - started
-            if done.returncode:
-                raise ConfigError(f"{' '.join(command[:4])} failed: {done.stderr[-300:]}")
-            each += [harness_seconds(path) for path in Path(folder).rglob("run_instance.log")]
-    return each, whole
+def measure(command: Sequence[str]) -> tuple[list[float], float]:
+    """Seconds of each grading, and of the call."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
+        started = time.monotonic()
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+        whole = time.monotonic() - started
+        if done.returncode:
+            raise ConfigError(f"{' '.join(command[:4])} failed: {done.stderr[-300:]}")
+        return [harness_seconds(path) for path in Path(folder).rglob("run_instance.log")], whole
+
+
+def copied(dataset: Path, copies: int, out: Path) -> int:
+    """Write every row so many times, each with an id of its own; how many there are."""
+    rows = [instance.row() for instance in load_instances(str(dataset))]
+    lines = [
+        json.dumps(row | {"instance_id": f"{row['instance_id']}{number}"}) + "\n"
+        for number in range(copies)
+        for row in rows
+    ]
+    out.write_text("".join(lines))
+    return len(lines)
 
 
 def _commands(dataset: str, workers: str) -> dict[str, list[str]]:
@@ -70,29 +81,27 @@ def main(arguments: list[str] | None = None) -> int:
         description="Time gradings against the official command line.",
     )
     parser.add_argument("--dataset", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--repeats", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--copies", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[1, 4, 8], metavar="N", help="(default: 1 4 8)"
     )
     given = parser.parse_args(arguments)
-    dataset = str(given.dataset.resolve())
     try:
-        num_instances = len(load_instances(dataset))
-        print(f"{num_instances} instances x {given.repeats}")
-        print(
-            f"{'workers':>7} {'':14} {'grading, s':>10} {'all, s':>8} {'per hour':>9} {'ratio':>6}"
-        )
-        for workers in given.workers:
-            official = 0.0
-            for name, command in _commands(dataset, str(workers)).items():
-                each, whole = measure(command, given.repeats)
-                per_hour = 3600 * num_instances * given.repeats / whole
-                official = official or per_hour
-                print(
-                    f"{workers:7} {name:14} {statistics.median(each):10.1f} {whole:8.1f} "
-                    f"{per_hour:9.0f} {per_hour / official:6.2f}",
-                    flush=True,
-                )
+        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
+            dataset = Path(folder, "dataset.jsonl")
+            number = copied(given.dataset, given.copies, dataset)
+            print(f"{number} gradings per call")
+            print(f"{'workers':>7} {'':14} {'grading, s':>10} {'all, s':>8} {'per hour':>9} ratio")
+            for workers in given.workers:
+                official = 0.0
+                for name, command in _commands(str(dataset), str(workers)).items():
+                    each, whole = measure(command)
+                    official = official or number / whole
+                    print(
+                        f"{workers:7} {name:14} {statistics.median(each):10.1f} {whole:8.1f} "
+                        f"{3600 * number / whole:9.0f} {number / whole / official:5.2f}",
+                        flush=True,
+                    )
     except AgentRLError as error:
         print(f"agentrl: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from agentrl.errors import ConfigError, DataError
+from agentrl_swebench.adapters import adapter_of, swe_rebench_v2
 from agentrl_swebench.dataset import ALIASES, Instance, load_rows, parse_row, to_official
 from agentrl_swebench.diff import PatchFormatError, parse_patch
 
@@ -68,6 +69,10 @@ def get(arguments: argparse.Namespace) -> int:
 
                 instance = parse_row(make_smith_row(row, place), place)
             else:
+                if adapter_of(row) is swe_rebench_v2:
+                    from agentrl_swebench.moved import make_moved_row
+
+                    row = make_moved_row(row, place)
                 instance = parse_row(next(iter(to_official([(place, row)])))[1], place)
         except DataError as error:
             if not arguments.skip_unusable:
@@ -131,7 +136,8 @@ def add_data_commands(subcommands: argparse._SubParsersAction) -> None:
         "get",
         help="a dataset's rows as a file to train on",
         description="Load a dataset, convert its rows to the columns of SWE-bench 5, keep those "
-        "asked for and write them, shuffled. For SWE-smith images with the bugs in them are made.",
+        "asked for and write them, shuffled. Images are made for SWE-smith, with the bugs in them, "
+        "and for SWE-rebench-V2, with the repository at /testbed.",
     )
     names = ", ".join(ALIASES)
     command.add_argument("name", metavar="NAME|FILE", help=f"{names}, or a file or Hub name")

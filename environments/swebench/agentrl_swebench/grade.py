@@ -303,7 +303,7 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
     if free is not None and free < limits.min_free_bytes:
         return infrastructure(f"the engine's disk is full ({free >> 20} MiB free)")
     if evidence.container_end == "removed":
-        return infrastructure("the container was killed from outside")
+        return infrastructure("the container was killed or frozen from outside")
     if report is not None:
         if evidence.complete:
             failed = _num_failed(report)

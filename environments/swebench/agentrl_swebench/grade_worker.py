@@ -309,14 +309,16 @@ class _Watch:
     def end(self, wait_s: float) -> tuple[str, bool]:
         """What ended the container, and whether a process in it ran out of memory.
 
-        `stopped` (the harness' own clean-up comes first), `removed` (someone killed it from
-        outside), `died` (it ended by itself: its main process was killed from inside), `lost` (the
-        engine went away), or "" (there was none, or it still runs).
+        `stopped` (the harness' own clean-up comes first), `removed` (someone killed it or froze it
+        from outside), `died` (it ended by itself: its main process was killed from inside), `lost`
+        (the engine went away), or "" (there was none, or it still runs).
         """
         if self._followed:
             self._over.wait(wait_s)
         out_of_memory = any(action == "oom" for action, _ in self._events)
         for action, sent in list(self._events):
+            if action == "pause":
+                return "removed", out_of_memory
             if action == "kill":
                 return ("stopped" if sent == str(int(signal.SIGTERM)) else "removed"), out_of_memory
             if action == "die":

@@ -98,6 +98,8 @@ async def run_harness(
         # Of this process now, which need not be what the host's were when it started.
         "environment": {k: v for k, v in os.environ.items() if k.startswith("DOCKER_")},
     }
+    if _unclean:
+        await asyncio.to_thread(_remove_containers)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         folder = Path(name)
@@ -109,6 +111,8 @@ async def run_harness(
         elif (folder / LOG_FILE).is_file():
             result = {"error": (folder / LOG_FILE).read_text(errors="replace")[-_TAIL_CHARS:]}
         evidence = Evidence(ended=ended, seconds=time.monotonic() - started, **result)
+        if evidence.container_end in ("", "lost"):
+            _unclean.add(grading)  # the harness could not remove it, if there was one
         if logs is not None and evidence.log_dir and (folder / evidence.log_dir).is_dir():
             shutil.rmtree(logs, ignore_errors=True)
             logs.parent.mkdir(parents=True, exist_ok=True)
@@ -143,12 +147,19 @@ async def _clean_up(reader: asyncio.StreamReader, pid: int, grading: str) -> Non
             os.killpg(pid, signal.SIGKILL)
         await reader.read()
 
-    def remove() -> None:
-        # Where the engine is gone, the reaper finds the container by its labels.
+    _unclean.add(grading)
+    await asyncio.to_thread(_remove_containers)
+
+
+_unclean: set[str] = set()
+"""Runs of which a container may be left: where the engine was gone, the next run removes it."""
+
+
+def _remove_containers() -> None:
+    for grading in list(_unclean):
         with contextlib.suppress(EnvError):
             reap(connect(10), label=f"{GRADING_LABEL}={grading}", everything=True)
-
-    await asyncio.to_thread(remove)
+            _unclean.discard(grading)
 
 
 class _Host:

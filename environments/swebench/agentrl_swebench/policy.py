@@ -112,8 +112,11 @@ _SUSPICIOUS = {
 """Worth a look in a source file; never part of a verdict, honest fixes do some of these."""
 
 
-MARK = ">>>>> "
-"""What starts the harness' marks in a log, in which it also prints the patch."""
+MARK = re.compile(
+    ">>>>> (?:Start Test Output|End Test Output|Test Exit Code|Patch Apply Failed|Applied Patch"
+    "|Reset Failed|Tests Errored|Some Tests Failed|All Tests Passed|Tests Timed Out)"
+)
+"""The harness' marks in a log, in which the evaluation script also prints the patch."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,7 +143,7 @@ def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Sub
         num_bytes = len(model_patch.encode())
     except UnicodeEncodeError:
         return Submission("", refused="the patch is not valid text")
-    if MARK in model_patch:
+    if MARK.search(model_patch):
         return Submission(
             "", refused="the patch holds the marks by which the harness finds results"
         )

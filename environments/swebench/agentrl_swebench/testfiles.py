@@ -13,7 +13,7 @@ from agentrl.errors import EnvError
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, parse_patch
 
-_REPOSITORY = "/testbed"
+REPOSITORY = "/testbed"
 _WAIT_S = 120
 _START_MARK = ">>>>> Start Test Output"
 
@@ -85,7 +85,7 @@ def _read(container, paths: list[str]) -> dict[str, str]:
     texts = {}
     for path in paths:
         try:
-            chunks, _ = container.get_archive(f"{_REPOSITORY}/{path}")
+            chunks, _ = container.get_archive(f"{REPOSITORY}/{path}")
         except NotFound:
             continue
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from agentrl.errors import DataError
-from agentrl_swebench.adapters import adapter_of
+from agentrl_swebench.adapters import MOVED_REPOSITORY, adapter_of
 from agentrl_swebench.dataset import load_instances, parse_row, to_official
 from agentrl_swebench.grade import grade
 from agentrl_swebench.testfiles import file_diff
@@ -44,7 +44,7 @@ def in_shape(name, common):
         | {"version": "1.0", "install_config": REBENCH, "environment": "", "requirements": ""}
         | {"FAIL_TO_FAIL": [], "PASS_TO_FAIL": [], "license_name": "MIT", "meta": {}},
         "swe_rebench_v2": common
-        | {"language": "python", "image_name": "swerebenchv2/spans", "license": "MIT"}
+        | {"language": "python", "image_name": f"{MOVED_REPOSITORY}:spans", "license": "MIT"}
         | {"install_config": json.dumps(REBENCH | {"test_cmd": ["pytest -rA tests"]})},
         "swe_synth": common | {"image_name": "own/spans:1", "test_cmd": "pytest -rA tests"},
     }[name]
@@ -55,7 +55,7 @@ def in_shape(name, common):
     [
         ("swe_gym", "xingyaoww/sweb.eval.x86_64.own_s_spans-1:latest", "tests/test_old.py"),
         ("swe_rebench", "swerebench/sweb.eval.x86_64.own_1776_spans-1:latest", "--tb=line"),
-        ("swe_rebench_v2", "swerebenchv2/spans:latest", "pytest -rA tests"),
+        ("swe_rebench_v2", f"{MOVED_REPOSITORY}:spans", "pytest -rA tests"),
         ("swe_synth", "own/spans:1", "pytest -rA tests"),
     ],
 )
@@ -85,6 +85,10 @@ def test_rows_become_official_ones(tmp_path, name, image, command):
     [
         (COMMON | {"repo": "python/mypy"}, "names of cases.*--exclude-repo python/mypy"),
         (COMMON | {"repo": "swesmith/own__spans.abcdef12"}, "data get swe-smith"),
+        (
+            COMMON | {"install_config": REBENCH, "image_name": "i", "language": "go"},
+            "data get swe-rebench-v2",
+        ),
         (COMMON | {"expected_output_json": "{}"}, "R2E-Gym name tests without their files"),
         (COMMON | {"install_config": {"install": "x"}}, "names no test_cmd"),
         (COMMON | {"install_config": "{"}, "is not JSON"),
@@ -208,4 +212,41 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         assert (gold.reward, gold.flags) == (1.0, ("honest",)), gold
     finally:
         for each in {"agentrl/test-smith:1", *(i.image for i in load_instances(out))}:
+            engine.images.remove(each, force=True)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_repository_elsewhere_in_the_image_is_moved(engine, fixture_instances, tmp_path):
+    """A row of SWE-rebench-V2, whose image has the repository at /NAME, installed from there."""
+    spans = fixture_instances["agentrl__spans-1"]
+    script = (
+        "mv /testbed /spans && cd /spans && "
+        "python -m pip install --no-index --no-deps --no-build-isolation -q -e ."
+    )
+    made = engine.containers.create(
+        spans.image, ["bash", "-c", script], network_mode="none", working_dir="/"
+    )
+    try:
+        made.start()
+        assert made.wait()["StatusCode"] == 0, made.logs()
+        made.commit("agentrl/test-v2", "1")
+    finally:
+        made.remove(force=True)
+    columns = ("base_commit", "patch", "test_patch")
+    row = COMMON | {each: getattr(spans, each) for each in columns}
+    row |= {"FAIL_TO_PASS": list(spans.fail_to_pass), "PASS_TO_PASS": list(spans.pass_to_pass)}
+    row = in_shape("swe_rebench_v2", row) | {"image_name": "agentrl/test-v2:1"}
+    source, out = tmp_path / "v2.jsonl", tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    try:
+        assert run_get(source, "--out", out) == 0
+        (instance,) = load_instances(out)
+        gold = asyncio.run(
+            grade(instance, instance.patch, policy="strict", run_id="t", timeout_s=120, audit=True)
+        )
+        assert (gold.reward, gold.flags) == (1.0, ("honest",)), gold
+    finally:
+        for each in {"agentrl/test-v2:1", *(i.image for i in load_instances(out))}:
             engine.images.remove(each, force=True)

@@ -1,4 +1,4 @@
-"""Training steps on the fixtures, as the example does them."""
+"""The example's model acts in containers and learns from real gradings."""
 
 import os
 import subprocess
@@ -8,22 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli import main
 from agentrl.config import RunConfig
 from agentrl.rollout import read_trajectories
 from agentrl.tracking import read_metrics
 
 ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "swebench"
 
-pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
+
+def test_the_run_file_for_one_gpu_is_valid(capsys):
+    assert main(["train", str(EXAMPLE / "one_gpu.toml"), "--dry-run"]) == 0
+    assert "max_turns = 30" in capsys.readouterr().out
 
 
-def test_the_example_trains_for_three_steps(fixture_dir, engine, tmp_path):
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_example_acts_and_is_graded(fixture_dir, engine, tmp_path):
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "swebench").symlink_to(fixture_dir)
     code = "import sys, agentrl_swebench.env; from agentrl.cli import main; sys.exit(main())"
-    run_file = ROOT / "examples" / "swebench" / "run.toml"
+    run_file = EXAMPLE / "run.toml"
+    arguments = ["--run.dir", str(tmp_path / "run"), "--run.num_steps", "2"]
     done = subprocess.run(
-        [sys.executable, "-c", code, "train", str(run_file), "--run.dir", str(tmp_path / "run")],
+        [sys.executable, "-c", code, "train", str(run_file), *arguments],
         cwd=tmp_path,
         env=os.environ | {"AGENTRL_STATE_DIR": str(tmp_path)},
         capture_output=True,
@@ -31,21 +40,23 @@ def test_the_example_trains_for_three_steps(fixture_dir, engine, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     metrics = read_metrics(tmp_path / "run")
-    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert [row["step"] for row in metrics] == [1, 2]
     for row in metrics:
-        assert row["rollout/error_fraction"] == 0.0 and row["rollout/trajectories"] == 8
-        assert row["reward/mean"] == 0.0 and row["env/resolved"] == 0.0
-        assert row["env/container_s"] > 0
+        assert row["rollout/error_fraction"] == 0.0 and row["rollout/trajectories"] == 16
+        assert row["reward/mean"] == row["env/resolved"]
+        assert row["env/commands"] > 0.5 and row["env/grade_s"] > 0
+    assert 0 < metrics[0]["reward/mean"] < 1
+    assert metrics[0]["train/grad_norm"] > 0
     trajectories = [each for _, each in read_trajectories(tmp_path / "run")]
-    assert {each.task_id for each in trajectories} == {
-        "agentrl__gauge-1",
-        "agentrl__spans-1",
-        "agentrl__ledger-1",
-        "agentrl__tally-1",
-    }
+    assert {each.task_id for each in trajectories} == {"agentrl__gauge-1", "agentrl__spans-1"}
     for each in trajectories:
-        assert each.info["outcome"] == "empty" and each.error is None
-    assert not engine.api.containers(all=True, filters={"label": "agentrl.role=agent"})
+        paid = each.info["resolved"] and "honest" in each.info["verdict_flags"]
+        assert each.reward == float(paid), each.info
+    assert len({each.info["outcome"] for each in trajectories}) > 1
+    # An engine may be shared: of this process' own nothing is left, by its trajectories' names.
+    left = engine.api.containers(all=True, filters={"label": "agentrl.role=agent"})
+    ours = {each.info["run_id"] for each in trajectories}
+    assert not [each for each in left if each["Labels"]["agentrl.run"] in ours]
 
 
 def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):

@@ -256,6 +256,7 @@ def watched(*events, lost=False):
     [
         ([("start", ""), ("kill", "15"), ("die", ""), ("destroy", "")], "stopped"),
         ([("start", ""), ("kill", "9"), ("die", ""), ("destroy", "")], "removed"),
+        ([("start", ""), ("pause", ""), ("kill", "15"), ("unpause", ""), ("die", "")], "removed"),
         ([("start", ""), ("die", ""), ("kill", "15"), ("destroy", "")], "died"),
         ([("start", ""), ("exec_die", "")], "lost"),
         ([], "lost"),

@@ -251,17 +251,26 @@ def remove(container):
     container.remove(force=True)
 
 
-@pytest.mark.parametrize("act", [kill_worker, remove], ids=["worker killed", "container removed"])
+def freeze(container):
+    container.pause()
+
+
+TROUBLE = pytest.mark.parametrize(
+    "act", [kill_worker, remove, freeze], ids=["worker killed", "container removed", "frozen"]
+)
+
+
+@TROUBLE
 def test_trouble_once_is_retried(engine, fixture_instances, act):
-    verdict = disturbed(engine, fixture_instances[SPANS], act, 1)
+    verdict = disturbed(engine, fixture_instances[SPANS], act, 1, timeout_s=20.0)
     assert (verdict.outcome, verdict.attempts) == ("resolved", 2)
     assert containers(engine) == []
 
 
-@pytest.mark.parametrize("act", [kill_worker, remove], ids=["worker killed", "container removed"])
+@TROUBLE
 def test_trouble_twice_is_masked(engine, fixture_instances, act):
     instance = fixture_instances[SPANS]
-    verdict = disturbed(engine, instance, act, 2, patch=noop(instance))
+    verdict = disturbed(engine, instance, act, 2, patch=noop(instance), timeout_s=20.0)
     assert (verdict.outcome, verdict.resolved, verdict.reward) == ("infrastructure", None, None)
     assert containers(engine) == []
 

@@ -14,7 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.env.client import connect
 from agentrl.env.container.engine import Engine
+from agentrl.errors import EnvError
+from agentrl.types import Action, ToolCall
+from agentrl_swebench import env as environment
 from agentrl_swebench import images
 from agentrl_swebench.attacks import ATTACKS
 from agentrl_swebench.containers import InstanceContainer
@@ -162,6 +166,9 @@ def test_engine_that_stops_masks(private_engine, fixture_instances, monkeypatch,
     finally:
         private_engine.start()
     assert (verdict.outcome, verdict.resolved, verdict.reward) == ("infrastructure", None, None)
+    # What could not be removed then is removed by the next grading.
+    grade_while(private_engine, instance, instance.patch, lambda: None)
+    assert private_engine.docker("ps", "-aq").stdout == ""
 
 
 def test_engine_that_hangs_masks(private_engine, fixture_instances, monkeypatch):
@@ -236,3 +243,109 @@ def test_a_fix_is_submitted_from_a_full_disk(
 
     extracted = asyncio.run(scenario())
     assert extracted.problem == "" and "start <= merged" in extracted.patch
+
+
+# --- an engine that restarts, and a container that freezes, while an episode is played ------------
+
+
+async def seen(private, number):
+    """Wait for the next `number` runs of the harness to have containers that run."""
+    ids: set[str] = set()
+    while len(ids) < number:
+        ps = ("ps", "-q", "--filter", "label=agentrl.grading")
+        ids |= {*(await asyncio.to_thread(private.docker, *ps, check=False)).stdout.split()}
+        await asyncio.sleep(0.1)
+
+
+def freeze_agent(private):
+    private.docker("pause", *private.docker("ps", "-q").stdout.split())
+
+
+def restart(private):
+    private.stop()
+    private.start()
+
+
+@pytest.mark.parametrize(
+    ("what", "act"),
+    [
+        ("start", restart),
+        ("command", restart),
+        ("command", freeze_agent),
+        ("submission", restart),
+        ("submission", freeze_agent),
+        ("grading", restart),
+        ("control run", restart),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_trouble_in_an_episode_is_no_reward_of_0(
+    private_engine, fixture_dir, fixture_instances, monkeypatch, tmp_path, what, act
+):
+    """The agent fixes the bug, and what happens meanwhile is nothing that it did."""
+    monkeypatch.setenv("DOCKER_HOST", private_engine.host)
+    monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr("agentrl_swebench.grade.BACK_OFF_S", (3.0, 10.0))
+    config = {"source": str(fixture_dir / "dataset.jsonl"), "min_free_gb": 0}
+    config |= {"instance_ids": [SPANS], "command_timeout_s": 20}
+    before = {*private_engine.docker("ps", "-aq").stdout.split()}
+    fix = f"sleep 3; git apply - <<'END'\n{fixture_instances[SPANS].patch}END\n"
+    real = environment.extract
+
+    async def disturbed_extract(container, base):
+        _, extracted = await asyncio.gather(
+            asyncio.to_thread(act, private_engine), real(container, base), return_exceptions=True
+        )
+        if isinstance(extracted, BaseException):
+            raise extracted
+        return extracted
+
+    if what == "submission":
+        monkeypatch.setattr(environment, "extract", disturbed_extract)
+
+    async def then_act(ready):
+        await ready
+        await asyncio.to_thread(act, private_engine)
+
+    async def episode(client):
+        readies = {
+            "start": lambda: asyncio.sleep(0.3),
+            "grading": lambda: seen(private_engine, 1),
+            "control run": lambda: seen(private_engine, 2),
+        }
+        disturbance = asyncio.create_task(then_act(readies.get(what, lambda: asyncio.sleep(1e6))()))
+        try:
+            session = await client.session(
+                "swebench", split="test", index=0, config=config, timeout_s=300
+            )
+            if what == "command":
+                disturbance.cancel()
+                disturbance = asyncio.create_task(then_act(asyncio.sleep(1)))
+            for name, arguments in (("bash", {"command": fix}), ("submit", {})):
+                action = Action(tool_calls=(ToolCall(name, name, arguments),))
+                result = await session.step(action, timeout_s=600)
+            return result.reward
+        except EnvError as error:
+            return f"masked: {error.code}"
+        finally:
+            if what in ("start", "command", "grading", "control run"):
+                await disturbance
+            else:
+                disturbance.cancel()
+
+    async def played():
+        client = connect()
+        try:
+            return await episode(client)
+        finally:
+            await client.aclose()
+
+    outcome = asyncio.run(played())
+    until = time.monotonic() + 20
+    while left := {*private_engine.docker("ps", "-aq").stdout.split()} - before:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.5)
+    print(f"{act.__name__:14} during {what:12} {outcome}, {len(left)} containers left")
+    assert outcome == 1.0 or str(outcome).startswith("masked")
+    assert not left

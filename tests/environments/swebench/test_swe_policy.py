@@ -301,3 +301,13 @@ def test_suspicious_lines_are_noted():
         "src/b/core.py: exits the process",
     )
     assert suspicious(GOOD) == ()
+
+
+def test_only_whole_marks_of_the_harness_are_refused():
+    def submitted(line):
+        return make_submission(instance(), file_diff("notes.txt", None, line + "\n"), "strict")
+
+    assert submitted(">>>>> Start Test Output").refused
+    assert submitted(">>>>>>> Tests Errored").refused, "the mark stands in it"
+    for harmless in (">>>>>>> branch", ">>>>> quoted in a mail", ">>>>> test"):
+        assert not submitted(harmless).refused and submitted(harmless).patch
