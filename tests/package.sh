@@ -7,7 +7,7 @@ kept=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${PYTHON:-python3}
 torch=${TORCH_VERSION:-2.13.0}
 
-echo "== sdist and wheel"
+echo "== the wheel"
 rm -rf build/dist
 "$python" -m pip wheel --quiet --no-deps --wheel-dir build/dist .
 wheel=$(ls "$PWD"/build/dist/agentrl-*.whl)
@@ -35,8 +35,10 @@ agentrl=$kept/bin/agentrl
 "$agentrl" eval examples/quickstart/run.toml --checkpoint latest --eval.num_tasks 4 --json
 "$agentrl" env list
 "$agentrl" env check math
-"$agentrl" env init my-env && "$agentrl" env check my-env/my_env/__init__.py:MyEnv ||
-    ls -R my-env
+"$agentrl" env init my-env
+"$agentrl" env check my-env/my_env/env.py:MyEnv
+"$agentrl" train examples/quickstart/run.toml --env.id my-env/my_env/env.py:MyEnv --dry-run
+"$agentrl" report runs/quickstart
 "$kept/bin/python" -c '
 import agentrl, sys
 assert "site-packages" in agentrl.__file__, agentrl.__file__
