@@ -16,6 +16,8 @@ VLLM_VERSION ?= 0.32.0
 ADAPTERS_VENV ?= .venv-adapters
 # Frameworks for agents, each with many packages of its own.
 AGENTS_VENV ?= .venv-agents
+# Only what a user gets from the index: the wheel and what it asks for.
+PACKAGE_VENV ?= .venv-package
 # Reads the sources, so it needs nothing that they need.
 DOCS_VENV ?= .venv-docs
 # Of the fast tests at a time. Many of them wait for servers and processes more than they compute.
@@ -31,7 +33,7 @@ ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 # Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
 AGAIN = echo "=== once more, those that failed:"
 
-.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents vllm types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package vllm types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -100,6 +102,11 @@ test-agents: $(AGENTS_VENV)/.agents
 types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+## make test-package  the wheel alone: built, installed where nothing else is, the quickstart run
+##                     from it, and every extra resolved
+test-package:
+	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) tests/package.sh $(PACKAGE_VENV)
+
 ## make docs         the site of docs/ into build/site; fails on a link that leads nowhere
 docs: $(DOCS_VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
@@ -118,7 +125,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(DOCS_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(DOCS_VENV) $(PACKAGE_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -150,8 +150,9 @@ def rollout(
     """Play the tasks of `[eval]`, as `agentrl rollout` does.
 
     Args:
-        checkpoint, on_progress: see `evaluate`.
+        checkpoint: see `evaluate`.
         out: a directory for configuration, metrics and trajectories; None writes nothing.
+        on_progress: see `evaluate`.
 
     Raises:
         ConfigError: `out` already holds rollouts.

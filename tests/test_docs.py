@@ -61,6 +61,8 @@ def test_keys_that_the_docs_name_exist():
     parents = {key.rpartition(".")[0] for key in keys}
     for page in pages():
         text = re.sub(r"```python.*?```", "", page.read_text(), flags=re.DOTALL)
+        if page.name == "migration.md":  # its left column has other trainers' names
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
         for name in re.findall(rf"(?:`|--)((?:{sections})(?:\.[a-z_0-9]+)+)(?=[`\s=])", text):
             # Below a key that holds a table, such as env.config, the names are another's.
             below = any(name.startswith(f"{key}.") for key in keys)
