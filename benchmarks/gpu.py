@@ -30,7 +30,8 @@ from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
 from agentrl.train.memory import kept_bytes
 from agentrl.train.model import sample_logprobs, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import pack, plan_samples
+from agentrl.train.plan import pack
+from agentrl.train.update import own_share
 from agentrl.types import Sample
 
 PARTS = {
@@ -74,7 +75,7 @@ def flops(model, samples: list[Sample]) -> float:
 def step(learner: Learner, samples: list[Sample], tokens: int, *, share: bool) -> int:
     """One update; returns the tokens that went through the backbone."""
     num_tokens = 0
-    for rows in plan_samples(samples, range(len(samples)), tokens, share=share):
+    for rows, _ in own_share(samples, range(len(samples)), tokens, share=share):
         micro = pack(samples, rows, share=share)
         num_tokens += micro.num_tokens
         logprobs, _ = sample_logprobs(learner.model, micro, temperature=1.0, with_entropy=True)

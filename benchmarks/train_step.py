@@ -113,7 +113,8 @@ def run_variant(args: argparse.Namespace) -> None:
 
     from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
     from agentrl.train.model import backbone_hidden, sample_logprobs
-    from agentrl.train.plan import pack, plan_samples
+    from agentrl.train.plan import pack
+    from agentrl.train.update import own_share
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -142,7 +143,7 @@ def run_variant(args: argparse.Namespace) -> None:
         return -surrogate.sum() / num_trained
 
     def packed_losses():
-        for rows in plan_samples(samples, range(len(samples)), args.token_budget, share=share):
+        for rows, _ in own_share(samples, range(len(samples)), args.token_budget, share=share):
             micro = pack(samples, rows, share=share)
             if args.variant == "bare":
                 hidden = backbone_hidden(model, micro)[micro.trained_index]

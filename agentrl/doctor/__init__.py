@@ -138,21 +138,24 @@ def _model(config: RunConfig) -> Finding:
 
 
 def _memory(config: RunConfig) -> Finding:
-    """Whether training fits its device, and what to set where it does not."""
-    what = "memory of training"
+    """Whether training fits each of its devices, and what to set where it does not."""
+    parallel = config.train.parallel
+    num_ranks = (parallel.data or 1) * parallel.context
+    what = "memory of training" if num_ranks == 1 else f"memory of each of {num_ranks} ranks"
     try:
         from agentrl.train.memory import device_memory, estimate, remedies
         from agentrl.train.setup import resolve_device
 
         device = resolve_device(config.model.device).type
-        needed, there = estimate(config, device_type=device), device_memory(device)
+        needed = estimate(config, device_type=device, num_ranks=num_ranks)
+        there = device_memory(device) // (num_ranks if device == "cpu" else 1)
         said, fits = f"{needed}, of {there / 2**30:.1f} GiB", needed.total < 0.9 * there
         if fits:
             return "ok", what, said
         settings = []
         for setting, changed in remedies(config):
             settings.append(setting)
-            smaller = estimate(changed, device_type=device)
+            smaller = estimate(changed, device_type=device, num_ranks=num_ranks)
             if smaller.total < 0.9 * there:
                 then = f"with {', '.join(settings)} it takes {smaller.total / 2**30:.1f} GiB"
                 return "fix", what, f"{said}; {then}"
@@ -160,7 +163,8 @@ def _memory(config: RunConfig) -> Finding:
         return "note", what, f"not estimated: {str(error).splitlines()[0]}"
     except (NotImplementedError, RuntimeError):
         return "note", what, "not estimated: the model's layers cannot be counted without weights"
-    return "fix", what, f"{said}; no setting makes it fit: take a smaller model, or more devices"
+    said += "; no setting makes it fit: take a smaller model, or more devices"
+    return "fix", what, f"{said} (train.parallel.data, started by torchrun)"
 
 
 async def _open_a_task(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,10 @@ from agentrl.errors import InferenceError
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank may be."""
+_OF_A_RANK = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.+"
+)
+"""What torchrun tells a rank. In a server torch would wait for the store of the run's launcher."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -102,7 +107,7 @@ def server_command(settings: ServerSettings, port: int, platform: str) -> list[s
 def server_environment(settings: ServerSettings) -> dict[str, str]:
     """Environment variables of every server, from this process's own."""
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)},
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB
         "VLLM_NO_USAGE_STATS": "1",
         # The weight routes. They are open to everyone who can connect: loopback only.

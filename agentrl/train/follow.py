@@ -4,6 +4,7 @@
     restore   take the weights and moments of a checkpoint
     learn     a step's samples -> one or more updates
     change    a key of the configuration has another value from now on
+    adapter   put the adapter together on rank 0, for servers to start with
     push      put the weights together on rank 0, tensor by tensor, and compute the probe
     save      write the own shards of a checkpoint
     stop
@@ -80,6 +81,8 @@ def _obey(trainer: Trainer, word: str, content: Any, arrays: dict[str, np.ndarra
         step, keep = content
         with contextlib.suppress(checkpoint.CheckpointNotSaved):  # rank 0 says why
             checkpoint.save_checkpoint(trainer.run_dir, trainer.state(step, {}, {}), keep=keep)
+    elif word == "adapter":
+        take_part(trainer.model)
     elif word == "push":
         version, probe = content
         if probe is None:

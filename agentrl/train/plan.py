@@ -120,15 +120,6 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
     return [sorted(micro_batch) for micro_batch in micro_batches]
 
 
-def plan_samples(
-    samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
-) -> list[list[int]]:
-    """Micro-batches of `rows`: of bundles that stay together, by `plan_micro_batches`."""
-    bundled = bundles(samples, rows, token_budget, share=share)
-    plan = plan_micro_batches([tokens for _, tokens in bundled], token_budget)
-    return [sorted(row for index in chosen for row in bundled[index][0]) for chosen in plan]
-
-
 def bundles(
     samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
 ) -> list[tuple[list[int], int]]:

@@ -108,6 +108,7 @@ async def start_serving(
     if not inference.urls:
         adapter = None
         if has_adapter(model):
+            ranks.tell("adapter")
             adapter = write_adapter(model, weights_dir / ADAPTER_FOLDER).parent
         # Whatever it is started with, the first push brings the trainer's weights.
         start, _ = servable(config.model.path, run_dir / "served")

@@ -138,7 +138,7 @@ def update_policy(
         for epoch in range(config.num_epochs)
         for rows in split_groups(batch.group_ids, config.num_minibatches, f"{seed}/{epoch}")
     ]
-    plans = [_own_share(samples, rows, config.token_budget, share=share) for rows in minibatches]
+    plans = [own_share(samples, rows, config.token_budget, share=share) for rows in minibatches]
     num_done, num_in_all = 0, sum(len(plan) for plan in plans)
     contributions, updates, critic_updates = [], [], []
     if ranks.rank() == 0:  # every rank knows them, and they are to be counted once
@@ -225,7 +225,7 @@ def _everywhere(
     values = torch.zeros_like(batch.rollout_logprobs)
     share = config.share_prefixes and shares_prefixes(model)
     every_row = range(len(samples))
-    for rows, weight in _own_share(samples, every_row, config.token_budget, share=share):
+    for rows, weight in own_share(samples, every_row, config.token_budget, share=share):
         micro = pack(samples, rows, share=share)
         index = torch.from_numpy(micro.rows[micro.row_of]), torch.from_numpy(micro.column_of)
         result = forward(micro).to(values.device)
@@ -235,10 +235,11 @@ def _everywhere(
     return ranks.add_up(values)
 
 
-def _own_share(
+def own_share(
     samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
 ) -> list[tuple[list[int], float]]:
-    """This rank's micro-batches of these rows, with their weights (see `share_of`)."""
+    """This rank's micro-batches of these rows, with their weights (see `share_of`): of bundles of
+    rows that stay together. One rank has them all."""
     bundled = bundles(samples, rows, token_budget, share=share)
     lengths = [tokens for _, tokens in bundled]
     costs = [cost(tokens, [len(samples[row]) for row in each]) for each, tokens in bundled]

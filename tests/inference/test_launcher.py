@@ -18,7 +18,7 @@ from agentrl.errors import InferenceError
 from agentrl.inference import launcher as launcher_module
 from agentrl.inference.http import make_client
 from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm_command import ServerSettings
+from agentrl.inference.vllm_command import ServerSettings, server_environment
 
 FAKE = Path(__file__).parent / "fake_vllm"
 
@@ -329,6 +329,30 @@ def test_a_failed_start_shows_the_end_of_the_log(tmp_path, failure, reason):
 
     with pytest.raises(InferenceError, match=f"(?s)ended with status 1.*{reason}"):
         asyncio.run(start())
+
+
+def test_a_server_that_a_rank_starts_knows_nothing_of_the_ranks(tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    environment = server_environment(ServerSettings(python="", model="", log_dir=tmp_path))
+    # As vLLM's workers begin; it would wait for torchrun's store at that port.
+    begin = (
+        "import datetime, torch.distributed as dist; dist.init_process_group('gloo', rank=0, "
+        f"world_size=1, init_method='tcp://127.0.0.1:{port}', timeout=datetime.timedelta(0, 10))"
+    )
+    assert subprocess.run([sys.executable, "-c", begin], env=environment).returncode == 0
+    assert environment["HOME"] and "RANK" not in environment
 
 
 def test_servers_share_the_devices_that_are_visible(tmp_path):

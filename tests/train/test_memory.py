@@ -187,6 +187,15 @@ def test_doctor_says_what_to_set(tmp_path, monkeypatch, there, status, said):
     assert (found, what) == (status, "memory of training") and said in detail
 
 
+def test_doctor_estimates_a_rank_of_several(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda device: 2**40)
+    alone, several = config_of(tmp_path), config_of(tmp_path, "--train.parallel.data", "4")
+    _, what, detail = doctor._memory(several)
+    assert what == "memory of each of 4 ranks"
+    assert str(estimate(alone, device_type="cpu", num_ranks=4)) in detail
+    assert "256.0 GiB" in detail, "of a host's memory each has a part"
+
+
 def test_the_total_is_the_sum_and_is_said_with_its_parts():
     found = Memory(*(2**30 * n for n in (1, 2, 3, 4, 5)))
     assert found.total == 15 * 2**30

@@ -7,8 +7,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
 from agentrl.train.model import sample_logprobs, set_gradient_checkpointing
-from agentrl.train.plan import MicroBatch, bundles, pack, plan_samples
+from agentrl.train.plan import MicroBatch, bundles, pack
 from agentrl.train.prefixes import SortedRows, num_tokens
+from agentrl.train.update import own_share
 from agentrl.types import Sample
 
 VOCAB_SIZE = 61
@@ -59,7 +60,7 @@ def seen_from(micro: MicroBatch, position: int) -> np.ndarray:
 @settings(deadline=None, max_examples=60)
 @given(forked_samples(), st.integers(1, 300))
 def test_every_trained_token_sees_its_own_history(samples, token_budget):
-    plan = plan_samples(samples, range(len(samples)), token_budget, share=True)
+    plan = [rows for rows, _ in own_share(samples, range(len(samples)), token_budget, share=True)]
     assert sorted(row for rows in plan for row in rows) == list(range(len(samples)))
     for rows in plan:
         micro = pack(samples, rows, share=True)
@@ -145,7 +146,7 @@ def step(model, samples, token_budget, *, share):
     model.set_attn_implementation(SHARED_ATTENTION_NAME if share else ATTENTION_NAME)
     model.zero_grad()
     total = num_tokens = 0.0
-    for rows in plan_samples(samples, range(len(samples)), token_budget, share=share):
+    for rows, _ in own_share(samples, range(len(samples)), token_budget, share=share):
         micro = pack(samples, rows, share=share)
         num_tokens += micro.num_tokens
         logprobs, entropy = sample_logprobs(model, micro, temperature=0.9, with_entropy=True)
