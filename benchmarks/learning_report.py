@@ -34,6 +34,8 @@ def digest(result: Mapping[str, Any]) -> dict[str, Any]:
     if "cpu_s" in result:  # the first steps hold what is done once
         stamps = result["cpu_s"]
         kept["cpu_s_per_step"] = round((stamps[-1] - stamps[4]) / (len(stamps) - 5), 4)
+    if "rollout/staleness_mean" in result:
+        kept["wall_s"] = [round(stamp, 1) for stamp in result["wall_s"]]
     return kept
 
 
@@ -105,6 +107,7 @@ def replay_table(row: Row, results: Results) -> str:
     for arm in present(row, results):
         (run,) = results[arm.name].values()
         theirs, ours = np.asarray(run["grad_norm"]), np.asarray(run["grad_norm_agentrl"])
+        assert (ours > 0).all(), f"{arm.name}: a step without gradient compares nothing"
         apart = np.asarray(run["update_difference"])
         lines.append(
             [
@@ -177,6 +180,37 @@ def curve_table(row: Row, results: Results) -> str:
     return table([*head, "CPU s per step"], lines)
 
 
+def staleness_table(row: Row, results: Results) -> str:
+    """At equal samples, and at the time after which the first run had ended (by seed)."""
+    arms = present(row, results)
+    seeds = set.intersection(*(set(results[arm.name]) for arm in arms))
+    ends = {s: min(results[arm.name][s]["wall_s"][-1] for arm in arms) for s in seeds}
+    lines = []
+    for arm in arms:
+        runs = results[arm.name]
+        values = curves(arm.name, results)
+        by_then = []
+        for seed, end in ends.items():
+            run = runs[seed]
+            reached = np.flatnonzero(np.asarray(run["wall_s"]) <= end)[-1]
+            by_then.append(smooth(np.asarray(run["reward"]))[reached])
+        stale = [run["rollout/staleness_mean"][-WINDOW:] for run in runs.values()]
+        step_s = np.median([np.diff(run["wall_s"]) for run in runs.values()])
+        lines.append(
+            [
+                arm.about,
+                str(len(values)),
+                f"{np.mean(stale):.2f}",
+                spread(values[:, :WINDOW].mean(1)),
+                spread(values[:, -WINDOW:].mean(1)),
+                spread(np.asarray(by_then)),
+                f"{step_s:.1f}",
+            ]
+        )
+    head = ["", "seeds", "mean staleness", "first 5 steps", "last 5 steps", "when the first ended"]
+    return table([*head, "s per step"], lines)
+
+
 def present(row: Row, results: Results) -> list[Arm]:
     return [arm for arm in row.arms if arm.name in results]
 
@@ -185,6 +219,7 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
     "trl": trl_table,
     "replay": replay_table,
     "packing": packing_table,
+    "staleness": staleness_table,
 }
 
 
