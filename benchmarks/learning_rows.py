@@ -12,6 +12,7 @@ ROOT = HERE.parent
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
 NUM_STEPS = 60
 SHORTER = 40
+TURNS_STEPS = 25
 SEEDS = (1, 2, 3)
 
 
@@ -100,7 +101,9 @@ def turns_arm(name: str, text: str, about: str) -> Arm:
         "env.config.seed={seed}"
     )
     return Arm(
-        name, [make, run(*given, run_file=HERE / "learning_turns.toml", steps=SHORTER)], about=about
+        name,
+        [make, run(*given, run_file=HERE / "learning_turns.toml", steps=TURNS_STEPS)],
+        about=about,
     )
 
 
