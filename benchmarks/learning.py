@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from learning_report import RESULTS, digest, pages, tables
 from learning_rows import ROOT, ROWS, SEEDS, Arm
 
 
-def play(arm: Arm, seed: int, out: Path, trl: str) -> bool:
+def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> bool:
     """Run one arm for one seed; False when it fails, with the end of what it said."""
     sources = [ROOT, ROOT / "rewards", *sorted((ROOT / "environments").glob("*/"))]
     environment = {
@@ -37,7 +38,7 @@ def play(arm: Arm, seed: int, out: Path, trl: str) -> bool:
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_suffix(".unfinished")
     with tempfile.TemporaryDirectory() as work:
-        filled = {"seed": seed, "work": work, "out": unfinished, "trl": trl}
+        filled = {"seed": seed, "work": work, "out": unfinished, **interpreters}
         filled["models"] = out.parents[1] / "models"
         for command in arm.commands:
             done = subprocess.run(
@@ -78,6 +79,12 @@ def main() -> int:
         default=str(ROOT / ".venv-adapters" / "bin" / "python"),
         help="of an environment with TRL 1.16; `make test-adapters` makes one",
     )
+    parser.add_argument(
+        "--vllm",
+        metavar="PYTHON",
+        default=os.environ.get("AGENTRL_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python")),
+        help="of an environment with vLLM; `make vllm` makes one",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning")
     parser.add_argument("--write-docs", action="store_true", help="results, tables and curves")
     args = parser.parse_args()
@@ -85,7 +92,8 @@ def main() -> int:
     if unknown := [name for name in rows if name not in ROWS]:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    has_trl = Path(args.trl).exists()
+    interpreters = {"trl": args.trl, "vllm": args.vllm}
+    missing = {name: path for name, path in interpreters.items() if not Path(path).exists()}
 
     failed = 0
     for name in rows:
@@ -94,11 +102,12 @@ def main() -> int:
                 out = args.out / arm.name / f"{seed}.json"
                 if seed not in arm.seeds or out.exists():
                     continue
-                if arm.needs_trl and not has_trl:
-                    print(f"{arm.name}: left out, {args.trl} does not exist (--trl PYTHON)")
+                if absent := [each for each in missing if arm.needs(each)]:
+                    path = missing[absent[0]]
+                    print(f"{arm.name}: left out, there is no {path} (--{absent[0]} PYTHON)")
                     continue
                 started = time.perf_counter()
-                done = play(arm, seed, out, args.trl)
+                done = play(arm, seed, out, interpreters)
                 failed += not done
                 seconds = time.perf_counter() - started
                 said = json.loads(out.read_text()).get("reward", [0])[-1] if done else "failed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,15 @@ def digest(result: Mapping[str, Any]) -> dict[str, Any]:
     if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
         return dict(result)
     kept: dict[str, Any] = {
-        key: [None if value is None else float(f"{value:.6g}") for value in values]
+        key: [None if value is None else float(f"{value:.9g}") for value in values]
         for key, values in result.items()
         if key not in ("cpu_s", "wall_s") and isinstance(values, list)
     }
     if "cpu_s" in result:  # the first steps hold what is done once
         stamps = result["cpu_s"]
         kept["cpu_s_per_step"] = round((stamps[-1] - stamps[4]) / (len(stamps) - 5), 4)
+    if "rollout/staleness_mean" in result:
+        kept["wall_s"] = [round(stamp, 1) for stamp in result["wall_s"]]
     return kept
 
 
@@ -93,10 +94,13 @@ def trl_table(row: Row, results: Results) -> str:
         cells += [spread(smoothed[arm.name][:, step - 1]) for arm in arms]
         lines.append(cells)
     lines.append([f"samples to {GOAL}", *(to_goal(arm.name, results) for arm in arms)])
-    seconds = {arm.name: cpu(arm.name, results).min() for arm in arms}
-    lines.append(["CPU s per step", *(f"{seconds[arm.name]:.3f}" for arm in arms)])
-    ratios = [seconds[arm.name] / seconds["agentrl"] for arm in arms]
-    lines.append(["times agentrl's", *(f"{ratio:.2f}" for ratio in ratios)])
+    lines.append(["CPU s per step", *(f"{cpu(arm.name, results).min():.3f}" for arm in arms)])
+    ratios = ["1"]
+    for arm in arms[1:]:
+        by_seed = sorted(cpu(arm.name, results) / cpu("agentrl", results))
+        least = cpu(arm.name, results).min() / cpu("agentrl", results).min()
+        ratios.append(f"{least:.2f} (by seed {by_seed[0]:.2f} to {by_seed[-1]:.2f})")
+    lines.append(["times agentrl's", *ratios])
     return table(["step (samples)", *(arm.about for arm in arms)], lines)
 
 
@@ -105,6 +109,7 @@ def replay_table(row: Row, results: Results) -> str:
     for arm in present(row, results):
         (run,) = results[arm.name].values()
         theirs, ours = np.asarray(run["grad_norm"]), np.asarray(run["grad_norm_agentrl"])
+        assert (ours > 0).all(), f"{arm.name}: a step without gradient compares nothing"
         apart = np.asarray(run["update_difference"])
         lines.append(
             [
@@ -112,11 +117,11 @@ def replay_table(row: Row, results: Results) -> str:
                 str(len(apart)),
                 f"{(np.abs(theirs - ours) / ours).max():.1e}",
                 f"{apart[0]:.1e}",
-                f"{apart.max():.1e}",
+                f"{apart[1:].max():.1e}",
                 f"{np.mean(run['clipped']):.1%}",
             ]
         )
-    head = ["", "steps", "gradient norm", "first update", "largest of all", "clipped tokens"]
+    head = ["", "steps", "gradient norm", "first step", "later steps", "clipped tokens"]
     return table(head, lines)
 
 
@@ -177,6 +182,37 @@ def curve_table(row: Row, results: Results) -> str:
     return table([*head, "CPU s per step"], lines)
 
 
+def staleness_table(row: Row, results: Results) -> str:
+    """At equal samples, and at the time after which the first run had ended (by seed)."""
+    arms = present(row, results)
+    seeds = set.intersection(*(set(results[arm.name]) for arm in arms))
+    ends = {s: min(results[arm.name][s]["wall_s"][-1] for arm in arms) for s in seeds}
+    lines = []
+    for arm in arms:
+        runs = results[arm.name]
+        values = curves(arm.name, results)
+        by_then = []
+        for seed, end in ends.items():
+            run = runs[seed]
+            reached = np.flatnonzero(np.asarray(run["wall_s"]) <= end)[-1]
+            by_then.append(smooth(np.asarray(run["reward"]))[reached])
+        stale = [run["rollout/staleness_mean"][-WINDOW:] for run in runs.values()]
+        step_s = np.median([np.diff(run["wall_s"]) for run in runs.values()])
+        lines.append(
+            [
+                arm.about,
+                str(len(values)),
+                f"{np.mean(stale):.2f}",
+                spread(values[:, :WINDOW].mean(1)),
+                spread(values[:, -WINDOW:].mean(1)),
+                spread(np.asarray(by_then)),
+                f"{step_s:.1f}",
+            ]
+        )
+    head = ["", "seeds", "mean staleness", "first 5 steps", "last 5 steps", "when the first ended"]
+    return table([*head, "s per step"], lines)
+
+
 def present(row: Row, results: Results) -> list[Arm]:
     return [arm for arm in row.arms if arm.name in results]
 
@@ -185,6 +221,7 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
     "trl": trl_table,
     "replay": replay_table,
     "packing": packing_table,
+    "staleness": staleness_table,
 }
 
 
@@ -201,10 +238,10 @@ def pages(results: Results) -> dict[Path, str]:
     """What the results make of each file: docs/learning.md and its curves."""
     text = (DOCS / "learning.md").read_text()
     for name, made in tables(results).items():
-        marked = (
-            rf"(<!-- table: {name}, made by benchmarks/learning.py -->\n\n).*?(\n\n<!-- end -->)"
-        )
-        text = re.sub(marked, lambda found, made=made: found[1] + made + found[2], text, flags=re.S)
+        begin, end = f"<!-- table: {name}, made by benchmarks/learning.py -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        if found:
+            text = f"{before}{begin}\n{made}\n\n{end}{rest.partition(end)[2]}"
     made = {DOCS / "learning.md": text}
     for name, row in ROWS.items():
         if present(row, results) and name not in ("replay", "packing"):

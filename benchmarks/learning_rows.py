@@ -12,6 +12,7 @@ ROOT = HERE.parent
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
 NUM_STEPS = 60
 SHORTER = 40
+TURNS_STEPS = 25
 SEEDS = (1, 2, 3)
 
 
@@ -22,15 +23,15 @@ class Arm:
     name: str
     commands: Sequence[Sequence[str]]
     """One after the other. `{seed}`, `{work}` (an empty folder), `{out}` (the file in which the
-    last leaves its result), `{models}` (a folder that stays) and `{trl}` (an interpreter that has
-    TRL) are filled in."""
+    last leaves its result), `{models}` (a folder that stays) and the interpreters `{trl}` and
+    `{vllm}` are filled in."""
     seeds: Sequence[int] = SEEDS
     about: str = ""
     """What stands beside the name in the table."""
 
-    @property
-    def needs_trl(self) -> bool:
-        return any("{trl}" in command for command in self.commands)
+    def needs(self, name: str) -> bool:
+        """Whether `{name}` stands in a command."""
+        return any(f"{{{name}}}" in command for command in self.commands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,7 @@ def trl_arm(name: str, how: str, about: str) -> Arm:
     return Arm(name, [[*command, *steps, "--env.config.seed", "{seed}", *SAME]], about=about)
 
 
-LOCKED_STEPS = 10
-
-
-def replay_arm(preset: str, epochs: int, steps: int = LOCKED_STEPS) -> Arm:
+def replay_arm(preset: str, epochs: int, steps: int) -> Arm:
     text = f"objective.preset={preset} train.num_epochs={epochs} run.save_every=1"
     if preset != "dr_grpo":
         text += " objective.scale.eps=1e-4"
@@ -86,7 +84,7 @@ def replay_arm(preset: str, epochs: int, steps: int = LOCKED_STEPS) -> Arm:
         text += " objective.aggregate.max_tokens=72"
     text += f" train.warmup_steps=0 run.keep_checkpoints={steps + 1} track.signals=0"
     if epochs > 1:
-        text += " train.learning_rate=1e-3"
+        text += " train.learning_rate=3e-4"
     compare = ["{trl}", str(HERE / "learning_trl.py"), "replay", "{work}/run", "--out", "{out}"]
     about = f"{epochs} epoch" + "s" * (epochs > 1)
     ours = quickstart(*settings(text), steps=steps)
@@ -103,7 +101,9 @@ def turns_arm(name: str, text: str, about: str) -> Arm:
         "env.config.seed={seed}"
     )
     return Arm(
-        name, [make, run(*given, run_file=HERE / "learning_turns.toml", steps=SHORTER)], about=about
+        name,
+        [make, run(*given, run_file=HERE / "learning_turns.toml", steps=TURNS_STEPS)],
+        about=about,
     )
 
 
@@ -111,6 +111,14 @@ def packing_arm(name: str, prompts: str) -> Arm:
     script = str(HERE / "train_step.py")
     command = [sys.executable, script, "--vocab", "4096", "--prompts", prompts, "--repeat", "2"]
     return Arm(name, [[*command, "--trl", "{trl}", "--json", "{out}"]], seeds=(1,))
+
+
+def staleness_arm(steps: int) -> Arm:
+    given = settings(f"rollout.max_staleness={steps} env.config.seed={{seed}}")
+    given += ["--inference.python", "{vllm}"]
+    about = "in turn" if not steps else f"{steps} step{'s' * (steps > 1)} ahead at most"
+    run_file = ROOT / "examples" / "vllm_cpu" / "run.toml"
+    return Arm(f"staleness-{steps}", [run(*given, run_file=run_file, steps=SHORTER)], about=about)
 
 
 CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
@@ -127,9 +135,8 @@ ROWS: dict[str, Row] = {
     ),
     "replay": Row(
         "TRL on agentrl's trajectories",
-        [replay_arm("grpo", 1, NUM_STEPS)]
-        + [replay_arm(name, 1) for name in ("dr_grpo", "dapo", "gspo", "cispo")]
-        + [replay_arm(name, 2) for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")],
+        [replay_arm("grpo", 1, 20)]
+        + [replay_arm(name, 2, 8) for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")],
     ),
     "ppo": Row(
         "PPO and GRPO",
@@ -180,4 +187,5 @@ ROWS: dict[str, Row] = {
             ),
         ],
     ),
+    "staleness": Row("Rollouts ahead of the trainer", [staleness_arm(n) for n in (0, 1, 2, 4)]),
 }

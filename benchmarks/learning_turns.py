@@ -4,8 +4,8 @@
 
 Every turn shows a digit, to which one other digit is the right answer. The reward is 1 where all
 six were right. To even digits the model gives it in 94 turns of 100, to odd ones in 40; its other
-answer is always the same, so there the wrong one is the likelier. It starts at about 0.67^6 = 0.09,
-and a trajectory that fails was right in four turns of six.
+answer is always the same, so there the wrong one is the likelier. It was taught briefly, and solves
+fewer episodes than 0.67^6 = 0.09.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make(out: Path) -> None:
     from tiny_model import Language, Lesson, make_model
 
     rng = random.Random(0)
-    dialogues = [make_dialogue(rng) for _ in range(19_200)]
+    dialogues = [make_dialogue(rng) for _ in range(7_200)]
     make_model([Lesson(dialogues, 1.5e-3)], Language(CHAT_TEMPLATE, [], 300), out, seed=0)
 
 
