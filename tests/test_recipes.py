@@ -3,6 +3,8 @@ and says what it takes in figures that agree with the code."""
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from agentrl.env.hub import DATA_SETS
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 RECIPES.append(ROOT / "examples" / "search" / "search_r1.toml")
+PAGE = ROOT / "docs" / "recipes.md"
 HEADINGS = ["Model", "Data", "Run", "Hardware", "Memory", "Time", "Curve"]
 
 
@@ -178,3 +181,21 @@ def test_a_recipe_trains_two_steps(file, tiny_model, tmp_path):
     steps = train_two_steps(run, tmp_path)
     assert len(steps) == 2 and all(step["rollout/error_fraction"] == 0 for step in steps)
     assert steps[-1]["train/updates"] == 2 * run["train"]["num_minibatches"]
+
+
+@pytest.mark.slow
+def test_pass_rates_become_a_column(tmp_path):
+    """The program of docs/recipes.md, on a rollout of the quickstart's tasks."""
+    code = re.search(r"```python\n(# rate\.py\n.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    quickstart = str(ROOT / "examples" / "quickstart" / "run.toml")
+    size = ["--eval.num_tasks=3", "--eval.samples_per_task=4"]
+    assert main(["rollout", quickstart, "--out", str(tmp_path / "rated"), *size]) == 0
+    data = tmp_path / "data" / "swe-gym"
+    data.mkdir(parents=True)
+    rows = [{"instance_id": f"test/{number}", "patch": "x"} for number in range(5)]
+    (data / "valid.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    rated = [json.loads(line) for line in (data / "rated.jsonl").read_text().splitlines()]
+    assert [row["instance_id"] for row in rated] == ["test/0", "test/1", "test/2"]
+    assert all(row["pass_rate"] in (0, 0.25, 0.5, 0.75, 1) and row["patch"] == "x" for row in rated)
+    assert len({row["pass_rate"] for row in rated}) > 1
