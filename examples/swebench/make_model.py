@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent))
 from tiny_model import Language, Lesson, make_model, write_rows  # noqa: E402
 
 from agentrl.env import connect  # noqa: E402
-from agentrl.types import Action, Message, ToolCall, assistant_message  # noqa: E402
+from agentrl.types import JSON, Action, Message, ToolCall, assistant_message  # noqa: E402
 
 # ChatML, with tools listed by signature: a small model needs a short prompt.
 CHAT_TEMPLATE = (
@@ -95,8 +95,8 @@ MENUS = (
 
 async def play_all(source: str) -> tuple[list[dict], list[int]]:
     """Every episode of the menus, once each, and their weights."""
-    config = {"source": source, "max_turns": MAX_TURNS, "memory_mb": 1024, "min_free_gb": 2}
-    config |= {"grade": False}
+    config: dict[str, JSON] = {"source": source, "max_turns": MAX_TURNS, "memory_mb": 1024}
+    config |= {"min_free_gb": 2, "grade": False}
     limit = asyncio.Semaphore(4)
     async with aclosing(connect()) as client:
 
@@ -106,13 +106,13 @@ async def play_all(source: str) -> tuple[list[dict], list[int]]:
                     "swebench",
                     split="test",
                     index=0,
-                    config=config | {"instance_ids": [instance_id]},
+                    config={**config, "instance_ids": [instance_id]},
                     timeout_s=600,
                 )
                 messages: list[Message] = [*session.messages]
                 for number, command in enumerate([*filter(None, commands), None]):
                     name = "submit" if command is None else "bash"
-                    arguments = {} if command is None else {"command": command}
+                    arguments: dict[str, JSON] = {} if command is None else {"command": command}
                     action = Action(tool_calls=(ToolCall(f"call_{number}", name, arguments),))
                     messages.append(assistant_message(action))
                     result = await session.step(action, timeout_s=600)
@@ -134,7 +134,7 @@ async def play_all(source: str) -> tuple[list[dict], list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", default="build/swebench/dataset.jsonl", help="the instances")
     parser.add_argument("--out", type=Path, default=HERE / "model")
     parser.add_argument("--dialogues", type=int, default=3200)
