@@ -36,6 +36,8 @@ class Lesson:
     dialogues: list[dict]
     """`messages` and, where there are any, `tools`."""
     learning_rate: float
+    batch_size: int = 96
+    """Dialogues per update."""
 
 
 def make_model(lessons: list[Lesson], language: Language, out: Path, *, seed: int) -> None:
@@ -76,7 +78,7 @@ def make_model(lessons: list[Lesson], language: Language, out: Path, *, seed: in
                     *(sys.executable, "-m", "agentrl", "sft", str(demonstrations)),
                     *("--model", str(model), "--out", str(taught), "--seed", str(seed)),
                     *("--learning-rate", str(lesson.learning_rate), "--warmup-steps", "20"),
-                    *("--batch-size", "96", "--save-dtype", "bfloat16"),
+                    *("--batch-size", str(lesson.batch_size), "--save-dtype", "bfloat16"),
                 ],
                 check=True,
             )

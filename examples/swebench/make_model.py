@@ -1,0 +1,153 @@
+"""Make the example's model from nothing: demonstrations, a tokenizer, and a warm start.
+
+    python -m agentrl_swebench.fixtures.build --out build/swebench
+    python examples/swebench/make_model.py
+
+writes `model/` beside this file, and the demonstrations beside the instances. Commands of the menu
+below, right ones and wrong ones, are played in real containers, so that every observation in a
+demonstration is the environment's own. Then a Qwen3 of 0.6 million parameters is taught to write
+such episodes, with the menu's weights. It has seen the right command for each bug among four or
+five others; which of them pay is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from tiny_model import Language, Lesson, make_model, write_rows  # noqa: E402
+
+from agentrl.env import connect  # noqa: E402
+from agentrl.types import JSON, Action, Message, ToolCall, assistant_message  # noqa: E402
+
+# ChatML, with tools listed by signature: a small model needs a short prompt.
+CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n"
+    "tools:{% for tool in tools %} {{ tool.function.name }}("
+    "{{ tool.function.parameters.properties | join(', ') }}){% endfor %}<|im_end|>{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Words are not merged with what surrounds them, so that a command is several tokens.
+LANGUAGE = Language(
+    CHAT_TEMPLATE, ["<tool_call>", "</tool_call>"], vocab_size=640, isolated=r"[a-z]+"
+)
+MAX_TURNS = 4
+
+Choice = dict[str, int]
+"""Commands by weight; "" is none."""
+
+
+@dataclass(slots=True, frozen=True)
+class Menu:
+    """What demonstrations do about one instance, one command of each choice after the other."""
+
+    instance_id: str
+    choices: tuple[Choice, ...]
+
+
+MENUS = (
+    Menu(
+        "agentrl__spans-1",
+        (
+            {"cat spans/core.py": 50, "": 50},
+            {  # spans that touch
+                "sed -i 's/start < /start <= /' spans/core.py": 70,
+                "sed -i 's/start < /start > /' spans/core.py": 10,
+                "sed -i 's/sorted(spans)/spans/' spans/core.py": 10,
+                "": 10,
+            },
+            {  # a span inside another
+                "sed -i 's/, stop)$/, max(merged[-1][1], stop))/' spans/core.py": 60,
+                "sed -i 's/, stop)$/, min(merged[-1][1], stop))/' spans/core.py": 20,
+                "sed -i 's/==/!=/' tests/test_spans.py": 10,
+                "": 10,
+            },
+        ),
+    ),
+    Menu(
+        "agentrl__gauge-1",
+        (
+            {"cat lib/Gauge.pm": 50, "": 50},
+            {
+                "sed -i 's/total = \\$1/total += $1/' lib/Gauge.pm": 50,
+                "sed -i 's/total = 0/total = 1/' lib/Gauge.pm": 15,
+                "sed -i 's/h => 3600/h => 60/' lib/Gauge.pm": 15,
+                "sed -i 's/1800/5400/' tests/gauge.t": 10,
+                "": 10,
+            },
+        ),
+    ),
+)
+
+
+async def play_all(source: str) -> tuple[list[dict], list[int]]:
+    """Every episode of the menus, once each, and their weights."""
+    config: dict[str, JSON] = {"source": source, "max_turns": MAX_TURNS, "memory_mb": 1024}
+    config |= {"min_free_gb": 2, "grade": False}
+    limit = asyncio.Semaphore(4)
+    async with aclosing(connect()) as client:
+
+        async def play(instance_id: str, commands: tuple[str, ...]) -> dict:
+            async with limit:
+                session = await client.session(
+                    "swebench",
+                    split="test",
+                    index=0,
+                    config={**config, "instance_ids": [instance_id]},
+                    timeout_s=600,
+                )
+                messages: list[Message] = [*session.messages]
+                for number, command in enumerate([*filter(None, commands), None]):
+                    name = "submit" if command is None else "bash"
+                    arguments: dict[str, JSON] = {} if command is None else {"command": command}
+                    action = Action(tool_calls=(ToolCall(f"call_{number}", name, arguments),))
+                    messages.append(assistant_message(action))
+                    result = await session.step(action, timeout_s=600)
+                    messages += result.observation
+                await session.close()
+                return {"messages": messages, "tools": session.tools}
+
+        episodes, weights = [], []
+        for menu in MENUS:
+            for picks in itertools.product(*(choice.items() for choice in menu.choices)):
+                commands, parts = zip(*picks, strict=True)
+                weight = 1
+                for part in parts:
+                    weight *= part
+                # Menus have choices of 100 in all; a shorter one counts as much as a longer.
+                weights.append(weight * 100 ** (3 - len(parts)))
+                episodes.append(play(menu.instance_id, commands))
+        return await asyncio.gather(*episodes), weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--source", default="build/swebench/dataset.jsonl", help="the instances")
+    parser.add_argument("--out", type=Path, default=HERE / "model")
+    parser.add_argument("--dialogues", type=int, default=3200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    episodes, weights = asyncio.run(play_all(args.source))
+    print(f"{len(episodes)} different episodes were played")
+    dialogues = random.Random(args.seed).choices(episodes, weights, k=args.dialogues)
+    write_rows(Path(args.source).with_name("demonstrations.jsonl"), dialogues)
+    lesson = Lesson(dialogues, 1.5e-3, batch_size=8)
+    make_model([lesson], LANGUAGE, args.out, seed=args.seed)
+
+
+if __name__ == "__main__":
+    main()
