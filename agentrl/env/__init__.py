@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl.env.base import EnvConfig, Environment, Episode, Observation
-    from agentrl.env.client import EnvClient, EnvSession, connect, make
+    from agentrl.env.client import EnvClient, EnvSession, connect
+    from agentrl.env.local import make
     from agentrl.env.registry import register, resolve
     from agentrl.env.tools import reward, tool
     from agentrl.types import Action, Message, StepResult, Task, ToolCall
@@ -35,7 +36,8 @@ __all__ = [
 
 _MODULES = {
     "agentrl.env.base": ("EnvConfig", "Environment", "Episode", "Observation"),
-    "agentrl.env.client": ("EnvClient", "EnvSession", "connect", "make"),
+    "agentrl.env.client": ("EnvClient", "EnvSession", "connect"),
+    "agentrl.env.local": ("make",),
     "agentrl.env.registry": ("register", "resolve"),
     "agentrl.env.tools": ("reward", "tool"),
     "agentrl.types": ("Action", "Message", "StepResult", "Task", "ToolCall"),

@@ -27,19 +27,18 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.env.protocol import encode, make_error
+from agentrl.env.protocol import make_error
 from agentrl.env.threads import WorkerPool, call_timeout, default_pool
 from agentrl.env.tools import Tool, choose_tools, tools_of
+from agentrl.env.values import describe, to_content, to_finite, to_observation
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
 
@@ -422,19 +421,6 @@ class Environment:
         self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
 
 
-def tools_before_reset(environment: Environment) -> list[ToolSpec]:
-    """What an instance without an episode offers.
-
-    Raises:
-        ConfigError: `offered_tools` names a tool that is none.
-    """
-    try:
-        offered = environment.offered_tools()
-    except (NoEpisodeError, AttributeError):  # it depends on the task
-        offered = tools_of(type(environment))
-    return [tool.spec for tool in choose_tools(type(environment), offered).values()]
-
-
 @functools.lru_cache(maxsize=1024)
 def _how_to_call(function: Callable[..., Any]) -> Literal["await", "quick", "thread"]:
     if hasattr(function, "__agentrl_quick__"):
@@ -469,68 +455,3 @@ def _problem(problem: Mapping[str, Any], known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known) or 'none'}"
     return f"there is no key '{key}'; {hint}"
-
-
-_MESSAGES = TypeAdapter(list[Message])
-
-
-def to_observation(value: Any, source: str) -> list[Message]:
-    """Messages from what an author returned.
-
-    Raises:
-        EnvError: it is neither a text, nor messages with a role and a text, nor None.
-    """
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    try:
-        return _MESSAGES.validate_python(value, strict=True)
-    except ValidationError:
-        raise EnvError(
-            f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
-            f"it returned {_short(repr(value))}"
-        ) from None
-
-
-def to_content(value: Any) -> str:
-    """A tool's return value as the text of its message."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    try:
-        return encode(to_jsonable_python(value)).decode()
-    except (TypeError, PydanticSerializationError) as error:
-        raise EnvError(
-            f"a tool returned a {type(value).__name__}, which is neither text nor JSON"
-        ) from error
-
-
-def to_finite(value: Any, source: str) -> float:
-    """A finite float from a number an author gave.
-
-    Raises:
-        EnvError: it is no number, NaN or infinite.
-    """
-    try:
-        if isinstance(value, str | bytes):  # which float() would read
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EnvError(f"{source} must be a number, not {_short(repr(value))}") from error
-    if not math.isfinite(number):
-        raise EnvError(f"{source} is {number}: rewards and metrics must be finite")
-    return number
-
-
-def describe(error: BaseException, task: Task | None) -> str:
-    """One line about an exception: its class and message, without the task's reference answer."""
-    message = _short(" ".join(str(error).split()))
-    if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
-        message = message.replace(task.reference, "[reference]")
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def _short(text: str, limit: int = 300) -> str:
-    return text if len(text) <= limit else text[:limit] + "..."

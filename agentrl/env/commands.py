@@ -164,7 +164,7 @@ def info(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from agentrl.env import registry
-    from agentrl.env.client import make
+    from agentrl.env.local import make
 
     environment = registry.resolve(arguments.id)
     env = make(environment, **_read_config(arguments.config)).sync

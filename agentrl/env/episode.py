@@ -6,17 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from agentrl.env.base import (
-    Answer,
-    Environment,
-    Episode,
-    describe,
-    to_finite,
-    to_observation,
-)
-from agentrl.env.tools import choose_tools, rewards_of
+from agentrl.env.base import Answer, Environment, Episode, NoEpisodeError
+from agentrl.env.tools import choose_tools, rewards_of, tools_of
+from agentrl.env.values import describe, to_finite, to_observation
 from agentrl.errors import EnvError, GraderError
-from agentrl.types import JSON, Action, Message, StepResult, Task, assistant_message
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec, assistant_message
 
 
 async def start_episode(environment: Environment, task: Task, seed: int) -> list[Message]:
@@ -78,6 +72,19 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
 def offer_tools(environment: Environment) -> None:
     """Ask the instance what the agent may call in its next turn."""
     environment._offered = choose_tools(type(environment), environment.offered_tools())
+
+
+def tools_before_reset(environment: Environment) -> list[ToolSpec]:
+    """What an instance without an episode offers.
+
+    Raises:
+        ConfigError: `offered_tools` names a tool that is none.
+    """
+    try:
+        offered = environment.offered_tools()
+    except (NoEpisodeError, AttributeError):  # it depends on the task
+        offered = tools_of(type(environment))
+    return [tool.spec for tool in choose_tools(type(environment), offered).values()]
 
 
 def own_copy(task: Task) -> Task:

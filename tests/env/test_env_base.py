@@ -7,8 +7,8 @@ import pytest
 from sample_envs import FreeForm, Hello, Locks, Workshop
 
 from agentrl.env import Action, Environment, Task, ToolCall, reward, tool
-from agentrl.env.base import load_config, tools_before_reset
-from agentrl.env.episode import start_episode, take_turn
+from agentrl.env.base import load_config
+from agentrl.env.episode import start_episode, take_turn, tools_before_reset
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 
 

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from agentrl.env import registry
-from agentrl.env.base import tools_before_reset
+from agentrl.env.episode import tools_before_reset
 from agentrl.env.protocol import CreateRequest, StepRequest, TaskSpec
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.sessions.process import ProcessHost

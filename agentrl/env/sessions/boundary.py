@@ -10,8 +10,8 @@ import logging
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from agentrl.env.base import describe
 from agentrl.env.protocol import make_error
+from agentrl.env.values import describe
 from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
 from agentrl.types import Task
 

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from agentrl.env import registry
-from agentrl.env.base import Environment, load_config, tools_before_reset
+from agentrl.env.base import Environment, load_config
+from agentrl.env.episode import tools_before_reset
 from agentrl.env.protocol import Problem, decode, encode, make_error, to_problem
 from agentrl.env.sessions.boundary import to_env_error
 from agentrl.env.sessions.runner import LocalRunner

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl.env.base import Environment, load_config, tools_before_reset
+from agentrl.env.base import Environment, load_config
+from agentrl.env.episode import tools_before_reset
 from agentrl.env.protocol import EnvInfo, TaskPreview, TaskSpec, make_error
 from agentrl.env.sessions.boundary import Background, guard
 from agentrl.env.sessions.runner import LocalRunner, Runner

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import numpy
 from pydantic import Field
 
-from agentrl.env.base import EnvConfig, Environment, to_content, to_observation
+from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
+from agentrl.env.values import to_content, to_observation
 from agentrl.errors import ConfigError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
 from agentrl_adapters.packages import import_package, to_json

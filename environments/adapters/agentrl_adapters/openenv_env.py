@@ -18,8 +18,9 @@ import aiohttp
 import orjson
 from pydantic import Field
 
-from agentrl.env.base import EnvConfig, Environment, to_content, to_observation
+from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
+from agentrl.env.values import to_content, to_observation
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
 

@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.env.base import EnvConfig, Environment, to_observation
+from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
+from agentrl.env.values import to_observation
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Action, Message, StepResult, Task
 from agentrl_math.calculator import calculate, show

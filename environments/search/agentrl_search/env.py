@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.env.base import EnvConfig, Environment, to_observation
+from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
+from agentrl.env.values import to_observation
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Action, Message, StepResult, Task, with_reasoning
 from agentrl_rewards.qa import em, f1, substring

@@ -23,11 +23,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.env.base import EnvConfig, Environment, Observation, to_observation
+from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
 from agentrl.env.container.engine import Engine, connect, reap
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
+from agentrl.env.values import to_observation
 from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError
 from agentrl.types import JSON, Action, Message, Task
 from agentrl_swebench import images

@@ -14,6 +14,7 @@ from env_servers import running
 
 from agentrl.cli import main
 from agentrl.env import client as env_client
+from agentrl.env import make
 from agentrl.env.registry import resolve
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 from agentrl.types import Action, StepResult, Task, ToolCall
@@ -38,7 +39,7 @@ def play(actions: list[str | Action], *, task: Task | None = None, **config: Any
     """The first prompt and the results of an episode, through the in-process client."""
 
     async def run() -> tuple[list, list[StepResult]]:
-        env = env_client.make("math", **config)
+        env = make("math", **config)
         try:
             messages = await (env.reset(task=task) if task else env.reset("train", 0))
             return messages, [await env.step(action) for action in actions]
@@ -512,7 +513,7 @@ def test_a_calculation_and_an_answer():
 
 def test_an_episode_cut_at_a_calculation_has_no_right_answer():
     async def run():
-        env = env_client.make("math", tools=True, format_weight=0.5)
+        env = make("math", tools=True, format_weight=0.5)
         await env.reset(task=ADDITION)
         cut = await env.step(calculator("17+25"), last=True)
         await env.reset(task=ADDITION)

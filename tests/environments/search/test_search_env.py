@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.env import client as env_client
+from agentrl.env import make
 from agentrl.env.client import connect
 from agentrl.env.registry import resolve
 from agentrl.errors import ConfigError, DataError, EnvError
@@ -29,7 +29,7 @@ def play(
     """The first prompt and the results of an episode, through the in-process client."""
 
     async def run() -> tuple[list, list[StepResult]]:
-        env = env_client.make(SearchEnvironment, **config)
+        env = make(SearchEnvironment, **config)
         try:
             messages = await (env.reset(task=task) if task else env.reset("train", index))
             return messages, [await env.step(action) for action in actions]

@@ -1,0 +1,98 @@
+"""One environment to try by hand, in this process: `make`."""
+
+from __future__ import annotations
+
+from agentrl.env import registry
+from agentrl.env.base import Environment, load_config
+from agentrl.env.client import EnvSession, in_process
+from agentrl.env.protocol import EnvInfo, make_error
+from agentrl.env.sync import BlockingOwner, blocking
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
+
+
+def make(environment: str | type[Environment], **config: JSON) -> LocalEnv:
+    """One environment to try by hand, in this process.
+
+    env = make("math")
+    messages = await env.reset("train", 0)      # or env.sync.reset("train", 0)
+    result = await env.step("The answer is 4.")
+
+    Raises:
+        ConfigError: there is no such environment, or it does not take this configuration.
+    """
+    found = registry.resolve(environment) if isinstance(environment, str) else environment
+    found = registry.with_id(found)
+    load_config(found, config)
+    return LocalEnv(found, config)
+
+
+class LocalEnv:
+    """An environment with one session at a time, in this process."""
+
+    def __init__(self, environment: type[Environment], config: dict[str, JSON]) -> None:
+        self._environment = environment
+        self._config = config
+        self._client = in_process(environment)
+        self._session: EnvSession | None = None
+        self._sync: SyncEnv | None = None
+
+    @property
+    def sync(self) -> SyncEnv:
+        """The same without `await`, with a session of its own."""
+        if self._sync is None:
+            env = LocalEnv(self._environment, self._config)
+            self._sync = SyncEnv(env, env.close)
+        return self._sync
+
+    async def info(self) -> EnvInfo:
+        return await self._client.info(self._environment.id, self._config)
+
+    async def reset(
+        self,
+        split: str | None = None,
+        index: int = 0,
+        *,
+        task: Task | None = None,
+        seed: int = 0,
+    ) -> list[Message]:
+        """Start an episode, by default on the first task of its configuration's first split."""
+        if self._session is not None:
+            await self._session.close()
+        if split is None and task is None:
+            split = next(iter((await self.info()).splits), None)
+        self._session = await self._client.session(
+            self._environment.id,
+            split=split,
+            index=None if task else index,
+            task=task,
+            seed=seed,
+            config=self._config,
+        )
+        return self._session.messages
+
+    async def step(
+        self, action: Action | str, *, timeout_s: float = 600.0, last: bool = False
+    ) -> StepResult:
+        """Take a step; a string is a turn of plain text."""
+        if self._session is None:
+            raise make_error("episode_done", "call reset before step")
+        action = Action(text=action) if isinstance(action, str) else action
+        return await self._session.step(action, timeout_s=timeout_s, last=last)
+
+    async def call(self, tool: str, /, **arguments: JSON) -> StepResult:
+        """Take a step that calls one tool."""
+        return await self.step(Action(tool_calls=(ToolCall("call-0", tool, arguments),)))
+
+    async def close(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+        await self._client.aclose()
+
+
+class SyncEnv(BlockingOwner):
+    """A `LocalEnv` whose methods wait."""
+
+    info = blocking(LocalEnv.info)
+    reset = blocking(LocalEnv.reset)
+    step = blocking(LocalEnv.step)
+    call = blocking(LocalEnv.call)

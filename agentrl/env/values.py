@@ -1,0 +1,77 @@
+"""What an author's code returned, as messages, text and finite numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from agentrl.env.protocol import encode
+from agentrl.errors import EnvError
+from agentrl.types import Message, Task
+
+_MESSAGES = TypeAdapter(list[Message])
+
+
+def to_observation(value: Any, source: str) -> list[Message]:
+    """Messages from what an author returned.
+
+    Raises:
+        EnvError: it is neither a text, nor messages with a role and a text, nor None.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    try:
+        return _MESSAGES.validate_python(value, strict=True)
+    except ValidationError:
+        raise EnvError(
+            f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
+            f"it returned {_short(repr(value))}"
+        ) from None
+
+
+def to_content(value: Any) -> str:
+    """A tool's return value as the text of its message."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    try:
+        return encode(to_jsonable_python(value)).decode()
+    except (TypeError, PydanticSerializationError) as error:
+        raise EnvError(
+            f"a tool returned a {type(value).__name__}, which is neither text nor JSON"
+        ) from error
+
+
+def to_finite(value: Any, source: str) -> float:
+    """A finite float from a number an author gave.
+
+    Raises:
+        EnvError: it is no number, NaN or infinite.
+    """
+    try:
+        if isinstance(value, str | bytes):  # which float() would read
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EnvError(f"{source} must be a number, not {_short(repr(value))}") from error
+    if not math.isfinite(number):
+        raise EnvError(f"{source} is {number}: rewards and metrics must be finite")
+    return number
+
+
+def describe(error: BaseException, task: Task | None) -> str:
+    """One line about an exception: its class and message, without the task's reference answer."""
+    message = _short(" ".join(str(error).split()))
+    if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
+        message = message.replace(task.reference, "[reference]")
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _short(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."
