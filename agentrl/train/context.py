@@ -16,15 +16,14 @@ parts add up like those of ranks with other rows, so the networks are sharded ov
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from agentrl.errors import ConfigError
@@ -58,16 +57,13 @@ def join(size: int) -> None:
             _context = Context(size, dist.get_rank() - first, group)
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """In this block this rank asks nothing of the others: it computes what they would."""
-    global _context
-    joined = _context
-    _context = Context(joined.size)
-    try:
-        yield
-    finally:
-        _context = joined
+def of(model: nn.Module) -> Context:
+    """Whose rows a model computes: of a sharded one (`agentrl.train.sharding`) this rank's group's.
+
+    With any other, as those that rank 0 checks or samples from, this process asks nothing of the
+    others and computes what they would.
+    """
+    return getattr(model, "row_context", Context(_context.size))
 
 
 def require_position_free(config: PretrainedConfig) -> None:
@@ -90,18 +86,18 @@ def require_position_free(config: PretrainedConfig) -> None:
 # a rank's slice of the row ------------------------------------------------------------------------
 
 
-def own_part(micro: MicroBatch) -> MicroBatch:
+def own_part(micro: MicroBatch, context: Context) -> MicroBatch:
     """This rank's slice of the row, and the trained tokens that are predicted there.
 
     Its segments remain those of the whole row, with one more that fills it up to a multiple of the
     ranks.
     """
-    if _context.group is None:
+    if context.group is None:
         return micro
-    start, stop = _bounds(micro)
-    padding = _context.size * (stop - start) - micro.num_tokens
+    start, stop = _bounds(micro, context)
+    padding = context.size * (stop - start) - micro.num_tokens
     end = [micro.num_tokens + padding] if padding else []
-    here = _is_own(micro)
+    here = _is_own(micro, context)
     kept = micro.kept
     if kept is not None:
         counts = np.diff(kept.starts)
@@ -121,24 +117,24 @@ def own_part(micro: MicroBatch) -> MicroBatch:
     )
 
 
-def of_all(micro: MicroBatch, own: Tensor) -> Tensor:
+def of_all(micro: MicroBatch, own: Tensor, context: Context) -> Tensor:
     """(Q,) of all trained tokens from what each rank has of its `own_part`, with gradient there."""
-    if _context.group is None:
+    if context.group is None:
         return own
-    here = torch.from_numpy(np.flatnonzero(_is_own(micro))).to(own.device)
+    here = torch.from_numpy(np.flatnonzero(_is_own(micro, context))).to(own.device)
     values = own.new_zeros(micro.num_trained)
     values[here] = own.detach()
-    dist.all_reduce(values, group=_context.group)
+    dist.all_reduce(values, group=context.group)
     return values.index_put((here,), own)
 
 
-def _bounds(micro: MicroBatch) -> tuple[int, int]:
-    size = -(-micro.num_tokens // _context.size)
-    return _context.rank * size, (_context.rank + 1) * size
+def _bounds(micro: MicroBatch, context: Context) -> tuple[int, int]:
+    size = -(-micro.num_tokens // context.size)
+    return context.rank * size, (context.rank + 1) * size
 
 
-def _is_own(micro: MicroBatch) -> np.ndarray:
-    start, stop = _bounds(micro)
+def _is_own(micro: MicroBatch, context: Context) -> np.ndarray:
+    start, stop = _bounds(micro, context)
     return (start <= micro.trained_index) & (micro.trained_index < stop)
 
 

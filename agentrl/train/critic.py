@@ -34,10 +34,11 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Values (Q,) float32 of a micro-batch's trained tokens, on the critic's device."""
-        part = context.own_part(micro)
+        together = context.of(self.backbone)
+        part = context.own_part(micro, together)
         hidden = backbone_hidden(self.backbone, part)
         hidden = hidden[torch.from_numpy(part.trained_index).to(hidden.device)]
-        return context.of_all(micro, self.value_head(hidden.float()).squeeze(1))
+        return context.of_all(micro, self.value_head(hidden.float()).squeeze(1), together)
 
 
 def make_critic(

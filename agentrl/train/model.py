@@ -396,7 +396,7 @@ def backbone_hidden(
         outputs = [decoder(input_ids=ids, use_cache=False, **wanted) for ids in segments]
     else:
         position_ids = torch.from_numpy(micro.position_ids)[None].to(device)
-        segments = micro.segment_lengths, micro.branch_ends.tolist(), context.current()
+        segments = micro.segment_lengths, micro.branch_ends.tolist(), context.of(model)
         with packed_segments(*segments):
             outputs = [
                 decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **wanted)
@@ -446,7 +446,8 @@ def logprobs_and_routing(
     router_logits: list[torch.Tensor] | None = [] if with_routing else None
     head = _head(model)
     factor, cap = _logit_factor_and_cap(model.config.get_text_config())
-    whole, micro = micro, context.own_part(micro)
+    together = context.of(model)
+    whole, micro = micro, context.own_part(micro, together)
     hidden = backbone_hidden(model, micro, router_logits=router_logits)
     kept = None
     if micro.kept is not None:
@@ -462,8 +463,8 @@ def logprobs_and_routing(
         with_entropy=with_entropy,
         kept=kept,
     )
-    logprobs = context.of_all(whole, logprobs)
-    entropy = None if entropy is None else context.of_all(whole, entropy)
+    logprobs = context.of_all(whole, logprobs, together)
+    entropy = None if entropy is None else context.of_all(whole, entropy, together)
     return logprobs, entropy, router_logits or []
 
 

@@ -49,8 +49,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTra
     if ranks.size() == 1:
         return models.load_model(path, dtype=dtype, device=device)
     if ranks.rank() == 0:
-        with context.alone():
-            model = models.load_model(path, dtype=torch.float32, device="cpu")
+        model = models.load_model(path, dtype=torch.float32, device="cpu")
         if context.current().size > 1:
             context.require_position_free(model.config)
         ranks.share(model.config._attn_implementation)
@@ -95,6 +94,7 @@ def shard(
     for each in module.modules():
         if isinstance(each, PreTrainedModel):
             object.__setattr__(each, "computes_on", device)
+            object.__setattr__(each, "row_context", context.current())
     if isinstance(module, PreTrainedModel):
         module.config.dtype = dtype  # what it computes in, and is served in
         # What goes past a model's `forward` has to be announced, or the weights are not there.

@@ -1,6 +1,7 @@
 """Rows that several ranks hold together: slices, heads, and what it comes to on real ranks."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +20,13 @@ from agentrl.train.context import Context, attend_by_heads, own_part
 from agentrl.train.model import load_model, sample_logprobs, shares_prefixes
 from agentrl.train.plan import KeptIds, pack
 
+OTHERS: Any = "a group that nothing is asked of"
+
 
 @pytest.fixture
-def on_rank(monkeypatch):
-    """Be this one of so many ranks, without the others."""
-
-    def be(rank: int, size: int, group: object = "the others") -> None:
-        monkeypatch.setattr(context, "_context", Context(size, rank, group))  # pyright: ignore
-
-    return be
+def of_ranks(monkeypatch):
+    """Be rank 0 of so many that hold rows together."""
+    return lambda size: monkeypatch.setattr(context, "_context", Context(size, 0, OTHERS))
 
 
 @settings(deadline=None, max_examples=40)
@@ -37,11 +36,7 @@ def test_slices_are_the_row_and_every_trained_token_is_in_one(samples, size, sha
     counts = np.arange(micro.num_trained) % 3 + 1
     starts = np.cumsum(np.concatenate([[0], counts]))
     micro = pack_with(micro, KeptIds(np.repeat(micro.targets, counts), starts))
-    parts = []
-    with pytest.MonkeyPatch.context() as patch:
-        for rank in range(size):
-            patch.setattr(context, "_context", Context(size, rank, "the others"))  # pyright: ignore
-            parts.append(own_part(micro))
+    parts = [own_part(micro, Context(size, rank, OTHERS)) for rank in range(size)]
     lengths = {part.num_tokens for part in parts}
     assert len(lengths) == 1 and 0 <= size * lengths.pop() - micro.num_tokens < size
     for part in parts:
@@ -96,35 +91,30 @@ def packed_rows():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
-def test_families_whose_layers_all_attend_go_over_ranks(family, tmp_path, on_rank):
+def test_families_whose_layers_all_attend_go_over_ranks(family, tmp_path, of_ranks):
     """Rank 0 tries it alone, before any rank loads its shard."""
     path = save_tiny_model(tmp_path, family)
     before = load_model(path, dtype=torch.float32, device="cpu")
-    on_rank(0, 4)
-    with context.alone():
-        model = load_model(path, dtype=torch.float32, device="cpu")
-        assert shares_prefixes(model) == shares_prefixes(before)
-        found, _ = sample_logprobs(model, packed_rows(), temperature=1.0)
-    on_rank(0, 1, None)
     expected, _ = sample_logprobs(before, packed_rows(), temperature=1.0)
+    of_ranks(4)
+    model = load_model(path, dtype=torch.float32, device="cpu")
+    assert shares_prefixes(model) == shares_prefixes(before)
+    found, _ = sample_logprobs(model, packed_rows(), temperature=1.0)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "falcon_mamba"])
-def test_families_that_do_not_are_refused_by_name(family, tmp_path, on_rank):
+def test_families_that_do_not_are_refused_by_name(family, tmp_path, of_ranks):
     path = save_tiny_model(tmp_path, family)
     load_model(path, dtype=torch.float32, device="cpu")
-    on_rank(0, 2)
-    with (
-        context.alone(),
-        pytest.raises(ConfigError, match=r"context = 2 cannot train .+ForCausalLM: over"),
-    ):
+    of_ranks(2)
+    with pytest.raises(ConfigError, match=r"context = 2 cannot train .+ForCausalLM: over"):
         load_model(path, dtype=torch.float32, device="cpu")
 
 
-def test_angles_of_the_whole_row_are_refused(tmp_path, on_rank):
+def test_angles_of_the_whole_row_are_refused(tmp_path, of_ranks):
     model = load_model(save_tiny_model(tmp_path, "llama"), dtype=torch.float32, device="cpu")
-    on_rank(0, 2)
+    of_ranks(2)
     context.require_position_free(model.config)
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(ConfigError, match="rope_type 'dynamic'"):
