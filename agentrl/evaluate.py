@@ -132,6 +132,8 @@ async def policy_of(config: RunConfig, checkpoint: str | None, stack: AsyncExitS
             raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
         path = str(found)
     elif checkpoint is not None:
+        if not Path(checkpoint).is_dir():
+            raise ConfigError(f"--checkpoint {checkpoint}: no such directory")
         path = checkpoint
     renderer = Renderer(
         load_tokenizer(path),
