@@ -48,12 +48,19 @@ async def _play(
             aclosing(connect(config.env.url or None, token=config.env.token))
         )
         agents = await stack.enter_async_context(running_agents(config))
-        policy = await policy_of(config, checkpoint, stack)
+        for_agents = config.agent.is_on
+        policy = await policy_of(config, checkpoint, stack, for_agents=for_agents)
         return await evaluate(config, policy, env, agents=agents, on_progress=on_progress)
 
 
-async def policy_of(config: RunConfig, checkpoint: str | None, stack: AsyncExitStack) -> Policy:
-    """Whom the run file names; `stack` closes what it takes."""
+async def policy_of(
+    config: RunConfig, checkpoint: str | None, stack: AsyncExitStack, *, for_agents: bool
+) -> Policy:
+    """Whom the run file names; `stack` closes what it takes.
+
+    Args:
+        for_agents: who calls takes its time between two calls, and nobody else should wait for it.
+    """
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
     from agentrl.train.checkpoint import latest_checkpoint
@@ -81,11 +88,13 @@ async def policy_of(config: RunConfig, checkpoint: str | None, stack: AsyncExitS
     sampling, said = evaluation_sampling(config, path)
     if said is not None:
         print(said, file=sys.stderr)
-    engine = await _engine(config, path, stack)
+    engine = await _engine(config, path, stack, for_agents=for_agents)
     return token_policy(config, engine, renderer, sampling)
 
 
-async def _engine(config: RunConfig, path: str, stack: AsyncExitStack) -> InferenceEngine:
+async def _engine(
+    config: RunConfig, path: str, stack: AsyncExitStack, *, for_agents: bool
+) -> InferenceEngine:
     if config.inference.backend == "vllm":
         from agentrl.inference.vllm import VLLMEngine
 
@@ -113,7 +122,8 @@ async def _engine(config: RunConfig, path: str, stack: AsyncExitStack) -> Infere
     model = load_model(
         path, dtype=resolve_dtype(config.model.dtype), device=resolve_device(config.model.device)
     )
-    return await stack.enter_async_context(aclosing(embedded_engine(config, model)))
+    engine = embedded_engine(config, model, for_agents=for_agents)
+    return await stack.enter_async_context(aclosing(engine))
 
 
 def _chat_policy(config: RunConfig) -> Policy:

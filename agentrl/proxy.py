@@ -84,7 +84,7 @@ async def _serve(
             aclosing(connect(config.env.url or None, token=config.env.token))
         )
         size = await split_size(env, config, config.eval.split)
-        policy = await policy_of(config, checkpoint, stack)
+        policy = await policy_of(config, checkpoint, stack, for_agents=True)
         server = AgentServer(
             config.agent.host or "127.0.0.1", config.agent.port, ended_by_request=True
         )

@@ -78,8 +78,10 @@ class Serving:
             await self.launcher.aclose()
 
 
-def embedded_engine(config: RunConfig, model: PreTrainedModel) -> EmbeddedEngine:
-    patience_s = AGENT_PATIENCE_S if config.agent.is_on else None
+def embedded_engine(
+    config: RunConfig, model: PreTrainedModel, *, for_agents: bool
+) -> EmbeddedEngine:
+    patience_s = AGENT_PATIENCE_S if for_agents else None
     return EmbeddedEngine(model, seed=config.run.seed, patience_s=patience_s)
 
 
@@ -96,7 +98,10 @@ async def start_serving(
     if inference.backend == "embedded":
         own_model = _own_model(config, model) if is_sharded(model) else None
         require_exact_cache(share_weights(own_model or model))
-        return Serving(embedded_engine(config, own_model or model), own_model=own_model)
+        return Serving(
+            embedded_engine(config, own_model or model, for_agents=config.agent.is_on),
+            own_model=own_model,
+        )
     if inference.backend != "vllm":
         raise ConfigError(
             f"inference.backend = {inference.backend!r} can be evaluated against, but not trained "
