@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Start with: agentrl train examples/quickstart/run.toml",
     )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(handler=lambda _: _print_help(parser))
     _add_train(commands)
     _add_eval(commands)
     _add_rollout(commands)
@@ -71,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     for entry_point in sorted(entry_points(group="agentrl.commands"), key=lambda each: each.name):
         entry_point.load()(commands)
     return parser
+
+
+def _print_help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
 
 
 class _HelpWithKeys(argparse.Action):

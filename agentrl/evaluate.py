@@ -129,6 +129,8 @@ async def _policy(config: RunConfig, checkpoint: str | None, stack: AsyncExitSta
             raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
         path = str(found)
     elif checkpoint is not None:
+        if not Path(checkpoint).is_dir():
+            raise ConfigError(f"--checkpoint {checkpoint}: no such directory")
         path = checkpoint
     renderer = Renderer(
         load_tokenizer(path),

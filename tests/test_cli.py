@@ -23,6 +23,23 @@ def test_every_command_has_help(command, capsys):
     assert len(shown) > 100
 
 
+def test_no_command_shows_the_commands(capsys):
+    assert main([]) == 2
+    assert "train a policy in an environment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["eval", RUN, "--checkpoint", "runs/none"], "--checkpoint runs/none: no such directory"),
+        (["export", "runs/none", "--out", "{out}"], "runs/none is no checkpoint"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_named(arguments, expected, tmp_path, capsys):
+    assert main([each.format(out=tmp_path / "out") for each in arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
 def test_train_help_lists_every_key(capsys):
     from agentrl.config import valid_keys
 

@@ -147,18 +147,28 @@ def _beside(text: JsonValue, folder: Path) -> JsonValue:
 def _explain(problem: ErrorDetails, dotted: str) -> str:
     kind, message = problem["type"], problem["msg"]
     if kind == "extra_forbidden":
-        keys = list(valid_keys())
-        sections = list(RunConfig.model_fields)
-        candidates = keys + sections
-        if close := difflib.get_close_matches(dotted, candidates, n=1, cutoff=0.5):
-            return f"unknown key; did you mean {close[0]}?"
-        leaf = dotted.rsplit(".", 1)[-1]
-        by_leaf = [key for key in keys if key.rsplit(".", 1)[-1] == leaf]
-        if by_leaf:
-            return f"unknown key; did you mean {by_leaf[0]}?"
-        return f"unknown key; sections are {', '.join(sections)} (see agentrl train --help)"
+        return f"unknown key; {_closest(dotted)}"
     if kind == "missing":
         return "missing; this key has no default"
     if message.startswith("Input should") and isinstance(problem["input"], str | int | float):
         return f"{message}, and it is {json.dumps(problem['input'])}"
     return message.removeprefix("Value error, ")
+
+
+def _closest(dotted: str) -> str:
+    """What may be meant by an unknown key: one like it, one of its section, or the sections."""
+    keys, sections = list(valid_keys()), list(RunConfig.model_fields)
+    section, _, leaf = dotted.rpartition(".")
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    names = {key.rsplit(".", 1)[-1]: key for key in reversed(siblings or keys)}
+    initials = {"".join(word[0] for word in name.split("_")): name for name in names}
+    short = initials.get(leaf) if siblings else None
+    close = difflib.get_close_matches(leaf, names, n=1, cutoff=0.6)
+    if name := short or next(iter(close), None):
+        return f"did you mean {names[name]}?"
+    elsewhere = next((f"did you mean {key}? " for key in keys if key.endswith(f".{leaf}")), "")
+    if siblings:
+        return f"{elsewhere}the keys of {section} are {', '.join(reversed(names))}"
+    if close := difflib.get_close_matches(dotted, sections, n=1, cutoff=0.5):
+        return f"did you mean {close[0]}?"
+    return f"sections are {', '.join(sections)} (see agentrl train --help)"

@@ -22,9 +22,13 @@ def export(checkpoint: Path, out: Path) -> None:
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
-        ConfigError: `checkpoint` has no shards, or `out` is not empty.
+        ConfigError: `checkpoint` is none or has no shards, or `out` is not empty.
     """
     require_empty(out)
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint} is no checkpoint: it has no {MANIFEST_FILE}; name RUN/checkpoints/step_N"
+        )
     names = verify(checkpoint)
     stem = next((s for s in ("model", "adapter_model") if (checkpoint / s).is_dir()), None)
     if stem is None:
