@@ -18,6 +18,8 @@ ADAPTERS_VENV ?= .venv-adapters
 AGENTS_VENV ?= .venv-agents
 # Only what a user gets from the index: the wheel and what it asks for.
 PACKAGE_VENV ?= .venv-package
+# Ray, for one test.
+CLUSTER_VENV ?= .venv-cluster
 # Reads the sources, so it needs nothing that they need.
 DOCS_VENV ?= .venv-docs
 # Of the fast tests at a time. Many of them wait for servers and processes more than they compute.
@@ -33,7 +35,7 @@ ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 # Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
 AGAIN = echo "=== once more, those that failed:"
 
-.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package vllm types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster vllm types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -47,12 +49,12 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile \
-		-m "not slow and not docker and not vllm and not browser and not gpu and not network"
+		-m "not slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 
 ## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(LONG_JOBS) --dist loadfile \
-		-m "slow and not docker and not vllm and not browser and not gpu and not network"
+		-m "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one
 test-gpu: $(VENV)/.dev
@@ -98,6 +100,11 @@ test-agents: $(AGENTS_VENV)/.agents
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s tests/agents
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
 
+## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons
+##                    are (Debian: apt install slurm-wlm munge) and this is root, Slurm
+test-cluster: $(CLUSTER_VENV)/.cluster
+	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest -s -m cluster tests/train/test_launchers.py
+
 ## make types        pyright on the library
 types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -125,7 +132,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(DOCS_VENV) $(PACKAGE_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(DOCS_VENV) $(PACKAGE_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -179,6 +186,16 @@ $(AGENTS_VENV)/.agents: pyproject.toml
 		pytest pytest-timeout hypothesis openai-agents==0.24.0 langgraph==1.2.22 \
 		langchain-openai==1.7.3 'pydantic-ai-slim[openai]==2.68.0' mini-swe-agent==2.4.6 \
 		litellm==1.83.0 'smolagents[openai]==1.26.0' anthropic==2.12.0
+	@touch $@
+
+$(CLUSTER_VENV)/.cluster: pyproject.toml
+	@echo "making $(CLUSTER_VENV) and installing Ray"
+	@$(PYTHON) -m venv $(CLUSTER_VENV)
+	@$(CLUSTER_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
+		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
+		$(CLUSTER_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
+	@$(CLUSTER_VENV)/bin/python -m pip install --quiet --editable '.[train,math]' \
+		pytest pytest-timeout hypothesis 'ray[train]==2.60.0'
 	@touch $@
 
 $(DOCS_VENV)/.docs: mkdocs.yml

@@ -92,10 +92,11 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
             world_size=world_size,
             timeout=deadline,
         )
-        own: Any = store
-        _watchdog = Watchdog(
-            PrefixStore("watchdog", own.clone()), own_rank, world_size, parallel.deadline_s
-        )
+    # A connection of its own, while the other one waits.
+    store: Any = dist.distributed_c10d._get_default_store()
+    _watchdog = Watchdog(
+        PrefixStore("watchdog", store.clone()), rank(), world_size, parallel.deadline_s
+    )
     groups: Any = [dist.new_group(backend="gloo", timeout=each) for each in (_FOREVER, deadline)]
     _control, _host = groups
     if parallel.context > 1:

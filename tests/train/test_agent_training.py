@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from test_ranks_runs import train
 
 from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.rollout.log import read_trajectories
+from agentrl.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SOLVE = """
@@ -98,3 +100,12 @@ def test_an_agent_that_is_not_there_is_an_error_before_the_model_is_loaded(
     run_file.write_text(text)
     assert main(["train", str(run_file), "--run.dir", str(tmp_path / "run")]) == 2
     assert says in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_ranks_train_what_an_agent_plays(run_file, tmp_path):
+    run_dir = train(2, tmp_path / "run", *SMALL, run_file=run_file)
+    trajectories = [trajectory for _, trajectory in read_trajectories(run_dir)]
+    assert len(trajectories) == 8 and all(each.error is None for each in trajectories)
+    for row in read_metrics(run_dir):
+        assert row["policy/rollout_train_logprob_diff_max"] < 1e-4
