@@ -110,7 +110,7 @@ types: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 ## make test-package  the wheel alone: built, installed where nothing else is, the quickstart run
-##                     from it, and every extra resolved
+##                     from it, and its extras resolved
 test-package:
 	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) tests/package.sh $(PACKAGE_VENV)
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # package.sh DIR: what an index would serve, installed where nothing else is, with DIR for the
-# environment. The quickstart's commands run from the wheel alone; every extra can be resolved.
+# environment. The quickstart's commands run from the wheel alone; the extras can be resolved.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kept=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${PYTHON:-python3}
 torch=${TORCH_VERSION:-2.13.0}
-# [all] is installed below, and [dev] is what the tests run in.
+# [all] is installed below; the tests run in [dev], and those of the adapters in [verifiers].
 extras=$("$python" -c '
 import tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 installed = extras["all"][0].partition("[")[2].rstrip("]").split(",")
-print(*(set(extras) - {"all", "dev", *installed}))')
+print(*(set(extras) - {"all", "dev", "verifiers", *installed}))')
 
 echo "== the wheel"
 rm -rf build/dist
