@@ -140,6 +140,18 @@ def test_two_ranks_do_what_one_does_and_any_number_goes_on(tmp_path):
         assert shard.name in log[-20000:] and "cannot be read" in log
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_that_hold_rows_together_play_and_learn_what_one_does(tmp_path):
+    one = train(1, tmp_path / "one", "--run.num_steps", "2")
+    two = train(2, tmp_path / "two", "--run.num_steps", "2", "--train.parallel.context", "2")
+    assert played(two) == played(one), "other tokens"
+    for its, mine in zip(
+        logprob_free(read_metrics(one)), logprob_free(read_metrics(two)), strict=True
+    ):
+        assert mine == pytest.approx(its, rel=1e-4, abs=1e-6)
+
+
 def children(pid: int) -> list[int]:
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sorted(int(child) for t in threads for child in (t / "children").read_text().split())
