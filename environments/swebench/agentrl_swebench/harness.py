@@ -111,8 +111,8 @@ async def run_harness(
         elif (folder / LOG_FILE).is_file():
             result = {"error": (folder / LOG_FILE).read_text(errors="replace")[-_TAIL_CHARS:]}
         evidence = Evidence(ended=ended, seconds=time.monotonic() - started, **result)
-        if evidence.container_end in ("", "lost"):
-            _unclean.add(grading)  # the harness could not remove it, if there was one
+        if not evidence.complete or evidence.container_end in ("", "lost"):
+            _unclean.add(grading)  # perhaps the harness could not remove it, if there was one
         if logs is not None and evidence.log_dir and (folder / evidence.log_dir).is_dir():
             shutil.rmtree(logs, ignore_errors=True)
             logs.parent.mkdir(parents=True, exist_ok=True)
