@@ -174,6 +174,7 @@ asyncio.new_event_loop().run_until_complete(cell())  # as a notebook does
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_beside_a_running_loop_saves_as_on_the_command_line(tmp_path):
     run_file = tmp_path / "run.toml"
     run_file.write_text(config(tmp_path / "run").to_toml())

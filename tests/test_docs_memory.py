@@ -61,6 +61,7 @@ def totals_of(model: str, folder: Path) -> list[str]:
     return [f"{parameters / 1e9:.2f} billion", *by_ranks, adapter]
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_memory_page_are_doctor_s(tmp_path):
     _, keys, models = tables("memory.md")
     for setting, *figures in keys:

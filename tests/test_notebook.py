@@ -19,6 +19,7 @@ def test_the_notebook_is_kept_without_outputs():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_policy_learns(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(EXAMPLES)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

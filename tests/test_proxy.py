@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,7 @@ def test_episodes_are_announced_ended_by_requests_and_written(proxy):
     process, out = proxy("--eval.num_tasks", "2", "--eval.samples_per_task", "2")
     episodes = [json.loads(process.stdout.readline()) for _ in range(4)]
     assert len({episode["api_key"] for episode in episodes}) == 4
-    assert {episode["task"]["id"] for episode in episodes} == {
-        episode["task"]["id"] for episode in episodes[::2]
-    }
+    assert Counter(episode["task"]["id"] for episode in episodes) == {"test/0": 2, "test/1": 2}
     answers = [ask(episode) for episode in episodes]
     for body in ({"reward": "much"}, {"answer": "1", "reward": 1}, [1]):
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -78,6 +77,7 @@ def test_episodes_are_announced_ended_by_requests_and_written(proxy):
     assert (out / "report.html").exists() and (out / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_it_keeps_what_was_played(proxy):
     process, out = proxy("--eval.num_tasks", "3", "--rollout.max_concurrent", "2")
     first, second = (json.loads(process.stdout.readline()) for _ in range(2))

@@ -59,6 +59,7 @@ def test_the_example_acts_and_is_graded(fixture_dir, engine, tmp_path):
     assert not [each for each in left if each["Labels"]["agentrl.run"] in ours]
 
 
+@pytest.mark.docker
 def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):
     """Its own keys but for model, data, engine, ranks and size."""
     run = tomllib.loads((ROOT / "examples" / "recipes" / "swe.toml").read_text())
