@@ -62,7 +62,11 @@ def _from_file(name: str) -> ModuleType:
     files[module_name] = path
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[module_name]
+        if isinstance(error, ModuleNotFoundError):
+            raise ConfigError(f"{path} needs '{error.name}', which is not installed") from error
+        if isinstance(error, SyntaxError):
+            raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
         raise
     return module

@@ -113,6 +113,10 @@ def test_what_is_named_beside_the_run_file(tmp_path):
     config = load_config(_write(tmp_path, text), [])
     assert config.model.path == str(tmp_path / "model")
     assert config.reward.functions == ["math", f"{tmp_path / 'own.py'}:short"]
+    env = text + '[env]\nid = "own.py:Own"\n'
+    assert load_config(_write(tmp_path, env), []).env.id == f"{tmp_path / 'own.py'}:Own"
+    served = load_config(_write(tmp_path, env), ["--env.url", "http://127.0.0.1:1"])
+    assert served.env.id == "own.py:Own"
 
 
 def test_every_key_is_described():

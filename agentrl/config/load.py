@@ -33,7 +33,7 @@ def load_config(
 ) -> RunConfig:
     """Read a run file, or the same as a nested dictionary, and apply overrides.
 
-    Relative paths of models and of a user's own functions that exist beside the file are taken from
+    Relative paths of models and of a user's own code that exist beside the file are taken from
     there, so that a run file works from any directory.
 
     Args:
@@ -170,7 +170,7 @@ def _parse_value(text: str) -> JsonValue:
 
 
 def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
-    """A relative path to a model or function means "beside the file" where that exists."""
+    """A relative path to a model, function or class means "beside the file" where that exists."""
     for section, key in (
         *(("model", "path"), ("critic", "path"), ("teacher", "path")),
         *(("objective", "loss"), ("objective", "advantage"), ("reward", "functions")),
@@ -182,6 +182,10 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
             table[key] = _beside(value, path.parent)
         elif isinstance(table, dict) and isinstance(value, list):
             table[key] = [_beside(each, path.parent) for each in value]
+    env = data.get("env")
+    # A server knows its environment by the name that it was started with.
+    if isinstance(env, dict) and not env.get("url") and ".py:" in str(env.get("id")):
+        env["id"] = _beside(env["id"], path.parent)
 
 
 def _beside(text: JsonValue, folder: Path) -> JsonValue:

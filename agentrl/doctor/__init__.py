@@ -153,9 +153,8 @@ def _memory(config: RunConfig) -> Finding:
         if fits:
             return "ok", what, said
         settings = []
-        for setting, changed in remedies(config):
+        for setting, smaller in remedies(config, device_type=device, num_ranks=num_ranks):
             settings.append(setting)
-            smaller = estimate(changed, device_type=device, num_ranks=num_ranks)
             if smaller.total < 0.9 * there:
                 then = f"with {', '.join(settings)} it takes {smaller.total / 2**30:.1f} GiB"
                 return "fix", what, f"{said}; {then}"

@@ -158,8 +158,13 @@ def device_memory(device_type: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """What makes a run smaller, the cheapest first, each on top of those before it."""
+def remedies(
+    config: RunConfig, *, device_type: str, num_ranks: int
+) -> Iterator[tuple[str, Memory]]:
+    """What makes a run smaller, the cheapest first, each on top of those before it, and what it
+    takes then. A setting that would make it no smaller is left out: with checkpointing, bfloat16
+    keeps more beside the float32 weights than it saves."""
+    smallest = estimate(config, device_type=device_type, num_ranks=num_ranks)
     steps = [
         (
             "model.dtype = 'bfloat16'",
@@ -201,8 +206,11 @@ def remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     for said, section, update, helps in steps:
         if helps:
             changed = getattr(config, section).model_copy(update=update)
-            config = config.model_copy(update={section: changed})
-            yield said, config
+            tried = config.model_copy(update={section: changed})
+            needed = estimate(tried, device_type=device_type, num_ranks=num_ranks)
+            if needed.total < smallest.total:
+                config, smallest = tried, needed
+                yield said, needed
 
 
 def _share_recomputed(by_layer: list[int], share: bool | float) -> list[int]:

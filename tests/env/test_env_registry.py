@@ -76,6 +76,11 @@ def test_a_file_without_the_class_and_one_that_needs_something(tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="needs 'surely_not_installed'"):
         resolve("needy_env:Env")
+    with pytest.raises(ConfigError, match=r"needy_env\.py needs 'surely_not_installed'"):
+        resolve(f"{tmp_path}/needy_env.py:Env")
+    (tmp_path / "half.py").write_text("x = 1\nclass Env(:\n")
+    with pytest.raises(ConfigError, match=r"half\.py, line 2: "):
+        resolve(f"{tmp_path}/half.py:Env")
 
 
 def test_a_module_in_the_current_folder_needs_no_installation(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -159,18 +160,29 @@ def test_remedies_make_it_smaller_one_after_another(tmp_path):
     config = config_of(tmp_path, "--train.token_budget", "8192")
     totals = [estimate(config, device_type="cuda").total]
     said = []
-    for setting, changed in remedies(config):
+    for setting, smaller in remedies(config, device_type="cuda", num_ranks=1):
         said.append(setting.split(" = ")[0])
-        totals.append(estimate(changed, device_type="cuda").total)
-    assert said[1:] == [
+        totals.append(smaller.total)
+    assert [each for each in said if each != "model.dtype"] == [
         "model.gradient_checkpointing",
         "train.token_budget",
         "train.optimizer",
         "model.lora.rank",
         "train.parallel.context",
     ]
-    assert totals[1:] == sorted(totals[1:], reverse=True)
+    assert all(smaller < larger for larger, smaller in pairwise(totals))
     assert totals[-1] < totals[0] / 2
+
+
+def test_bfloat16_is_no_remedy_where_it_takes_more(tmp_path):
+    short = ("--train.token_budget", "64", "--rollout.max_context_tokens", "64")
+    config = config_of(tmp_path, "--model.gradient_checkpointing", "true", *short)
+    lower = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+    )
+    assert estimate(lower, device_type="cuda").total > estimate(config, device_type="cuda").total
+    said = [each for each, _ in remedies(config, device_type="cuda", num_ranks=1)]
+    assert "model.dtype = 'bfloat16'" not in said
 
 
 @pytest.mark.parametrize(
