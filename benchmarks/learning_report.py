@@ -226,11 +226,11 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
 
 
 def tables(results: Results) -> dict[str, str]:
-    """Row -> its table, of the rows of which something was run."""
+    """Row -> its table, of the rows of which enough was run to compare."""
     return {
         name: TABLES.get(name, curve_table)(row, results)
         for name, row in ROWS.items()
-        if present(row, results)
+        if len(present(row, results)) > 1
     }
 
 
@@ -244,7 +244,7 @@ def pages(results: Results) -> dict[Path, str]:
             text = f"{before}{begin}\n{made}\n\n{end}{rest.partition(end)[2]}"
     made = {DOCS / "learning.md": text}
     for name, row in ROWS.items():
-        if present(row, results) and name not in ("replay", "packing"):
+        if len(present(row, results)) > 1 and name not in ("replay", "packing"):
             made[RESULTS.parent / f"{name}.svg"] = chart(row, results)
     return made
 
