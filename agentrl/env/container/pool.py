@@ -74,10 +74,6 @@ class ContainerPool:
         self._idle: deque[Container] = deque()
 
     @property
-    def num_ready(self) -> int:
-        return len(self._idle)
-
-    @property
     def num_live(self) -> int:
         """Containers there are, those in use and those waiting."""
         return len(self._known)
