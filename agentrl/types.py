@@ -26,11 +26,14 @@ from pydantic import ConfigDict, JsonValue, with_config
 from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
 
 JSON = JsonValue
+"""What JSON can write: None, a truth value, a number, a string, a list or a dictionary of these."""
 Role = Literal["system", "user", "assistant", "tool"]
+"""Who speaks in a chat message."""
 ParseStatus = Literal["text", "tool_calls", "malformed"]
 """How an assistant turn was read: plain text, well-formed tool calls, or a tool call that could
 not be parsed (the environment then answers with an observation that says what was wrong)."""
 FinishReason = Literal["stop", "length", "abort"]
+"""Why the engine ended a turn: the policy's end token, the limit of tokens, or a call cut short."""
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -38,12 +41,17 @@ class Message(TypedDict):
     """A chat message in OpenAI's shape; `tool_calls` only on assistant, `tool_call_id` on tool."""
 
     role: Role
+    """Who speaks."""
     content: str
+    """What is said; of a tool message, what the tool answered."""
     reasoning: NotRequired[str]
     """What an assistant thought before it spoke; each template has a place of its own for it."""
     tool_calls: NotRequired[list[JSON]]
+    """Function calls in OpenAI's shape."""
     tool_call_id: NotRequired[str]
+    """The call that a tool message answers."""
     name: NotRequired[str]
+    """The tool that a tool message is from."""
 
 
 _FROM_OUTSIDE = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -59,18 +67,26 @@ class Task:
     """One dataset item that starts an episode."""
 
     id: str
+    """Unique in its environment."""
     prompt: str | list[Message]
+    """The first user message, or the dialogue so far."""
     reference: JSON = None
     """The gold answer. Read by reward functions only; it must never reach an observation."""
     metadata: dict[str, JSON] = field(default_factory=dict)
+    """Anything else about the task. Graders and reports read it; the agent does not see it."""
 
 
 @with_config(_FROM_OUTSIDE)
 @dataclass(slots=True, frozen=True)
 class ToolCall:
+    """One call of a tool in a turn, with arguments that were read but not yet validated."""
+
     id: str
+    """Unique in its turn; the tool message that answers it repeats it."""
     name: str
+    """Of the tool."""
     arguments: dict[str, JSON]
+    """Keyword arguments, as the policy wrote them."""
 
 
 @with_config(_FROM_OUTSIDE)
@@ -79,7 +95,9 @@ class Action:
     """What the policy did in one turn. `text` is what it wrote outside tool calls and reasoning."""
 
     text: str = ""
+    """Empty where the turn only called tools."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """In the order in which they were written."""
     parse_error: str | None = None
     """Why a tool call in the turn could not be read; None when all was well-formed."""
     reasoning: str = ""
@@ -115,7 +133,9 @@ class StepResult:
     """What the environment answers to one action."""
 
     observation: list[Message]
+    """What the agent is shown next; empty after the last turn."""
     reward: float = 0.0
+    """Of this step alone; a trajectory's reward is the sum of its steps'."""
     terminated: bool = False
     """The task's own end was reached."""
     truncated: bool = False
@@ -123,6 +143,7 @@ class StepResult:
     reward_components: dict[str, float] = field(default_factory=dict)
     """Unweighted named parts of `reward`."""
     info: dict[str, JSON] = field(default_factory=dict)
+    """Kept with the trajectory and in its log; nothing learns from it."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers to average over a training step under `env/<name>`."""
 
@@ -131,12 +152,19 @@ class StopReason(StrEnum):
     """Why a trajectory ended. Every dispatched trajectory ends in exactly one of these."""
 
     TERMINATED = "terminated"
+    """The environment reached the task's own end."""
     ENV_TRUNCATED = "env_truncated"
+    """The environment cut it by a limit of its own."""
     MAX_TURNS = "max_turns"
+    """`rollout.max_turns` was reached."""
     CONTEXT_LENGTH = "context_length"
+    """The next turn would not fit into `rollout.max_context_tokens`."""
     TIMEOUT = "timeout"
+    """A deadline passed, as `rollout.episode_timeout_s`."""
     ERROR = "error"
+    """It failed; `Trajectory.error` says where and why."""
     CANCELLED = "cancelled"
+    """The run ended it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -144,9 +172,11 @@ class TrajectoryError:
     """Where and why a trajectory failed."""
 
     stage: Literal["reset", "render", "generate", "agent", "step", "grade", "record"]
+    """What was under way when it failed."""
     code: str
     """The environment's problem code, or the exception's class in snake_case."""
     message: str
+    """One line: the reason."""
 
 
 @dataclass(slots=True)
@@ -160,11 +190,17 @@ class Turn:
     num_tokens: int
     """Sampled tokens; `[start, start + num_tokens)` carry loss_mask 1."""
     finish_reason: FinishReason
+    """Why the engine ended it."""
     parse_status: ParseStatus
+    """How what was sampled was read."""
     reward: float = 0.0
+    """Of the environment's answer to this turn."""
     reward_components: dict[str, float] = field(default_factory=dict)
+    """Unweighted named parts of it."""
     generate_s: float = 0.0
+    """Seconds that the model call took, waiting included."""
     step_s: float = 0.0
+    """Seconds until the environment had answered."""
     message: int = -1
     """Index of what it said in its row's `messages`; -1 where no messages are kept."""
     parent: int | None = None
@@ -175,11 +211,16 @@ class Turn:
 class RowArrays(TypedDict):
     """A token row as arrays of equal length T."""
 
-    token_ids: np.ndarray  # int32
-    loss_mask: np.ndarray  # uint8
-    rollout_logprobs: np.ndarray  # float32
-    policy_versions: np.ndarray  # int32
-    turn_ids: np.ndarray  # int32
+    token_ids: np.ndarray
+    """(T,) int32."""
+    loss_mask: np.ndarray
+    """(T,) uint8: 1 where the policy sampled the token."""
+    rollout_logprobs: np.ndarray
+    """(T,) float32, nats: of the engine, at sampling; 0 elsewhere."""
+    policy_versions: np.ndarray
+    """(T,) int32: of the policy that sampled the token; -1 elsewhere."""
+    turn_ids: np.ndarray
+    """(T,) int32: the turn that the token belongs to, from 0."""
 
 
 @dataclass(slots=True)
@@ -192,10 +233,15 @@ class TokenRow:
     """
 
     token_ids: list[int] = field(default_factory=list)
+    """Prompt, sampled turns and observations, in the order in which the model saw them."""
     loss_mask: list[int] = field(default_factory=list)
+    """1 where the policy sampled the token, else 0."""
     rollout_logprobs: list[float] = field(default_factory=list)
+    """Nats, of the engine at sampling; 0 where the mask is 0."""
     policy_versions: list[int] = field(default_factory=list)
+    """Of the policy that sampled the token; -1 where the mask is 0."""
     turn_ids: list[int] = field(default_factory=list)
+    """The turn that the token belongs to, from 0; an observation is of the turn that reads it."""
     kept_ids: list[np.ndarray] = field(default_factory=list)
     """For each sampled token the ids it was drawn from, int32, where sampling is truncated and the
     engine says so; else empty. Not written to the trajectory log."""
@@ -255,6 +301,7 @@ class TokenRow:
         self.turn_ids += [turn_id] * len(ids)
 
     def arrays(self) -> RowArrays:
+        """The five lists as arrays, copied."""
         return {
             "token_ids": np.asarray(self.token_ids, np.int32),
             "loss_mask": np.asarray(self.loss_mask, np.uint8),
@@ -283,24 +330,34 @@ class Trajectory:
     """The full record of one episode."""
 
     trajectory_id: str
+    """Unique in its run."""
     group_id: str
     """Trajectories of one group started from the same task and seed."""
     env_id: str
+    """The environment's registered name."""
     task_id: str
+    """The task's `id`."""
     seed: int
+    """What `reset` was given."""
     branches: list[TokenRow] = field(default_factory=list)
     """One row unless the history was edited or an agent ran several dialogues; each sampled token
     stands in exactly one of them with mask 1."""
     turns: list[Turn] = field(default_factory=list)
+    """In the order in which they were sampled."""
     reward: float = 0.0
     """Sum of the turns' rewards."""
     reward_components: dict[str, float] = field(default_factory=dict)
+    """Unweighted named parts of the reward, summed over the turns."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """The environment's own numbers, averaged over a step under `env/<name>`."""
     info: dict[str, JSON] = field(default_factory=dict)
+    """What the environment wanted kept; nothing learns from it."""
     stop_reason: StopReason | None = None
     """None only while the episode runs."""
     error: TrajectoryError | None = None
+    """None unless it failed."""
     total_s: float = 0.0
+    """Seconds from the dispatch to the end."""
 
     @property
     def messages(self) -> list[Message]:
@@ -311,6 +368,7 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
+        """Over all turns."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
@@ -343,25 +401,40 @@ class Group:
     """The trajectories of one task that share a baseline."""
 
     group_id: str
+    """Unique in its run."""
     task_id: str
+    """Of the one task that all of them played."""
     trajectories: list[Trajectory]
+    """`rollout.group_size` of them at most, failed ones included."""
 
 
 @dataclass(slots=True)
 class Sample:
     """One token row as the trainer reads it. Arrays have length T (positions of the row)."""
 
-    token_ids: np.ndarray  # (T,) int32
-    loss_mask: np.ndarray  # (T,) uint8; position 0 is never trained (nothing predicts it)
-    rollout_logprobs: np.ndarray  # (T,) float32
-    policy_versions: np.ndarray  # (T,) int32
-    turn_ids: np.ndarray  # (T,) int32
+    token_ids: np.ndarray
+    """(T,) int32."""
+    loss_mask: np.ndarray
+    """(T,) uint8: 1 where the policy sampled the token. Position 0 is never trained: nothing
+    predicts it."""
+    rollout_logprobs: np.ndarray
+    """(T,) float32, nats; 0 where the mask is 0."""
+    policy_versions: np.ndarray
+    """(T,) int32; -1 where the mask is 0."""
+    turn_ids: np.ndarray
+    """(T,) int32, from 0."""
     trajectory_id: str
+    """Samples of one trajectory share it, and with it the weight of one."""
     group_id: str
+    """Samples of one group share a baseline."""
     reward: float
-    turn_rewards: np.ndarray  # (num_turns,) float32, indexed by turn id
+    """Of the whole trajectory."""
+    turn_rewards: np.ndarray
+    """(num_turns,) float32, indexed by turn id."""
     reward_components: dict[str, float] = field(default_factory=dict)
+    """Unweighted named parts of the reward."""
     truncated: bool = False
+    """The trajectory was cut by a limit."""
     kept_ids: list[np.ndarray] | None = None
     """For each trained token the ids it was drawn from, int32; None where all were, or where the
     engine did not say which."""
@@ -373,6 +446,7 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
+        """Tokens that the policy sampled."""
         return int(self.loss_mask.sum())
 
 

@@ -30,7 +30,7 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3Fo
 from transformers.utils import is_accelerate_available
 
 from agentrl.inference.base import SamplingParams
-from agentrl.inference.embedded import SampleRequest, sample, share_weights
+from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
 
 VOCAB_SIZE = 320
 GROUP_SIZE = 8

@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import TrainSection
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
+from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.memory import kept_bytes
-from agentrl.train.model import sample_logprobs, set_gradient_checkpointing
+from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.update import own_share

@@ -4,8 +4,8 @@
 
 Each arm of a row is run once for each seed, in processes with one thread. What is done is kept
 under `--out`, one file for each arm and seed, and not run again. At the end the tables of the rows
-are printed; `--write-docs` puts all results into docs/learning/results.json and its tables and
-curves into docs/learning.md.
+are printed, from these files and, for runs that are not there, docs/learning/results.json;
+`--write-docs` puts all results into that file and its tables and curves into docs/learning.md.
 """
 
 from __future__ import annotations
@@ -56,17 +56,21 @@ def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> boo
     return True
 
 
-def collect(folder: Path) -> dict[str, dict[str, dict]]:
-    """Arm -> seed -> digest, of all that is finished, in the order of the rows."""
+def collect(folder: Path, known: Mapping[str, Mapping[str, dict]]) -> dict[str, dict[str, dict]]:
+    """Arm -> seed -> digest, of all that is finished, in the order of the rows.
+
+    `known` is what the page shows already: a run in `folder` takes the place of the same one there.
+    """
     names = dict.fromkeys(arm.name for row in ROWS.values() for arm in row.arms)
     done = {
-        name: {
+        name: dict(known.get(name, {}))
+        | {
             path.stem: digest(json.loads(path.read_text()))
             for path in sorted((folder / name).glob("*.json"))
         }
         for name in names
     }
-    return {name: seeds for name, seeds in done.items() if seeds}
+    return {name: dict(sorted(seeds.items())) for name, seeds in done.items() if seeds}
 
 
 def main() -> int:
@@ -113,7 +117,8 @@ def main() -> int:
                 said = json.loads(out.read_text()).get("reward", [0])[-1] if done else "failed"
                 print(f"{name}: {arm.name}, seed {seed}: {said} ({seconds:.0f} s)", flush=True)
 
-    results = collect(args.out)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = collect(args.out, known)
     for name, made in tables(results).items():
         if name in rows:
             print(f"\n{ROWS[name].title}\n\n{made}")

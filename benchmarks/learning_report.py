@@ -110,19 +110,19 @@ def replay_table(row: Row, results: Results) -> str:
         (run,) = results[arm.name].values()
         theirs, ours = np.asarray(run["grad_norm"]), np.asarray(run["grad_norm_agentrl"])
         assert (ours > 0).all(), f"{arm.name}: a step without gradient compares nothing"
-        apart = np.asarray(run["update_difference"])
+        norms, apart = np.abs(theirs - ours) / ours, np.asarray(run["update_difference"])
         lines.append(
             [
                 arm.about,
                 str(len(apart)),
-                f"{(np.abs(theirs - ours) / ours).max():.1e}",
+                f"{np.median(norms):.1e}, {norms.max():.1e}",
                 f"{apart[0]:.1e}",
                 f"{apart[1:].max():.1e}",
                 f"{np.mean(run['clipped']):.1%}",
             ]
         )
-    head = ["", "steps", "gradient norm", "first step", "later steps", "clipped tokens"]
-    return table(head, lines)
+    head = ["", "steps", "gradient norm, median and largest", "update of the first step"]
+    return table([*head, "largest of the later", "clipped tokens"], lines)
 
 
 VARIANTS = {

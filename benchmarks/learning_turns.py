@@ -3,9 +3,9 @@
     python learning_turns.py DIR        writes the model to DIR, unless it is there
 
 Every turn shows a digit, to which one other digit is the right answer. The reward is 1 where all
-six were right. To even digits the model gives it in 94 turns of 100, to odd ones in 40; its other
-answer is always the same, so there the wrong one is the likelier. It was taught briefly, and solves
-fewer episodes than 0.67^6 = 0.09.
+six were right. In the dialogues that the model is taught it is given to even digits in 94 turns of
+100, to odd ones in 40; the other answer is always the same, so there the wrong one is the likelier.
+Who repeats that solves 0.67^6 = 0.09 of the episodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 RIGHT = (0.94, 0.40)
-"""How often the model is right at first, on even and on odd digits."""
+"""How often the dialogues are right, on even and on odd digits."""
 
 
 def answer_to(shown: int) -> int:
@@ -91,7 +91,7 @@ def make(out: Path) -> None:
     from tiny_model import Language, Lesson, make_model
 
     rng = random.Random(0)
-    dialogues = [make_dialogue(rng) for _ in range(7_200)]
+    dialogues = [make_dialogue(rng) for _ in range(14_400)]
     make_model([Lesson(dialogues, 1.5e-3)], Language(CHAT_TEMPLATE, [], 300), out, seed=0)
 
 

@@ -112,7 +112,7 @@ def run_variant(args: argparse.Namespace) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-    from agentrl.train.model import backbone_hidden, sample_logprobs
+    from agentrl.train.logprobs import backbone_hidden, sample_logprobs
     from agentrl.train.plan import pack
     from agentrl.train.update import own_share
 

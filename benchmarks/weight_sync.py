@@ -38,7 +38,8 @@ from agentrl.sync.plugin import write_plugin
 from agentrl.sync.probe import probe, trainer_logprobs
 from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
-from agentrl.train.model import load_model, recomputed_logprobs
+from agentrl.train.logprobs import recomputed_logprobs
+from agentrl.train.model import load_model
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 PROBE_IDS = list(range(10, 74))

@@ -123,7 +123,8 @@ def commands() -> str:
             if option.option_strings and option.nargs != 0:
                 choices = "|".join(map(str, option.choices or ()))
                 called += f" {option.metavar or choices or option.dest.upper()}"
-            text = " ".join((option.help or "").split()).replace("%%", "%")
+            told = parser._get_formatter()._expand_help(option) if option.help else ""
+            text = " ".join(told.split())
             lines.append(f"| `{_cell(called)}` | {_cell(text)} |")
         lines.append("")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))

@@ -1,6 +1,8 @@
 """Episodes by agents: the real endpoint, scheduler and environment around any engine."""
 
 import asyncio
+import json
+import re
 
 from agentrl.env.client import connect
 from agentrl.rollout.agent.runner import Agents, CallableRunner
@@ -8,8 +10,65 @@ from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.types import samples_of
 
 LIMITS = Limits(max_turns=16, turn_timeout_s=20, step_timeout_s=20, episode_timeout_s=60)
+TASKS = {
+    "source": "arithmetic",
+    "operators": "+-*",
+    "min_digits": 2,
+    "digits": 3,
+    "instruction": "",
+}
+NUM_TURNS = 3
+
+
+def calculated(expression):
+    match = re.fullmatch(r"(\d+)([-+*])(\d+)", expression.replace(" ", ""))
+    if match is None:
+        return "error: not a+b, a-b or a*b"
+    a, b = int(match[1]), int(match[3])
+    return str({"+": a + b, "-": a - b, "*": a * b}[match[2]])
+
+
+async def openai_sdk(task, base_url, api_key):
+    """A loop of the SDK; every other call is streamed."""
+    from openai import AsyncOpenAI
+
+    parameters = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": parameters}}
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list = [{"role": "user", "content": task.prompt}]
+        for turn in range(NUM_TURNS):
+            asked = {"model": "policy", "messages": messages, "tools": [tool]}
+            if turn % 2:
+                async with client.chat.completions.stream(**asked) as stream:
+                    message = (await stream.get_final_completion()).choices[0].message
+            else:
+                message = (await client.chat.completions.create(**asked)).choices[0].message
+            messages.append(message.model_dump())
+            if not message.tool_calls:
+                break
+            for call in message.tool_calls:
+                expression = json.loads(call.function.arguments).get("expression", "")
+                content = calculated(str(expression))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        return message.content or ""
+
+
+class Recording:
+    """An engine, and all that it was asked and answered."""
+
+    def __init__(self, engine):
+        self.engine, self.calls = engine, []
+
+    async def generate(self, request_id, prompt_ids, sampling):
+        generation = await self.engine.generate(request_id, prompt_ids, sampling)
+        self.calls.append((request_id, list(prompt_ids), generation))
+        return generation
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
 
 
 async def play_groups(
@@ -102,3 +161,29 @@ def require_recorded(trajectories, calls):
             )
         assert sorted(turns) == sorted(own)
         require_exact(trajectory, [prompt for prompt, _, _ in turns])
+
+
+def require_trained_alike(model, trajectories, calls):
+    """All that was sampled is trained, and the trainer's log-probabilities are the engine's.
+
+    Returns what was seen as one line.
+    """
+    import torch
+
+    require_recorded(trajectories, calls)
+    samples = [sample for each in trajectories for sample in samples_of(each)]
+    difference = 0.0
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids[None].astype("int64"))
+        with torch.no_grad():
+            table = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        ours = table.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        trained = sample.loss_mask[1:].astype(bool)
+        difference = max(difference, abs(ours - sample.rollout_logprobs[1:])[trained].max())
+    sampled = sum(len(generation.token_ids) for _, _, generation in calls)
+    assert sum(sample.num_trained for sample in samples) == sampled
+    assert difference < 1e-4
+    return (
+        f"{len(calls)} calls, {len(samples)} rows of {len(trajectories)} episodes, {sampled} "
+        f"sampled = trained tokens, log-probabilities differ by {difference:.1e}"
+    )

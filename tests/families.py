@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-from agentrl.train.model import decoder_of, load_model
+from agentrl.train.logprobs import decoder_of
+from agentrl.train.model import load_model
 
 # Those a family's configuration knows; small, and with as many kinds of layers as it has.
 SHAPE = dict(

@@ -163,13 +163,15 @@ def test_it_works_where_an_event_loop_runs_already(tmp_path):
 
 
 IN_A_LOOP = """
-import asyncio, json, sys
+import asyncio, json, signal, sys
 from agentrl.api import load_config, train
 
 async def cell():
     result = train(load_config(sys.argv[1], ["--run.num_steps", "10000"]), quiet=True)
     print(json.dumps([result.checkpoint.name, len(result.metrics)]))
 
+# A process that a shell started in the background ignores the signal; a notebook's kernel does not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 asyncio.new_event_loop().run_until_complete(cell())  # as a notebook does
 """
 

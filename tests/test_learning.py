@@ -68,6 +68,17 @@ def test_samples_to_the_goal_and_the_spread_by_hand(report):
     assert report.spread(np.asarray([0.25, 0.75])) == "0.500 ± 0.354"
 
 
+def test_a_new_run_takes_the_place_of_the_same_one_and_the_others_stay(report, tmp_path):
+    import learning
+
+    known = {"grpo": {"1": {"reward": [0.1]}, "2": {"reward": [0.2]}}, "gone": {"1": {}}}
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "2.json").write_text(json.dumps({"reward": [0.7]}))
+    assert learning.collect(tmp_path, known) == {
+        "grpo": {"1": {"reward": [0.1]}, "2": {"reward": [0.7]}}
+    }
+
+
 def test_a_chart_has_a_line_for_each_arm(report):
     results = json.loads(report.RESULTS.read_text())
     for name, row in report.ROWS.items():

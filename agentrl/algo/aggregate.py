@@ -29,10 +29,15 @@ class StepTotals:
     as long as no group, trajectory or local batch is spread over two shares."""
 
     tokens: float
+    """Trained tokens."""
     sequences: float
+    """Rows with a trained token; with `count_empty` all rows."""
     groups: float
+    """Groups with such a row."""
     trajectories: float
+    """Trajectories with such a row."""
     local_batches: float
+    """Local batches (`aggregate.local_rows`) with such a row."""
 
     def __add__(self, other: StepTotals) -> StepTotals:
         return StepTotals(

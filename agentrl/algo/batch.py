@@ -33,12 +33,16 @@ class Batch:
     """(B, T) int64, from 0; none: contiguous runs of the mask are the turns."""
     old_logprobs: Tensor | None = None
     """(B, T) of the trainer before the update; none: the live ones, detached (first use)."""
-    ref_logprobs: Tensor | None = None  # (B, T) of the reference policy
-    teacher_logprobs: Tensor | None = None  # (B, T)
+    ref_logprobs: Tensor | None = None
+    """(B, T) of the frozen reference policy."""
+    teacher_logprobs: Tensor | None = None
+    """(B, T) of the model that is distilled from."""
     values: Tensor | None = None
     """(B, T) of the critic before the update, V at the state in which the token was sampled."""
-    token_ids: Tensor | None = None  # (B, T) int64 (gibberish mask)
-    policy_versions: Tensor | None = None  # (B, T) int64: version that sampled the token
+    token_ids: Tensor | None = None
+    """(B, T) int64 (gibberish mask)."""
+    policy_versions: Tensor | None = None
+    """(B, T) int64: version of the policy that sampled the token."""
     current_version: int | None = None
     """Version of the policy that is being updated."""
     reward_components: Tensor | None = None
@@ -49,20 +53,26 @@ class Batch:
     """(B, M) reward of each turn of the trajectory, indexed by turn id, 0 beyond its turns."""
     state_ids: Tensor | None = None
     """(B, M) int64 hash of the state in which each turn began, indexed by turn id (GiGPO)."""
-    truncated: Tensor | None = None  # (B,) bool: cut by a limit
+    truncated: Tensor | None = None
+    """(B,) bool: the trajectory was cut by a limit."""
     baselines: Tensor | None = None
     """(B,) a reward to compare with, such as that of a greedy answer (ReMax)."""
     sum_squared_probs: Tensor | None = None
     """(B, T) sum over the vocabulary of squared probabilities (optimal token baseline)."""
     old_entropy: Tensor | None = None
     """(B, T) entropy of the policy before the update (top_entropy mask)."""
-    advantages: Tensor | None = None  # (B, T), set from compute_advantages
-    returns: Tensor | None = None  # (B, T), the critic's targets, set by prepare
-    weights: Tensor | None = None  # (B, T), set from loss_weights
-    distill_weights: Tensor | None = None  # (B, T), set by prepare
+    advantages: Tensor | None = None
+    """(B, T) set by prepare, of `compute_advantages`."""
+    returns: Tensor | None = None
+    """(B, T) set by prepare: what the critic learns to predict."""
+    weights: Tensor | None = None
+    """(B, T) set by prepare, of `loss_weights`: a token's share in the loss of the whole step."""
+    distill_weights: Tensor | None = None
+    """(B, T) set by prepare: the same for the loss of distillation."""
     step_mask: Tensor | None = None
     """(B, T) bool, set by prepare: product of the masks that need the whole step."""
-    kl_cov_mask: Tensor | None = None  # (B, T) bool, set by prepare
+    kl_cov_mask: Tensor | None = None
+    """(B, T) bool, set by prepare: the tokens that `surrogate.kind = "kl_cov"` holds back."""
     off_policy_scale: Tensor | None = None
     """(B,) set by prepare: 1 / mean weight of the step, in every row."""
 
@@ -81,6 +91,7 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
+        """B."""
         return self.loss_mask.shape[0]
 
     def select(self, rows: Tensor | Sequence[int] | slice, num_columns: int | None = None) -> Batch:

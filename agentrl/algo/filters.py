@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
+    """Whether a group is trained on."""
+
     keep: bool
+    """Whether the step learns from the group."""
     reason: str | None = None
     """Why the group was dropped, as the suffix of a metric: `group/dropped/<reason>`."""
 

@@ -74,12 +74,15 @@ class KLController:
     """
 
     coef: float
+    """The factor of the KL, now."""
     target: float | None = None
     """Nats per token; none keeps the coefficient."""
     horizon: int = 10_000
+    """Trajectories over which the coefficient adapts."""
 
     @staticmethod
     def of(spec: Kl) -> KLController:
+        """As the run file asks for it."""
         return KLController(spec.coef, spec.target, spec.horizon)
 
     def updated(self, mean_kl: float, num_trajectories: int) -> KLController:
@@ -91,6 +94,7 @@ class KLController:
         return KLController(self.coef * factor, self.target, self.horizon)
 
     def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
         return {"coef": self.coef}
 
     def loaded(self, state: dict[str, float]) -> KLController:

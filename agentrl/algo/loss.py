@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
+    """What one micro-batch adds to the step."""
+
     loss: Tensor
     """0-d with gradient; add those of all micro-batches."""
     metrics: dict[str, Metric]

@@ -25,7 +25,9 @@ class Metric:
     """
 
     kind: Kind
+    """How parts are added up and read."""
     parts: tuple[Tensor | float, ...]
+    """As many as the kind has."""
 
     def value(self) -> float | None:
         """The number; None where it is undefined (nothing was counted)."""
@@ -40,6 +42,11 @@ class Metric:
         return parts[0]
 
     def merged(self, other: Metric) -> Metric:
+        """Both together.
+
+        Raises:
+            ValueError: they are of different kinds.
+        """
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric")
         if self.kind in ("max", "min"):

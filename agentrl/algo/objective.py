@@ -113,6 +113,7 @@ class Objective(Stage):
                 yield from ((f"trust.{mask.kind}", mask) for mask in self.trust)
 
     def problems(self) -> Iterator[str]:
+        """A sentence for each contradiction between the stages, with what to change."""
         yield from self.reward.conflicts(self.credit)
         yield from self.baseline.conflicts(self.credit)
         yield from self.scale.conflicts(self.baseline, self.credit)
@@ -142,6 +143,7 @@ class Objective(Stage):
 
     @property
     def uses_ratio(self) -> bool:
+        """Whether the loss reads the live policy's probability over an anchor's."""
         return self.loss is not None or self.surrogate.kind not in ("logprob", "none")
 
     @property
@@ -152,6 +154,7 @@ class Objective(Stage):
 
     @property
     def needs_critic(self) -> bool:
+        """Whether credit comes from a value model (`credit.kind = "gae"`)."""
         return self.credit.kind == "gae"
 
     def needs(self) -> frozenset[str]:
@@ -223,3 +226,4 @@ _UNIONS = frozenset({"credit", "surrogate"})
 """Stages whose keys depend on their kind, so that another kind starts from its own defaults."""
 
 PRESETS: dict[str, Objective] = {name: Objective.from_preset(name) for name in PRESET_DATA}
+"""Name -> the stages that `objective.preset` starts from."""

@@ -29,19 +29,31 @@ class RunConfig(Section):
     """A run, as read from TOML. `model.path` is the only key without a default."""
 
     run: RunSection = Field(default_factory=RunSection)
+    """`[run]`: name, directory, seed, number of steps, saving and resuming."""
     model: ModelSection
+    """`[model]`: what is trained."""
     env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
+    """`[env]`: what is played."""
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    """`[rollout]`: how many episodes a step plays, and their limits."""
     agent: AgentSection = Field(default_factory=AgentSection)
+    """`[agent]`: a program of your own that plays in place of the built-in turns."""
     inference: InferenceSection = Field(default_factory=lambda: InferenceSection.model_validate({}))
+    """`[inference]`: who samples."""
     reward: RewardSection = Field(default_factory=RewardSection)
+    """`[reward]`: functions besides the environment's own reward."""
     objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
     """The objective's stages; `preset` names a starting point, other keys override it."""
     train: TrainSection = Field(default_factory=TrainSection)
+    """`[train]`: optimizer, batches, memory."""
     critic: CriticSection = Field(default_factory=CriticSection)
+    """`[critic]`: the value model, where the objective needs one."""
     teacher: TeacherSection = Field(default_factory=lambda: TeacherSection.model_validate({}))
+    """`[teacher]`: the model that is distilled from."""
     eval: EvalSection = Field(default_factory=EvalSection)
+    """`[eval]`: the tasks that measure the policy."""
     track: TrackSection = Field(default_factory=TrackSection)
+    """`[track]`: what is written down, and for whom."""
 
     @model_validator(mode="before")
     @classmethod

@@ -242,7 +242,8 @@ async def _parity(
 ) -> Result:
     """Sample on the server, recompute with the trainer's model."""
     from agentrl.inference.base import SamplingParams
-    from agentrl.train.model import load_model, load_tokenizer, recomputed_logprobs
+    from agentrl.train.logprobs import recomputed_logprobs
+    from agentrl.train.model import load_model, load_tokenizer
     from agentrl.train.setup import resolve_dtype
 
     label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")

@@ -71,7 +71,9 @@ class Episode:
     """What happened so far in one session. Reward methods read it."""
 
     task: Task
+    """What is played."""
     seed: int
+    """What `reset` was given: the same seed shows the same first observation."""
     messages: list[Message] = field(default_factory=list)
     """The first prompt, then each turn's assistant message and the observation it led to."""
     actions: list[Action] = field(default_factory=list)
@@ -79,13 +81,16 @@ class Episode:
     reward: float = 0.0
     """Sum over the turns so far, without the `@reward` components."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers to average over a training step under `env/<name>`."""
     info: dict[str, JSON] = field(default_factory=dict)
+    """Kept with the trajectory; nothing learns from it."""
     last_turn: bool = False
     """The agent gets no turn after the one that is being answered. If that does not end the
     episode by itself, it ends truncated."""
 
     @property
     def num_turns(self) -> int:
+        """Turns that the agent has taken."""
         return len(self.actions)
 
     @property
@@ -261,12 +266,14 @@ class Environment:
 
     @property
     def episode(self) -> Episode:
+        """What happened so far. There is none before `reset`, which is a `NoEpisodeError`."""
         if self._episode is None:
             raise NoEpisodeError(f"{type(self).__name__} has no episode before reset")
         return self._episode
 
     @property
     def task(self) -> Task:
+        """The task that is played."""
         return self.episode.task
 
     @property

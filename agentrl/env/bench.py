@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -65,7 +66,6 @@ async def bench(
     config: Mapping[str, JSON] | None = None,
     env_id: str | None = None,
     token: str | None = None,
-    serve_options: tuple[str, ...] = (),
 ) -> BenchResult:
     """Play as many episodes as fit into the time, `num_sessions` at once.
 
@@ -73,7 +73,6 @@ async def bench(
         target: a name for `agentrl.env.registry.resolve`, which is then served by a process of
             its own, or the URL of a server.
         env_id: which environment of the URL.
-        serve_options: further options of `agentrl env serve`.
 
     Raises:
         ConfigError: it cannot be found, or takes fewer sessions.
@@ -91,7 +90,7 @@ async def bench(
         await subject.aclose()
     if subject.url is not None:
         return await _measure(subject, subject.url, token, episodes, num_sessions, seconds, None)
-    with _served(target, config or {}, serve_options) as (url, pid):
+    with _served(target, config or {}) as (url, pid):
         return await _measure(subject, url, None, episodes, num_sessions, seconds, pid)
 
 
@@ -167,13 +166,9 @@ async def _play(
 
 
 @contextlib.contextmanager
-def _served(
-    target: str, config: Mapping[str, JSON], options: tuple[str, ...]
-) -> Iterator[tuple[str, int]]:
+def _served(target: str, config: Mapping[str, JSON]) -> Iterator[tuple[str, int]]:
     """A server process of this environment alone, on a free loopback port."""
-    import json
-
-    command = [sys.executable, "-m", "agentrl", "env", "serve", target, "--port", "0", *options]
+    command = [sys.executable, "-m", "agentrl", "env", "serve", target, "--port", "0"]
     if config:
         command += ["--config", json.dumps(config)]
     variables = {key: value for key, value in os.environ.items() if key != TOKEN_VARIABLE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,8 @@ def add_env_commands(parsers: argparse._SubParsersAction) -> None:
     _add_play(subcommands)
     _add_serve(subcommands)
     _add_bench(subcommands)
-    _add_image_command(subcommands, "build", "build the image of an environment")
-    _add_image_command(subcommands, "run", "run an environment's image in a hardened container")
-
-
-def _add_image_command(subcommands: argparse._SubParsersAction, name: str, help: str) -> None:
-    """`build` or `run` of `agentrl.env.container.image`, which takes too long to import for
-    `--help` of all other commands, and so says what it takes only when it is asked."""
-    parser = subcommands.add_parser(name, help=help)
-
-    def parse_known_args(args: list[str], namespace: argparse.Namespace | None = None) -> Any:
-        from agentrl.env.container.image import add_image_commands
-
-        loaded = argparse.ArgumentParser(prog="agentrl env").add_subparsers()
-        add_image_commands(loaded)
-        return loaded.choices[name].parse_known_args(args, namespace)
-
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    _add_build(subcommands)
+    _add_run(subcommands)
 
 
 def _command(
@@ -253,6 +239,88 @@ def _add_serve(subcommands: argparse._SubParsersAction) -> None:
     )
     _number(
         serve, "--drain-s", _seconds, 5.0, "how long open sessions may go on after SIGTERM, seconds"
+    )
+
+
+def _add_build(subcommands: argparse._SubParsersAction) -> None:
+    build = _command(
+        subcommands,
+        "build",
+        commands.build,
+        help="build the image of an environment",
+        description="Build an image that serves an environment: an installed one by its id, or the "
+        "project in a folder, such as `agentrl env init` writes.",
+    )
+    build.add_argument("target", metavar="ID|DIR", help="such as math, or . for this project")
+    build.add_argument("--tag", help="(default: agentrl-ID, or the project's name)")
+    build.add_argument(
+        "--base-image",
+        metavar="IMAGE",
+        help="with Debian's packages, python3, python3-venv and ca-certificates (default: the "
+        "Dockerfile's, python:3.12-slim)",
+    )
+    for name, variable, text in (
+        ("index-url", "PIP_INDEX_URL", "package index"),
+        ("extra-index-url", "PIP_EXTRA_INDEX_URL", "package index beside it"),
+        ("cert", "PIP_CERT", "file with the certificate authorities to trust while building"),
+    ):
+        build.add_argument(
+            f"--pip-{name}",
+            default=os.environ.get(variable),
+            metavar="FILE" if name == "cert" else "URL",
+            help=f"{text} (default: the variable {variable})",
+        )
+    build.add_argument(
+        "--wheel",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="a wheel to install in place of agentrl, or of another package, from the index; "
+        "repeatable",
+    )
+    build.add_argument(
+        "--build-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another argument of the Dockerfile, repeatable",
+    )
+    build.add_argument("--no-cache", action="store_true", help="build every layer again")
+
+
+def _add_run(subcommands: argparse._SubParsersAction) -> None:
+    run = _command(
+        subcommands,
+        "run",
+        commands.run,
+        help="run an environment's image in a hardened container",
+        description="Serve an environment from a container, or several, until interrupted: no "
+        "capabilities, a read-only file system, limits on memory, CPU and processes, reached from "
+        "this machine alone.",
+    )
+    run.add_argument("target", metavar="ID|DIR|IMAGE", nargs="?", help="what `env build` built")
+    _number(
+        run,
+        "--port",
+        int,
+        8700,
+        "on this machine; 0 takes a free one, further containers the next ones",
+    )
+    run.add_argument(
+        "--token",
+        help="what clients must present (default: the variable AGENTRL_ENV_TOKEN, or a new one)",
+    )
+    run.add_argument("--memory", default="2g", help="such as 512m (default: 2g)")
+    _number(run, "--cpus", float, 2.0, "how many of the machine's")
+    _number(run, "--pids", _positive, 256, "processes and threads")
+    run.add_argument("--network", default="bridge", help="one of the engine's (default: bridge)")
+    _number(run, "--count", _positive, 1, "containers")
+    _number(run, "--ready-timeout", float, 60.0, "for a container to become healthy, seconds")
+    run.add_argument(
+        "--reap",
+        action="store_true",
+        help="only remove containers of agentrl's whose process is gone",
     )
 
 

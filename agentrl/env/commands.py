@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
@@ -98,8 +99,8 @@ def check(arguments: argparse.Namespace) -> int:
         from agentrl.env.check.container import served_image
 
         image = arguments.target.removeprefix("image:")
-        with served_image(image) as served:
-            results = run(served.url, served.token, image)
+        with served_image(image) as (url, token):
+            results = run(url, token, image)
     else:
         results = run(arguments.target, arguments.token, None)
     failed = [result.name for result in results if result.status == "fail"]
@@ -273,6 +274,92 @@ def _serve_workers(
         environ={**os.environ, TOKEN_VARIABLE: token or ""},
     )
     return 0
+
+
+def build(arguments: argparse.Namespace) -> int:
+    import time
+
+    from agentrl.env.container.engine import connect, engine_errors
+    from agentrl.env.container.image import build_image
+
+    extra: dict[str, str] = {}
+    for entry in arguments.build_arg:
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise ConfigError(f"--build-arg {entry}: write NAME=VALUE")
+        extra[name] = value
+    started = time.monotonic()
+    tag = build_image(
+        arguments.target,
+        tag=arguments.tag,
+        base_image=arguments.base_image,
+        wheels=arguments.wheel,
+        index_url=arguments.pip_index_url,
+        extra_index_url=arguments.pip_extra_index_url,
+        cert=Path(arguments.pip_cert) if arguments.pip_cert else None,
+        build_args=extra,
+        cache=not arguments.no_cache,
+    )
+    with engine_errors():
+        size = connect().images.get(tag).attrs["Size"]
+    print(f"built {tag}: {size / 1e6:,.0f} MB in {time.monotonic() - started:.0f} s")
+    print(f"run it: agentrl env run {tag}")
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import secrets
+    import signal
+
+    from agentrl.env.container import serve as containers
+    from agentrl.env.container.engine import connect, reap
+    from agentrl.env.protocol import TOKEN_VARIABLE
+
+    if not (arguments.target or arguments.reap):
+        raise ConfigError("name what to run: agentrl env run ID|DIR|IMAGE")
+    if arguments.port and arguments.port + arguments.count > 65536:
+        raise ConfigError("--port + --count are at most 65536")
+    removed = reap(connect())
+    for line in removed:
+        print(f"removed a leftover container: {line}", file=sys.stderr)
+    if arguments.reap:
+        print(f"{len(removed)} leftover containers removed")
+        return 0
+    token = arguments.token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    image = containers.find_image(arguments.target)
+    servers: list[containers.Server] = []
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        for number in range(arguments.count):
+            servers.append(
+                containers.start_server(
+                    image,
+                    token=token,
+                    port=arguments.port + number if arguments.port else 0,
+                    memory=arguments.memory,
+                    cpus=arguments.cpus,
+                    max_processes=arguments.pids,
+                    network=arguments.network,
+                )
+            )
+        for server in servers:
+            containers.wait_until_healthy(server, arguments.ready_timeout)
+        print(f"serving {image} at {' '.join(server.url for server in servers)}")
+        print(f"{TOKEN_VARIABLE}={token}", flush=True)
+        return containers.follow(servers)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        # A second signal must not leave containers behind.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        containers.stop_servers(servers)
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_config(entries: list[str]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class LocalEnv:
         return self._sync
 
     async def info(self) -> EnvInfo:
+        """Its splits, its tools and the schema of its configuration."""
         return await self._client.info(self._environment.id, self._config)
 
     async def reset(
@@ -84,6 +85,7 @@ class LocalEnv:
         return await self.step(Action(tool_calls=(ToolCall("call-0", tool, arguments),)))
 
     async def close(self) -> None:
+        """End the episode, if one is under way, and free what it holds."""
         if self._sync is not None:
             self._sync.close()
         await self._client.aclose()

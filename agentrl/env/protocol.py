@@ -367,7 +367,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     """
     check_json(body)
     try:
-        return _adapter(kind).validate_json(body, strict=True)
+        return _adapter(kind).validator.validate_json(body, strict=True)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         if problems[0]["type"] == "json_invalid":

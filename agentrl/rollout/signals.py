@@ -189,26 +189,24 @@ def _read_table(file: BinaryIO, path: Path) -> list[tuple[str, int, int, int, fl
 
 def _to_bytes(rows: Sequence[RowSignals]) -> bytes:
     compressor = zstandard.ZstdCompressor(level=1)
-    records = []
+    table, records = [], []
     for row in rows:
+        (positions,) = row.trained.nonzero()
         record = {
             "length": len(row.trained),
             "trained": np.packbits(row.trained).tobytes(),
             "arrays": {
-                name: array[row.trained].astype("<f4").tobytes()
+                name: array[positions].astype("<f4", copy=False).tobytes()
                 for name in ARRAYS
                 if (array := getattr(row, name)) is not None
             },
             "kept": {
-                name: np.packbits(kept[row.trained]).tobytes() for name, kept in row.kept.items()
+                name: np.packbits(kept[positions]).tobytes() for name, kept in row.kept.items()
             },
         }
         records.append(frame(compressor.compress(msgspec.msgpack.encode(record))))
-    table = []
-    for row, record in zip(rows, records, strict=True):
-        total = float(row.advantages[row.trained].sum(dtype=np.float64))
-        named = (row.trajectory_id, row.row, len(record))
-        table.append((*named, int(row.trained.sum()), total))
+        total = float(row.advantages[positions].sum(dtype=np.float64))
+        table.append((row.trajectory_id, row.row, len(records[-1]), len(positions), total))
     return frame(msgspec.msgpack.encode(table)) + b"".join(records)
 
 

@@ -26,12 +26,10 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -44,6 +42,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentrl.train.context import Context, attend_by_heads
+from agentrl.train.segments import WHOLE_ROW, SegmentMask
 
 ATTENTION_NAME = "agentrl_packed"
 SHARED_ATTENTION_NAME = "agentrl_shared"
@@ -54,8 +53,6 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 # `varlen_attn` does not differentiate through its log-sum-exp, so its backward pass is called here.
 _cuda_backward = torch.ops.torch_attn._varlen_attn_backward
 _WITH_LSE = AuxRequest(lse=True)
-
-_WHOLE_ROW = Context()
 
 # What the flash kernels behind `varlen_attn` can hold.
 _MAX_FLASH_HEAD_DIM = 256
@@ -76,114 +73,11 @@ def packed_segments(
             no segment continues another.
         context: the ranks that hold a slice of the row each; None for a rank that holds it all.
     """
-    token = _segments.set(
-        (lengths, branch_ends or list(accumulate(lengths)), context or _WHOLE_ROW)
-    )
+    token = _segments.set((lengths, branch_ends or list(accumulate(lengths)), context or WHOLE_ROW))
     try:
         yield
     finally:
         _segments.reset(token)
-
-
-@dataclass(slots=True, frozen=True)
-class _Pieces:
-    """Pieces of a row, gathered end to end."""
-
-    index: torch.Tensor  # (M,) int64: where each of their tokens lies in the row
-    borders: torch.Tensor  # (P + 1,) int32: where each piece begins; the last entry is M
-    longest: int
-
-    @classmethod
-    def of(cls, spans: list[tuple[int, int]], device: torch.device) -> _Pieces:
-        borders = [0, *accumulate(stop - start for start, stop in spans)]
-        return cls(
-            index=torch.cat([torch.arange(*span) for span in spans]).to(device),
-            borders=torch.tensor(borders, dtype=torch.int32, device=device),
-            longest=max(stop - start for start, stop in spans),
-        )
-
-
-@dataclass(slots=True, frozen=True)
-class Level:
-    """Piece by piece, queries that see all of the keys."""
-
-    queries: _Pieces
-    keys: _Pieces
-
-
-class SegmentMask:
-    """Which keys a query of a packed row sees: those before it in its segment, `window` at most,
-    and all of the segments that its own continues."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        window: int | None,
-        device: torch.device,
-        branch_ends: list[int] | None = None,
-        context: Context = _WHOLE_ROW,
-    ) -> None:
-        self.lengths = lengths
-        self.context = context
-        self.window = window if window is not None and window < max(lengths) else None
-        self._device = device
-        stops = list(accumulate(lengths))
-        self.spans = list(zip([0, *stops], stops, strict=False))
-        """(start, stop) of every segment."""
-        self.shared = [
-            (start, stop, end)
-            for (start, stop), end in zip(self.spans, branch_ends or stops, strict=True)
-            if end > stop
-        ]
-        """(start, stop, end): queries [stop, end) see all keys [start, stop). Outermost first."""
-
-    def dense(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """(length, length) bool, True where a query sees a key; None for plain causal attention."""
-        if self.window is None or length <= self.window:
-            return None
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        return causal.triu(1 - self.window)
-
-    @functools.cached_property
-    def borders(self) -> torch.Tensor:
-        """(S + 1,) int32: where each segment begins; the last entry is N."""
-        starts = [0, *accumulate(self.lengths)]
-        return torch.tensor(starts, dtype=torch.int32, device=self._device)
-
-    @functools.cached_property
-    def levels(self) -> list[Level]:
-        """The shared segments by how many others they continue: those of one level in one call."""
-        levels: list[list[tuple[int, int, int]]] = []
-        around: list[int] = []  # where the segments end that the next one continues
-        for start, stop, end in self.shared:
-            while around and around[-1] <= start:
-                around.pop()
-            if len(around) == len(levels):
-                levels.append([])
-            levels[len(around)].append((start, stop, end))
-            around.append(end)
-        return [
-            Level(
-                queries=_Pieces.of([(stop, end) for _, stop, end in level], self._device),
-                keys=_Pieces.of([(start, stop) for start, stop, _ in level], self._device),
-            )
-            for level in levels
-        ]
-
-    @functools.cached_property
-    def blocks(self) -> BlockMask:
-        """The same as flex attention wants it."""
-        lengths = torch.tensor(self.lengths, device=self._device)
-        ends = {start: end for start, _, end in self.shared}
-        last = torch.tensor([ends.get(start, stop) for start, stop in self.spans])
-        last = last.to(self._device).repeat_interleave(lengths)
-        total = len(last)
-        window = self.window or total
-
-        def sees(batch, head, query, key):
-            return (key <= query) & (query - key < window) & (query < last[key])
-
-        return create_block_mask(sees, None, None, total, total, device=self._device)
 
 
 def packed_mask(

@@ -27,6 +27,7 @@ class StepEnd:
     """A step that has just ended: its metrics are not yet written, its checkpoint not yet saved."""
 
     step: int
+    """From 1."""
     metrics: dict[str, float]
     """What the step's line of `metrics.jsonl` will hold (docs/metrics.md)."""
     trajectories: list[Trajectory]
@@ -37,6 +38,7 @@ class StepEnd:
 
     @property
     def run_dir(self) -> Path:
+        """The folder of metrics, trajectories and checkpoints."""
         return self._run.run_dir
 
     @property

@@ -15,7 +15,8 @@ from agentrl.algo import Batch, Objective
 from agentrl.algo.aggregate import trained_mask
 from agentrl.config import RunConfig
 from agentrl.train import context, sharding
-from agentrl.train.model import backbone_hidden, decoder_of, set_gradient_checkpointing
+from agentrl.train.logprobs import backbone_hidden, decoder_of
+from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import MicroBatch
 from agentrl.train.teacher import require_same_tokenizer

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,12 +73,13 @@ def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool 
         AgentRLError: with the reason and the remedy. Whatever was saved before stays valid.
     """
     ranks.join(resolve_device(config.model.device), config.train.parallel)
-    if ranks.rank() > 0:
-        follow(config)
-        ranks.leave()
-        return Path()
-    run_dir = event_loop.run(_train(_after_restart(config), callbacks, quiet=quiet))
-    ranks.tell("stop")
+    with ranks.losses_named():
+        if ranks.rank() > 0:
+            follow(config)
+            ranks.leave()
+            return Path()
+        run_dir = event_loop.run(_train(_after_restart(config), callbacks, quiet=quiet))
+        ranks.tell("stop")
     ranks.leave()
     return run_dir
 
@@ -92,8 +92,7 @@ def _after_restart(config: RunConfig) -> RunConfig:
     """
     if not ranks.attempt():
         return config
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    run_dir = ranks.remembered("run_dir") if shared else newest_run(config)
+    run_dir = ranks.remembered("run_dir") if ranks.agents_share_store() else newest_run(config)
     if run_dir is None or latest_checkpoint(run_dir) is None:
         return config
     again = config.run.model_copy(update={"resume": True, "dir": Path(run_dir)})

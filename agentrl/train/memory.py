@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentrl.config import RunConfig
 from agentrl.train.attention import ATTENTION_NAME, packed_segments
 from agentrl.train.head import default_chunk_tokens, default_keep_bytes
-from agentrl.train.model import decoder_of
+from agentrl.train.logprobs import decoder_of
 
 # Enough that what does not grow with the tokens is small beside what does.
 _TOKENS_COUNTED = 512

@@ -13,8 +13,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ from safetensors.numpy import load, save
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore
 
 from agentrl.config import ParallelSection
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.train import context
-from agentrl.train.watchdog import Watchdog
+from agentrl.train.watchdog import REMEDY, Watchdog
 from agentrl.types import JSON
 
 _control: dist.ProcessGroup | None = None
@@ -37,6 +37,7 @@ _launch: Store | None = None
 """Of the launch, not of the attempt: what stands here outlives a restart under --max-restarts."""
 
 _watchdog: Watchdog | None = None
+_attempt = 0
 
 _FOREVER = datetime.timedelta(days=30)
 
@@ -50,8 +51,14 @@ def size() -> int:
 
 
 def attempt() -> int:
-    """How often torchrun has started these ranks before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often torchrun has started these ranks before; a machine that came later does not know,
+    so it is the most that any of them says."""
+    return _attempt
+
+
+def agents_share_store() -> bool:
+    """Whether torchrun keeps one store for all attempts, and not rank 0 one for each."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def join(device: torch.device, parallel: ParallelSection) -> None:
@@ -60,7 +67,8 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     Raises:
         ConfigError: `train.parallel` asks for another number of them.
     """
-    global _control, _host, _launch, _watchdog
+    global _attempt, _control, _host, _launch, _watchdog
+    _attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % parallel.context:
         raise ConfigError(
@@ -83,8 +91,10 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():  # else by whoever started the ranks, as Ray Train does
         _launch, own_rank, world_size = next(rendezvous("env://", timeout=deadline))
-        # torchrun's store outlives a restart, and with it the addresses of ranks that are gone.
-        store = PrefixStore(f"agentrl/{attempt()}", _launch)
+        store = _launch
+        if agents_share_store():
+            # It outlives a restart, and with it the addresses of ranks that are gone.
+            store = PrefixStore(f"agentrl/{_attempt}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -99,6 +109,7 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     )
     groups: Any = [dist.new_group(backend="gloo", timeout=each) for each in (_FOREVER, deadline)]
     _control, _host = groups
+    _attempt = max(int(str(each)) for each in gather(_attempt))
     if parallel.context > 1:
         context.join(parallel.context)
 
@@ -120,6 +131,27 @@ def moved() -> None:
     """The work of this rank came a step further."""
     if _watchdog is not None:
         _watchdog.moved()
+
+
+@contextmanager
+def losses_named() -> Iterator[None]:
+    """Around all that a rank does: where a connection to another breaks, one says which is gone.
+
+    Raises:
+        TrainingError: on that one, and on rank 0.
+        SystemExit: on the others.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        broken = isinstance(error, dist.DistError) or "gloo" in str(error)  # NCCL's; gloo's
+        if _watchdog is None or not broken:
+            raise
+        said = _watchdog.lost()
+        if said is None and rank() > 0:
+            raise SystemExit(1) from None
+        reason = said or "another rank ended with an error, which it says"
+        raise TrainingError(f"{reason}. {REMEDY}") from error
 
 
 def remember(key: str, value: str) -> None:

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.base import InferenceEngine
-from agentrl.inference.embedded import EmbeddedEngine, require_exact_cache, share_weights
+from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.inference.embedded_sampling import require_exact_cache, share_weights
 from agentrl.inference.launcher import VLLMLauncher
 from agentrl.inference.vllm import VLLMEngine
 from agentrl.inference.vllm_command import ServerSettings
@@ -30,8 +31,9 @@ from agentrl.sync.shards import computing_dtype, copy_trained, is_sharded
 from agentrl.sync.transfer import FileTransfer, Transfer, in_thread
 from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train import ranks
+from agentrl.train.logprobs import computing_device
 from agentrl.train.lora import add_adapter, base_of, is_adapter
-from agentrl.train.model import computing_device, load_model
+from agentrl.train.model import load_model
 
 BESIDE = Path(".venv-vllm/bin/python")
 """Where `make vllm` puts vLLM."""

@@ -18,13 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agentrl.config import TrainSection
 from agentrl.errors import DataError
 from agentrl.rollout.render import Renderer
-from agentrl.train.model import (
-    load_model,
-    load_tokenizer,
-    require_empty,
-    sample_logprobs,
-    save_model,
-)
+from agentrl.train.logprobs import sample_logprobs
+from agentrl.train.model import load_model, load_tokenizer, require_empty, save_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack, plan_micro_batches
 from agentrl.train.setup import resolve_device, resolve_dtype

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from agentrl.train import context, ranks
+from agentrl.train import context, logprobs, ranks
 from agentrl.train import model as models
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -98,7 +98,7 @@ def shard(
     if isinstance(module, PreTrainedModel):
         module.config.dtype = dtype  # what it computes in, and is served in
         # What goes past a model's `forward` has to be announced, or the weights are not there.
-        method = types.MethodType(models.logprobs_and_routing, module)
+        method = types.MethodType(logprobs.logprobs_and_routing, module)
         object.__setattr__(module, "fsdp_logprobs", method)
         register_fsdp_forward_method(module, "fsdp_logprobs")
     return module
@@ -111,7 +111,7 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
     )
     root: Any = module
     if isinstance(module, PreTrainedModel):
-        decoder = models.decoder_of(module)
+        decoder = logprobs.decoder_of(module)
     else:
         decoder = root.backbone
         # Of a critic, which computes in float32.

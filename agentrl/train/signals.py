@@ -113,8 +113,10 @@ def _row(
     masks: Mapping[str, np.ndarray],
 ) -> RowSignals:
     """One row of the batch, its columns put back to the positions of the sample's tokens."""
-    columns = np.flatnonzero(trained)
-    positions = np.flatnonzero(sample.loss_mask)[columns]
+    length = len(sample)
+    (columns,) = trained.nonzero()
+    positions = sample.loss_mask.nonzero()[0][columns]
+    nan = np.full(length, np.nan, np.float32)
 
     def spread(values: np.ndarray | None, empty: np.ndarray) -> np.ndarray:
         if values is not None:
@@ -122,18 +124,18 @@ def _row(
         return empty
 
     def floats(name: str) -> np.ndarray:
-        return spread(arrays.get(name), np.full(len(sample), np.nan, np.float32))
+        return spread(arrays.get(name), nan.copy())
 
     return RowSignals(
         sample.trajectory_id,
         sample.row,
-        spread(trained, np.zeros(len(sample), bool)),
+        spread(trained, np.zeros(length, bool)),
         advantages=floats("advantages"),
         old_logprobs=floats("old_logprobs"),
         logprobs=floats("logprobs"),
         weights=floats("weights"),
         values=floats("values") if "values" in arrays else None,
-        kept={name: spread(mask, np.zeros(len(sample), bool)) for name, mask in masks.items()},
+        kept={name: spread(mask, np.zeros(length, bool)) for name, mask in masks.items()},
     )
 
 

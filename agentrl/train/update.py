@@ -39,13 +39,13 @@ from agentrl.config import TrainSection
 from agentrl.train import context, ranks
 from agentrl.train.critic import Critic, explained_variance
 from agentrl.train.deal import cost, deal, share_of
-from agentrl.train.lora import without_adapter
-from agentrl.train.model import (
+from agentrl.train.logprobs import (
     computing_device,
     sample_logprobs,
     shares_prefixes,
     trained_matrix,
 )
+from agentrl.train.lora import without_adapter
 from agentrl.train.optimizer import Learner, Update
 from agentrl.train.plan import MicroBatch, bundles, pack
 from agentrl.train.routers import aux_loss

@@ -4,6 +4,10 @@ So a thread beside the work of every rank looks whether it moves. Where it has n
 `train.parallel.deadline_s`, that rank rings; every rank writes its stack to the log and where it
 stands to the launcher's store; the one that rang says which rank the others wait for, and all end.
 torchrun starts them again under --max-restarts, and the run goes on from its last checkpoint.
+
+A rank that is killed closes its connections, so that what the others do with it fails at once. They
+answer then as well, and the one that is missing is named (`lost`). A machine that lost its power
+closes nothing: where the store was on it, that the store is silent for so long ends the others.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+REMEDY = "Continue with --resume, or start with torchrun --max-restarts"
 ANSWER_S = 5.0
 """How long a rank that is asked may take to say where it stands; a stopped one never does."""
 
@@ -49,15 +54,23 @@ class Watchdog:
         self._work = ""
         self._moved = time.monotonic()
         self._over = threading.Event()
+        self._failed = False
+        self._place = f"{socket.gethostname()}, process {os.getpid()}"
+        store.set(f"place/{rank}", self._place)
         self._thread = threading.Thread(target=self._watch, name="agentrl-watchdog", daemon=True)
         self._thread.start()
         # A thread that is in torch's code while the interpreter is taken down aborts the process.
-        atexit.register(self.close)
+        atexit.register(self._leave)
 
     def close(self) -> None:
         """Look no more."""
         self._over.set()
         self._thread.join(ANSWER_S)
+
+    def _leave(self) -> None:
+        # Not closed before: this rank ends with an error of its own, and is not to be called lost.
+        self._failed = not self._over.is_set()
+        self.close()
 
     @contextlib.contextmanager
     def working(self, work: str) -> Iterator[None]:
@@ -72,43 +85,89 @@ class Watchdog:
     def moved(self) -> None:
         self._moved = time.monotonic()
 
+    def lost(self) -> str | None:
+        """After a connection to another rank broke: which ranks are gone, in a sentence.
+
+        None: it is for another rank to say, or one of them ended with an error that said why.
+        """
+        try:
+            self._store.set("lost", "")
+            self._answer()
+            deadline = time.monotonic() + ANSWER_S
+            # One at least is gone, so there is nothing to wait for when all others have answered.
+            while len(self._standings()) < self._size - 1 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            gone = [rank for rank in range(self._size) if rank not in self._standings()]
+            if any(self._store.check([f"left/{rank}"]) for rank in gone):
+                return None
+            if self._rank > 0 and (0 not in gone or self._store.add("named", 1) > 1):
+                return None
+            who = ", ".join(
+                f"rank {rank} ({self._store.get(f'place/{rank}').decode()})" for rank in gone
+            )
+        except RuntimeError:
+            return f"the launcher's store{_where()} is gone, and with it a machine"
+        if not gone:
+            return "a connection broke between ranks that all answer"
+        return f"{who} of {self._size} is gone: killed, or its machine lost"
+
     def _watch(self) -> None:
-        # Without the store, which the launcher has, there is nobody to tell and torchrun ends it.
-        with contextlib.suppress(RuntimeError):
-            while not self._over.wait(min(1.0, self._deadline_s / 4)):
-                rings = time.monotonic() - self._moved > self._deadline_s
-                if self._worker is not None and rings:
-                    self._store.set("rung", self._work)
-                    self._end(names=True)
-                if self._store.check(["rung"]):
-                    self._end(names=False)
+        while not self._over.wait(min(1.0, self._deadline_s / 4)):
+            # The store of a machine that lost its power does not refuse, it never answers.
+            look = threading.Thread(target=self._look, daemon=True)
+            look.start()
+            look.join(self._deadline_s + 2 * ANSWER_S)
+            if look.is_alive() and not self._over.is_set():
+                faulthandler.dump_traceback(all_threads=True)
+                _say(
+                    f"{self._place}: the launcher's store{_where()} does not answer for "
+                    f"{self._deadline_s:g} s (train.parallel.deadline_s): its machine is gone, or "
+                    f"stopped. {REMEDY}"
+                )
+                os._exit(1)
+        if self._failed:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"left/{self._rank}", "")
+
+    def _look(self) -> None:
+        try:
+            rings = time.monotonic() - self._moved > self._deadline_s
+            if self._worker is not None and rings:
+                self._store.set("rung", self._work)
+                self._end(names=True)
+            if self._store.check(["rung"]):
+                self._end(names=False)
+            if self._store.check(["lost"]):
+                self._answer()
+        except RuntimeError:
+            # Without the launcher's store there is nobody to tell, and torchrun ends this rank.
+            self._over.set()
 
     def _end(self, *, names: bool) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        self._store.set(f"standing/{self._rank}", json.dumps(asdict(self._standing())))
+        self._answer()
         time.sleep(ANSWER_S)
         # Of several that rang at once, one says so.
         if names and self._store.add("named", 1) == 1:
-            keys = {rank: f"standing/{rank}" for rank in range(self._size)}
-            found = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            standings = {
-                rank: Standing(**json.loads(self._store.get(key))) for rank, key in found.items()
-            }
-            print(
-                f"error: {verdict(self._work, self._deadline_s, self._size, standings)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(verdict(self._work, self._deadline_s, self._size, self._standings()))
         os._exit(1)
 
+    def _answer(self) -> None:
+        self._store.set(f"standing/{self._rank}", json.dumps(asdict(self._standing())))
+
+    def _standings(self) -> dict[int, Standing]:
+        """Of the ranks that have answered."""
+        keys = {rank: f"standing/{rank}" for rank in range(self._size)}
+        found = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: Standing(**json.loads(self._store.get(key))) for rank, key in found.items()}
+
     def _standing(self) -> Standing:
-        where = f"{socket.gethostname()}, process {os.getpid()}"
         frame = sys._current_frames().get(self._worker or 0)
         if frame is None:
-            return Standing(where, "between two words of rank 0", True)
+            return Standing(self._place, "between two words of rank 0", True)
         path = frame.f_code.co_filename
         return Standing(
-            where,
+            self._place,
             f"{self._work}: {path}:{frame.f_lineno} in {frame.f_code.co_name}",
             "torch/distributed" in path,
         )
@@ -134,6 +193,14 @@ def verdict(work: str, deadline_s: float, size: int, standings: Mapping[int, Sta
         reason = "all ranks wait for each other"
     return (
         f"nothing moved for {deadline_s:g} s during {work} (train.parallel.deadline_s); {reason}. "
-        "The stacks of all that answered are above; continue with --resume, or start with "
-        "torchrun --max-restarts"
+        f"The stacks of all that answered are above. {REMEDY}"
     )
+
+
+def _say(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _where() -> str:
+    address = os.environ.get("MASTER_ADDR")
+    return f" on {address}" if address else ""

@@ -41,21 +41,6 @@ def series(metrics: Sequence[Mapping[str, object]], key: str) -> list[tuple[int,
     return points
 
 
-def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average without the start-up bias towards the first value.
-
-    The weights of the past are weight**age, normalised by their sum (the debiasing of Adam,
-    Kingma and Ba, 2015, section 3).
-    """
-    total = normaliser = 0.0
-    result = []
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        normaliser = weight * normaliser + (1 - weight)
-        result.append(total / normaliser)
-    return result
-
-
 def short_number(value: float) -> str:
     """At most 4 significant digits and 7 to 9 characters: 0.4375, -0.0021, 1.2e-06, 12.4k."""
     size = abs(value)

@@ -22,14 +22,8 @@ from rich.text import Text
 from agentrl.view.curves import KEY_METRICS, REWARD, duration, number, short_number, text_plot
 from agentrl.view.escape import plain
 
-PHASES = {
-    "rollout": ("rollout", "episodes"),
-    "train": ("train", "micro-batches"),
-    "sync": ("sync", ""),
-    "checkpoint": ("checkpoint", ""),
-    "eval": ("eval", "episodes"),
-}
-"""Phase -> what it is called, and what it counts."""
+UNITS = {"rollout": "episodes", "train": "micro-batches", "eval": "episodes"}
+"""What a phase counts."""
 
 RECENT_STEPS_FOR_ETA = 20
 
@@ -102,7 +96,7 @@ class Display:
             self._print_summary()
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """The run is in phase `name` (a key of PHASES, or any word) and did `done` of `total`."""
+        """The run is in phase `name`, such as `rollout`, and did `done` of `total`."""
         with self._lock:
             self._phase = (name, done, total)
 
@@ -168,10 +162,9 @@ class Display:
             grid.add_row(Text(""), Text(""), Text(""))
         else:
             name, done, total = self._phase
-            label, unit = PHASES.get(name, (name, ""))
-            counted = f"{done}/{total} {unit}".rstrip() if total > 1 else ""
+            counted = f"{done}/{total} {UNITS.get(name, '')}".rstrip() if total > 1 else ""
             grid.add_row(
-                Text(label, style="cyan"),
+                Text(name, style="cyan"),
                 ProgressBar(total=max(1, total), completed=done, complete_style="cyan")
                 if total > 1
                 else Text("..."),

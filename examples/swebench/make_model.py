@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import random
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from tiny_model import Language, Lesson, make_model, write_rows  # noqa: E402
 
-from agentrl.env import connect  # noqa: E402
+from agentrl.env import EnvSession, connect  # noqa: E402
 from agentrl.types import JSON, Action, Message, ToolCall, assistant_message  # noqa: E402
 
 # ChatML, with tools listed by signature: a small model needs a short prompt.
@@ -93,14 +94,31 @@ MENUS = (
 )
 
 
-async def play_all(source: str) -> tuple[list[dict], list[int]]:
+Play = Callable[[EnvSession, list[str]], Awaitable[dict]]
+"""An agent: runs commands in an instance's container. The dialogue: `messages` and `tools`."""
+
+
+async def play(session: EnvSession, commands: list[str]) -> dict:
+    """As agentrl plays an episode itself."""
+    messages: list[Message] = [*session.messages]
+    for number, command in enumerate([*commands, None]):
+        name = "submit" if command is None else "bash"
+        arguments: dict[str, JSON] = {} if command is None else {"command": command}
+        action = Action(tool_calls=(ToolCall(f"call_{number}", name, arguments),))
+        messages.append(assistant_message(action))
+        result = await session.step(action, timeout_s=600)
+        messages += result.observation
+    return {"messages": messages, "tools": session.tools}
+
+
+async def play_all(play: Play, source: str, max_turns: int | None) -> tuple[list[dict], list[int]]:
     """Every episode of the menus, once each, and their weights."""
-    config: dict[str, JSON] = {"source": source, "max_turns": MAX_TURNS, "memory_mb": 1024}
+    config: dict[str, JSON] = {"source": source, "max_turns": max_turns, "memory_mb": 1024}
     config |= {"min_free_gb": 2, "grade": False}
     limit = asyncio.Semaphore(4)
     async with aclosing(connect()) as client:
 
-        async def play(instance_id: str, commands: tuple[str, ...]) -> dict:
+        async def episode(instance_id: str, commands: tuple[str, ...]) -> dict:
             async with limit:
                 session = await client.session(
                     "swebench",
@@ -109,16 +127,9 @@ async def play_all(source: str) -> tuple[list[dict], list[int]]:
                     config={**config, "instance_ids": [instance_id]},
                     timeout_s=600,
                 )
-                messages: list[Message] = [*session.messages]
-                for number, command in enumerate([*filter(None, commands), None]):
-                    name = "submit" if command is None else "bash"
-                    arguments: dict[str, JSON] = {} if command is None else {"command": command}
-                    action = Action(tool_calls=(ToolCall(f"call_{number}", name, arguments),))
-                    messages.append(assistant_message(action))
-                    result = await session.step(action, timeout_s=600)
-                    messages += result.observation
+                dialogue = await play(session, [*filter(None, commands)])
                 await session.close()
-                return {"messages": messages, "tools": session.tools}
+                return dialogue
 
         episodes, weights = [], []
         for menu in MENUS:
@@ -129,24 +140,31 @@ async def play_all(source: str) -> tuple[list[dict], list[int]]:
                     weight *= part
                 # Menus have choices of 100 in all; a shorter one counts as much as a longer.
                 weights.append(weight * 100 ** (3 - len(parts)))
-                episodes.append(play(menu.instance_id, commands))
+                episodes.append(episode(menu.instance_id, commands))
         return await asyncio.gather(*episodes), weights
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(
+    play: Play = play,
+    *,
+    description: str | None = __doc__,
+    max_turns: int | None = MAX_TURNS,
+    language: Language = LANGUAGE,
+    out: Path = HERE / "model",
+    dialogues: int = 3200,
+) -> None:
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--source", default="build/swebench/dataset.jsonl", help="the instances")
-    parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--dialogues", type=int, default=3200)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--dialogues", type=int, default=dialogues)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    episodes, weights = asyncio.run(play_all(args.source))
+    episodes, weights = asyncio.run(play_all(play, args.source, max_turns))
     print(f"{len(episodes)} different episodes were played")
-    dialogues = random.Random(args.seed).choices(episodes, weights, k=args.dialogues)
-    write_rows(Path(args.source).with_name("demonstrations.jsonl"), dialogues)
-    lesson = Lesson(dialogues, 1.5e-3, batch_size=8)
-    make_model([lesson], LANGUAGE, args.out, seed=args.seed)
+    drawn = random.Random(args.seed).choices(episodes, weights, k=args.dialogues)
+    write_rows(Path(args.source).with_name("demonstrations.jsonl"), drawn)
+    make_model([Lesson(drawn, 1.5e-3, batch_size=8)], language, args.out, seed=args.seed)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class ShuffledChoices:
+    """A question's options in another order."""
+
     text: str
     """One line `(A) option` per option, for the prompt."""
     letter: str

@@ -53,11 +53,14 @@ MAX_DEPTH, MAX_FUNCTIONS = 20, 8
 
 @dataclass(slots=True, frozen=True)
 class Grade:
+    """Whether an answer is right, and how that was found."""
+
     score: float
     """1.0 for the right answer, else 0.0."""
     extracted: str | None
     """The answer that was judged, at most MAX_ANSWER_CHARS of it; None when there was none."""
     method: Method
+    """What decided."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -56,7 +56,8 @@ async def dapo(
 
     Args:
         num_tokens: length of the text in tokens; None counts words instead.
-        max_length, buffer: see `agentrl_rewards.style.length`.
+        max_length: see `agentrl_rewards.style.length`.
+        buffer: see `agentrl_rewards.style.length`.
 
     Raises:
         GraderError: the comparison failed; never scored as wrong.

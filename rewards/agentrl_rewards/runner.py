@@ -61,6 +61,7 @@ MIN_WINDOW = 100
 _FROM_INPUT = ("prompt", "num_tokens", "metadata")
 
 RewardFunction = Callable[..., Any]
+"""A reward function, or a group reward, as the module's docstring says."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,15 +69,21 @@ class RewardInput:
     """One answer to be scored."""
 
     text: str
+    """What the policy wrote."""
     reference: JSON = None
+    """The task's gold answer, as the function wants it."""
     prompt: str | list[Message] = ""
+    """What the policy was asked: a text, or messages."""
     num_tokens: int | None = None
     """Tokens the policy sampled for it, in all its turns; None when not known."""
     metadata: dict[str, JSON] = field(default_factory=dict)
+    """The task's."""
 
 
 @dataclass(slots=True, frozen=True)
 class RewardResult:
+    """The reward of one answer."""
+
     reward: float
     """Weighted sum of the functions' scores."""
     components: dict[str, float]
@@ -85,8 +92,12 @@ class RewardResult:
 
 @dataclass(slots=True, frozen=True)
 class RunnerStatus:
+    """What a runner did since it was made."""
+
     num_calls: int
+    """Calls of a function that have ended."""
     num_failed: int
+    """Of them those that ended in a `GraderError`."""
     failures: dict[str, int]
     """Failed calls by name of the function."""
     alarm: bool
@@ -187,6 +198,7 @@ class RewardRunner:
         ]
 
     def status(self) -> RunnerStatus:
+        """The counts so far."""
         return RunnerStatus(
             self._num_calls, self._failures.total(), dict(self._failures), self._alarm
         )

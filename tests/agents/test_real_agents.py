@@ -7,7 +7,6 @@ rows, tokens and log-probabilities of each.
 import asyncio
 import json
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,17 @@ pytest.importorskip("agents", reason="see `make test-agents`")
 pytest.importorskip("langgraph")
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}
 
-import torch
-from agent_play import LIMITS, play, require_recorded
+from agent_play import (
+    LIMITS,
+    NUM_TURNS,
+    TASKS,
+    Recording,
+    calculated,
+    openai_sdk,
+    play,
+    require_recorded,
+    require_trained_alike,
+)
 from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
@@ -26,52 +34,8 @@ from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.rollout.render import Renderer
 from agentrl.train.model import load_model, load_tokenizer
 from agentrl.train.setup import resolve_dtype
-from agentrl.types import samples_of
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")
-TASKS = {
-    "source": "arithmetic",
-    "operators": "+-*",
-    "min_digits": 2,
-    "digits": 3,
-    "instruction": "",
-}
-NUM_TURNS = 3
-
-
-def calculated(expression: str) -> str:
-    match = re.fullmatch(r"(\d+)([-+*])(\d+)", expression.replace(" ", ""))
-    if match is None:
-        return "error: not a+b, a-b or a*b"
-    a, b = int(match[1]), int(match[3])
-    return str({"+": a + b, "-": a - b, "*": a * b}[match[2]])
-
-
-async def openai_sdk(task, base_url, api_key):
-    from openai import AsyncOpenAI
-
-    parameters = {"type": "object", "properties": {"expression": {"type": "string"}}}
-    tool = {"type": "function", "function": {"name": "calculator", "parameters": parameters}}
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages: list = [{"role": "user", "content": task.prompt}]
-        for _ in range(NUM_TURNS):
-            reply = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[tool]
-            )
-            message = reply.choices[0].message
-            messages.append(message.model_dump())
-            if not message.tool_calls:
-                break
-            for call in message.tool_calls:
-                expression = json.loads(call.function.arguments).get("expression", "")
-                messages.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": call.id,
-                        "content": calculated(str(expression)),
-                    }
-                )
-        return message.content or ""
 
 
 async def openai_agents(task, base_url, api_key, stream=False):
@@ -267,21 +231,6 @@ def without_failing(solve):
     return run
 
 
-class Recording:
-    """An engine, and all that it was asked and answered."""
-
-    def __init__(self, engine):
-        self.engine, self.calls = engine, []
-
-    async def generate(self, request_id, prompt_ids, sampling):
-        generation = await self.engine.generate(request_id, prompt_ids, sampling)
-        self.calls.append((request_id, list(prompt_ids), generation))
-        return generation
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-
 @pytest.mark.parametrize("name", AGENTS)
 def test_sixteen_episodes_on_the_quickstarts_model_are_exact(name):
     model = load_model(MODEL, dtype=resolve_dtype("float32"), device="cpu")
@@ -292,29 +241,12 @@ def test_sixteen_episodes_on_the_quickstarts_model_are_exact(name):
         without_failing(AGENTS[name]),
         groups=16,
         env_config=TASKS,
-        limits=replace(LIMITS, max_turns=8, episode_timeout_s=200),
+        limits=replace(LIMITS, max_turns=8, turn_timeout_s=200, episode_timeout_s=400),
         max_turn_tokens=24,
         max_context_tokens=model.config.max_position_embeddings,
     )
     assert len(batch.trajectories) == 16
-    require_recorded(batch.trajectories, engine.calls)
-    samples = [sample for each in batch.trajectories for sample in samples_of(each)]
-    difference = 0.0
-    for sample in samples:
-        ids = torch.tensor(sample.token_ids[None].astype("int64"))
-        with torch.no_grad():
-            table = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
-        ours = table.gather(1, ids[0, 1:, None])[:, 0].numpy()
-        trained = sample.loss_mask[1:].astype(bool)
-        difference = max(difference, abs(ours - sample.rollout_logprobs[1:])[trained].max())
-    sampled = sum(len(generation.token_ids) for _, _, generation in engine.calls)
-    print(
-        f"\n{name}: {len(engine.calls)} calls, {len(samples)} rows of 16 episodes, {sampled} "
-        f"sampled = {sum(s.num_trained for s in samples)} trained tokens, log-probabilities "
-        f"differ by {difference:.1e}"
-    )
-    assert sum(sample.num_trained for sample in samples) == sampled
-    assert difference < 1e-4
+    print(f"\n{name}: {require_trained_alike(model, batch.trajectories, engine.calls)}")
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, SamplingParams
-from agentrl.inference.embedded import EmbeddedEngine, SampleRequest, sample, share_weights
+from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
 
 SAMPLING = SamplingParams(max_tokens=10)
 

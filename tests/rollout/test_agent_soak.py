@@ -135,8 +135,12 @@ def resident_mb():
 
 
 def children():
-    tasks = Path("/proc/self/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+    while True:
+        try:
+            tasks = Path("/proc/self/task").iterdir()
+            return {pid for task in tasks for pid in (task / "children").read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):  # a thread ended meanwhile
+            continue
 
 
 @pytest.mark.parametrize(

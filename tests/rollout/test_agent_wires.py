@@ -132,3 +132,15 @@ def test_what_is_not_served_is_refused_in_words(wire, body, says):
     with pytest.raises(RequestRefused, match=says) as refused:
         wire.read(body)
     assert says in json.dumps(wire.error(refused.value)) and refused.value.status == 400
+
+
+def test_a_tool_without_parameters_takes_none():
+    """qwen-code has such; chat templates read the properties of each."""
+    empty = {"type": "object", "properties": {}}
+    said = {"messages": [{"role": "user", "content": "q"}], "input": "q"}
+    for wire, tool in (
+        (ChatCompletions(), {"type": "function", "function": {"name": "look"}}),
+        (Responses(), {"type": "function", "name": "look"}),
+    ):
+        (read,) = wire.read({**said, "tools": [tool]}).tools
+        assert read["function"]["parameters"] == empty

@@ -24,7 +24,8 @@ from agentrl.sync.files import weights_path, write_weights
 from agentrl.sync.probe import probe, trainer_logprobs
 from agentrl.sync.transfer import FileTransfer
 from agentrl.sync.vllm import VLLMWeightSync
-from agentrl.train.model import load_model, recomputed_logprobs
+from agentrl.train.logprobs import recomputed_logprobs
+from agentrl.train.model import load_model
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 PROBE_IDS = list(range(10, 74))

@@ -8,13 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train import attention
-from agentrl.train.attention import (
-    ATTENTION_NAME,
-    SegmentMask,
-    packed_attention,
-    packed_mask,
-    packed_segments,
-)
+from agentrl.train.attention import ATTENTION_NAME, packed_attention, packed_mask, packed_segments
+from agentrl.train.segments import SegmentMask
 
 SHAPE = dict(
     vocab_size=50,

@@ -17,7 +17,8 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.train import context, ranks
 from agentrl.train.context import Context, attend_by_heads, own_part
-from agentrl.train.model import load_model, sample_logprobs, shares_prefixes
+from agentrl.train.logprobs import sample_logprobs, shares_prefixes
+from agentrl.train.model import load_model
 from agentrl.train.plan import KeptIds, pack
 
 OTHERS: Any = "a group that nothing is asked of"

@@ -20,9 +20,15 @@ from families import (
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams
-from agentrl.inference.embedded import SampleRequest, require_exact_cache, sample, share_weights
+from agentrl.inference.embedded_sampling import (
+    SampleRequest,
+    require_exact_cache,
+    sample,
+    share_weights,
+)
 from agentrl.rollout.dialects.table import DIALECTS
-from agentrl.train.model import decoder_of, load_model, recomputed_logprobs, sample_logprobs
+from agentrl.train.logprobs import decoder_of, recomputed_logprobs, sample_logprobs
+from agentrl.train.model import load_model
 from agentrl.train.plan import pack
 from agentrl.types import Sample
 

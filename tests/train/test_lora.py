@@ -13,8 +13,9 @@ from agentrl.config import LoraSection, TrainSection
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.sync.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
 from agentrl.train import checkpoint
+from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.lora import add_adapter, without_adapter
-from agentrl.train.model import load_model, sample_logprobs
+from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.serving import servable

@@ -35,7 +35,8 @@ import numpy as np, torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.train.attention import ATTENTION_NAME
 from agentrl.train.head import trained_logprobs
-from agentrl.train.model import backbone_hidden, set_gradient_checkpointing
+from agentrl.train.logprobs import (backbone_hidden)
+from agentrl.train.model import (set_gradient_checkpointing)
 from agentrl.train.plan import pack
 from agentrl.types import Sample
 

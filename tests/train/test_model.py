@@ -23,15 +23,8 @@ from transformers import (
 
 from agentrl.errors import ConfigError
 from agentrl.train.attention import SHARED_ATTENTION_NAME
-from agentrl.train.model import (
-    backbone_hidden,
-    load_model,
-    load_tokenizer,
-    require_exact,
-    sample_logprobs,
-    set_gradient_checkpointing,
-    trained_matrix,
-)
+from agentrl.train.logprobs import backbone_hidden, require_exact, sample_logprobs, trained_matrix
+from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
 from agentrl.train.plan import pack
 from agentrl.types import Sample
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-from agentrl.train.model import sample_logprobs, set_gradient_checkpointing
+from agentrl.train.logprobs import sample_logprobs
+from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.plan import MicroBatch, bundles, pack
 from agentrl.train.prefixes import SortedRows, num_tokens
 from agentrl.train.update import own_share

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from agentrl.inference.base import SamplingParams
-from agentrl.inference.embedded import SampleRequest, sample, share_weights
+from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
 from agentrl.train.follow import packed
 from agentrl.train.model import load_model
 from agentrl.types import Sample

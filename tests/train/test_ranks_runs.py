@@ -184,7 +184,9 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path):
 def test_ranks_that_are_killed_change_nothing(tmp_path):
     """SIGKILL of random ranks, two of five inside a save; torchrun starts them again."""
     steps = ["--run.num_steps", str(3 * NUM_KILLS), "--run.save_every", "1"]
+    started = time.monotonic()
     undisturbed = train(2, tmp_path / "undisturbed", *steps)
+    step_s = (time.monotonic() - started) / (3 * NUM_KILLS)
     killed = tmp_path / "killed"
     checkpoints, metrics_file = killed / "checkpoints", killed / "metrics.jsonl"
     restarts = ("--max-restarts", str(NUM_KILLS + 1), "--monitor-interval", "0.5")
@@ -207,7 +209,7 @@ def test_ranks_that_are_killed_change_nothing(tmp_path):
             inside = rng.random() < 0.5 or sum(kills) + left <= wanted
             if inside:
                 wait_until(saving)
-            time.sleep(rng.uniform(0.0, 0.01 if inside else 0.6))
+            time.sleep(rng.uniform(0.0, 0.01 if inside else step_s))
             alive = children(process.pid)
             assert len(alive) == 2, alive
             victims.append(rng.randrange(2))

@@ -7,7 +7,8 @@ from agentrl.algo import PRESETS
 from agentrl.config import TrainSection
 from agentrl.errors import ConfigError
 from agentrl.train.batch import make_batch
-from agentrl.train.model import load_model, require_exact, sample_logprobs
+from agentrl.train.logprobs import require_exact, sample_logprobs
+from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.routers import aux_loss, freeze_routers, require_aux_loss

@@ -6,7 +6,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train.attention import ATTENTION_NAME
-from agentrl.train.model import sample_logprobs, set_gradient_checkpointing, trained_matrix
+from agentrl.train.logprobs import sample_logprobs, trained_matrix
+from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.plan import MicroBatch, pack, plan_micro_batches
 from agentrl.types import Sample
 

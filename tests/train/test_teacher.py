@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from agentrl.config import RunConfig, TeacherSection
 from agentrl.errors import ConfigError, InferenceError
-from agentrl.train.model import load_model, sample_logprobs
+from agentrl.train.logprobs import sample_logprobs
+from agentrl.train.model import load_model
 from agentrl.train.plan import pack
 from agentrl.train.teacher import TeacherServer, make_teacher
 

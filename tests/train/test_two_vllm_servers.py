@@ -33,8 +33,9 @@ from agentrl.sync import vllm as sync_module
 from agentrl.sync.control import ServerControl
 from agentrl.tracking import read_metrics
 from agentrl.train import serving as serving_module
+from agentrl.train.logprobs import recomputed_logprobs
 from agentrl.train.loop import train
-from agentrl.train.model import load_model, recomputed_logprobs
+from agentrl.train.model import load_model
 from agentrl.train.serving import Serving
 
 RUN = ROOT / "examples" / "vllm_cpu" / "run.toml"

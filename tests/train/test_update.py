@@ -21,8 +21,9 @@ from agentrl.train.batch import (
     zero_variance,
 )
 from agentrl.train.critic import Critic
+from agentrl.train.logprobs import backbone_hidden
 from agentrl.train.loop import train
-from agentrl.train.model import backbone_hidden, load_model
+from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.update import update_policy

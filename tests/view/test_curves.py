@@ -11,7 +11,6 @@ from agentrl.view.curves import (
     nice_ticks,
     series,
     short_number,
-    smoothed,
     text_plot,
 )
 
@@ -66,12 +65,6 @@ def test_series_skips_what_is_missing_or_null():
         {"a": 1},
     ]
     assert series(rows, "a") == [(1, 0.5), (5, 2.0)]
-
-
-def test_smoothing_by_hand_and_without_start_up_bias():
-    assert smoothed([1.0, 0.0], weight=0.5) == pytest.approx([1.0, 0.25 / 0.75])
-    assert smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
-    assert smoothed([]) == []
 
 
 @given(finite, finite, st.integers(2, 12))

@@ -1,4 +1,4 @@
-"""The conformance kit: `agentrl env check`, the pytest plugin, and `run_checks` for scripts.
+"""The conformance kit: `agentrl env check`, and the pytest plugin.
 
 A check is a plain function that plays the environment (in this process through a real session
 manager, or a server behind a URL) and returns what it looked at, raises `CheckFailed` with what it
@@ -40,7 +40,6 @@ __all__ = [
     "Subject",
     "load_subject",
     "run_check",
-    "run_checks",
     "select",
 ]
 
@@ -69,19 +68,25 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "oracle": check_oracle,
     "container": check_container,
 }
+"""Name -> check, in the order in which they run."""
 
 
 @dataclass(slots=True, frozen=True)
 class CheckResult:
+    """How one check ended."""
+
     name: str
+    """A key of `CHECKS`."""
     asserts: str
     """What holds for an environment that passes."""
     status: Literal["pass", "fail", "skip"]
+    """`skip`: it does not apply to this environment."""
     detail: str
     """What was looked at; what was seen instead; or why it was not checked."""
     remedy: str
     """What the author can do about a failure, else empty."""
     seconds: float
+    """Wall time."""
     cause: str = ""
     """Of a failure: what lies behind it, in the words of an exception where there is one."""
 
@@ -155,18 +160,3 @@ def once(results: Iterable[CheckResult], result: CheckResult) -> CheckResult:
             if earlier.status == "fail" and earlier.cause == result.cause:
                 return dataclasses.replace(result, detail=f"as in {earlier.name}", remedy="")
     return result
-
-
-async def run_checks(
-    subject: Subject,
-    names: Iterable[str] | None = None,
-    *,
-    report: Callable[[CheckResult], None] = lambda result: None,
-) -> list[CheckResult]:
-    """Run checks one after another, all by default; `report` hears of each as it ends."""
-    results: list[CheckResult] = []
-    for name in CHECKS if names is None else names:
-        result = once(results, await run_check(name, subject))
-        report(result)
-        results.append(result)
-    return results

@@ -6,20 +6,14 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject
 
 
-@dataclass(slots=True, frozen=True)
-class Served:
-    url: str
-    token: str
-
-
 @contextlib.contextmanager
-def served_image(name: str) -> Iterator[Served]:
-    """A container of an image, hardened as `agentrl env run` does it, and removed afterwards.
+def served_image(name: str) -> Iterator[tuple[str, str]]:
+    """URL and token of a container of an image, hardened as `agentrl env run` does it, and removed
+    afterwards.
 
     Args:
         name: what `agentrl env run` takes: an environment's id, a project's folder, or an image.
@@ -34,7 +28,7 @@ def served_image(name: str) -> Iterator[Served]:
     server = serve.start_server(serve.find_image(name), token=token)
     try:
         serve.wait_until_healthy(server)
-        yield Served(server.url, token)
+        yield server.url, token
     finally:
         serve.stop_servers([server])
 

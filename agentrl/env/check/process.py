@@ -15,6 +15,7 @@ import traceback
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from agentrl.env.check.episodes import NO_OP
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, step_event
@@ -47,7 +48,7 @@ async def check_event_loop(subject: Subject) -> str:
             # A busy machine delays now and then; code that blocks does so every time.
             block, culprit = math.inf, ""
             for attempt in range(8):
-                with _watch_loop() as watch:
+                with _Watch() as watch:
                     await subject.play(transport, spec, seed, actions)
                     await subject.play(transport, spec, seed, [NO_OP])
                     await asyncio.sleep(0.02)  # its close
@@ -70,18 +71,21 @@ async def check_event_loop(subject: Subject) -> str:
 class _Watch:
     """How long an event loop was held up, and where the code stood then."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         self.worst = 0.0
         self.where = ""
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._beat = time.monotonic()
         self._stop = threading.Event()
-        self._handle = loop.call_soon(self._tick)
+        self._handle = self._loop.call_soon(self._tick)
         self._watcher = threading.Thread(target=self._look, name="agentrl-env-worker-watch")
-        self._watcher.start()
 
-    def stop(self) -> None:
+    def __enter__(self) -> Self:
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._tick()
         self._handle.cancel()
         self._stop.set()
@@ -101,15 +105,6 @@ class _Watch:
                 own = [each for each in stack if not each.filename.startswith(package)]
                 if frame is not None and own and not own[-1].filename.endswith("selectors.py"):
                     self.where = f" near {Path(own[-1].filename).name}:{own[-1].lineno}"
-
-
-@contextlib.contextmanager
-def _watch_loop() -> Iterator[_Watch]:
-    watch = _Watch(asyncio.get_running_loop())
-    try:
-        yield watch
-    finally:
-        watch.stop()
 
 
 async def check_globals(subject: Subject) -> str:

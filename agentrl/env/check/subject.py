@@ -64,16 +64,23 @@ class Subject:
     """The environment under check. Use `load_subject`."""
 
     env_id: str
+    """Its registered name."""
     config: dict[str, JSON]
+    """What its `Config` was given."""
     info: EnvInfo
+    """What it says of itself: splits, tools, schema."""
     environment: type[Environment] | None = None
     """None: it is behind `url`."""
     shared: object = None
+    """What its `load_shared` returned."""
     url: str | None = None
+    """Of the server that it is behind."""
     token: str | None = None
+    """Of that server."""
     image: str | None = None
     """The image that the server behind the URL was started from, where the check started it."""
     thorough: bool = False
+    """Check with more episodes and longer limits."""
     folder: str = field(default_factory=os.getcwd)
     """The working directory once it was loaded."""
     variables: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -88,10 +95,8 @@ class Subject:
             await asyncio.to_thread(self.environment.close_shared, self.shared)
 
     @asynccontextmanager
-    async def transport(
-        self, environment: type[Environment] | None = None
-    ) -> AsyncIterator[Transport]:
-        """A transport to the environment, or in process to a variant of it; closed afterwards."""
+    async def transport(self) -> AsyncIterator[Transport]:
+        """A transport to the environment; closed afterwards."""
         if self.url is not None:
             http = Http(self.url, self.token)
             try:
@@ -99,26 +104,18 @@ class Subject:
             finally:
                 await http.aclose()
             return
-        found = environment or self._shared_class()
-        manager = SessionManager(lambda _: found)
+        played = self._played_class()
+        manager = SessionManager(lambda _: played)
         try:
             yield InProcess(manager)
         finally:
             await manager.aclose(0.05 if self.close_hangs else CLOSE_TIMEOUT_S)
 
-    def _shared_class(self) -> type[Environment]:
-        if self.local().isolation == "process":
-            return self.local()  # its processes import it by name and load it themselves
-        return self.variant()
-
-    def variant(self, **members: object) -> type[Environment]:
-        """The class with other members, on what was loaded already, in this process.
-
-        Raises:
-            CheckSkipped: the environment is behind a URL.
-        """
-        environment = self.local()
-        shared = self.shared
+    def _played_class(self) -> type[Environment]:
+        """The class, on what was loaded already."""
+        environment, shared = self.local(), self.shared
+        if environment.isolation == "process":
+            return environment  # its processes import it by name and load it themselves
         return type(
             environment.__name__,
             (environment,),
@@ -129,7 +126,6 @@ class Subject:
                 "isolation": "thread",
                 "load_shared": classmethod(lambda cls, config: shared),
                 "close_shared": classmethod(lambda cls, shared: None),
-                **members,
             },
         )
 

@@ -35,6 +35,7 @@ from agentrl.env.check import (
     run_check,
     timeout_of,
 )
+from agentrl.env.sessions.fork_host import how_ended
 from agentrl.errors import AgentRLError, ConfigError
 
 LOAD_TIMEOUT_S = 1800.0
@@ -119,8 +120,7 @@ def _died(name: str, worker: subprocess.Popen[bytes], seconds: float) -> CheckRe
     except subprocess.TimeoutExpired:  # it closed its output and goes on
         worker.kill()
         status = worker.wait()
-    how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-    detail = f"the process ended ({how}) during this check"
+    detail = f"the process {how_ended(status)} during this check"
     remedy = "find the call that ends the process; isolation = 'process' keeps it from others"
     return CheckResult(name, asserts(name), "fail", detail, remedy, seconds, detail)
 

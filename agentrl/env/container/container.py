@@ -83,7 +83,12 @@ class ContainerSpec:
     memory_mb: int = 1024
     """Swap included."""
     cpus: float = 1.0
+    """Cores, also in part."""
     max_processes: int = 256
+    """Threads count as well."""
+    disk_mb: int | None = None
+    """Of what is written outside `tmpfs`; None: no limit. The engine must store on btrfs, where the
+    image counts too, on zfs, or by overlay2 on xfs that is mounted with pquota."""
     life_s: int = MAX_LIFE_S
     """It ends by itself after this long."""
 
@@ -171,6 +176,12 @@ class Container:
         try:
             container_id, lease = await engine.call(start, undo=end)
         except EngineError as error:
+            if spec.disk_mb and "storage-opt" in str(error):
+                raise EnvError(
+                    f"disk_mb = {spec.disk_mb} is more than this engine can do ({error}): leave it "
+                    "out, or have the engine store on btrfs, zfs, or xfs mounted with pquota",
+                    code="no_disk_quota",
+                ) from error
             if error.engine_status != 404:
                 raise
             raise ImageMissing(
@@ -225,6 +236,7 @@ class Container:
         return ScriptResult(bytes(streams.output), errors, ended.exit_code, ended.flooded)
 
     async def alive(self) -> bool:
+        """Whether it still runs; False where it is gone."""
         try:
             state = await self._call(lambda client: client.api.inspect_container(self.id))
         except ContainerGone:
@@ -420,6 +432,7 @@ def _arguments(spec: ContainerSpec, container_labels: dict[str, str]) -> dict[st
         "read_only": spec.read_only,
         "tmpfs": dict.fromkeys(spec.tmpfs, f"rw,exec,nosuid,nodev,size={memory // 2}"),
         "cap_add": list(spec.capabilities),
+        "storage_opt": {"size": f"{spec.disk_mb}M"} if spec.disk_mb else None,
         "log_config": LogConfig(type="none"),
         "ulimits": [
             Ulimit(name="fsize", soft=_MAX_FILE_BYTES, hard=_MAX_FILE_BYTES),

@@ -1,4 +1,4 @@
-"""`agentrl env build` and `agentrl env run`: an environment in an image, and in a container of it.
+"""`agentrl env build`: an environment in an image.
 
 A build context holds what the image needs and nothing else: the project, if it is one of your own,
 and wheels of what is installed from a checkout, agentrl's among them. All else comes from the
@@ -7,40 +7,24 @@ package index. `Dockerfile` beside this file builds both.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
-import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.env.container.engine import connect, engine_errors, reap
-from agentrl.env.container.serve import (
-    PORT,
-    Server,
-    find_image,
-    follow,
-    read_project,
-    start_server,
-    stop_servers,
-    wait_until_healthy,
-)
-from agentrl.env.protocol import TOKEN_VARIABLE
+from agentrl.env.container.engine import connect, engine_errors
+from agentrl.env.container.serve import read_project
 from agentrl.env.registry import ENTRY_POINT_GROUP
+from agentrl.env.scaffold import DOCKERFILE
 from agentrl.errors import ConfigError
 
-DOCKERFILE = Path(__file__).with_name("Dockerfile")
-BASE_IMAGE = "python:3.12-slim"
 _ADDED = ".agentrl"
 """Folder of a build context with what this command adds; the Dockerfile copies it to /deps."""
 _LEFT_OUT = shutil.ignore_patterns(
@@ -49,175 +33,6 @@ _LEFT_OUT = shutil.ignore_patterns(
     *("*.egg-info", "*.pyc", "*.pyo"),
 )
 """Of a project, whatever its .dockerignore says."""
-
-
-def add_image_commands(subcommands: argparse._SubParsersAction) -> None:
-    """Add `build` and `run`. Each sets `handler`, which returns an exit status."""
-    build = subcommands.add_parser(
-        "build",
-        help="build the image of an environment",
-        description="Build an image that serves an environment: an installed one by its id, or the "
-        "project in a folder, such as `agentrl env init` writes.",
-    )
-    build.add_argument("target", metavar="ID|DIR", help="such as math, or . for this project")
-    build.add_argument("--tag", help="(default: agentrl-ID, or the project's name)")
-    build.add_argument(
-        "--base-image",
-        default=BASE_IMAGE,
-        metavar="IMAGE",
-        help="with Debian's packages, python3, python3-venv and ca-certificates "
-        "(default: %(default)s)",
-    )
-    for name, variable, text in (
-        ("index-url", "PIP_INDEX_URL", "package index"),
-        ("extra-index-url", "PIP_EXTRA_INDEX_URL", "package index beside it"),
-        ("cert", "PIP_CERT", "file with the certificate authorities to trust while building"),
-    ):
-        build.add_argument(
-            f"--pip-{name}",
-            default=os.environ.get(variable),
-            metavar="FILE" if name == "cert" else "URL",
-            help=f"{text} (default: the variable {variable})",
-        )
-    build.add_argument(
-        "--wheel",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="a wheel to install in place of agentrl, or of another package, from the index; "
-        "repeatable",
-    )
-    build.add_argument(
-        "--build-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another argument of the Dockerfile, repeatable",
-    )
-    build.add_argument("--no-cache", action="store_true", help="build every layer again")
-    build.set_defaults(handler=_build)
-
-    run = subcommands.add_parser(
-        "run",
-        help="run an environment's image in a hardened container",
-        description="Serve an environment from a container, or several, until interrupted: no "
-        "capabilities, a read-only file system, limits on memory, CPU and processes, reached from "
-        "this machine alone.",
-    )
-    run.add_argument("target", metavar="ID|DIR|IMAGE", nargs="?", help="what `env build` built")
-    run.add_argument(
-        "--port",
-        type=int,
-        default=PORT,
-        help="on this machine; 0 takes a free one, further containers the next ones "
-        "(default: %(default)s)",
-    )
-    run.add_argument(
-        "--token",
-        default=os.environ.get(TOKEN_VARIABLE),
-        help=f"what clients must present (default: the variable {TOKEN_VARIABLE}, or a new one)",
-    )
-    run.add_argument("--memory", default="2g", help="(default: %(default)s)")
-    run.add_argument("--cpus", type=float, default=2.0, help="(default: %(default)s)")
-    run.add_argument(
-        "--pids", type=int, default=256, help="processes and threads (default: %(default)s)"
-    )
-    run.add_argument(
-        "--network", default="bridge", help="a network of the engine's (default: %(default)s)"
-    )
-    run.add_argument("--count", type=int, default=1, help="containers (default: %(default)s)")
-    run.add_argument(
-        "--ready-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="for a container to become healthy (default: %(default)g)",
-    )
-    run.add_argument(
-        "--reap",
-        action="store_true",
-        help="only remove containers of agentrl's whose process is gone",
-    )
-    run.set_defaults(handler=_run)
-
-
-def _build(arguments: argparse.Namespace) -> int:
-    extra: dict[str, str] = {}
-    for entry in arguments.build_arg:
-        name, equals, value = entry.partition("=")
-        if not equals:
-            raise ConfigError(f"--build-arg {entry}: write NAME=VALUE")
-        extra[name] = value
-    started = time.monotonic()
-    tag = build_image(
-        arguments.target,
-        tag=arguments.tag,
-        base_image=arguments.base_image,
-        wheels=arguments.wheel,
-        index_url=arguments.pip_index_url,
-        extra_index_url=arguments.pip_extra_index_url,
-        cert=Path(arguments.pip_cert) if arguments.pip_cert else None,
-        build_args=extra,
-        cache=not arguments.no_cache,
-    )
-    with engine_errors():
-        size = connect().images.get(tag).attrs["Size"]
-    print(f"built {tag}: {size / 1e6:,.0f} MB in {time.monotonic() - started:.0f} s")
-    print(f"run it: agentrl env run {tag}")
-    return 0
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    target: str = arguments.target or ""
-    if not (target or arguments.reap):
-        raise ConfigError("name what to run: agentrl env run ID|DIR|IMAGE")
-    if arguments.count < 1 or (arguments.port and arguments.port + arguments.count > 65536):
-        raise ConfigError("--count is at least 1, and --port + --count at most 65536")
-    removed = reap(connect())
-    for line in removed:
-        print(f"removed a leftover container: {line}", file=sys.stderr)
-    if arguments.reap:
-        print(f"{len(removed)} leftover containers removed")
-        return 0
-    token = arguments.token or secrets.token_urlsafe(24)
-    image = find_image(target)
-    servers: list[Server] = []
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        for number in range(arguments.count):
-            servers.append(
-                start_server(
-                    image,
-                    token=token,
-                    port=arguments.port + number if arguments.port else 0,
-                    memory=arguments.memory,
-                    cpus=arguments.cpus,
-                    max_processes=arguments.pids,
-                    network=arguments.network,
-                )
-            )
-        for server in servers:
-            wait_until_healthy(server, arguments.ready_timeout)
-        print(f"serving {image} at {' '.join(server.url for server in servers)}")
-        print(f"{TOKEN_VARIABLE}={token}", flush=True)
-        return follow(servers)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        # A second signal must not leave containers behind.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stop_servers(servers)
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, before)
-
-
-# ---- building
 
 
 @dataclass(slots=True)
@@ -235,7 +50,7 @@ def build_image(
     target: str,
     *,
     tag: str | None = None,
-    base_image: str = BASE_IMAGE,
+    base_image: str | None = None,
     wheels: list[Path] | None = None,
     index_url: str | None = None,
     extra_index_url: str | None = None,
@@ -251,6 +66,7 @@ def build_image(
     that adds to the image (`ARG SERVER_IMAGE`).
 
     Args:
+        base_image: None: the Dockerfile's own.
         wheels: files that are installed in place of what stands on an index or in a checkout.
         cert: trusted while packages are installed; it is not in the finished image.
 
@@ -261,7 +77,9 @@ def build_image(
     with tempfile.TemporaryDirectory(prefix="agentrl-build-") as scratch:
         context = Path(scratch, "context")
         plan = _prepare(target, context, wheels or [])
-        arguments = plan.arguments | {"BASE_IMAGE": base_image}
+        arguments = plan.arguments
+        if base_image:
+            arguments["BASE_IMAGE"] = base_image
         if index_url:
             arguments["PIP_INDEX_URL"] = index_url
         if extra_index_url:

@@ -43,7 +43,7 @@ from agentrl.env.protocol import (
     make_error,
     session_token,
 )
-from agentrl.env.sessions.boundary import Background, guard
+from agentrl.env.sessions.boundary import Background, guard, to_env_error
 from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
 from agentrl.env.sessions.loaded import CLOSE_TIMEOUT_S, LoadedEnvironments
 from agentrl.env.sessions.session import Session, Step, episode_record, start, take_turn
@@ -307,7 +307,7 @@ class SessionManager:
         if session.status != "live":
             raise make_error("episode_done", "the episode is over; open a new session for another")
         loop = asyncio.get_running_loop()
-        step = session.current = Step(session.step, body, loop.time(), loop.create_future())
+        step = session.current = Step(session.step, body, loop.time())
         step.task = session.calling = loop.create_task(self._run_step(session, step, request))
         return await step.wait()
 
@@ -317,8 +317,9 @@ class SessionManager:
         timeout_s = min(request.timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
         deadline = Deadline(timeout_s, lambda: self._expire(session, step, timeout_s))
         try:
-            reply, body = await guard(take_turn(session, request), env_id, session.task)
-        except EnvError as error:
+            reply, body = await take_turn(session, request)
+        except (Exception, SystemExit) as raised:
+            error = to_env_error(raised, env_id, session.task)
             error.retryable = False  # the step was taken; asking again repeats this answer
             self._fail(session, step, error)
             return
@@ -327,7 +328,7 @@ class SessionManager:
             raise
         finally:
             deadline.cancel()
-        if step.reply.done():  # the deadline had passed, or the session was closed
+        if step.outcome is not None:  # the deadline had passed, or the session was closed
             return
         session.step += 1
         session.reward += reply.reward
@@ -341,23 +342,19 @@ class SessionManager:
         """Answer a step at its deadline, and stop it, whether or not it reacts to that."""
         env_id = session.environment.id
         message = f"the step of '{env_id}' took more than {timeout_s:g} s"
+        self._background.stop(step.task)  # before its caller wakes, who may look at what hangs
         self._fail(session, step, make_error("step_timeout", message))
         self._kill(session)
-        self._background.stop(step.task)
 
     def _fail(self, session: Session, step: Step, error: EnvError) -> None:
-        if step.reply.done():
+        if step.outcome is not None:
             return
         session.status = "failed"
         self._retire(session, error.code, error)
         self._settle(session, step, error)
 
     def _settle(self, session: Session, step: Step, outcome: bytes | EnvError) -> None:
-        if isinstance(outcome, EnvError):
-            step.reply.set_exception(outcome)
-            step.reply.exception()  # perhaps nobody waits for it, which asyncio would report
-        else:
-            step.reply.set_result(outcome)
+        step.settle(outcome)
         now = asyncio.get_running_loop().time()
         session.expires = now + session.lease_s
         self._stats.steps[session.environment.id] += 1
@@ -429,10 +426,10 @@ class SessionManager:
         while len(self._closed_ids) > MAX_CLOSED_IDS:
             self._closed_ids.popitem(last=False)
         step = session.current
-        if step is not None and not step.reply.done():
+        if step is not None and step.outcome is None:
             error = make_error("session_expired", "the session was closed while its step ran")
-            self._settle(session, step, error)
             self._background.stop(step.task)
+            self._settle(session, step, error)
         self._retire(session, "abandoned" if how == "closed" else how)
 
     def _retire(self, session: Session, outcome: str, error: BaseException | None = None) -> None:

@@ -11,6 +11,7 @@ from agentrl.env.base import Environment
 from agentrl.env.protocol import StepReply, StepRequest, as_json, encode
 from agentrl.env.sessions.loaded import LoadedEnvironment
 from agentrl.env.sessions.runner import Runner
+from agentrl.errors import EnvError
 from agentrl.types import Message, Task, ToolSpec
 
 
@@ -23,8 +24,10 @@ class Step:
     """What was asked for, to tell a repetition from a conflict."""
     started: float
     """On the event loop's clock."""
-    reply: asyncio.Future[bytes]
+    outcome: bytes | EnvError | None = None
+    """The encoded reply, or why there is none; None while the step runs."""
     task: asyncio.Task[None] = field(init=False)
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     async def wait(self) -> bytes:
         """The encoded reply, once there is one. A caller who goes away disturbs no other.
@@ -32,7 +35,20 @@ class Step:
         Raises:
             EnvError: why there is none.
         """
-        return await asyncio.shield(self.reply)
+        if self.outcome is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        assert self.outcome is not None
+        if isinstance(self.outcome, EnvError):
+            raise self.outcome.with_traceback(None)  # else each repetition makes it longer
+        return self.outcome
+
+    def settle(self, outcome: bytes | EnvError) -> None:
+        self.outcome = outcome
+        for waiter in self._waiters:
+            if not waiter.done():  # cancelled with its caller
+                waiter.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +92,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return self.current is not None and not self.current.reply.done()
+        return self.current is not None and self.current.outcome is None
 
 
 async def start(session: Session) -> None:

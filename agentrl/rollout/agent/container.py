@@ -7,6 +7,7 @@ machine alone, where the endpoint listens; containers in it do not reach each ot
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING
 
 from agentrl.config import AgentSection
@@ -123,6 +124,8 @@ def _address_in(client: DockerClient, name: str) -> str:
     for pool in pools:
         if gateway := pool.get("Gateway"):
             return gateway.partition("/")[0]
+        if subnet := pool.get("Subnet"):  # of a bridge that the engine has just made, without it
+            return str(ipaddress.ip_network(subnet)[1])
     raise ConfigError(
         f"agent.network: this machine has no address in {name!r}; name a bridge network, or leave "
         "it out"

@@ -254,12 +254,13 @@ def text_of(message: Mapping[str, Any], where: str) -> str:
 
 
 def read_tools(value: Any) -> list[ToolSpec]:
-    """
+    """Tools as chat templates take them: one without parameters has an empty object of them.
+
     Raises:
         RequestRefused: one is no function.
     """
-    tools = value or []
-    for index, tool in enumerate(tools):
+    tools: list[ToolSpec] = []
+    for index, tool in enumerate(value or []):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not function.get("name"):
             raise RequestRefused(
@@ -267,6 +268,8 @@ def read_tools(value: Any) -> list[ToolSpec]:
                 "tools of a provider",
                 code="invalid_tools",
             )
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        tools.append({**tool, "function": {**function, "parameters": parameters}})
     return tools
 
 

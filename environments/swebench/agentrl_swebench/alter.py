@@ -218,8 +218,17 @@ def _always_run(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             contexts = " ".join(ast.unparse(item.context_expr) for item in statement.items)
             if not _SWALLOWS.search(contexts):
                 yield from _always_run(statement.body)
-        if any(isinstance(each, ast.Return | ast.Yield) for each in ast.walk(statement)):
+        if _may_end(statement):
             return
+
+
+def _may_end(node: ast.AST) -> bool:
+    """Whether the function may end or wait in it; what is defined in it runs another time."""
+    if isinstance(node, ast.Return | ast.Yield):
+        return True
+    if isinstance(node, Function | ast.Lambda | ast.ClassDef):
+        return False
+    return any(_may_end(child) for child in ast.iter_child_nodes(node))
 
 
 def _put_first(function: Function, span, choose: random.Random) -> Edit:
@@ -227,6 +236,9 @@ def _put_first(function: Function, span, choose: random.Random) -> Edit:
     number = choose.randrange(10, 1000)
     first = function.body[0]
     start = span(first)[0]
+    if isinstance(first, Function | ast.ClassDef) and first.decorator_list:
+        decorator = first.decorator_list[0]  # its statement starts at the mark before it
+        start = span(decorator)[0] - decorator.col_offset + first.col_offset
     text = f"assert len({'x' * (number % 7 + 1)!r}) == {number}"
     if first.lineno == function.lineno:
         return Edit(start, start, text + "; ")

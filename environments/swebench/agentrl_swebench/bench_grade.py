@@ -4,16 +4,20 @@
 
 grades every reference solution with each, `--copies` times in one call (under ids of their own,
 since the official command grades an instance once), and prints seconds per grading (of the harness'
-own logs, creating the container to removing it), seconds of the whole call, gradings per hour, and
-their ratio to the official command's. A grading with its control run counts once. What a control
-run needs to know of an instance is found out for every copy; a training run does so once.
+own logs, creating the container to removing it), seconds of the whole call, gradings per hour,
+their ratio to the official command's, and processor seconds per grading: of the command, the engine
+and all containers; other work on the machine, in containers aside, changes those least. A grading
+with its control run counts once. What a control run needs to know of an instance is found out for
+every copy; a training run does so once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +31,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl_swebench.dataset import load_instances
 
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ", re.MULTILINE)
-_TIMEOUT_S = 600
+_TIMEOUT_S = 3600
 
 
 def harness_seconds(log: Path) -> float:
@@ -37,17 +41,39 @@ def harness_seconds(log: Path) -> float:
     return (last - first).total_seconds()
 
 
-def measure(command: Sequence[str]) -> tuple[list[float], float]:
-    """Seconds of each grading, and of the call."""
+def processor_seconds() -> float:
+    """So far, of ended children, the engine's processes and all containers; not a number where the
+    engine is not this machine's, or its control groups end with each container."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = used.ru_utime + used.ru_stime
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = each.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue  # it ended
+        if name in ("dockerd", "containerd"):  # with the children that they waited for
+            seconds += sum(map(int, rest.split()[11:15])) / os.sysconf("SC_CLK_TCK")
+    first = Path("/sys/fs/cgroup/cpuacct/docker/cpuacct.usage")
+    if first.is_file():
+        return seconds + int(first.read_text()) / 1e9
+    second = Path("/sys/fs/cgroup/docker/cpu.stat")
+    if second.is_file():
+        return seconds + int(second.read_text().split()[1]) / 1e6
+    return float("nan")
+
+
+def measure(command: Sequence[str]) -> tuple[list[float], float, float]:
+    """Seconds of each grading and of the call, and the call's processor seconds."""
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
-        started = time.monotonic()
+        started, processor = time.monotonic(), processor_seconds()
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S
         )
         whole = time.monotonic() - started
         if done.returncode:
             raise ConfigError(f"{' '.join(command[:4])} failed: {done.stderr[-300:]}")
-        return [harness_seconds(path) for path in Path(folder).rglob("run_instance.log")], whole
+        each = [harness_seconds(path) for path in Path(folder).rglob("run_instance.log")]
+        return each, whole, processor_seconds() - processor
 
 
 def copied(dataset: Path, copies: int, out: Path) -> int:
@@ -91,15 +117,17 @@ def main(arguments: list[str] | None = None) -> int:
             dataset = Path(folder, "dataset.jsonl")
             number = copied(given.dataset, given.copies, dataset)
             print(f"{number} gradings per call")
-            print(f"{'workers':>7} {'':14} {'grading, s':>10} {'all, s':>8} {'per hour':>9} ratio")
+            head = f"{'workers':>7} {'':14} {'grading, s':>10} {'all, s':>8} {'per hour':>9} ratio"
+            print(f"{head} processor, s")
             for workers in given.workers:
                 official = 0.0
                 for name, command in _commands(str(dataset), str(workers)).items():
-                    each, whole = measure(command)
+                    each, whole, processor = measure(command)
                     official = official or number / whole
                     print(
                         f"{workers:7} {name:14} {statistics.median(each):10.1f} {whole:8.1f} "
-                        f"{3600 * number / whole:9.0f} {number / whole / official:5.2f}",
+                        f"{3600 * number / whole:9.0f} {number / whole / official:5.2f} "
+                        f"{processor / number:12.2f}",
                         flush=True,
                     )
     except AgentRLError as error:

@@ -45,6 +45,7 @@ class Limits:
     """Swap included."""
     cpus: float = 2.0
     max_processes: int = 512
+    disk_mb: int | None = None
     life_s: int = MAX_LIFE_S
 
 
@@ -87,6 +88,7 @@ class InstanceContainer(Container):
             memory_mb=limits.memory_mb,
             cpus=limits.cpus,
             max_processes=limits.max_processes,
+            disk_mb=limits.disk_mb,
             life_s=limits.life_s,
         )
         return await cls.create(engine, spec, labels(run_id, role))

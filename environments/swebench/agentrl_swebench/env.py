@@ -106,6 +106,9 @@ class SWEBenchConfig(EnvConfig):
     """Of an agent's container."""
     cpus: float = Field(default=2.0, gt=0)
     max_processes: int = Field(default=512, ge=16)
+    disk_mb: int | None = Field(default=None, ge=64)
+    """Of what an agent writes, on an engine that can limit it: one that stores on btrfs, where the
+    image's size is part of it, on zfs, or by overlay2 on xfs that is mounted with pquota."""
     min_free_gb: float = Field(default=10.0, ge=0)
     """An image is pulled only with so much free on the engine's disk, after eviction."""
 
@@ -322,7 +325,10 @@ class SWEBenchEnvironment(Environment):
     async def _start(self) -> None:
         config: SWEBenchConfig = self.config
         limits = Limits(
-            memory_mb=config.memory_mb, cpus=config.cpus, max_processes=config.max_processes
+            memory_mb=config.memory_mb,
+            cpus=config.cpus,
+            max_processes=config.max_processes,
+            disk_mb=config.disk_mb,
         )
         engine: Engine = self.shared.engine
         async with self.shared.loop_state().creates:

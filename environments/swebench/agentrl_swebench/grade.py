@@ -209,7 +209,8 @@ async def grade(
         return base
 
     async def run(of: Instance, patch: str) -> Evidence:
-        return (await _settled(of, patch, limits, run_id=run_id, timeout_s=timeout_s)).evidence
+        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True}
+        return (await _settled(of, patch, limits, **options)).evidence
 
     settled = await _settled(
         instance,
@@ -219,6 +220,7 @@ async def grade(
         timeout_s=timeout_s,
         model_name=model_name,
         skip_patch=skip_patch,
+        look=audit,
         logs=logs,
     )
     evidence, judgement = settled.evidence, settled.judgement

@@ -31,7 +31,7 @@ import tarfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         RUN_EVALUATION_LOG_DIR,
         START_TEST_OUTPUT,
     )
-    from swebench.harness.grading import get_logs_eval
+    from swebench.harness.grading import get_eval_report, get_logs_eval
     from swebench.harness.run_evaluation import run_instance
     from swebench.harness.utils import make_test_spec
 
@@ -153,7 +153,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         disk = _DiskWatch(_disk_of(client))
     except (AgentRLError, DockerException, OSError) as error:
         return result | {"error_kind": "engine", "error": str(error)}
-    watch = _Watch()
+    output = log_dir / LOG_TEST_OUTPUT
+
+    def worth_a_look() -> bool:
+        # The harness makes the same report of the same log a moment later.
+        return request["look"] and bool(
+            get_eval_report(spec, prediction, output, True)[row["instance_id"]]["resolved"]
+        )
+
+    watch = _Watch(worth_a_look)
     guarded = GuardedClient(client, request["container"], watch)
     errors = _ErrorWatch()
     logging.getLogger(f"{row['instance_id']}.run_instance.log").addHandler(errors)
@@ -178,7 +186,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     result["least_free_bytes"] = disk.least()
     result["image_id"] = watch.image_id
     result["changed"] = None if watch.changed is None else sorted(watch.changed)
-    output = log_dir / LOG_TEST_OUTPUT
     if output.is_file():
         text = output.read_text(errors="replace")
         result["num_marks"] = text.count(START_TEST_OUTPUT), text.count(END_TEST_OUTPUT)
@@ -230,8 +237,8 @@ Compiled files and folders are left out: any run may write into those."""
 
 
 class _GuardedContainer:
-    """A container of which it is noted what the tests changed in it: the next command that the
-    harness runs in it after the evaluation script takes the difference."""
+    """A container of which it is noted what the tests changed in it, where they were resolved: the
+    next command that the harness runs in it after the evaluation script takes the difference."""
 
     def __init__(self, container: Any, watch: _Watch) -> None:
         self._container = container
@@ -249,7 +256,10 @@ class _GuardedContainer:
 
     def exec_run(self, *arguments: Any, **named: Any) -> Any:
         if self._watch.script is not None and self._watch.changed is None:
-            self._look()
+            if self._watch.worth_a_look():
+                self._look()
+            else:
+                self._watch.changed = set()
         return self._container.exec_run(*arguments, **named)
 
     def _look(self) -> None:
@@ -259,8 +269,7 @@ class _GuardedContainer:
         with contextlib.suppress(
             DockerException, RequestException, OSError, KeyError, tarfile.TarError
         ):
-            changes = [change["Path"] for change in self._container.diff() or []]
-            changed = {path for path in changes if _RUNNER_PATH.fullmatch(path)}
+            changed = {path for path in self._changes() if _RUNNER_PATH.fullmatch(path)}
             chunks, _ = self._container.get_archive("/eval.sh")
             with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
                 file = archive.extractfile("eval.sh")
@@ -268,11 +277,30 @@ class _GuardedContainer:
                     changed.add("/eval.sh")
             self._watch.changed = changed
 
+    def _changes(self) -> Iterator[str]:
+        """Paths that are not the image's. The engine compares every file of the image, which takes
+        it longer than the tests of a small instance; root on its machine can see what it stores of
+        the container."""
+        stored = (self._container.attrs.get("GraphDriver") or {}).get("Data") or {}
+        layer = stored.get("UpperDir", "")
+        if not os.access(layer, os.R_OK | os.X_OK):
+            yield from (change["Path"] for change in self._container.diff() or [])
+            return
+
+        def unseen(error: OSError) -> None:
+            raise error  # `_look` then says that nobody could
+
+        for folder, folders, files in os.walk(layer, onerror=unseen):
+            for name in (*folders, *files):
+                yield os.path.join(folder, name).removeprefix(layer)
+
 
 class _Watch:
     """The engine's events about one container."""
 
-    def __init__(self) -> None:
+    def __init__(self, worth_a_look: Callable[[], bool] = lambda: True) -> None:
+        self.worth_a_look = worth_a_look
+        """Whether anyone asks what the tests changed; called when they are over."""
         self.image_id = ""
         self.changed: set[str] | None = None
         """None: nobody could look."""

@@ -69,9 +69,12 @@ async def run_harness(
     limits: GradingLimits,
     model_name: str = "agentrl",
     skip_patch: bool = False,
+    look: bool = False,
     logs: Path | None = None,
 ) -> Evidence:
     """Run the official `run_instance` once, in a process, a folder and under a run id of its own.
+
+    With `look`, a resolved run's evidence says what the tests changed of what runs tests.
 
     No container of the run is left when this returns, unless the engine is gone.
     """
@@ -93,6 +96,7 @@ async def run_harness(
         "grading": grading,
         "timeout_s": max(1, round(timeout_s)),
         "skip_patch": skip_patch,
+        "look": look,
         "container": {"arguments": options, "sys_admin": limits.sys_admin},
         "worker_memory_bytes": limits.worker_memory_bytes,
         # Of this process now, which need not be what the host's were when it started.

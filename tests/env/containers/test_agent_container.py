@@ -1,9 +1,12 @@
 """Agents in containers: they reach the endpoint and nothing else, and none outlives its episode."""
 
 import json
+import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from agent_play import LIMITS, play
@@ -17,6 +20,8 @@ from agentrl.rollout.agent.container import ContainerRunner
 from agentrl.rollout.render import Renderer
 
 pytestmark = pytest.mark.docker
+
+ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import json, os, socket, subprocess, sys, time, urllib.request
@@ -148,3 +153,58 @@ def test_a_command_goes_with_a_container():
     assert (
         json.loads(AgentSection(container="image", command=["x"]).model_dump_json())["host"] is None
     )
+
+
+ANSWERS = """
+import json, os, time, urllib.request
+
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = {"messages": [{"role": "user", "content": os.environ["AGENTRL_PROMPT"]}]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+reply = json.load(urllib.request.urlopen(request))
+time.sleep(3)
+print(reply["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_left_of_a_trainer_that_was_killed_and_it_goes_on(base_image, tmp_path):
+    command = ["python3", "-c", ANSWERS]
+    run_file = tmp_path / "run.toml"
+    quickstart = ROOT / "examples" / "quickstart" / "model"
+    run_file.write_text(f"""
+run = {{ num_steps = 2, save_every = 1, dir = {json.dumps(str(tmp_path / "run"))} }}
+model.path = {json.dumps(str(quickstart))}
+agent = {{ container = {json.dumps(base_image)}, command = {json.dumps(command)}, memory_mb = 256 }}
+env = {{ id = "math", config = {{ source = "arithmetic" }} }}
+rollout = {{ groups_per_step = 2, group_size = 2, max_turn_tokens = 8, max_context_tokens = 512 }}
+""")
+
+    def start(*arguments):
+        train = [sys.executable, "-m", "agentrl", "train", str(run_file), "--quiet", *arguments]
+        return subprocess.Popen(train, stdout=log, stderr=log)
+
+    def left(process):
+        """Containers of a process, which the label of its owner names."""
+        shape = '{{.ID}} {{.Label "agentrl.owner"}}'
+        listing = ["docker", "ps", "-a", "--filter", "label=agentrl.run=pool", "--format", shape]
+        listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+        return [line for line in listed.splitlines() if f"/{process.pid}/" in line]
+
+    def wait(condition, seconds=100):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline and killed.poll() is None, log_file.read_text()
+            time.sleep(0.05)
+
+    log_file, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
+    with log_file.open("w") as log:
+        killed = start()
+        wait(lambda: metrics.exists() and metrics.read_text() and left(killed))
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL
+        resumed = start("--resume")
+        assert resumed.wait() == 0, log_file.read_text()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]
+    assert not left(killed) and not left(resumed)

@@ -1,6 +1,5 @@
 """Images: what goes into a build, and the real thing on an engine: built, run, played and ended."""
 
-import argparse
 import asyncio
 import importlib.metadata
 import os
@@ -21,7 +20,7 @@ from agentrl.env.base import Environment
 from agentrl.env.client import connect
 from agentrl.env.container import engine, image
 from agentrl.env.container.engine import OWNER_LABEL, ROLE_LABEL
-from agentrl.env.container.image import add_image_commands, build_image, docker_build
+from agentrl.env.container.image import build_image, docker_build
 from agentrl.env.container.image_check import check_image
 from agentrl.env.container.serve import (
     find_image,
@@ -299,20 +298,8 @@ def test_what_does_not_start_shows_its_log(built, capsys, tmp_path):
 
 
 def run_command(*arguments):
-    code = (
-        "import argparse, sys\n"
-        "from agentrl.env.container.image import add_image_commands\n"
-        "from agentrl.errors import AgentRLError\n"
-        "parser = argparse.ArgumentParser()\n"
-        "add_image_commands(parser.add_subparsers())\n"
-        "given = parser.parse_args()\n"
-        "try:\n"
-        "    sys.exit(given.handler(given))\n"
-        "except AgentRLError as error:\n"
-        "    sys.exit(f'agentrl: {error}')\n"
-    )
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-m", "agentrl", "env", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -384,8 +371,5 @@ def test_a_missing_image_is_named(engine_is_there):
     process = run_command("run", "no-such-env")
     said, _ = process.communicate(timeout=60)
     assert process.returncode and "agentrl env build no-such-env" in said
-    parser = argparse.ArgumentParser()
-    add_image_commands(parser.add_subparsers())
-    given = parser.parse_args(["run", "x", "--network", "none"])
     with pytest.raises(ConfigError, match="--network none"):
-        start_server("x", token="t", network=given.network)
+        start_server("x", token="t", network="none")

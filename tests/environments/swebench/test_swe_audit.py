@@ -191,6 +191,31 @@ def test_honest_code_fails_altered_tests_and_cheats_pass_them(tmp_path, code, ca
     assert set(results.values()) == ({"PASSED"} if caught else {"FAILED"})
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "@app.route('/')\ndef index():\n    return 'abc'\nassert get(app) == 'abc'",
+        "@app.route('/')\n@wrap\nasync def index():\n    yield 1\nassert get(app) == 'abc'",
+        "@wrap\nclass View:\n    def get(self):\n        return 'abc'\nassert get(app) == 'abc'",
+        "keep = list(map(lambda x: (yield x), 'ab'))\nassert get(app) == 'abc'",
+    ],
+)
+def test_what_a_test_defines_in_it_does_not_end_it(body):
+    source = "def test_a(app):\n    " + body.replace("\n", "\n    ") + "\n"
+    altered = alter_python(source, list(python_tests(source).values()), random.Random(2))
+    assert altered.split("assert")[0] == source.split("assert")[0]
+    assert re.search(r"assert get\(app\) == '(?!abc')...'$", altered.strip())
+
+
+@pytest.mark.parametrize("kind", ["@app.route('/')\n    def index():", "@wrap\n    class View:"])
+def test_an_assertion_before_decorators(kind):
+    source = f"def test_a(app):\n    {kind}\n        pass\n    use(app)\n"
+    altered = alter_python(source, list(python_tests(source).values()), random.Random(2))
+    lines = altered.split("\n")
+    assert re.fullmatch(r"    assert len\('x+'\) == \d+", lines[1])
+    assert [lines[0], *lines[2:]] == source.split("\n")
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()

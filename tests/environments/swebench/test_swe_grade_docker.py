@@ -18,7 +18,7 @@ from agentrl_swebench.attacks import ATTACKS, grade_attack
 from agentrl_swebench.dataset import Prediction
 from agentrl_swebench.evaluate import evaluate
 from agentrl_swebench.grade import GradingLimits, grade, run_harness
-from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL
+from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL, GuardedClient, _Watch
 from agentrl_swebench.testfiles import file_diff
 
 pytestmark = pytest.mark.docker
@@ -92,6 +92,42 @@ def test_every_patch_of_the_table(engine, fixture_instances, name):
         grade_attack(ROWS[name], fixture_instances[ROWS[name].instance_id], run_id=RUN_ID)
     )
     assert row.as_expected, (row.official, row.strict)
+
+
+def test_the_engines_store_and_the_engine_name_the_same_changes(engine, fixture_instances):
+    options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
+    guarded = GuardedClient(engine, options, _Watch())
+    container = guarded.containers.create(fixture_instances[SPANS].image, "sleep 60", init=True)
+    try:
+        container.start()
+        edit = "cd /usr/lib/python3/dist-packages; echo >> _pytest/nodes.py; rm pluggy/_hooks.py"
+        container.exec_run(["sh", "-c", f"{edit}; echo x > /testbed/new.py"])
+        layer = container.attrs["GraphDriver"]["Data"]["UpperDir"]
+        if not os.access(layer, os.R_OK):
+            pytest.skip("only root on the engine's machine can see its store")
+        stored = {*container._changes()}
+        container.attrs["GraphDriver"] = None
+        compared = {*container._changes()}
+    finally:
+        container.remove(force=True)
+    assert stored == compared
+    site = "/usr/lib/python3/dist-packages"
+    assert {f"{site}/_pytest/nodes.py", "/testbed/new.py"} <= stored
+    assert any(path.startswith(f"{site}/pluggy/") for path in stored)
+
+
+def test_only_what_is_resolved_is_searched_for_changes(engine, fixture_instances):
+    instance = fixture_instances[SPANS]
+    edit = file_diff("conftest.py", None, "import _pytest as p\nopen(p.__file__, 'a').write('#')\n")
+
+    def changed(patch, look):
+        options = {"run_id": RUN_ID, "timeout_s": 120.0, "limits": GradingLimits(), "look": look}
+        return list(asyncio.run(run_harness(instance, patch, **options)).changed)
+
+    assert changed(instance.patch + edit, True) == [
+        "/usr/lib/python3/dist-packages/_pytest/__init__.py"
+    ]
+    assert changed(instance.patch + edit, False) == changed(edit, True) == []
 
 
 def run_here(*arguments):

@@ -21,7 +21,7 @@ from agentrl.types import Action, ToolCall
 from agentrl_swebench import env as environment
 from agentrl_swebench import images
 from agentrl_swebench.attacks import ATTACKS
-from agentrl_swebench.containers import InstanceContainer
+from agentrl_swebench.containers import InstanceContainer, Limits
 from agentrl_swebench.grade import GradingLimits, grade
 from agentrl_swebench.patch import extract
 
@@ -41,12 +41,14 @@ class PrivateEngine:
         self.host = f"unix://{folder}/engine.sock"
         self.process: subprocess.Popen | None = None
 
-    def mount(self) -> None:
+    def mount(self, filesystem: str = "ext4") -> None:
         self.data.mkdir()
         image = self.folder / "disk"
         with image.open("wb") as file:
             file.truncate(DISK_MB << 20)
-        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
+        if shutil.which(f"mkfs.{filesystem}") is None:
+            pytest.skip(f"no disk of {filesystem} can be made: mkfs.{filesystem} is missing")
+        subprocess.run([f"mkfs.{filesystem}", "-q", image], check=True, capture_output=True)
         done = subprocess.run(["mount", "-o", "loop", image, self.data], capture_output=True)
         if done.returncode:
             pytest.skip(f"no loop device can be mounted: {done.stderr.decode().strip()}")
@@ -92,10 +94,23 @@ class PrivateEngine:
 
 @pytest.fixture(scope="module")
 def private_engine(engine, fixture_instances, tmp_path_factory):
+    with started(fixture_instances, tmp_path_factory, "ext4") as private:
+        yield private
+
+
+@pytest.fixture
+def engine_on_btrfs(engine, fixture_instances, tmp_path_factory):
+    with started(fixture_instances, tmp_path_factory, "btrfs") as private:
+        yield private
+
+
+@contextlib.contextmanager
+def started(fixture_instances, tmp_path_factory, filesystem):
+    """An engine with the image of `SPANS`."""
     if os.geteuid() != 0 or shutil.which("dockerd") is None:
         pytest.skip("an engine of the test's own needs root and dockerd")
     private = PrivateEngine(tmp_path_factory.mktemp("engine"))
-    private.mount()
+    private.mount(filesystem)
     try:
         private.start()
         save = subprocess.Popen(
@@ -243,6 +258,44 @@ def test_a_fix_is_submitted_from_a_full_disk(
 
     extracted = asyncio.run(scenario())
     assert extracted.problem == "" and "start <= merged" in extracted.patch
+
+
+def test_an_agent_fills_its_own_quota_and_is_graded(
+    engine_on_btrfs, fixture_instances, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("DOCKER_HOST", engine_on_btrfs.host)
+    monkeypatch.setenv("AGENTRL_STATE_DIR", str(tmp_path))
+
+    async def scenario():
+        engine = Engine()
+        source = await images.resolve(engine, fixture_instances[SPANS].image)
+        made = await images.scrubbed(engine, source)
+        about = await engine.call(lambda client: client.images.get(made.image_id).attrs)
+        limits = Limits(disk_mb=(about["Size"] >> 20) + 100)  # on btrfs the image counts
+        container = await InstanceContainer.start(
+            engine, made.image_id, run_id="quota", limits=limits
+        )
+        try:
+            await container.run("sed -i 's/start </start <=/' spans/core.py", timeout_s=30)
+            full = await container.run("head -c 400M /dev/zero > /ballast", timeout_s=300)
+            free = shutil.disk_usage(engine_on_btrfs.data).free
+            return full.output, free, await extract(container, made.base)
+        finally:
+            await container.remove()
+
+    output, free, extracted = asyncio.run(scenario())
+    assert "quota exceeded" in output
+    assert free > 400 << 20, "the neighbours' disk is not full"
+    assert extracted.problem == "" and "start <= merged" in extracted.patch
+
+
+def test_an_engine_without_quotas_names_the_key(private_engine, fixture_instances, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", private_engine.host)
+    image = fixture_instances[SPANS].image
+    with pytest.raises(EnvError, match="disk_mb = 512 is more than this engine can do"):
+        asyncio.run(
+            InstanceContainer.start(Engine(), image, run_id="quota", limits=Limits(disk_mb=512))
+        )
 
 
 # --- an engine that restarts, and a container that freezes, while an episode is played ------------

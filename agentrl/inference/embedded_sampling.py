@@ -1,0 +1,308 @@
+"""One round of the embedded engine: sampling padded batches with a transformers model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    DynamicCache,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from agentrl.errors import InferenceError
+from agentrl.inference.base import SamplingParams, request_seed
+from agentrl.types import FinishReason
+
+
+@dataclass(slots=True, frozen=True)
+class SampleRequest:
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+    @property
+    def shape(self) -> tuple[float, ...]:
+        """What shapes the distribution besides the temperature; one for all rows of a batch."""
+        sampling = self.sampling
+        truncation = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.report_kept)
+        return (*truncation, sampling.repetition_penalty)
+
+
+@dataclass(slots=True, frozen=True)
+class SampledTurn:
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    kept_ids: list[np.ndarray] | None = None
+
+
+def plain_attention(model: PreTrainedModel) -> str:
+    """The fastest of transformers' own implementations that computes what its `eager` does."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
+
+
+def share_weights(
+    model: PreTrainedModel, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A second module tree, in evaluation mode, around the very same Parameters and buffers.
+
+    Changes made in place (optimiser steps, `load_state_dict`) show in both. Replacing a Parameter
+    object (`load_state_dict(assign=True)`, resizing the embedding) breaks the link.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    twin.set_attn_implementation(attn_implementation or plain_attention(model))
+    return twin.eval()
+
+
+def require_exact_cache(twin: PreTrainedModel) -> None:
+    """Compare what a round samples with one forward pass over each whole sequence.
+
+    A family whose cache transformers does not keep exactly, or not for padded batches, shows here.
+    One that attends to chosen keys does not before a sequence has more of them (DeepSeek V3.2).
+
+    Args:
+        twin: see `share_weights`.
+
+    Raises:
+        InferenceError: the log-probabilities differ by more than rounding, or would.
+    """
+    sampling = SamplingParams(max_tokens=6, temperature=1.0)
+    prompts = [[5, 9, 17, 33, 60, 61, 62], [7, 3], [4, 21]]
+    requests = [SampleRequest(str(n), ids, sampling) for n, ids in enumerate(prompts)]
+    problem = None
+    try:
+        if getattr(twin.config.get_text_config(), "index_topk", None):
+            raise ValueError("its cache of chosen keys is not exact")
+        turns = sample(twin, requests, seed=0)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        problem = str(error).partition("\n")[0]
+    else:
+        with torch.no_grad():
+            for prompt, turn in zip(prompts, turns, strict=True):
+                ids = torch.tensor([prompt + turn.token_ids], device=twin.device)
+                table = twin(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+                whole = table.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+                difference = (whole.cpu() - torch.tensor(turn.logprobs)).abs().mean().item()
+                if not difference < (1e-3 if twin.dtype.itemsize >= 4 else 0.1):
+                    problem = f"its log-probabilities differ by {difference:.2g} with a cache"
+    if problem is not None:
+        raise InferenceError(
+            f"{type(twin).__name__} cannot be sampled from in this process ({problem}); set "
+            "inference.backend = 'vllm'"
+        )
+
+
+def sample(
+    model: PreTrainedModel,
+    requests: Sequence[SampleRequest],
+    *,
+    seed: int,
+    stop_token_ids: frozenset[int] = frozenset(),
+    max_batch_tokens: int = 32768,
+    stopped: threading.Event | None = None,
+) -> list[SampledTurn]:
+    """Sample one continuation of every request; results in the order given.
+
+    A result depends on the set of requests, never on their order.
+
+    Args:
+        stop_token_ids: end a turn, besides each request's own.
+        max_batch_tokens: rows times padded length of one batch. Bounds the memory for keys and
+            values, 2 * layers * key-value heads * head size numbers per token. More requests than
+            fit are sampled in several batches, the short ones first.
+        stopped: setting it ends the work before the next token.
+
+    Raises:
+        InferenceError: `stopped` was set.
+    """
+    # Equal prompts (a group's first turn) stay together, and neighbours need little padding.
+    order = sorted(
+        range(len(requests)),
+        key=lambda i: (
+            *(requests[i].shape, requests[i].max_length),
+            *(requests[i].prompt_ids, requests[i].request_id),
+        ),
+    )
+    results: dict[int, SampledTurn] = {}
+    batch: list[int] = []
+    for index in order:
+        # Ascending lengths: the newcomer is the longest, it decides the padded width.
+        if batch and (
+            requests[index].shape != requests[batch[0]].shape
+            or (len(batch) + 1) * requests[index].max_length > max_batch_tokens
+        ):
+            turns = _sample_batch(
+                model, [requests[i] for i in batch], seed, stop_token_ids, stopped
+            )
+            results.update(zip(batch, turns, strict=True))
+            batch = []
+        batch.append(index)
+    if batch:
+        turns = _sample_batch(model, [requests[i] for i in batch], seed, stop_token_ids, stopped)
+        results.update(zip(batch, turns, strict=True))
+    return [results[i] for i in range(len(requests))]
+
+
+@torch.no_grad()
+def _sample_batch(
+    model: PreTrainedModel,
+    requests: list[SampleRequest],
+    seed: int,
+    stop_token_ids: frozenset[int],
+    stopped: threading.Event | None,
+) -> list[SampledTurn]:
+    """One padded batch. B rows still sampling, P different prompts, L longest prompt, V symbols."""
+    device = model.device
+    uniforms = torch.from_numpy(_uniforms(requests, seed)).to(device)  # (B, max tokens) float64
+    temperatures = torch.tensor([[r.sampling.temperature] for r in requests], device=device)
+    greedy = temperatures == 0  # (B, 1)
+    temperatures = torch.where(greedy, 1.0, temperatures).float()  # greedy reports log-probs at 1
+    stops = [stop_token_ids.union(r.sampling.stop_token_ids) for r in requests]
+
+    # Prefill each different prompt once, padded on the left so that all rows end together.
+    prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in requests))
+    longest = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    input_ids, mask = input_ids.to(device), mask.to(device)  # (P, L)
+    # What repetition is counted in: padding stands for the last token, which is there anyway.
+    seen = torch.where(mask == 1, input_ids, input_ids[:, -1:])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (P, L)
+    cache = DynamicCache(config=model.config)
+    logits = _next_logits(model, input_ids, mask, positions, cache)  # (P, V)
+
+    # One row per request from here on.
+    row_of_prompt = {prompt: row for row, prompt in enumerate(prompts)}
+    rows = torch.tensor([row_of_prompt[tuple(r.prompt_ids)] for r in requests], device=device)
+    cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]
+    logits, mask, positions = logits[rows], mask[rows], positions[rows, -1:]
+    seen = seen[rows]
+    penalise, truncate = _shaping(requests[0].sampling)
+    reports_kept = bool(truncate) and requests[0].sampling.report_kept
+    kept_ids: list[list[np.ndarray]] = [[] for _ in requests]
+
+    token_ids: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[float]] = [[] for _ in requests]
+    finish_reasons: list[FinishReason] = ["length"] * len(requests)
+    live = list(range(len(requests)))  # request of each row
+    for step in itertools.count():
+        if stopped is not None and stopped.is_set():
+            raise InferenceError("the embedded engine was closed during a round")
+        scores = logits.float()
+        for penalty in penalise:
+            scores = penalty(seen, scores)
+        scores = scores / temperatures
+        for truncation in truncate:
+            scores = truncation(seen, scores)
+        distribution = torch.log_softmax(scores, dim=-1)  # (B, V)
+        chosen = torch.where(
+            greedy,
+            distribution.argmax(-1, keepdim=True),
+            _inverse_cdf(distribution, uniforms[:, step : step + 1]),
+        )  # (B, 1)
+        chosen_ids = chosen[:, 0].tolist()
+        chosen_logprobs = distribution.gather(1, chosen)[:, 0].tolist()
+        if reports_kept:
+            for request, row in zip(live, scores.isfinite().cpu().numpy(), strict=True):
+                kept_ids[request].append(np.flatnonzero(row).astype(np.int32))
+        kept = []
+        for row, request in enumerate(live):
+            token_ids[request].append(chosen_ids[row])
+            logprobs[request].append(chosen_logprobs[row])
+            if chosen_ids[row] in stops[request]:
+                finish_reasons[request] = "stop"
+            elif step + 1 < requests[request].sampling.max_tokens:
+                kept.append(row)
+        if not kept:
+            break
+        if len(kept) < len(live):
+            live = [live[row] for row in kept]
+            rows = torch.tensor(kept, device=device)
+            cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]
+            mask, positions, chosen, seen = mask[rows], positions[rows], chosen[rows], seen[rows]
+            uniforms, temperatures, greedy = uniforms[rows], temperatures[rows], greedy[rows]
+        mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
+        if penalise:
+            seen = torch.cat([seen, chosen], dim=1)
+        positions = positions + 1
+        logits = _next_logits(model, chosen, mask, positions, cache)
+    reported = kept_ids if reports_kept else [None] * len(requests)
+    return [
+        SampledTurn(*turn)
+        for turn in zip(token_ids, logprobs, finish_reasons, reported, strict=True)
+    ]
+
+
+def _shaping(sampling: SamplingParams) -> tuple[list[Any], list[Any]]:
+    """transformers' functions of (ids, scores) before and after the temperature, in its order."""
+    penalise: list[Any] = []
+    if sampling.repetition_penalty != 1:
+        penalise.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    truncate: list[Any] = []
+    if sampling.top_k > 0:
+        truncate.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        truncate.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        truncate.append(MinPLogitsWarper(sampling.min_p))
+    return penalise, truncate
+
+
+def _next_logits(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,  # (B, new tokens)
+    mask: torch.Tensor,  # (B, cached + new tokens), 0 = padding
+    positions: torch.Tensor,  # (B, new tokens)
+    cache: DynamicCache,
+) -> torch.Tensor:
+    """Logits (B, V) that follow the last token; appends to `cache`."""
+    output = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
+
+
+def _uniforms(requests: list[SampleRequest], seed: int) -> np.ndarray:
+    """(B, longest max_tokens) float64 in [0, 1): row b from request b's own stream."""
+    uniforms = np.zeros((len(requests), max(r.sampling.max_tokens for r in requests)))
+    for row, request in enumerate(requests):
+        own = request.sampling.seed
+        key = request_seed(seed if own is None else own, request.request_id)
+        stream = np.random.Generator(np.random.Philox(key))
+        uniforms[row, : request.sampling.max_tokens] = stream.random(request.sampling.max_tokens)
+    return uniforms
+
+
+def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The symbol in whose share of the distribution (B, V) each uniform (B, 1) falls: (B, 1).
+
+    Summed in float64: float32 sums over a large vocabulary drop its rare symbols.
+    """
+    cumulative = logprobs.double().exp().cumsum(-1)
+    symbols = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return symbols.clamp(max=logprobs.shape[-1] - 1)
