@@ -231,6 +231,12 @@ def without_failing(solve):
     return run
 
 
+def require_played(trajectories):
+    """An agent that could not reach the endpoint would have failed unseen, and played nothing."""
+    for trajectory in trajectories:
+        assert trajectory.error is None and trajectory.turns, trajectory.error
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_sixteen_episodes_on_the_quickstarts_model_are_exact(name):
     model = load_model(MODEL, dtype=resolve_dtype("float32"), device="cpu")
@@ -246,6 +252,7 @@ def test_sixteen_episodes_on_the_quickstarts_model_are_exact(name):
         max_context_tokens=model.config.max_position_embeddings,
     )
     assert len(batch.trajectories) == 16
+    require_played(batch.trajectories)
     print(f"\n{name}: {require_trained_alike(model, batch.trajectories, engine.calls)}")
 
 
@@ -273,6 +280,7 @@ def test_thoughts_and_calls_that_are_sent_again_stay_in_one_row(name):
         max_context_tokens=100_000,
     )
     require_recorded(batch.trajectories, engine.calls)
+    require_played(batch.trajectories)
     for trajectory in batch.trajectories:
         assert len(trajectory.turns) >= 2
         if name != "smolagents":
