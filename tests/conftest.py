@@ -15,13 +15,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How long an example takes says how busy the machine is.
 settings.register_profile("agentrl", deadline=None)
 settings.load_profile("agentrl")
-# What collecting the tests imports and makes is no garbage, and is a million objects to look at.
-gc.disable()
 
 
-def pytest_collection_finish():
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What collecting imports and makes is no garbage, and is a million objects to look at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
