@@ -33,7 +33,7 @@ TWO_SERVERS := tests/train/test_two_vllm_servers.py
 APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/learning*.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
-# On a busy machine a race is lost now and then: what fails gets a second try, alone and visibly.
+# On a busy machine a race is lost now and then: what fails gets a second try, visibly.
 AGAIN = echo "=== once more, those that failed:"
 # Which those are is kept apart, since other tests may run beside these.
 OWN_CACHE = -o cache_dir=.pytest_cache/$@
