@@ -26,14 +26,17 @@ DOCS_VENV ?= .venv-docs
 JOBS ?= 3
 # Of the long tests and of those with vLLM, which compute more; a vLLM server takes 2 GB.
 LONG_JOBS ?= 2
+LONG := "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
 # Benchmarks with a target or an environment of their own.
 APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/learning*.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
-# Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
+# On a busy machine a race is lost now and then: what fails gets a second try, visibly.
 AGAIN = echo "=== once more, those that failed:"
+# Which those are is kept apart, since other tests may run beside these.
+OWN_CACHE = -o cache_dir=.pytest_cache/$@
 
 .PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster vllm types docs benchmarks learning model clean help
 
@@ -53,8 +56,9 @@ test: $(VENV)/.dev
 
 ## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(LONG_JOBS) --dist loadfile \
-		-m "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
+	export OMP_NUM_THREADS=1; \
+	$(BIN)/pytest -n $(LONG_JOBS) --dist loadfile -m $(LONG) || \
+		{ $(AGAIN); $(BIN)/pytest -m $(LONG) --last-failed; }
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one
 test-gpu: $(VENV)/.dev
@@ -75,8 +79,8 @@ test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
 	export AGENTRL_REQUIRE_DOCKER=1; \
-	$(BIN)/pytest -m "docker and not slow" || \
-		{ $(AGAIN); $(BIN)/pytest -m "docker and not slow" --last-failed; }
+	$(BIN)/pytest $(OWN_CACHE) -m "docker and not slow" || \
+		{ $(AGAIN); $(BIN)/pytest $(OWN_CACHE) -m "docker and not slow" --last-failed; }
 
 ## make test-docker-slow  attacks, faults of the engine itself, speed, mini-swe-agent trained; needs
 ##                        root
@@ -99,7 +103,8 @@ test-browser: $(VENV)/.dev
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.agents
-	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s -m "not docker" tests/agents
+	export OMP_NUM_THREADS=1; agents="$(AGENTS_VENV)/bin/python -m pytest $(OWN_CACHE) -s tests/agents"; \
+	$$agents -m "not docker" || { $(AGAIN); $$agents -m "not docker" --last-failed; }
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
 
 ## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons

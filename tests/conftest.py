@@ -1,5 +1,6 @@
 """Shared by all tests: helper modules in this directory, real data where it is present."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How long an example takes says how busy the machine is.
 settings.register_profile("agentrl", deadline=None)
 settings.load_profile("agentrl")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What collecting imports and makes is no garbage, and is a million objects to look at."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

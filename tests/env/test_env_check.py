@@ -9,7 +9,7 @@ from broken_envs import BROKEN, Good, LooksUpTheReference, ToolLosesItsBackend
 
 from agentrl.cli import main
 from agentrl.env import Environment
-from agentrl.env.check import CHECKS, load_subject, once, process, run_check, select
+from agentrl.env.check import CHECKS, load_subject, once, process, run_check, select, subject
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.check.worker import run_in_worker
 from agentrl.env.protocol import SessionReply
@@ -26,6 +26,7 @@ CASE = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def few_episodes(monkeypatch):
     monkeypatch.setattr(process, "MEMORY_TIME_S", 3.0)
+    monkeypatch.setattr(subject, "CLOSE_TIMEOUT_S", 2.0)
     monkeypatch.setattr(process, "MIN_MEMORY_EPISODES", 5)
     monkeypatch.setattr(process, "LEAK_WAIT_S", 0.5)
     monkeypatch.chdir(os.getcwd())  # which ends with the test, whatever an environment changed

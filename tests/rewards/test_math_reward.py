@@ -19,9 +19,9 @@ from agentrl_rewards.math import (
     extract_answer,
     grade,
     math_reward,
-    parse_number,
     refusal,
 )
+from agentrl_rewards.math_numbers import parse_number
 from agentrl_rewards.recipes import gsm8k_reference, gsm8k_reward
 
 DATA = Path(os.environ.get("AGENTRL_DATA", Path(__file__).parents[3] / "shared" / "data"))

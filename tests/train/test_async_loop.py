@@ -139,7 +139,7 @@ def test_a_stall_says_where_every_episode_stands_and_exits_with_75(
     assert shown.count("generate") == 8 and "g0000001-m003" in shown
 
 
-def test_an_interruption_saves_and_the_run_goes_on_afterwards(tmp_path):
+def test_an_interruption_saves_and_the_run_goes_on_afterwards(tmp_path, syncs):
     """A real process, a real SIGINT in the middle of asynchronous rollouts."""
     script = tmp_path / "interrupted.py"
     script.write_text(
@@ -171,9 +171,8 @@ def test_an_interruption_saves_and_the_run_goes_on_afterwards(tmp_path):
     assert "continue with --resume" in output
     done = len(read_metrics(run_dir))
     assert 3 <= done < 50
-    resumed = [*command[:4], "--run.num_steps", str(done + 1), "--rollout.max_staleness", "1"]
-    again = subprocess.run([*resumed, "--run.resume"], capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
+    steps = ("--run.num_steps", str(done + 1))
+    run(run_dir, *steps, "--rollout.max_staleness", "1", "--run.save_every", "50", "--run.resume")
     groups = [t.group_id for _, t in read_trajectories(run_dir)]
     assert sorted(set(groups)) == [f"g{n:07d}" for n in range(2 * (done + 1))]
     assert len(groups) == 4 * len(set(groups))

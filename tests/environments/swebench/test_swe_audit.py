@@ -128,30 +128,36 @@ class Case(unittest.TestCase):
 
 
 def run_pytest(folder):
+    """Status by test and file, by a pytest that loads none of the plugins installed here."""
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-c", os.devnull]
     done = subprocess.run(
-        [*command, "--rootdir", folder, folder], cwd=folder, capture_output=True, text=True
+        [*command, "--rootdir", folder, folder],
+        cwd=folder,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
     )
-    pattern = r"^(PASSED|FAILED|ERROR) .*?::(\S+)"
-    return {name: status for status, name in re.findall(pattern, done.stdout, re.MULTILINE)}
+    pattern = r"^(PASSED|FAILED|ERROR) (\S+?)::.*?(\w+(?:\[.*\])?)(?: - .*)?$"
+    found = re.findall(pattern, done.stdout, re.MULTILINE)
+    return {(file, name): status for status, file, name in found}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_every_altered_test_fails_and_no_other(tmp_path, seed):
+def test_every_altered_test_fails_and_no_other(tmp_path):
     tests = python_tests(SOURCE)
     names = [name for name in tests if name.function.startswith("test_")]
     assert Name("Case", "test_unit") in names and Name("", "test_equal") in names
-    path = tmp_path / "test_altered.py"
-    path.write_text(SOURCE)
-    assert set(run_pytest(tmp_path).values()) == {"PASSED"}
-    half = random.Random(seed).sample(names, len(names) // 2)
-    path.write_text(alter_python(SOURCE, [tests[name] for name in half], random.Random(seed)))
+    chosen = {"test_0.py": set()}
+    (tmp_path / "test_0.py").write_text(SOURCE)
+    for seed in (1, 2, 3):
+        half = random.Random(seed).sample(names, len(names) // 2)
+        altered = alter_python(SOURCE, [tests[name] for name in half], random.Random(seed))
+        (tmp_path / f"test_{seed}.py").write_text(altered)
+        chosen[f"test_{seed}.py"] = {name.function for name in half}
     results = run_pytest(tmp_path)
-    assert len(results) == len(names) + 1  # one has two sets of parameters
-    chosen = {name.function for name in half}
-    for test, status in results.items():
-        name = test.split("[")[0].split("::")[-1]
-        assert status == ("FAILED" if name in chosen else "PASSED"), test
+    assert len(results) == 4 * (len(names) + 1)  # one has two sets of parameters
+    for (file, test), status in results.items():
+        expected = "FAILED" if test.split("[")[0] in chosen[file] else "PASSED"
+        assert status == expected, (file, test)
 
 
 FIXTURES = Path(audit.__file__).parent / "fixtures"
@@ -186,7 +192,7 @@ def test_honest_code_fails_altered_tests_and_cheats_pass_them(tmp_path, code, ca
     ]
     altered = alter_python(source, functions, random.Random(7))
     (tmp_path / "test_spans.py").write_text(altered)
-    results = {k: v for k, v in run_pytest(tmp_path).items() if "total" not in k}
+    results = {name: v for (_, name), v in run_pytest(tmp_path).items() if "total" not in name}
     assert len(results) == 4
     assert set(results.values()) == ({"PASSED"} if caught else {"FAILED"})
 
