@@ -33,7 +33,7 @@ APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/le
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
 # Real servers and containers, killed and loaded on purpose: what fails gets a second try, visibly.
-AGAIN = echo "=== once more, those that failed:"
+RETRY = echo "=== once more, those that failed:"
 
 .PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster vllm types docs benchmarks learning model clean help
 
@@ -68,15 +68,15 @@ vllm: $(VLLM_VENV)/.vllm
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
 	$(BIN)/pytest -n $(LONG_JOBS) --dist loadfile -m vllm $(addprefix --ignore=,$(TWO_SERVERS)) || \
-		{ $(AGAIN); $(BIN)/pytest -m vllm --last-failed; }
+		{ $(RETRY); $(BIN)/pytest -m vllm --last-failed; }
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
-	$(BIN)/pytest $(TWO_SERVERS) || { $(AGAIN); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
+	$(BIN)/pytest $(TWO_SERVERS) || { $(RETRY); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
 	export AGENTRL_REQUIRE_DOCKER=1; \
 	$(BIN)/pytest -m "docker and not slow" || \
-		{ $(AGAIN); $(BIN)/pytest -m "docker and not slow" --last-failed; }
+		{ $(RETRY); $(BIN)/pytest -m "docker and not slow" --last-failed; }
 
 ## make test-docker-slow  attacks, faults of the engine itself, speed, mini-swe-agent trained; needs
 ##                        root
@@ -125,9 +125,11 @@ docs: $(DOCS_VENV)/.docs
 benchmarks: $(VENV)/.dev
 	for file in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-## make learning     what it learns, beside TRL too: docs/learning.md made again; hours, resumable
-learning: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
-	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python --write-docs
+## make learning     the tables of docs/learning.md, beside TRL too; what was not run yet is run;
+##                   AGAIN=1 runs all, hours, and makes the environment with TRL
+learning: $(VENV)/.dev $(if $(AGAIN),$(ADAPTERS_VENV)/.adapters)
+	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python \
+		--write-docs $(if $(AGAIN),--again)
 
 ## make model        make the quickstart's model again from nothing
 model: $(VENV)/.train

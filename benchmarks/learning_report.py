@@ -22,10 +22,11 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def digest(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What the report needs of one run, short."""
+    """What the report needs of one run, short; `made` says how it was made."""
     if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
         return dict(result)
-    kept: dict[str, Any] = {
+    kept: dict[str, Any] = {key: result[key] for key in ("made",) if key in result}
+    kept |= {
         key: [None if value is None else float(f"{value:.9g}") for value in values]
         for key, values in result.items()
         if key not in ("cpu_s", "wall_s") and isinstance(values, list)
@@ -139,6 +140,8 @@ def packing_table(row: Row, results: Results) -> str:
     for arm in present(row, results):
         (batches,) = results[arm.name].values()
         for batch, figures in batches.items():
+            if batch == "made":
+                continue
             prompts = batch.partition("prompts=")[2]
             for variant in [name for name in VARIANTS if name in figures]:
                 one = figures[variant]
@@ -225,10 +228,19 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
 }
 
 
+def recorded(row: Row, results: Results) -> str:
+    """When the runs of a row were made, and of which commits of this repository."""
+    made = [run["made"] for arm in present(row, results) for run in results[arm.name].values()]
+    days = sorted({each["date"] for each in made})
+    commits = sorted({(each["date"], each["commit"]) for each in made})
+    names = ", ".join(dict.fromkeys(commit for _, commit in commits))
+    return f"Recorded on {' and '.join(days)}, commits {names}."
+
+
 def tables(results: Results) -> dict[str, str]:
     """Row -> its table, of the rows of which enough was run to compare."""
     return {
-        name: TABLES.get(name, curve_table)(row, results)
+        name: f"{TABLES.get(name, curve_table)(row, results)}\n\n{recorded(row, results)}"
         for name, row in ROWS.items()
         if len(present(row, results)) > 1
     }

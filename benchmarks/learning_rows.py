@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,18 @@ class Arm:
     def needs(self, name: str) -> bool:
         """Whether `{name}` stands in a command."""
         return any(f"{{{name}}}" in command for command in self.commands)
+
+    def fingerprint(self) -> str:
+        """Of the commands and of what their run files say, the same in every checkout.
+
+        Two results are of the same arm where it is the same. It knows nothing of agentrl's code.
+        """
+        python, root = sys.executable, f"{ROOT}/"
+        words = [["python" if w == python else w for w in command] for command in self.commands]
+        files = sorted({w for command in words for w in command if w.endswith(".toml")})
+        said = [words, [tomllib.loads(Path(file).read_text()) for file in files]]
+        text = json.dumps(said, sort_keys=True).replace(root, "")
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
