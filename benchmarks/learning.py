@@ -39,7 +39,7 @@ def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> boo
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(map(str, sources)),
     }
-    started = time.perf_counter()
+    before = cpu_seconds()
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_suffix(".unfinished")
     with tempfile.TemporaryDirectory() as work:
@@ -61,11 +61,16 @@ def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> boo
         "arm": arm.fingerprint(),
         "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "wall_s": round(time.perf_counter() - started),
+        "cpu_s": round(cpu_seconds() - before),
     }
     unfinished.write_text(json.dumps(json.loads(unfinished.read_text()) | {"made": made}))
     unfinished.rename(out)
     return True
+
+
+def cpu_seconds() -> float:
+    """Of all that this process started and waited for."""
+    return os.times().children_user + os.times().children_system
 
 
 def commit() -> str:
@@ -80,10 +85,10 @@ def commit() -> str:
     )
 
 
-def collect(folder: Path, known: Results) -> dict[str, dict[str, dict]]:
+def collect(folder: Path, known: Results) -> Results:
     """Arm -> seed -> digest, in the order of the rows: `known` and what `folder` has of today's
     arms, which takes the place of the same run there."""
-    done: dict[str, dict[str, dict]] = {}
+    done = {}
     for name, arm in {arm.name: arm for row in ROWS.values() for arm in row.arms}.items():
         runs = dict(known.get(name, {}))
         for path in (folder / name).glob("*.json"):
@@ -107,13 +112,15 @@ def missing(rows: Sequence[str], seeds: Sequence[int], done: Results) -> list[tu
     ]
 
 
-def wall_seconds(results: Results) -> dict[str, float]:
-    """What one run of each arm took."""
-    return {
+def cpu_left(todo: Sequence[tuple[Arm, int]], results: Results) -> float:
+    """Seconds, by what each arm took; the mean of all where one was not measured."""
+    took = {
         arm: statistics.fmean(seconds)
         for arm, runs in results.items()
-        if (seconds := [run["made"]["wall_s"] for run in runs.values() if "wall_s" in run["made"]])
+        if (seconds := [run["made"]["cpu_s"] for run in runs.values() if "cpu_s" in run["made"]])
     }
+    usual = statistics.fmean(took.values()) if took else 0.0
+    return sum(took.get(arm.name, usual) for arm, _ in todo)
 
 
 def main() -> int:
@@ -143,7 +150,7 @@ def main() -> int:
     interpreters = {"trl": args.trl, "vllm": args.vllm}
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
-    failed = 0
+    failed, started = 0, time.perf_counter()
     taken = collect(args.out, {} if args.again else known)
     todo = missing(rows, seeds, taken)
     print(f"{len(todo)} of {len(missing(rows, seeds, {}))} runs to do", flush=True)
@@ -156,9 +163,8 @@ def main() -> int:
         else:
             done = play(arm, seed, args.out / arm.name / f"{seed}.json", interpreters)
             failed += not done
-            took = wall_seconds(collect(args.out, known))
-            usual = statistics.fmean(took.values()) if took else 0.0
-            left = sum(took.get(each.name, usual) for each, _ in todo[number:]) / 60
+            slowness = (time.perf_counter() - started) / cpu_seconds()
+            left = slowness * cpu_left(todo[number:], collect(args.out, known)) / 60
             said = "done" if done else "FAILED"
             print(f"{name}: {said}, about {left:.0f} min left", flush=True)
 

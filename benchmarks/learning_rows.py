@@ -45,7 +45,7 @@ class Arm:
         words = [["python" if w == python else w for w in command] for command in self.commands]
         files = sorted({w for command in words for w in command if w.endswith(".toml")})
         said = [words, [tomllib.loads(Path(file).read_text()) for file in files]]
-        text = json.dumps(said, sort_keys=True).replace(root, "")
+        text = json.dumps(said, sort_keys=True, ensure_ascii=False).replace(root, "")
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
