@@ -135,7 +135,8 @@ def staleness_arm(steps: int) -> Arm:
     given += ["--inference.python", "{vllm}"]
     about = "in turn" if not steps else f"{steps} step{'s' * (steps > 1)} ahead at most"
     run_file = ROOT / "examples" / "vllm_cpu" / "run.toml"
-    return Arm(f"staleness-{steps}", [run(*given, run_file=run_file, steps=SHORTER)], about=about)
+    command = run(*given, run_file=run_file, steps=SHORTER)
+    return Arm(f"staleness-{steps}", [command], seeds=(1,), about=about)
 
 
 CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
