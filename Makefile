@@ -125,8 +125,8 @@ docs: $(DOCS_VENV)/.docs
 benchmarks: $(VENV)/.dev
 	for file in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-## make learning     the tables of docs/learning.md, beside TRL too; what was not run yet is run;
-##                   AGAIN=1 runs all, hours, and makes the environment with TRL
+## make learning     the tables of docs/learning.md; what is not recorded is run; AGAIN=1 makes an
+##                   environment with TRL and runs all: an hour of CPU or more
 learning: $(VENV)/.dev $(if $(AGAIN),$(ADAPTERS_VENV)/.adapters)
 	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python \
 		--write-docs $(if $(AGAIN),--again)
