@@ -80,9 +80,8 @@ def commit() -> str:
         command = ["git", "-C", str(ROOT), *words, "--", "agentrl", "environments", "rewards"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    return (git("log", "-1", "--format=%h", "--abbrev=7") or "unknown") + "+" * bool(
-        git("diff", "HEAD")
-    )
+    last = git("log", "-1", "--format=%h", "--abbrev=7") or "unknown"
+    return last + "+" * bool(git("diff", "HEAD"))
 
 
 def collect(folder: Path, known: Results) -> Results:
@@ -93,7 +92,7 @@ def collect(folder: Path, known: Results) -> Results:
         runs = dict(known.get(name, {}))
         for path in (folder / name).glob("*.json"):
             result = json.loads(path.read_text())
-            if result["made"]["arm"] == arm.fingerprint():
+            if result.get("made", {}).get("arm") == arm.fingerprint():
                 runs[path.stem] = digest(result)
         if runs:
             done[name] = dict(sorted(runs.items()))
