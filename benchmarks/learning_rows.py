@@ -111,7 +111,7 @@ def replay_arm(preset: str, epochs: int, steps: int) -> Arm:
 GRPO = one("grpo", about="`grpo`, the quickstart as it is")
 
 
-def turns_arm(name: str, text: str, about: str) -> Arm:
+def turns_arm(name: str, text: str, about: str, seeds: Sequence[int] = SEEDS) -> Arm:
     make = [sys.executable, str(HERE / "learning_turns.py"), "{models}/six-turns"]
     given = settings(
         f"{text} env.id={HERE}/learning_turns.py:SixTurns model.path={{models}}/six-turns "
@@ -120,7 +120,8 @@ def turns_arm(name: str, text: str, about: str) -> Arm:
     return Arm(
         name,
         [make, run(*given, run_file=HERE / "learning_turns.toml", steps=TURNS_STEPS)],
-        about=about,
+        seeds,
+        about,
     )
 
 
@@ -205,6 +206,7 @@ ROWS: dict[str, Row] = {
                 "turns-paid",
                 "env.config.pays=turn objective.credit.kind=turn objective.baseline.key=group_turn",
                 "a sixth paid for each right turn, turn credit",
+                seeds=(1, 2),
             ),
         ],
     ),
