@@ -34,9 +34,7 @@ APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/le
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
 # On a busy machine a race is lost now and then: what fails gets a second try, visibly.
-AGAIN = echo "=== once more, those that failed:"
-# Which those are is kept apart, since other tests may run beside these.
-OWN_CACHE = -o cache_dir=.pytest_cache/$@
+RETRY = echo "=== once more, those that failed:"
 
 .PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster vllm types docs benchmarks learning model clean help
 
@@ -58,7 +56,7 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	export OMP_NUM_THREADS=1; \
 	$(BIN)/pytest -n $(LONG_JOBS) --dist loadfile -m $(LONG) || \
-		{ $(AGAIN); $(BIN)/pytest -m $(LONG) --last-failed; }
+		{ $(RETRY); $(BIN)/pytest -m $(LONG) --last-failed; }
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one
 test-gpu: $(VENV)/.dev
@@ -72,15 +70,15 @@ vllm: $(VLLM_VENV)/.vllm
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
 	$(BIN)/pytest -n $(LONG_JOBS) --dist loadfile -m vllm $(addprefix --ignore=,$(TWO_SERVERS)) || \
-		{ $(AGAIN); $(BIN)/pytest -m vllm --last-failed; }
+		{ $(RETRY); $(BIN)/pytest -m vllm --last-failed; }
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
-	$(BIN)/pytest $(TWO_SERVERS) || { $(AGAIN); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
+	$(BIN)/pytest $(TWO_SERVERS) || { $(RETRY); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
 	export AGENTRL_REQUIRE_DOCKER=1; \
-	$(BIN)/pytest $(OWN_CACHE) -m "docker and not slow" || \
-		{ $(AGAIN); $(BIN)/pytest $(OWN_CACHE) -m "docker and not slow" --last-failed; }
+	$(BIN)/pytest -m "docker and not slow" || \
+		{ $(RETRY); $(BIN)/pytest -m "docker and not slow" --last-failed; }
 
 ## make test-docker-slow  attacks, faults of the engine itself, speed, mini-swe-agent trained; needs
 ##                        root
@@ -103,8 +101,8 @@ test-browser: $(VENV)/.dev
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.agents
-	export OMP_NUM_THREADS=1; agents="$(AGENTS_VENV)/bin/python -m pytest $(OWN_CACHE) -s tests/agents"; \
-	$$agents -m "not docker" || { $(AGAIN); $$agents -m "not docker" --last-failed; }
+	export OMP_NUM_THREADS=1; agents="$(AGENTS_VENV)/bin/python -m pytest -s tests/agents"; \
+	$$agents -m "not docker" || { $(RETRY); $$agents -m "not docker" --last-failed; }
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
 
 ## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons
@@ -130,9 +128,11 @@ docs: $(DOCS_VENV)/.docs
 benchmarks: $(VENV)/.dev
 	for file in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-## make learning     what it learns, beside TRL too: docs/learning.md made again; hours, resumable
-learning: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
-	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python --write-docs
+## make learning     the tables of docs/learning.md; what is not recorded is run; AGAIN=1 makes an
+##                   environment with TRL and runs all: an hour of CPU or more
+learning: $(VENV)/.dev $(if $(RETRY),$(ADAPTERS_VENV)/.adapters)
+	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python \
+		--write-docs $(if $(RETRY),--again)
 
 ## make model        make the quickstart's model again from nothing
 model: $(VENV)/.train

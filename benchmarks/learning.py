@@ -1,11 +1,13 @@
 """What agentrl learns, beside TRL and beside itself with other settings: docs/learning.md.
 
-    python benchmarks/learning.py [--rows trl,ppo] [--seeds 1,2,3] [--trl PYTHON] [--write-docs]
+    python benchmarks/learning.py [--rows trl,ppo] [--seeds 1,2,3] [--again] [--write-docs]
 
-Each arm of a row is run once for each seed, in processes with one thread. What is done is kept
-under `--out`, one file for each arm and seed, and not run again. At the end the tables of the rows
-are printed, from these files and, for runs that are not there, docs/learning/results.json;
-`--write-docs` puts all results into that file and its tables and curves into docs/learning.md.
+Each arm of a row is run once for each seed, in processes with one thread. What
+docs/learning/results.json has of the same arm is taken from there and not run; an arm whose
+commands or run file changed since is run again, and `--again` runs all. A run that is done is kept
+under `--out` until `--write-docs` puts it into that file, so an interrupted command goes on where
+it was. At the end the tables of the rows are printed; `--write-docs` also puts the tables and
+curves of all rows into docs/learning.md.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from learning_report import RESULTS, digest, pages, tables
+from learning_report import RESULTS, Results, digest, pages, tables
 from learning_rows import ROOT, ROWS, SEEDS, Arm
 
 
@@ -35,6 +39,7 @@ def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> boo
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(map(str, sources)),
     }
+    before = cpu_seconds()
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_suffix(".unfinished")
     with tempfile.TemporaryDirectory() as work:
@@ -52,25 +57,69 @@ def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> boo
             if done.returncode:
                 print(f"{arm.name}, seed {seed} FAILED:\n{done.stdout[-1500:]}", file=sys.stderr)
                 return False
+    made = {
+        "arm": arm.fingerprint(),
+        "commit": commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "cpu_s": round(cpu_seconds() - before),
+    }
+    unfinished.write_text(json.dumps(json.loads(unfinished.read_text()) | {"made": made}))
     unfinished.rename(out)
     return True
 
 
-def collect(folder: Path, known: Mapping[str, Mapping[str, dict]]) -> dict[str, dict[str, dict]]:
-    """Arm -> seed -> digest, of all that is finished, in the order of the rows.
+def cpu_seconds() -> float:
+    """Of all that this process started and waited for."""
+    return os.times().children_user + os.times().children_system
 
-    `known` is what the page shows already: a run in `folder` takes the place of the same one there.
-    """
-    names = dict.fromkeys(arm.name for row in ROWS.values() for arm in row.arms)
-    done = {
-        name: dict(known.get(name, {}))
-        | {
-            path.stem: digest(json.loads(path.read_text()))
-            for path in sorted((folder / name).glob("*.json"))
-        }
-        for name in names
+
+def commit() -> str:
+    """The last that changed agentrl's code; with a + where files differ from it."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words, "--", "agentrl", "environments", "rewards"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    last = git("log", "-1", "--format=%h", "--abbrev=7") or "unknown"
+    return last + "+" * bool(git("diff", "HEAD"))
+
+
+def collect(folder: Path, known: Results) -> Results:
+    """Arm -> seed -> digest, in the order of the rows: `known` and what `folder` has of today's
+    arms, which takes the place of the same run there."""
+    done = {}
+    for name, arm in {arm.name: arm for row in ROWS.values() for arm in row.arms}.items():
+        runs = dict(known.get(name, {}))
+        for path in (folder / name).glob("*.json"):
+            result = json.loads(path.read_text())
+            if result.get("made", {}).get("arm") == arm.fingerprint():
+                runs[path.stem] = digest(result)
+        if runs:
+            done[name] = dict(sorted(runs.items()))
+    return done
+
+
+def missing(rows: Sequence[str], seeds: Sequence[int], done: Results) -> list[tuple[Arm, int]]:
+    """Runs of these rows and seeds that `done` has not, or has of an arm that changed since."""
+    return [
+        (arm, seed)
+        for arm in {arm.name: arm for name in rows for arm in ROWS[name].arms}.values()
+        for seed in seeds
+        if seed in arm.seeds
+        and done.get(arm.name, {}).get(str(seed), {}).get("made", {}).get("arm")
+        != arm.fingerprint()
+    ]
+
+
+def cpu_left(todo: Sequence[tuple[Arm, int]], results: Results) -> float:
+    """Seconds, by what each arm took; the mean of all where one was not measured."""
+    took = {
+        arm: statistics.fmean(seconds)
+        for arm, runs in results.items()
+        if (seconds := [run["made"]["cpu_s"] for run in runs.values() if "cpu_s" in run["made"]])
     }
-    return {name: dict(sorted(seeds.items())) for name, seeds in done.items() if seeds}
+    usual = statistics.fmean(took.values()) if took else 0.0
+    return sum(took.get(arm.name, usual) for arm, _ in todo)
 
 
 def main() -> int:
@@ -90,6 +139,7 @@ def main() -> int:
         help="of an environment with vLLM; `make vllm` makes one",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "learning")
+    parser.add_argument("--again", action="store_true", help="also what the results file has")
     parser.add_argument("--write-docs", action="store_true", help="results, tables and curves")
     args = parser.parse_args()
     rows = [name for name in args.rows.split(",") if name]
@@ -97,27 +147,26 @@ def main() -> int:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
     seeds = [int(seed) for seed in args.seeds.split(",")]
     interpreters = {"trl": args.trl, "vllm": args.vllm}
-    missing = {name: path for name, path in interpreters.items() if not Path(path).exists()}
-
-    failed = 0
-    for name in rows:
-        for seed in seeds:
-            for arm in ROWS[name].arms:
-                out = args.out / arm.name / f"{seed}.json"
-                if seed not in arm.seeds or out.exists():
-                    continue
-                if absent := [each for each in missing if arm.needs(each)]:
-                    path = missing[absent[0]]
-                    print(f"{arm.name}: left out, there is no {path} (--{absent[0]} PYTHON)")
-                    continue
-                started = time.perf_counter()
-                done = play(arm, seed, out, interpreters)
-                failed += not done
-                seconds = time.perf_counter() - started
-                said = json.loads(out.read_text()).get("reward", [0])[-1] if done else "failed"
-                print(f"{name}: {arm.name}, seed {seed}: {said} ({seconds:.0f} s)", flush=True)
-
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+    failed, started = 0, time.perf_counter()
+    taken = collect(args.out, {} if args.again else known)
+    todo = missing(rows, seeds, taken)
+    print(f"{len(todo)} of {len(missing(rows, seeds, {}))} runs to do", flush=True)
+    for number, (arm, seed) in enumerate(todo, 1):
+        name = f"{number}/{len(todo)} {arm.name}, seed {seed}"
+        for need, path in interpreters.items():
+            if arm.needs(need) and not Path(path).exists():
+                print(f"{name}: left out, there is no {path} (--{need} PYTHON)")
+                break
+        else:
+            done = play(arm, seed, args.out / arm.name / f"{seed}.json", interpreters)
+            failed += not done
+            slowness = (time.perf_counter() - started) / cpu_seconds()
+            left = slowness * cpu_left(todo[number:], collect(args.out, known)) / 60
+            said = "done" if done else "FAILED"
+            print(f"{name}: {said}, about {left:.0f} min left", flush=True)
+
     results = collect(args.out, known)
     for name, made in tables(results).items():
         if name in rows:
@@ -128,6 +177,9 @@ def main() -> int:
         RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         for path, text in pages(results).items():
             path.write_text(text)
+        for name in results:  # they are in the results file now
+            for path in (args.out / name).glob("*.json"):
+                path.unlink()
         print(f"\nwritten: {RESULTS.relative_to(ROOT)}, docs/learning.md and its curves")
     return bool(failed)
 

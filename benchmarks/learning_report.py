@@ -22,19 +22,18 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def digest(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What the report needs of one run, short."""
+    """What the report needs of one run, short; `made` says how it was made."""
     if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
         return dict(result)
-    kept: dict[str, Any] = {
+    kept: dict[str, Any] = {key: result[key] for key in ("made",) if key in result}
+    kept |= {
         key: [None if value is None else float(f"{value:.9g}") for value in values]
         for key, values in result.items()
-        if key not in ("cpu_s", "wall_s") and isinstance(values, list)
+        if key != "cpu_s" and isinstance(values, list)
     }
     if "cpu_s" in result:  # the first steps hold what is done once
         stamps = result["cpu_s"]
         kept["cpu_s_per_step"] = round((stamps[-1] - stamps[4]) / (len(stamps) - 5), 4)
-    if "rollout/staleness_mean" in result:
-        kept["wall_s"] = [round(stamp, 1) for stamp in result["wall_s"]]
     return kept
 
 
@@ -111,18 +110,21 @@ def replay_table(row: Row, results: Results) -> str:
         theirs, ours = np.asarray(run["grad_norm"]), np.asarray(run["grad_norm_agentrl"])
         assert (ours > 0).all(), f"{arm.name}: a step without gradient compares nothing"
         norms, apart = np.abs(theirs - ours) / ours, np.asarray(run["update_difference"])
+        weighted, entries = run["weighted_update_difference"], run["gradient_difference"]
         lines.append(
             [
                 arm.about,
                 str(len(apart)),
                 f"{np.median(norms):.1e}, {norms.max():.1e}",
-                f"{apart[0]:.1e}",
-                f"{apart[1:].max():.1e}",
+                f"{entries[0]:.1e}, {max(entries):.1e}",
+                f"{apart[0]:.1e}, {apart[1:].max():.1e}",
+                f"{weighted[0]:.1e}, {max(weighted[1:]):.1e}",
                 f"{np.mean(run['clipped']):.1%}",
             ]
         )
-    head = ["", "steps", "gradient norm, median and largest", "update of the first step"]
-    return table([*head, "largest of the later", "clipped tokens"], lines)
+    head = ["", "steps", "gradient norm: median, largest", "gradient: first, largest"]
+    head += ["update: first, largest later", "weighted: first, largest later", "clipped tokens"]
+    return table(head, lines)
 
 
 VARIANTS = {
@@ -139,6 +141,8 @@ def packing_table(row: Row, results: Results) -> str:
     for arm in present(row, results):
         (batches,) = results[arm.name].values()
         for batch, figures in batches.items():
+            if batch == "made":
+                continue
             prompts = batch.partition("prompts=")[2]
             for variant in [name for name in VARIANTS if name in figures]:
                 one = figures[variant]
@@ -183,21 +187,10 @@ def curve_table(row: Row, results: Results) -> str:
 
 
 def staleness_table(row: Row, results: Results) -> str:
-    """At equal samples, and at the time after which the first run had ended (by seed)."""
-    arms = present(row, results)
-    seeds = set.intersection(*(set(results[arm.name]) for arm in arms))
-    ends = {s: min(results[arm.name][s]["wall_s"][-1] for arm in arms) for s in seeds}
     lines = []
-    for arm in arms:
-        runs = results[arm.name]
+    for arm in present(row, results):
         values = curves(arm.name, results)
-        by_then = []
-        for seed, end in ends.items():
-            run = runs[seed]
-            reached = np.flatnonzero(np.asarray(run["wall_s"]) <= end)[-1]
-            by_then.append(smooth(np.asarray(run["reward"]))[reached])
-        stale = [run["rollout/staleness_mean"][-WINDOW:] for run in runs.values()]
-        step_s = np.median([np.diff(run["wall_s"]) for run in runs.values()])
+        stale = [run["rollout/staleness_mean"][-WINDOW:] for run in results[arm.name].values()]
         lines.append(
             [
                 arm.about,
@@ -205,12 +198,11 @@ def staleness_table(row: Row, results: Results) -> str:
                 f"{np.mean(stale):.2f}",
                 spread(values[:, :WINDOW].mean(1)),
                 spread(values[:, -WINDOW:].mean(1)),
-                spread(np.asarray(by_then)),
-                f"{step_s:.1f}",
+                to_goal(arm.name, results),
             ]
         )
-    head = ["", "seeds", "mean staleness", "first 5 steps", "last 5 steps", "when the first ended"]
-    return table([*head, "s per step"], lines)
+    head = ["", "seeds", "mean staleness", "first 5 steps", "last 5 steps"]
+    return table([*head, f"samples to {GOAL}"], lines)
 
 
 def present(row: Row, results: Results) -> list[Arm]:
@@ -225,10 +217,19 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
 }
 
 
+def recorded(row: Row, results: Results) -> str:
+    """When the runs of a row were made, and of which commits of this repository."""
+    made = [run["made"] for arm in present(row, results) for run in results[arm.name].values()]
+    days = sorted({each["date"] for each in made})
+    commits = sorted({(each["date"], each["commit"]) for each in made})
+    names = ", ".join(dict.fromkeys(commit for _, commit in commits))
+    return f"Recorded on {' and '.join(days)}, commits {names}."
+
+
 def tables(results: Results) -> dict[str, str]:
     """Row -> its table, of the rows of which enough was run to compare."""
     return {
-        name: TABLES.get(name, curve_table)(row, results)
+        name: f"{TABLES.get(name, curve_table)(row, results)}\n\n{recorded(row, results)}"
         for name, row in ROWS.items()
         if len(present(row, results)) > 1
     }

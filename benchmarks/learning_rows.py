@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,18 @@ class Arm:
     def needs(self, name: str) -> bool:
         """Whether `{name}` stands in a command."""
         return any(f"{{{name}}}" in command for command in self.commands)
+
+    def fingerprint(self) -> str:
+        """Of the commands and of what their run files say, the same in every checkout.
+
+        Two results are of the same arm where it is the same. It knows nothing of agentrl's code.
+        """
+        python, root = sys.executable, f"{ROOT}/"
+        words = [["python" if w == python else w for w in command] for command in self.commands]
+        files = sorted({w for command in words for w in command if w.endswith(".toml")})
+        said = [words, [tomllib.loads(Path(file).read_text()) for file in files]]
+        text = json.dumps(said, sort_keys=True, ensure_ascii=False).replace(root, "")
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +111,7 @@ def replay_arm(preset: str, epochs: int, steps: int) -> Arm:
 GRPO = one("grpo", about="`grpo`, the quickstart as it is")
 
 
-def turns_arm(name: str, text: str, about: str) -> Arm:
+def turns_arm(name: str, text: str, about: str, seeds: Sequence[int] = SEEDS) -> Arm:
     make = [sys.executable, str(HERE / "learning_turns.py"), "{models}/six-turns"]
     given = settings(
         f"{text} env.id={HERE}/learning_turns.py:SixTurns model.path={{models}}/six-turns "
@@ -105,7 +120,8 @@ def turns_arm(name: str, text: str, about: str) -> Arm:
     return Arm(
         name,
         [make, run(*given, run_file=HERE / "learning_turns.toml", steps=TURNS_STEPS)],
-        about=about,
+        seeds,
+        about,
     )
 
 
@@ -120,7 +136,8 @@ def staleness_arm(steps: int) -> Arm:
     given += ["--inference.python", "{vllm}"]
     about = "in turn" if not steps else f"{steps} step{'s' * (steps > 1)} ahead at most"
     run_file = ROOT / "examples" / "vllm_cpu" / "run.toml"
-    return Arm(f"staleness-{steps}", [run(*given, run_file=run_file, steps=SHORTER)], about=about)
+    command = run(*given, run_file=run_file, steps=SHORTER)
+    return Arm(f"staleness-{steps}", [command], seeds=(1,), about=about)
 
 
 CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
@@ -189,6 +206,7 @@ ROWS: dict[str, Row] = {
                 "turns-paid",
                 "env.config.pays=turn objective.credit.kind=turn objective.baseline.key=group_turn",
                 "a sixth paid for each right turn, turn credit",
+                seeds=(1, 2),
             ),
         ],
     ),

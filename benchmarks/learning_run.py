@@ -20,19 +20,16 @@ def main() -> None:
     parser.add_argument("run_file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args, overrides = parser.parse_known_args()
-    cpu_s, wall_s, write = [], [], MetricsWriter.write
+    cpu_s, write = [], MetricsWriter.write
 
     def stamped(self, step, metrics):
         write(self, step, metrics)
-        times = os.times()
-        cpu_s.append(sum(times[:4]))  # of the process and what it started and ended
-        wall_s.append(times.elapsed)
+        cpu_s.append(sum(os.times()[:4]))  # of the process and what it started and ended
 
     MetricsWriter.write = stamped
     run_dir = train(load_config(args.run_file, overrides), quiet=True)
     metrics = read_metrics(run_dir)
     result = {"reward": [line["reward/mean"] for line in metrics], "cpu_s": cpu_s}
-    result["wall_s"] = [stamp - wall_s[0] for stamp in wall_s]
     for key in ("env/solved", "rollout/staleness_mean", "critic/explained_variance"):
         if any(key in line for line in metrics):
             result[key] = [line.get(key) for line in metrics]

@@ -168,14 +168,16 @@ def play(config: RunConfig, scratch: str, adapter: bool) -> dict:
 
 
 class Locked(TrainerCallback):
-    """Sets the weights before a step of agentrl, compares them after it."""
+    """Sets the weights before a step of agentrl, compares them and the gradients after it."""
 
     def __init__(self, run_dir: Path, num_epochs: int) -> None:
         self.run_dir, self.num_epochs = run_dir, num_epochs
-        self.differences: list[float] = []
+        self.updates: list[float] = []
+        self.weighted: list[float] = []
+        self.gradients: list[float] = []
 
-    def _saved(self, step: int) -> dict[str, torch.Tensor]:
-        return load_file(self.run_dir / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+    def _saved(self, step: int, of: str = "model") -> dict[str, torch.Tensor]:
+        return load_file(self.run_dir / "checkpoints" / f"step_{step:06d}" / f"{of}.safetensors")
 
     @torch.no_grad()
     def on_step_begin(self, args, state, control, model, **_: object) -> None:
@@ -185,16 +187,25 @@ class Locked(TrainerCallback):
                 parameter.copy_(self.before[name])
 
     @torch.no_grad()
-    def on_step_end(self, args, state, control, model, **_: object) -> None:
+    def on_step_end(self, args, state, control, model, optimizer, **_: object) -> None:
         if state.global_step % self.num_epochs == 0:
             after = self._saved(state.global_step // self.num_epochs)
-            difference = size = 0.0
+            moments = self._saved(state.global_step // self.num_epochs, "optimizer")
+            sums = torch.zeros(3, 2, dtype=torch.float64)
             for name, parameter in model.named_parameters():
                 ours = after[name].double() - self.before[name].double()
                 theirs = parameter.double() - self.before[name].double()
-                difference += (theirs - ours).square().sum().item()
-                size += ours.square().sum().item()
-            self.differences.append((difference / size) ** 0.5)
+                mean = moments[f"exp_avg/{name}"].double()  # of the gradients, Adam's
+                their_mean = optimizer.state[parameter]["exp_avg"].double()
+                for row, (one, other) in enumerate(
+                    [(ours, theirs), (mean * ours, mean * theirs), (mean, their_mean)]
+                ):
+                    sums[row, 0] += (other - one).square().sum()
+                    sums[row, 1] += one.square().sum()
+            update, weighted, gradient = (sums[:, 0] / sums[:, 1]).sqrt().tolist()
+            self.updates.append(update)
+            self.weighted.append(weighted)
+            self.gradients.append(gradient)
 
 
 def replay(run_dir: Path, scratch: str) -> dict:
@@ -244,7 +255,9 @@ def replay(run_dir: Path, scratch: str) -> dict:
     return {
         "grad_norm": theirs,
         "grad_norm_agentrl": [line["train/grad_norm"] for line in metrics],
-        "update_difference": locked.differences,
+        "update_difference": locked.updates,
+        "weighted_update_difference": locked.weighted,
+        "gradient_difference": locked.gradients,
         "clipped": [
             line.get("policy/clip_fraction_low", 0.0) + line.get("policy/clip_fraction_high", 0.0)
             for line in metrics

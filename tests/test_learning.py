@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,15 +69,79 @@ def test_samples_to_the_goal_and_the_spread_by_hand(report):
     assert report.spread(np.asarray([0.25, 0.75])) == "0.500 ± 0.354"
 
 
-def test_a_new_run_takes_the_place_of_the_same_one_and_the_others_stay(report, tmp_path):
+def test_the_page_shows_runs_of_the_arms_as_they_are(report):
+    results = json.loads(report.RESULTS.read_text())
+    arms = {arm.name: arm for row in report.ROWS.values() for arm in row.arms}
+    changed = {
+        name
+        for name, runs in results.items()
+        for run in runs.values()
+        if run["made"]["arm"] != arms[name].fingerprint()
+    }
+    assert not changed, "`make learning` runs them again"
+
+
+def test_a_fingerprint_follows_commands_and_run_files_and_not_the_place(report, tmp_path):
+    from dataclasses import replace
+
+    import learning_rows
+
+    (arm,) = [arm for arm in report.ROWS["turns"].arms if arm.name == "turns-outcome"]
+    assert replace(arm, about="said otherwise").fingerprint() == arm.fingerprint()
+    command = [*arm.commands[-1], "--train.learning_rate", "1"]
+    assert replace(arm, commands=[*arm.commands[:-1], command]).fingerprint() != arm.fingerprint()
+
+    text = learning_rows.QUICKSTART.read_text()
+    prints = []
+    for name, said in (("same", text), ("spaced", "# said\n" + text), ("other", text + "eps = 1")):
+        root = tmp_path / name
+        (root / "examples").mkdir(parents=True)
+        (root / "examples" / "run.toml").write_text(said)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learning_rows, "ROOT", root)
+            arm = learning_rows.Arm("a", [[sys.executable, str(root / "examples" / "run.toml")]])
+            prints.append(arm.fingerprint())
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_recorded_run_is_taken_and_a_changed_or_missing_one_is_run(report, tmp_path):
     import learning
 
-    known = {"grpo": {"1": {"reward": [0.1]}, "2": {"reward": [0.2]}}, "gone": {"1": {}}}
-    (tmp_path / "grpo").mkdir()
-    (tmp_path / "grpo" / "2.json").write_text(json.dumps({"reward": [0.7]}))
-    assert learning.collect(tmp_path, known) == {
-        "grpo": {"1": {"reward": [0.1]}, "2": {"reward": [0.7]}}
+    (arm,) = [arm for arm in report.ROWS["ppo"].arms if arm.name == "grpo"]
+    made = {"made": {"arm": arm.fingerprint()}}
+    known = {
+        "grpo": {"1": {"reward": [0.1]} | made, "2": {"reward": [0.2], "made": {"arm": "older"}}},
+        "gone": {"1": {}},
     }
+
+    def to_run(done):
+        return [
+            seed for arm, seed in learning.missing(["ppo"], [1, 2, 3], done) if arm.name == "grpo"
+        ]
+
+    assert to_run(known) == [2, 3]
+    assert to_run({}) == [1, 2, 3]
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "2.json").write_text(json.dumps({"reward": [0.7]} | made))
+    (tmp_path / "grpo" / "3.json").write_text(json.dumps({"reward": [0.9], "made": {"arm": "?"}}))
+    done = learning.collect(tmp_path, known)
+    assert done == {"grpo": {"1": {"reward": [0.1]} | made, "2": {"reward": [0.7]} | made}}
+    assert to_run(done) == [3]
+
+
+def test_the_command_prints_the_tables_of_the_page(report, tmp_path):
+    import learning
+
+    results = json.loads(report.RESULTS.read_text())
+    todo = learning.missing(list(report.ROWS), learning.SEEDS, results)
+    assert [(arm.name, seed) for arm, seed in todo] == []  # it would run them
+    command = [sys.executable, ROOT / "benchmarks" / "learning.py", "--out", tmp_path]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs" / "learning.md").read_text()
+    shown = re.findall(r"<!-- table: .*? -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
+    assert len(shown) == len(report.ROWS)
+    assert said.startswith("0 of ")
+    assert [table for table in shown if table not in said] == []
 
 
 def test_a_chart_has_a_line_for_each_arm(report):
