@@ -130,9 +130,9 @@ benchmarks: $(VENV)/.dev
 
 ## make learning     the tables of docs/learning.md; what is not recorded is run; AGAIN=1 makes an
 ##                   environment with TRL and runs all: an hour of CPU or more
-learning: $(VENV)/.dev $(if $(RETRY),$(ADAPTERS_VENV)/.adapters)
+learning: $(VENV)/.dev $(if $(AGAIN),$(ADAPTERS_VENV)/.adapters)
 	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python \
-		--write-docs $(if $(RETRY),--again)
+		--write-docs $(if $(AGAIN),--again)
 
 ## make model        make the quickstart's model again from nothing
 model: $(VENV)/.train
