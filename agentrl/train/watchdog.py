@@ -28,6 +28,8 @@ from typing import Any
 REMEDY = "Continue with --resume, or start with torchrun --max-restarts"
 ANSWER_S = 5.0
 """How long a rank that is asked may take to say where it stands; a stopped one never does."""
+END_S = 60.0
+"""How long a rank may take to close what it opened and to end, once a connection broke."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +86,11 @@ class Watchdog:
 
     def moved(self) -> None:
         self._moved = time.monotonic()
+
+    def end_soon(self) -> None:
+        """Whatever this process waits for from now on, be it in torch's destructors, it is over in
+        `END_S`: then its stacks are written and it ends."""
+        faulthandler.dump_traceback_later(END_S, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def lost(self) -> str | None:
         """After a connection to another rank broke: which ranks are gone, in a sentence.

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from agentrl.train.watchdog import Standing, verdict
@@ -19,3 +22,25 @@ def test_the_verdict_names_whom_the_others_wait_for(standings, said):
     message = verdict("learn", 30, 3, standings)
     assert said in message
     assert "30 s during learn (train.parallel.deadline_s)" in message
+
+
+HANGS_AT_ITS_END = """
+import atexit, time
+from torch.distributed import HashStore
+from agentrl.train import watchdog
+
+def never_returns():
+    time.sleep(600)
+
+atexit.register(never_returns)
+watchdog.END_S = 0.5
+watchdog.Watchdog(HashStore(), 0, 2, 1800.0).end_soon()
+"""
+
+
+def test_a_rank_that_does_not_end_after_a_loss_is_ended_with_its_stack():
+    rank = subprocess.run(
+        [sys.executable, "-c", HANGS_AT_ITS_END], capture_output=True, text=True, timeout=120
+    )
+    assert rank.returncode == 1
+    assert "in never_returns" in rank.stderr
