@@ -133,7 +133,7 @@ def working(work: str) -> Iterator[None]:
             yield
         except RuntimeError as error:
             if _broke(error):  # what is closed before the loss is named has to end as well
-                _watchdog.end_soon()
+                _watchdog.broke()
             raise
 
 
@@ -156,8 +156,9 @@ def losses_named() -> Iterator[None]:
     except RuntimeError as error:
         if _watchdog is None or not _broke(error):
             raise
-        _watchdog.end_soon()
+        _watchdog.broke()
         said = _watchdog.lost()
+        _watchdog.closed()
         if said is None and rank() > 0:
             raise SystemExit(1) from None
         reason = said or "another rank ended with an error, which it says"
