@@ -14,7 +14,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -122,9 +122,19 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def working(work: str) -> AbstractContextManager[None]:
+@contextmanager
+def working(work: str) -> Iterator[None]:
     """Around work that the other ranks may wait for: it has to move, see `Watchdog`."""
-    return nullcontext() if _watchdog is None else _watchdog.working(work)
+    if _watchdog is None:
+        yield
+        return
+    with _watchdog.working(work):
+        try:
+            yield
+        except RuntimeError as error:
+            if _broke(error):  # what is closed before the loss is named has to end as well
+                _watchdog.broke()
+            raise
 
 
 def moved() -> None:
@@ -144,14 +154,20 @@ def losses_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        broken = isinstance(error, dist.DistError) or "gloo" in str(error)  # NCCL's; gloo's
-        if _watchdog is None or not broken:
+        if _watchdog is None or not _broke(error):
             raise
+        _watchdog.broke()
         said = _watchdog.lost()
+        _watchdog.closed()
         if said is None and rank() > 0:
             raise SystemExit(1) from None
         reason = said or "another rank ended with an error, which it says"
         raise TrainingError(f"{reason}. {REMEDY}") from error
+
+
+def _broke(error: RuntimeError) -> bool:
+    """Whether it says that a connection to another rank did."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)  # NCCL's; gloo's
 
 
 def remember(key: str, value: str) -> None:

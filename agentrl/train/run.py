@@ -259,13 +259,14 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
 def restore(run: Run) -> int:
     """Load the newest good checkpoint; returns its step."""
     ranks.tell("restore", [run.fingerprint, run.config.run.force_resume])
-    state = checkpoint.resume(
-        run.run_dir,
-        fingerprint=run.fingerprint,
-        policy=run.trainer.learner,
-        critic=run.trainer.critic,
-        force=run.config.run.force_resume,
-    )
+    with ranks.working("restore"):
+        state = checkpoint.resume(
+            run.run_dir,
+            fingerprint=run.fingerprint,
+            policy=run.trainer.learner,
+            critic=run.trainer.critic,
+            force=run.config.run.force_resume,
+        )
     saved: Any = state.data_position
     source = run.scheduler.source
     source.position = saved["position"]

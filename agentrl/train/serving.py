@@ -67,7 +67,13 @@ class Serving:
             probe = None if self.sync is None else [self.sync.probe_ids, self.sync.temperature]
             ranks.tell("push", [version, probe])
         if self.own_model is not None:
-            await in_thread(lambda: copy_trained(model, self.own_model))
+            own_model = self.own_model
+
+            def copy() -> None:
+                with ranks.working("push"):
+                    copy_trained(model, own_model)
+
+            await in_thread(copy)
         metrics = {} if self.sync is None else await self.sync.push(model, version)
         self.engine.policy_version = version
         return metrics

@@ -28,6 +28,8 @@ from typing import Any
 REMEDY = "Continue with --resume, or start with torchrun --max-restarts"
 ANSWER_S = 5.0
 """How long a rank that is asked may take to say where it stands; a stopped one never does."""
+CLOSE_S = 60.0
+"""How long a rank may take to close what it opened, once a connection broke."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +56,7 @@ class Watchdog:
         self._work = ""
         self._moved = time.monotonic()
         self._over = threading.Event()
-        self._failed = False
+        self._failed = self._broken = False
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
         store.set(f"place/{rank}", self._place)
         self._thread = threading.Thread(target=self._watch, name="agentrl-watchdog", daemon=True)
@@ -71,6 +73,11 @@ class Watchdog:
         # Not closed before: this rank ends with an error of its own, and is not to be called lost.
         self._failed = not self._over.is_set()
         self.close()
+        if self._broken:
+            # Torch's threads, in a group that broke, may hang the taking down of the interpreter.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     @contextlib.contextmanager
     def working(self, work: str) -> Iterator[None]:
@@ -84,6 +91,16 @@ class Watchdog:
 
     def moved(self) -> None:
         self._moved = time.monotonic()
+
+    def broke(self) -> None:
+        """A connection to another rank did. Whatever this one waits for while it closes what it
+        opened, after `CLOSE_S` it writes its stacks and ends."""
+        self._broken = True
+        faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=sys.__stderr__ or sys.stderr)
+
+    def closed(self) -> None:
+        """All is closed; what the caller does next may take longer."""
+        faulthandler.cancel_dump_traceback_later()
 
     def lost(self) -> str | None:
         """After a connection to another rank broke: which ranks are gone, in a sentence.

@@ -51,7 +51,8 @@ class Nodes:
                 start_new_session=True,
                 # As docs/scaling.md says: the agents count restarts each for itself.
                 env=os.environ
-                | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+                | {"PYTHONFAULTHANDLER": "1"},
             )
         self.agents[number : number + 1] = [agent]
 
@@ -67,6 +68,19 @@ class Nodes:
         while num_steps(self.folder / "run/metrics.jsonl") < least:
             assert all(agent.poll() is None for agent in self.agents), self.log(0)[-4000:]
             time.sleep(0.05)
+
+    def ended(self, number: int, timeout_s: float) -> int:
+        """The exit status of a machine's agent. One that hangs fails the test with its log and the
+        stacks of all its threads, its rank's among them."""
+        try:
+            return self.agents[number].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            steps = num_steps(self.folder / "run/metrics.jsonl")
+            stuck = self.processes(number)
+            for pid in reversed(stuck):  # the rank first, before its agent ends it
+                os.kill(pid, signal.SIGABRT)  # Python writes the stacks
+            self.agents[number].wait(30)
+            pytest.fail(f"{stuck} did not end in {timeout_s} s, step {steps}\n{self.log(number)}")
 
     def close(self) -> None:
         for number, agent in enumerate(self.agents):
@@ -93,7 +107,7 @@ def test_a_machine_that_is_lost_is_named_and_the_run_ends(nodes, lost):
     pair = nodes("--run.num_steps", "500")
     pair.until_trained(1)
     pair.signal(lost, signal.SIGKILL)
-    assert pair.agents[1 - lost].wait(120) != 0
+    assert pair.ended(1 - lost, 120) != 0
     said = [line for line in pair.log(1 - lost).splitlines() if "error: " in line]
     assert len(said) == 1, said
     print(said)
@@ -107,7 +121,7 @@ def test_a_machine_that_comes_back_goes_on_where_the_run_was(nodes, tmp_path):
         pair.signal(1, signal.SIGKILL)
         pair.boot(1)
     for number in range(2):
-        assert pair.agents[number].wait(200) == 0, pair.log(number)[-4000:]
+        assert pair.ended(number, 200) == 0, pair.log(number)[-4000:]
     require_bitwise(tmp_path / "run", train(2, tmp_path / "undisturbed", *steps), 12)
 
 
