@@ -231,7 +231,8 @@ def _one_component(seen: Evidence) -> Verdict:
         f"{name} {short_number(mean)}" for name, mean in means.items()
     )
     least = min(means.values())
-    one = total > 0 and most >= 0.9 * total and least < 0.05
+    # Where next to nothing was earned, no component carries it.
+    one = most >= 0.05 and most >= 0.9 * total and least < 0.05
     return Finding(f"{text}: all of it is {name}", {"sort": "best"}) if one else text
 
 
