@@ -75,7 +75,7 @@ def test_a_reader_gets_a_curve_of_their_own_and_finds_planted_faults(tmp_path):
     follow(FIRST_HOUR, tmp_path)
     runs = tmp_path / "runs"
     rewards = [row["reward/mean"] for row in read_metrics(runs / "warehouse")]
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.3, rewards
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
     faults = {"short": "malformed_calls", "wrong": "one_component"}
     for name, expected in faults.items():
         rules = diagnose(RunFiles(runs / name))["rules"]

@@ -356,8 +356,10 @@ RULES = [
     Rule(
         "one_component",
         "One component carries the reward",
-        "The policy earns its reward without the task. Lower that component's weight "
-        "(objective.reward.weights), or pay it only where the others are earned.",
+        "Look whether the best answers deserve the others: a grader that never pays looks the same "
+        "(`agentrl env check` plays the gold answers). If they do not, the policy earns its reward "
+        "without the task: lower that component's weight, or pay it only where the others are "
+        "earned.",
         "reward/mean",
         _one_component,
     ),
