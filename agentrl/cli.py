@@ -274,29 +274,58 @@ def _add_sft(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--model", required=True, help="model to start from (directory or name)")
     command.add_argument("--out", type=Path, required=True, help="directory for the tuned model")
-    command.add_argument("--epochs", type=int, default=1, help="passes over the dialogues")
-    command.add_argument("--batch-size", type=int, default=32, help="dialogues per update")
-    command.add_argument("--learning-rate", type=float, default=1e-5, help="peak, cosine after it")
-    command.add_argument("--warmup-steps", type=int, default=10, help="updates of linear warm-up")
-    command.add_argument("--token-budget", type=int, default=8192, help="tokens per micro-batch")
     command.add_argument(
-        "--max-tokens", type=int, default=4096, help="longer dialogues are dropped"
+        "--epochs", type=int, default=1, help="passes over the dialogues (default: %(default)s)"
+    )
+    command.add_argument(
+        "--batch-size", type=int, default=32, help="dialogues per update (default: %(default)s)"
+    )
+    command.add_argument(
+        "--learning-rate",
+        type=float,
+        default=1e-5,
+        help="peak, cosine after it; 1e-3 for a model of a million weights (default: %(default)s)",
+    )
+    command.add_argument(
+        "--warmup-steps",
+        type=int,
+        default=10,
+        help="updates of linear warm-up (default: %(default)s)",
+    )
+    command.add_argument(
+        "--token-budget",
+        type=int,
+        default=8192,
+        help="tokens per micro-batch (default: %(default)s)",
+    )
+    command.add_argument(
+        "--max-tokens",
+        type=int,
+        default=4096,
+        help="longer dialogues are dropped (default: %(default)s)",
     )
     command.add_argument(
         "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto takes a GPU if any"
     )
     command.add_argument(
-        "--save-dtype", default="float32", choices=["float32", "bfloat16"], help="of the result"
+        "--save-dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="of the result (default: %(default)s)",
     )
-    command.add_argument("--seed", type=int, default=1, help="order of the dialogues")
-    command.add_argument("--dialect", default="auto", help="as rollout.dialect of a run file")
+    command.add_argument(
+        "--seed", type=int, default=1, help="order of the dialogues (default: %(default)s)"
+    )
+    command.add_argument(
+        "--dialect", default="auto", help="as rollout.dialect of a run file (default: %(default)s)"
+    )
     command.set_defaults(handler=_sft)
 
 
 def _sft(arguments: argparse.Namespace) -> int:
     from agentrl.train.sft import sft
 
-    sft(
+    result = sft(
         arguments.demonstrations,
         model_path=arguments.model,
         out=arguments.out,
@@ -311,6 +340,15 @@ def _sft(arguments: argparse.Namespace) -> int:
         dialect=arguments.dialect,
         seed=arguments.seed,
     )
+    print(
+        f"{result.num_updates} updates, loss {result.first_loss:.3f} at first and "
+        f"{result.last_loss:.3f} at last; the model is in {arguments.out}"
+    )
+    if result.num_dropped:
+        print(
+            f"{result.num_dropped} dialogues were longer than --max-tokens {arguments.max_tokens} "
+            "and left out"
+        )
     return 0
 
 

@@ -17,8 +17,8 @@ files: dict[str, Path] = {}
 
 
 def load(reference: str) -> object:
-    """The object that a text names. The directory that this process runs in is searched last, so
-    that a project there needs no installation.
+    """The object that a text names. The directory that this process runs in is searched last, and
+    a file's own directory is for what it imports, so that a project there needs no installation.
 
     Raises:
         ConfigError: the text has another form, or there is no such file, module or object.
@@ -36,8 +36,8 @@ def load(reference: str) -> object:
 
 
 def _by_name(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    if "" not in sys.path:
+        _search_last(os.getcwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -48,6 +48,11 @@ def _by_name(name: str) -> ModuleType:
         raise ConfigError(f"no module named '{name}' can be imported") from error
 
 
+def _search_last(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _from_file(name: str) -> ModuleType:
     path = Path(name).resolve()
     if not path.is_file():
@@ -56,6 +61,7 @@ def _from_file(name: str) -> ModuleType:
     module_name = f"agentrl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
+    _search_last(str(path.parent))
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     sys.modules[module_name] = module = importlib.util.module_from_spec(spec)

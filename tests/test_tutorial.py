@@ -1,4 +1,5 @@
-"""docs/tutorial.md as a reader follows it: its files, commands and Python in their order."""
+"""docs/tutorial.md and docs/first_hour.md as a reader follows them: files, commands and Python in
+their order."""
 
 import os
 import re
@@ -8,46 +9,52 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs_blocks import blocks_of
 
 from agentrl.tracking import read_metrics
+from agentrl.view.diagnosis import diagnose
+from agentrl.view.runs import RunFiles
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = ROOT / "docs" / "tutorial.md"
+FIRST_HOUR = ROOT / "docs" / "first_hour.md"
 
 
-def follow(folder: Path) -> list[str]:
+def follow(page: Path, folder: Path) -> str:
     """Write each block that begins with a file's name, run every other one; returns outputs."""
+    (folder / "examples").symlink_to(ROOT / "examples")
     outputs = []
-    for language, code in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
-        if named := re.match(r"# (\S+\.(?:py|toml))\n", code):
-            (folder / named[1]).write_text(code)
+    for block in blocks_of(page):
+        if block.not_run and "tests/test_tutorial.py runs it" not in block.not_run:
             continue
-        if language == "text":  # what was printed
+        if block.file:
+            (folder / block.file).write_text(block.code)
             continue
-        if language == "python":
-            commands = [[sys.executable, "-c", code]]
+        if block.language == "text":  # what was printed
+            continue
+        if block.language == "python":
+            commands = [["-c", block.code]]
         else:
-            lines = [shlex.split(line) for line in code.splitlines()]
-            assert all(words[0] == "agentrl" for words in lines)
-            commands = [[sys.executable, "-m", *words] for words in lines]
+            lines = [shlex.split(line) for line in block.code.splitlines()]
+            assert all(words[0] in ("agentrl", "python") for words in lines)
+            commands = [["-m", *w] if w[0] == "agentrl" else w[1:] for w in lines]
         for command in commands:
             done = subprocess.run(
-                command,
+                [sys.executable, *command],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
             )
-            assert done.returncode == 0, (command[1:], done.stdout[-1500:], done.stderr[-1500:])
+            assert done.returncode == 0, (command, done.stdout[-1500:], done.stderr[-1500:])
             outputs.append(done.stdout)
-    return outputs
+    return "\n".join(outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_reader_gets_from_an_empty_file_to_a_curve(tmp_path):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    outputs = "\n".join(follow(tmp_path))
+    outputs = follow(PAGE, tmp_path)
     assert "17 passed, 0 failed" in outputs  # env check
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "runs" / "sums")]
     assert len(rewards) == 60
@@ -56,7 +63,20 @@ def test_a_reader_gets_from_an_empty_file_to_a_curve(tmp_path):
     # Without servers a run repeats on one machine, and nearly so on another: what the page shows
     # of its curve is what comes out, give or take what another processor rounds away.
     shown, printed = (
-        re.findall(r"^steps .*: (\d\.\d\d) #", text, re.M) for text in (PAGE, outputs)
+        re.findall(r"^steps .*: (\d\.\d\d) #", text, re.M) for text in (PAGE.read_text(), outputs)
     )
     assert len(shown) == len(printed) == 6
     assert [float(each) for each in printed] == pytest.approx(list(map(float, shown)), abs=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_reader_gets_a_curve_of_their_own_and_finds_planted_faults(tmp_path):
+    follow(FIRST_HOUR, tmp_path)
+    runs = tmp_path / "runs"
+    rewards = [row["reward/mean"] for row in read_metrics(runs / "warehouse")]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+    faults = {"short": "malformed_calls", "wrong": "one_component"}
+    for name, expected in faults.items():
+        rules = diagnose(RunFiles(runs / name))["rules"]
+        assert expected in {rule["id"] for rule in rules if rule["state"] == "found"}, name

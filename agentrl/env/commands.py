@@ -77,11 +77,14 @@ def check(arguments: argparse.Namespace) -> int:
             return
         console.print(
             f"[{colours[result.status]}]{result.status}[/]  {result.name:<12}"
-            f"{result.seconds:6.2f} s  {escape(result.detail)}"
+            f"{result.seconds:6.2f} s  {escape(result.detail)}",
+            soft_wrap=True,
         )
         if result.remedy:
-            console.print(f"      should hold: {escape(result.asserts)}", style="dim")
-            console.print(f"      remedy: {escape(result.remedy)}")
+            console.print(
+                f"      should hold: {escape(result.asserts)}", style="dim", soft_wrap=True
+            )
+            console.print(f"      remedy: {escape(result.remedy)}", soft_wrap=True)
 
     def run(target: str, token: str | None, image: str | None) -> list[CheckResult]:
         return run_in_worker(

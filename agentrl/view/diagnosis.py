@@ -231,7 +231,8 @@ def _one_component(seen: Evidence) -> Verdict:
         f"{name} {short_number(mean)}" for name, mean in means.items()
     )
     least = min(means.values())
-    one = total > 0 and most >= 0.9 * total and least < 0.05
+    # Where next to nothing was earned, no component carries it.
+    one = most >= 0.05 and most >= 0.9 * total and least < 0.05
     return Finding(f"{text}: all of it is {name}", {"sort": "best"}) if one else text
 
 
@@ -355,8 +356,10 @@ RULES = [
     Rule(
         "one_component",
         "One component carries the reward",
-        "The policy earns its reward without the task. Lower that component's weight "
-        "(objective.reward.weights), or pay it only where the others are earned.",
+        "Look whether the best answers deserve the others: a grader that never pays looks the same "
+        "(`agentrl env check` plays the gold answers). If they do not, the policy earns its reward "
+        "without the task: lower that component's weight, or pay it only where the others are "
+        "earned.",
         "reward/mean",
         _one_component,
     ),

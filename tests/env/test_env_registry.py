@@ -68,6 +68,15 @@ def test_a_name_without_a_class_says_why(name, says):
         resolve(name)
 
 
+def test_a_file_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_env.py").write_text(SOURCE.format(doc="beside"))
+    (tmp_path / "its_env.py").write_text(
+        "import neighbour_env\nclass Its(neighbour_env.Tiny):\n    pass\n"
+    )
+    assert resolve(f"{tmp_path}/its_env.py:Its").__mro__[1].__doc__ == "beside"
+
+
 def test_a_file_without_the_class_and_one_that_needs_something(tmp_path, monkeypatch):
     (tmp_path / "env.py").write_text(SOURCE.format(doc="x"))
     with pytest.raises(ConfigError, match=r"'NotOne' of .*env\.py is no Environment class"):

@@ -118,3 +118,15 @@ def test_dialogues_that_are_all_too_long_are_an_error(tmp_path):
     path.write_text(json.dumps({"messages": DIALOGUE}))
     with pytest.raises(DataError, match="raise it"):
         sft(path, model_path=MODEL, out=tmp_path / "out", max_tokens=3)
+
+
+def test_the_command_says_what_it_did_and_what_it_left_out(tmp_path, capsys):
+    path = tmp_path / "demos.jsonl"
+    long = [*DIALOGUE, {"role": "assistant", "content": "so " * 300}]
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (DIALOGUE, long)))
+    out = tmp_path / "tuned"
+    words = ["sft", str(path), "--model", MODEL, "--out", str(out), "--max-tokens", "200"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "1 updates, loss " in printed and f"the model is in {out}" in printed
+    assert "1 dialogues were longer than --max-tokens 200 and left out" in printed

@@ -47,6 +47,12 @@ def test_a_healthy_run_has_no_finding(tmp_path):
     assert found(plant(tmp_path / "healthy")) == {}
 
 
+def test_where_next_to_nothing_was_earned_no_component_carries_it(tmp_path, monkeypatch):
+    rare = {"components": lambda reward: {"correct": 0.02 * reward, "format": 0.0}}
+    monkeypatch.setitem(FAULTS, "rare", rare)
+    assert "one_component" not in found(plant(tmp_path / "rare", "rare"))
+
+
 def test_what_was_not_recorded_is_said_to_be_unknown(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 30):
