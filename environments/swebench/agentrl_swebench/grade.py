@@ -209,7 +209,7 @@ async def grade(
         return base
 
     async def run(of: Instance, patch: str) -> Evidence:
-        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True}
+        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True, "brief": True}
         return (await _settled(of, patch, limits, **options)).evidence
 
     settled = await _settled(

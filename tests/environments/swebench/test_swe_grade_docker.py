@@ -18,7 +18,8 @@ from agentrl_swebench.attacks import ATTACKS, grade_attack
 from agentrl_swebench.dataset import Prediction
 from agentrl_swebench.evaluate import evaluate
 from agentrl_swebench.grade import GradingLimits, grade, run_harness
-from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL, GuardedClient, _Watch
+from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL
+from agentrl_swebench.guarded import GuardedClient, Watch
 from agentrl_swebench.testfiles import file_diff
 
 pytestmark = pytest.mark.docker
@@ -96,7 +97,7 @@ def test_every_patch_of_the_table(engine, fixture_instances, name):
 
 def test_the_engines_store_and_the_engine_name_the_same_changes(engine, fixture_instances):
     options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
-    guarded = GuardedClient(engine, options, _Watch())
+    guarded = GuardedClient(engine, options, Watch())
     container = guarded.containers.create(fixture_instances[SPANS].image, "sleep 60", init=True)
     try:
         container.start()
