@@ -112,7 +112,7 @@ class _GuardedContainer:
         if command in _NO_WORK:
             return ExecResult(0, b"")
         if command == _APPLY:
-            both = ["/bin/bash", "-c", _APPLY_AND_DIFF]
+            both = ["/bin/sh", "-c", _APPLY_AND_DIFF]
             exit_code, output = self._container.exec_run(both, **options)
             output, compared, diff = output.partition(b"\0")
             if compared:
