@@ -48,7 +48,8 @@ class Processor:
 
     The kernel counts the command's own in a control group, whoever waits for its processes. The
     engine's helpers, one per container, belong to nobody: they are seen ten times a second, the
-    last moments of each are missed.
+    last moments of each are missed. A helper waits for its container's processes, so that what they
+    used is counted by it as well as by the containers' control group.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ class Processor:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self.used = self._seconds() - self._before
+        rest, containers, helpers = map(float.__sub__, self._seconds(), self._before)
+        self.used = rest + max(containers, helpers)
         with contextlib.suppress(OSError):
             self._own.rmdir()
 
@@ -92,17 +94,18 @@ class Processor:
             elif name != "containerd":  # such a process may be about to become a helper
                 self._others.add(number)
 
-    def _seconds(self) -> float:
-        """So far; not a number where the engine or the control groups can't be seen."""
+    def _seconds(self) -> tuple[float, float, float]:
+        """So far, of the command and the engine, the containers, and the helpers; not a number
+        where the engine or the control groups can't be seen."""
         engine = [
             seconds
             for name, seconds in map(_of_process, filter(str.isdigit, os.listdir("/proc")))
             if name in ("dockerd", "containerd")  # with the children that they waited for
         ]
         if not engine:
-            return math.nan
-        groups = map(self._of_group, (self._own, self._root / "docker"))
-        return sum(groups) + sum(engine) + sum(self._helpers.values())
+            return math.nan, math.nan, math.nan
+        own, containers = map(self._of_group, (self._own, self._root / "docker"))
+        return own + sum(engine), containers, sum(self._helpers.values())
 
     def _of_group(self, group: Path) -> float:
         try:
