@@ -34,7 +34,7 @@ _DIFF = "git -c core.fileMode=false diff"
 _APPLY_AND_DIFF = (
     f"{_APPLY} 2>&1; code=$?; [ $code = 0 ] && {{ printf '\\0'; {_DIFF} 2>&1; }}; exit $code"
 )
-_NO_WORK = frozenset({"mkdir -p /tmp", "mkdir -p /"})
+_NO_WORK = ("mkdir -p /tmp", "mkdir -p /")
 """The engine makes folders for what it is given; `/` is there."""
 
 
