@@ -3,8 +3,9 @@
 `python -m agentrl_swebench.grade_worker` imports the harness and then forks a worker for each
 folder that it is sent (`harness.py`). A worker reads `request.json` in its folder, runs the
 official harness' `run_instance` as it is, and writes `result.json` there. The harness is given a
-Docker client that adds limits and labels to the container it creates; nothing else about the run
-differs from the official one.
+Docker client that adds limits and labels to the container it creates and asks less of the engine
+(`guarded.py`), and its clean-up is replaced by ours; nothing else about the run differs from the
+official one.
 
 Besides the report, the result says what ended the run, from sources that the graded patch can't
 write: the exception that the harness met (its log and the test output hold text of the patch's
