@@ -14,14 +14,16 @@ every copy; a training run does so once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -41,39 +43,106 @@ def harness_seconds(log: Path) -> float:
     return (last - first).total_seconds()
 
 
-def processor_seconds() -> float:
-    """So far, of ended children, the engine's processes and all containers; not a number where the
-    engine is not this machine's, or its control groups end with each container."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = used.ru_utime + used.ru_stime
-    for each in Path("/proc").glob("[0-9]*/stat"):
+class Processor:
+    """Processor seconds of a command, the engine and all containers while the command runs.
+
+    The kernel counts the command's own in a control group, whoever waits for its processes. The
+    engine's helpers, one per container, belong to nobody: they are seen ten times a second, the
+    last moments of each are missed. A helper waits for its container's processes, so that what they
+    used is counted by it as well as by the containers' control group.
+    """
+
+    def __init__(self) -> None:
+        first = Path("/sys/fs/cgroup/cpuacct")
+        self._root = first if first.is_dir() else Path("/sys/fs/cgroup")
+        self._own = self._root / f"agentrl-bench-{os.getpid()}"
+        self._helpers: dict[str, float] = {}
+        self._others: set[str] = set()
+        self._over = threading.Event()
+
+    def join(self) -> None:
+        """Count the calling process, and all that it will start."""
+        with contextlib.suppress(OSError):
+            (self._own / "cgroup.procs").write_text("0")
+
+    def __enter__(self) -> Processor:
+        with contextlib.suppress(OSError):
+            self._own.mkdir()
+        self._look()
+        self._before = self._seconds()
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        rest, containers, helpers = map(float.__sub__, self._seconds(), self._before)
+        self.used = rest + max(containers, helpers)
+        with contextlib.suppress(OSError):
+            self._own.rmdir()
+
+    def _follow(self) -> None:
+        while not self._over.wait(0.1):
+            self._look()
+
+    def _look(self) -> None:
+        for number in {each for each in os.listdir("/proc") if each.isdigit()} - self._others:
+            name, seconds = _of_process(number)
+            if name.startswith("containerd-shim"):
+                self._helpers[number] = seconds
+            elif name != "containerd":  # such a process may be about to become a helper
+                self._others.add(number)
+
+    def _seconds(self) -> tuple[float, float, float]:
+        """So far, of the command and the engine, the containers, and the helpers; not a number
+        where the engine or the control groups can't be seen."""
+        engine = [
+            seconds
+            for name, seconds in map(_of_process, filter(str.isdigit, os.listdir("/proc")))
+            if name in ("dockerd", "containerd")  # with the children that they waited for
+        ]
+        if not engine:
+            return math.nan, math.nan, math.nan
+        own, containers = map(self._of_group, (self._own, self._root / "docker"))
+        return own + sum(engine), containers, sum(self._helpers.values())
+
+    def _of_group(self, group: Path) -> float:
         try:
-            name, _, rest = each.read_text().partition("(")[2].rpartition(")")
+            if self._root.name == "cpuacct":
+                return int((group / "cpuacct.usage").read_text()) / 1e9
+            return int((group / "cpu.stat").read_text().split()[1]) / 1e6
         except OSError:
-            continue  # it ended
-        if name in ("dockerd", "containerd"):  # with the children that they waited for
-            seconds += sum(map(int, rest.split()[11:15])) / os.sysconf("SC_CLK_TCK")
-    first = Path("/sys/fs/cgroup/cpuacct/docker/cpuacct.usage")
-    if first.is_file():
-        return seconds + int(first.read_text()) / 1e9
-    second = Path("/sys/fs/cgroup/docker/cpu.stat")
-    if second.is_file():
-        return seconds + int(second.read_text().split()[1]) / 1e6
-    return float("nan")
+            return math.nan
+
+
+def _of_process(number: str) -> tuple[str, float]:
+    """Its name and the processor seconds of it and the children that it waited for."""
+    try:
+        text = Path("/proc", number, "stat").read_text()
+    except OSError:
+        return "", 0.0  # it ended
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    return name, sum(map(int, rest.split()[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(command: Sequence[str]) -> tuple[list[float], float, float]:
     """Seconds of each grading and of the call, and the call's processor seconds."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
-        started, processor = time.monotonic(), processor_seconds()
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, Processor() as processor:
+        started = time.monotonic()
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            preexec_fn=processor.join,
         )
         whole = time.monotonic() - started
         if done.returncode:
             raise ConfigError(f"{' '.join(command[:4])} failed: {done.stderr[-300:]}")
         each = [harness_seconds(path) for path in Path(folder).rglob("run_instance.log")]
-        return each, whole, processor_seconds() - processor
+    return each, whole, processor.used
 
 
 def copied(dataset: Path, copies: int, out: Path) -> int:

@@ -83,6 +83,43 @@ def parse_patch(patch: str) -> list[Section]:
     return sections
 
 
+def patched(before: str | None, section: Section) -> str | None:
+    """A file with a section of hunks applied, each where it says; None: there is no such file.
+
+    Raises:
+        PatchFormatError: the file is not what the section says, or it holds no hunks: it moves,
+            copies or is no text.
+    """
+    lines = section.text.split("\n")[:-1]
+    head = next((k for k, line in enumerate(lines) if _HUNK.match(line)), None)
+    if len(section.paths) != 1 or head is None or section.is_new is not (before is None):
+        raise PatchFormatError(f"the section of {section.paths[0]} does more than change lines")
+    old = re.findall(r"[^\n]*\n|[^\n]+", before or "")
+    new: list[str] = []
+    at = taken = 0
+    for k, line in enumerate(lines[head:], head):
+        if match := _HUNK.match(line) if not taken else None:
+            num_old, num_new = (int(match.group(k) or 1) for k in (2, 4))
+            first = int(match.group(1)) - (num_old > 0)
+            if first < at:
+                raise PatchFormatError(f"the hunks of {section.paths[0]} are out of order")
+            new += old[at:first]
+            at, taken = first, num_old + num_new
+        elif not line.startswith("\\"):
+            mark, content = line[:1] or " ", line[1:]
+            if not lines[k + 1 : k + 2] or not lines[k + 1].startswith("\\"):
+                content += "\n"
+            if mark != "+":
+                if old[at : at + 1] != [content]:
+                    raise PatchFormatError(f"line {at + 1} of {section.paths[0]} is another")
+                at += 1
+            if mark != "-":
+                new.append(content)
+            taken -= 2 if mark == " " else 1
+    new += old[at:]
+    return None if lines[head - 1].startswith("+++ /dev/null") else "".join(new)
+
+
 def _header_names(rest: str) -> tuple[str, ...]:
     """Both names of `diff --git`; () where only the rename lines below can tell them apart."""
     if rest.startswith('"'):

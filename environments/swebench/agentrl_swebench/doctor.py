@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -27,11 +26,6 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
         right = version == HARNESS_VERSION
         wanted = "" if right else f"; {HARNESS_VERSION} is wanted: pip install 'agentrl[swebench]'"
         yield "ok" if right else "fix", "harness", f"swebench {version}{wanted}"
-    command = shutil.which("docker")
-    if command is None:
-        yield "fix", "docker command", "not on PATH; the harness removes its containers with it"
-    else:
-        yield "ok", "docker command", command
     try:
         client = connect()
     except AgentRLError as error:

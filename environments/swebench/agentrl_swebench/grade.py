@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import shutil
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -185,7 +184,7 @@ async def grade(
         logs: folder that receives the harness' log folder of the last attempt.
 
     Raises:
-        ConfigError: the harness is not installed, or the `docker` command is missing.
+        ConfigError: the harness is not installed.
     """
     _check_installed()
     limits = limits or GradingLimits()
@@ -209,7 +208,7 @@ async def grade(
         return base
 
     async def run(of: Instance, patch: str) -> Evidence:
-        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True}
+        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True, "brief": True}
         return (await _settled(of, patch, limits, **options)).evidence
 
     settled = await _settled(
@@ -338,7 +337,3 @@ def _num_failed(report: dict) -> int:
 def _check_installed() -> None:
     if importlib.util.find_spec("swebench") is None:
         raise ConfigError("the official harness is missing: pip install 'agentrl[swebench]'")
-    if shutil.which("docker") is None:
-        raise ConfigError(
-            "the `docker` command is not on PATH; the harness removes its containers with it"
-        )

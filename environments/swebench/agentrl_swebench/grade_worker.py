@@ -3,8 +3,9 @@
 `python -m agentrl_swebench.grade_worker` imports the harness and then forks a worker for each
 folder that it is sent (`harness.py`). A worker reads `request.json` in its folder, runs the
 official harness' `run_instance` as it is, and writes `result.json` there. The harness is given a
-Docker client that adds limits and labels to the container it creates; nothing else about the run
-differs from the official one.
+Docker client that adds limits and labels to the container it creates and asks less of the engine
+(`guarded.py`), and its clean-up is replaced by ours; nothing else about the run differs from the
+official one.
 
 Besides the report, the result says what ended the run, from sources that the graded patch can't
 write: the exception that the harness met (its log and the test output hold text of the patch's
@@ -16,27 +17,23 @@ that means that the parent is gone, or gave the grading up.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import logging
 import os
-import re
 import resource
 import shutil
 import signal
 import socket
 import sys
-import tarfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.env.container.engine import connect, reap
 from agentrl.errors import AgentRLError
+from agentrl_swebench.guarded import GuardedClient, Watch
 
 if TYPE_CHECKING:
     import docker
@@ -109,6 +106,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     """Grade `request["patch"]` on `request["row"]`; the keys of the result are `Evidence`'s."""
     # Importing the harness takes a second and raises the process' limits, hence only in workers.
     from docker.errors import DockerException
+    from swebench.harness import run_evaluation
     from swebench.harness.constants import (
         END_TEST_OUTPUT,
         LOG_TEST_OUTPUT,
@@ -116,7 +114,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         START_TEST_OUTPUT,
     )
     from swebench.harness.grading import get_eval_report, get_logs_eval
-    from swebench.harness.run_evaluation import run_instance
     from swebench.harness.utils import make_test_spec
 
     from agentrl.errors import AgentRLError
@@ -161,13 +158,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             get_eval_report(spec, prediction, output, True)[row["instance_id"]]["resolved"]
         )
 
-    watch = _Watch(worth_a_look)
+    # Where the harness adds to the script, it does so later.
+    script = b"" if spec.image_assets else spec.eval_script.encode(errors="replace")
+    watch = Watch(worth_a_look, script=script, brief=request["brief"])
     guarded = GuardedClient(client, request["container"], watch)
     errors = _ErrorWatch()
     logging.getLogger(f"{row['instance_id']}.run_instance.log").addHandler(errors)
     returned = None
     try:
-        returned = run_instance(
+        run_evaluation.cleanup_container = _clean_up
+        returned = run_evaluation.run_instance(
             spec,
             prediction,
             guarded,  # type: ignore[arg-type]
@@ -195,163 +195,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-class GuardedClient:
-    """The engine's client, with limits and labels on every container created through it."""
-
-    def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: _Watch) -> None:
-        self._client = client
-        self.containers = _GuardedContainers(client, options, watch)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-
-class _GuardedContainers:
-    def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: _Watch) -> None:
-        self._client = client
-        self._options = options
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client.containers, name)
-
-    def create(self, image: str, command: Any = None, **arguments: Any) -> Any:
-        if not self._options["sys_admin"]:
-            arguments.pop("cap_add", None)
-        arguments |= self._options["arguments"]
-        container = self._client.containers.create(image, command, **arguments)
-        self._watch.follow(self._client, str(container.id))
-        self._watch.image_id = self._client.images.get(image).id or ""
-        return _GuardedContainer(container, self._watch)
-
-
-_RUNNER_PATH = re.compile(
-    r"/.*/(?:site|dist)-packages/(?:_?pytest|pluggy|iniconfig|py|xdist|unittest2|nose|tox"
-    r"|hypothesis|pytest_[^/]*|(?:site|user)customize)(?:/.*)?\.(?!pyc$)\w+"
-    r"|/.*/python3?(?:\.\d+)?/(?!(?:site|dist)-packages/)(?:[^/]+|(?:unittest|importlib)/[^/]+)\.py"
-    r"|/.*bin/(?:python[\d.]*|py\.?test|bash|sh|dash|env|git|tox|make|prove|node|ruby|perl|java|go)"
-    r"|/(?:etc/ld\.so\.preload|etc/bash\.bashrc|etc/profile|root/\.bashrc|etc/passwd)"
-)
-"""What runs or finds tests: runners and their plugins, the standard library, interpreters, shells.
-Compiled files and folders are left out: any run may write into those."""
-
-
-class _GuardedContainer:
-    """A container of which it is noted what the tests changed in it, where they were resolved: the
-    next command that the harness runs in it after the evaluation script takes the difference."""
-
-    def __init__(self, container: Any, watch: _Watch) -> None:
-        self._container = container
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._container, name)
-
-    def put_archive(self, path: str, data: bytes) -> Any:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            for member in archive.getmembers():
-                if member.name == "eval.sh" and (file := archive.extractfile(member)):
-                    self._watch.script = file.read()
-        return self._container.put_archive(path, data)
-
-    def exec_run(self, *arguments: Any, **named: Any) -> Any:
-        if self._watch.script is not None and self._watch.changed is None:
-            if self._watch.worth_a_look():
-                self._look()
-            else:
-                self._watch.changed = set()
-        return self._container.exec_run(*arguments, **named)
-
-    def _look(self) -> None:
-        from docker.errors import DockerException
-        from requests.exceptions import RequestException
-
-        with contextlib.suppress(
-            DockerException, RequestException, OSError, KeyError, tarfile.TarError
-        ):
-            changed = {path for path in self._changes() if _RUNNER_PATH.fullmatch(path)}
-            chunks, _ = self._container.get_archive("/eval.sh")
-            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-                file = archive.extractfile("eval.sh")
-                if file is None or file.read() != self._watch.script:
-                    changed.add("/eval.sh")
-            self._watch.changed = changed
-
-    def _changes(self) -> Iterator[str]:
-        """Paths that are not the image's. The engine compares every file of the image, which takes
-        it longer than the tests of a small instance; root on its machine can see what it stores of
-        the container."""
-        stored = (self._container.attrs.get("GraphDriver") or {}).get("Data") or {}
-        layer = stored.get("UpperDir", "")
-        if not os.access(layer, os.R_OK | os.X_OK):
-            yield from (change["Path"] for change in self._container.diff() or [])
-            return
-
-        def unseen(error: OSError) -> None:
-            raise error  # `_look` then says that nobody could
-
-        for folder, folders, files in os.walk(layer, onerror=unseen):
-            for name in (*folders, *files):
-                yield os.path.join(folder, name).removeprefix(layer)
-
-
-class _Watch:
-    """The engine's events about one container."""
-
-    def __init__(self, worth_a_look: Callable[[], bool] = lambda: True) -> None:
-        self.worth_a_look = worth_a_look
-        """Whether anyone asks what the tests changed; called when they are over."""
-        self.image_id = ""
-        self.changed: set[str] | None = None
-        """None: nobody could look."""
-        self.script: bytes | None = None
-        """The evaluation script, as it was put into the container."""
-        self._events: list[tuple[str, str]] = []
-        self._lost = False
-        self._over = threading.Event()
-        self._followed = False
-
-    def follow(self, client: docker.DockerClient, container_id: str) -> None:
-        self._followed = True
-        # The answer starts before the container does, so that no event is missed.
-        stream = client.api.events(filters={"container": [container_id]}, decode=True)
-        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
-
-    def _read(self, stream: Iterator[dict[str, Any]]) -> None:
-        from docker.errors import DockerException
-        from requests.exceptions import RequestException
-        from urllib3.exceptions import HTTPError
-
-        try:
-            for event in stream:
-                attributes = event.get("Actor", {}).get("Attributes", {})
-                self._events.append((event.get("Action", ""), attributes.get("signal", "")))
-                if event.get("Action") == "destroy":
-                    break
-            else:
-                self._lost = True
-        except (DockerException, RequestException, HTTPError, OSError, ValueError):
-            self._lost = True
-        self._over.set()
-
-    def end(self, wait_s: float) -> tuple[str, bool]:
-        """What ended the container, and whether a process in it ran out of memory.
-
-        `stopped` (the harness' own clean-up comes first), `removed` (someone killed it or froze it
-        from outside), `died` (it ended by itself: its main process was killed from inside), `lost`
-        (the engine went away), or "" (there was none, or it still runs).
-        """
-        if self._followed:
-            self._over.wait(wait_s)
-        out_of_memory = any(action == "oom" for action, _ in self._events)
-        for action, sent in list(self._events):
-            if action == "pause":
-                return "removed", out_of_memory
-            if action == "kill":
-                return ("stopped" if sent == str(int(signal.SIGTERM)) else "removed"), out_of_memory
-            if action == "die":
-                return "died", out_of_memory
-        return ("lost" if self._lost else ""), out_of_memory
+def _clean_up(client: object, container: Any, logger: object) -> None:
+    """In place of the harness' own, which is after the verdict: two `docker` programs."""
+    if container is not None:
+        container.clean_up()
 
 
 class _ErrorWatch(logging.Handler):

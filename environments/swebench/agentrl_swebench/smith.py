@@ -59,7 +59,7 @@ def make_smith_row(row: dict[str, Any], place: str) -> dict[str, Any]:
                 labels=labels("smith", "build"),
             )
             try:
-                container.put_archive("/tmp", packed("bug.patch", bug.encode()))
+                container.put_archive("/tmp", packed({"bug.patch": bug.encode()}))
                 container.start()
                 if container.wait(timeout=_WAIT_S)["StatusCode"] != 0:
                     said = container.logs(tail=3).decode(errors="replace").strip()

@@ -6,12 +6,13 @@ import difflib
 import io
 import re
 import tarfile
+import time
 from dataclasses import dataclass
 
 from agentrl.env.container.engine import connect, engine_errors, labels, remove
 from agentrl.errors import EnvError
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.diff import PatchFormatError, parse_patch
+from agentrl_swebench.diff import PatchFormatError, Section, parse_patch, patched
 
 REPOSITORY = "/testbed"
 _WAIT_S = 120
@@ -42,13 +43,15 @@ def named_file(test: str) -> str:
 
 
 def read_test_files(instance: Instance, run_id: str) -> TestFiles:
-    """Start a container of the instance's image, apply the tests and read their files.
+    """Read the tests' files of an instance's image and apply the hidden tests; where their patch is
+    not plain hunks that fit line by line, by the programs in a container of the image.
 
     Raises:
         EnvError: the engine failed.
         PatchFormatError: the instance's tests can't be read.
     """
-    paths = {path for each in parse_patch(instance.test_patch) for path in each.paths}
+    sections = parse_patch(instance.test_patch)
+    paths = {path for each in sections for path in each.paths}
     paths |= {named_file(test) for test in instance.fail_to_pass} - {""}
     with engine_errors():
         client = connect(timeout_s=_WAIT_S)
@@ -64,19 +67,31 @@ def read_test_files(instance: Instance, run_id: str) -> TestFiles:
             )
             try:
                 before = _read(container, sorted(paths))
-                container.put_archive("/tmp", packed("test.patch", instance.test_patch.encode()))
-                container.start()
-                status = container.wait(timeout=_WAIT_S)["StatusCode"]
-                if status != 0:
-                    said = container.logs(tail=3).decode(errors="replace")
-                    raise EnvError(
-                        f"the hidden tests of {instance.instance_id} do not apply: {said}"
-                    )
+                try:
+                    return TestFiles(before, _with_patch(before, sections))
+                except PatchFormatError:
+                    _apply(container, instance)
                 return TestFiles(before, _read(container, sorted(paths)))
             finally:
                 remove(client, str(container.id))
         finally:
             client.close()
+
+
+def _with_patch(before: dict[str, str], sections: list[Section]) -> dict[str, str]:
+    files: dict[str, str | None] = dict(before)
+    for each in sections:
+        files[each.paths[0]] = patched(files.get(each.paths[0]), each)
+    return {path: text for path, text in files.items() if text is not None}
+
+
+def _apply(container, instance: Instance) -> None:
+    tests = packed({"test.patch": instance.test_patch.encode()})
+    container.put_archive("/tmp", tests)
+    container.start()
+    if container.wait(timeout=_WAIT_S)["StatusCode"] != 0:
+        said = container.logs(tail=3).decode(errors="replace")
+        raise EnvError(f"the hidden tests of {instance.instance_id} do not apply: {said}")
 
 
 def _read(container, paths: list[str]) -> dict[str, str]:
@@ -97,13 +112,15 @@ def _read(container, paths: list[str]) -> dict[str, str]:
     return texts
 
 
-def packed(name: str, content: bytes) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        member = tarfile.TarInfo(name)
-        member.size, member.mode = len(content), 0o644
-        archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+def packed(files: dict[str, bytes]) -> bytes:
+    """An archive of files by their paths, relative to where it is unpacked."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode, member.mtime = len(content), 0o644, int(time.time())
+            tar.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
 
 
 def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -> str | None:

@@ -11,7 +11,7 @@ from agentrl_swebench import grade as grading
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.evidence import Evidence
 from agentrl_swebench.grade import GradingLimits, Verdict, grade, judge
-from agentrl_swebench.grade_worker import GuardedClient, _Watch
+from agentrl_swebench.guarded import GuardedClient, Watch
 from agentrl_swebench.testfiles import file_diff
 
 INSTANCE = Instance(
@@ -237,7 +237,7 @@ needs_docker_package = pytest.mark.skipif(
 
 
 def watched(*events, lost=False):
-    watch = _Watch()
+    watch = Watch()
     watch._followed = True
 
     def stream():
@@ -294,7 +294,7 @@ class _Recorder:
 def test_guarded_client_adds_limits_and_passes_the_rest(sys_admin):
     real = _Recorder()
     options = {"arguments": {"network_mode": "none", "init": True}, "sys_admin": sys_admin}
-    guarded = GuardedClient(real, options, _Watch())
+    guarded = GuardedClient(real, options, Watch())
     guarded.containers.create(image="i", name="n", user="root", cap_add=["SYS_ADMIN"])
     assert real.created["network_mode"] == "none" and real.created["init"] is True
     assert (real.created["name"], real.created["user"]) == ("n", "root")

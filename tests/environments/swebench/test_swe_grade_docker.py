@@ -18,8 +18,9 @@ from agentrl_swebench.attacks import ATTACKS, grade_attack
 from agentrl_swebench.dataset import Prediction
 from agentrl_swebench.evaluate import evaluate
 from agentrl_swebench.grade import GradingLimits, grade, run_harness
-from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL, GuardedClient, _Watch
-from agentrl_swebench.testfiles import file_diff
+from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL
+from agentrl_swebench.guarded import GuardedClient, Watch
+from agentrl_swebench.testfiles import file_diff, packed
 
 pytestmark = pytest.mark.docker
 pytest.importorskip("swebench", reason="the official harness is missing: agentrl[swebench]")
@@ -96,7 +97,7 @@ def test_every_patch_of_the_table(engine, fixture_instances, name):
 
 def test_the_engines_store_and_the_engine_name_the_same_changes(engine, fixture_instances):
     options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
-    guarded = GuardedClient(engine, options, _Watch())
+    guarded = GuardedClient(engine, options, Watch())
     container = guarded.containers.create(fixture_instances[SPANS].image, "sleep 60", init=True)
     try:
         container.start()
@@ -114,6 +115,60 @@ def test_the_engines_store_and_the_engine_name_the_same_changes(engine, fixture_
     site = "/usr/lib/python3/dist-packages"
     assert {f"{site}/_pytest/nodes.py", "/testbed/new.py"} <= stored
     assert any(path.startswith(f"{site}/pluggy/") for path in stored)
+
+
+def test_the_engine_is_asked_for_little_and_gives_what_the_harness_asked_for(
+    engine, fixture_instances
+):
+    instance = fixture_instances[SPANS]
+    script = b"echo done\n"
+    options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
+    guarded = GuardedClient(engine, options, Watch(lambda: False, script=script))
+    container = guarded.containers.create(instance.image, "sleep 60", init=True)
+    here = {"workdir": "/testbed", "user": "root"}
+    diff = "git -c core.fileMode=false diff"
+    try:
+        container.start()
+        assert container.exec_run("mkdir -p /tmp").exit_code == 0
+        container.put_archive("/tmp", packed({"patch.diff": instance.patch.encode()}))
+        early = container.exec_run("cat /eval.sh").output
+        applied = container.exec_run("git apply --verbose /tmp/patch.diff", **here)
+        before = container.exec_run(diff, workdir="/testbed")
+        again = container.exec_run("git apply --verbose /tmp/patch.diff", **here)
+        assert container.exec_run("rm /eval.sh").exit_code == 0
+        container.put_archive("/", packed({"eval.sh": script}))
+        late = container.exec_run("cat /eval.sh").output
+        after = container.exec_run(diff, workdir="/testbed")
+    finally:
+        container.clean_up()
+    assert (applied.exit_code, again.exit_code) == (0, 1)
+    assert b"Applied patch spans/core.py cleanly." in applied.output
+    assert before.output == after.output and b"+++ b/spans/core.py" in after.output
+    # After a patch that does not apply at once, the script is put where it belongs once more.
+    assert early == late == script
+    assert containers(engine) == []
+
+
+@pytest.mark.parametrize("edit", ["echo >> /eval.sh", "rm /eval.sh", "ln -sf /bin/sh /eval.sh"])
+def test_another_evaluation_script_is_seen_in_the_store_and_by_the_engine(
+    engine, fixture_instances, edit
+):
+    for hidden in (False, True):
+        watch = Watch()
+        options = {"arguments": {"labels": {RUN_LABEL: RUN_ID}}, "sys_admin": False}
+        client = GuardedClient(engine, options, watch)
+        container = client.containers.create(fixture_instances[SPANS].image, "sleep 60", init=True)
+        try:
+            container.start()
+            if hidden:
+                container.attrs["GraphDriver"] = None
+            container.put_archive("/", packed({"eval.sh": b"echo done\n"}))
+            engine.containers.get(container.id).exec_run(["sh", "-c", edit])
+            container.exec_run("true")
+        finally:
+            container.clean_up()
+        # What the engine can't read is nobody's proof of an unchanged script.
+        assert watch.changed == {"/eval.sh"} or (hidden and watch.changed is None)
 
 
 def test_only_what_is_resolved_is_searched_for_changes(engine, fixture_instances):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.diff import PatchFormatError, parse_patch
+from agentrl_swebench.diff import PatchFormatError, parse_patch, patched
 from agentrl_swebench.policy import MAX_PATCH_BYTES, make_submission, suspicious
 from agentrl_swebench.testfiles import file_diff
 
@@ -311,3 +311,51 @@ def test_only_whole_marks_of_the_harness_are_refused():
     assert submitted(">>>>>>> Tests Errored").refused, "the mark stands in it"
     for harmless in (">>>>>>> branch", ">>>>> quoted in a mail", ">>>>> test"):
         assert not submitted(harmless).refused and submitted(harmless).patch
+
+
+# --- hunks applied without a program ---------------------------------------------------------
+
+
+BASE = "one\ntwo\n\nfour\r\nfive"
+
+
+AFTER = (
+    "zero\none\ntwo\n\nfour\r\nfive",
+    "one\ntwo\n\nfour\r\nfive\n",
+    "one\n-- two\n\nFOUR\r\nfive",
+    "\\ No newline at end of file\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*((BASE, text) for text in (*AFTER, None)), *((None, t) for t in AFTER)]
+)
+def test_hunks_give_what_git_gives(before, after, tmp_path):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=b", "-c", "core.autocrlf=false"]
+    file = tmp_path / "a.py"
+
+    def write(text):
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_bytes(text.encode())
+        subprocess.run([*git, "add", "-A"], cwd=tmp_path, check=True)
+
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    write(before)
+    commit = [*git, "commit", "-q", "--allow-empty", "-m", "a"]
+    subprocess.run(commit, cwd=tmp_path, check=True)
+    write(after)
+    diff = [*git, "diff", "--cached", "--no-renames"]
+    text = subprocess.run(diff, cwd=tmp_path, check=True, capture_output=True).stdout.decode()
+    (section,) = parse_patch(text)
+    assert patched(before, section) == after
+    for other in ("one\nTWO\n\nfour\r\nfive", "three\n", None if before else "one\n"):
+        with pytest.raises(PatchFormatError):
+            patched(other, section)
+
+
+def test_what_is_no_hunk_is_left_to_git():
+    moved = "diff --git a/a.py b/b.py\nsimilarity index 100%\nrename from a.py\nrename to b.py\n"
+    (section,) = parse_patch(moved)
+    with pytest.raises(PatchFormatError, match="more than change lines"):
+        patched("one\n", section)

@@ -1,0 +1,272 @@
+"""The engine's client as the harness is given it: its one container gets limits, is watched, and
+is asked for less.
+
+Every command in a container and every file that is put there costs the engine more of a processor
+than the harness' own work. So the patch and the evaluation script are put there at once, the patch
+is applied and compared by one command, and the container is removed over the connection instead of
+by two `docker` programs. What the harness reads is what it would have read; what the tests meet is
+the same in a graded run and a control run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import stat
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from agentrl.env.container.engine import remove
+from agentrl_swebench.testfiles import packed
+
+if TYPE_CHECKING:
+    import docker
+
+_PATCH_FILE = "/tmp/patch.diff"
+_SCRIPT_FILE = "/eval.sh"
+_APPLY = f"git apply --verbose {_PATCH_FILE}"
+_DIFF = "git -c core.fileMode=false diff"
+_APPLY_AND_DIFF = (
+    f"{_APPLY} 2>&1; code=$?; [ $code = 0 ] && {{ printf '\\0'; {_DIFF} 2>&1; }}; exit $code"
+)
+_NO_WORK = ("mkdir -p /tmp", "mkdir -p /")
+"""The engine makes folders for what it is given; `/` is there."""
+_CLEAN_UP_S = 30.0
+"""Of each of its requests, as the harness' own has."""
+
+
+class GuardedClient:
+    """The engine's client, with limits and labels on every container created through it."""
+
+    def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: Watch) -> None:
+        self._client = client
+        self.containers = _GuardedContainers(client, options, watch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+class _GuardedContainers:
+    def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: Watch) -> None:
+        self._client = client
+        self._options = options
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client.containers, name)
+
+    def create(self, image: str, command: Any = None, **arguments: Any) -> Any:
+        if not self._options["sys_admin"]:
+            arguments.pop("cap_add", None)
+        arguments |= self._options["arguments"]
+        container = self._client.containers.create(image, command, **arguments)
+        self._watch.follow(self._client, str(container.id))
+        self._watch.image_id = self._client.images.get(image).id or ""
+        return _GuardedContainer(container, self._watch)
+
+
+_RUNNER_PATH = re.compile(
+    r"/.*/(?:site|dist)-packages/(?:_?pytest|pluggy|iniconfig|py|xdist|unittest2|nose|tox"
+    r"|hypothesis|pytest_[^/]*|(?:site|user)customize)(?:/.*)?\.(?!pyc$)\w+"
+    r"|/.*/python3?(?:\.\d+)?/(?!(?:site|dist)-packages/)(?:[^/]+|(?:unittest|importlib)/[^/]+)\.py"
+    r"|/.*bin/(?:python[\d.]*|py\.?test|bash|sh|dash|env|git|tox|make|prove|node|ruby|perl|java|go)"
+    r"|/(?:etc/ld\.so\.preload|etc/bash\.bashrc|etc/profile|root/\.bashrc|etc/passwd)"
+)
+"""What runs or finds tests: runners and their plugins, the standard library, interpreters, shells.
+Compiled files and folders are left out: any run may write into those."""
+
+
+class _GuardedContainer:
+    """A container of which it is noted what the tests changed in it, where they were resolved: the
+    next command that the harness runs in it after the evaluation script takes the difference."""
+
+    def __init__(self, container: Any, watch: Watch) -> None:
+        self._container = container
+        self._watch = watch
+        self._put: bytes | None = None
+        """The evaluation script, where it is in the container before the harness puts it there."""
+        self._diff: bytes | None = None
+        """What the harness' next comparison would give."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._container, name)
+
+    def put_archive(self, path: str, data: bytes) -> Any:
+        files = _unpacked(data)
+        if f"{path}/{next(iter(files), '')}" == _PATCH_FILE and self._watch.early_script:
+            self._put = self._watch.early_script
+            both = {_PATCH_FILE[1:]: files["patch.diff"], _SCRIPT_FILE[1:]: self._put}
+            return self._container.put_archive("/", packed(both))
+        if path == "/" and (script := files.get("eval.sh")) is not None:
+            self._watch.script = script
+            if script == self._put:
+                return True
+        return self._container.put_archive(path, data)
+
+    def exec_run(self, command: Any, **options: Any) -> Any:
+        from docker.models.containers import ExecResult
+
+        if command in _NO_WORK:
+            return ExecResult(0, b"")
+        if command == _APPLY:
+            both = ["/bin/sh", "-c", _APPLY_AND_DIFF]
+            exit_code, output = self._container.exec_run(both, **options)
+            output, compared, diff = output.partition(b"\0")
+            if compared:
+                self._diff = diff
+            else:
+                self._put = None  # other programs follow, and come nearer to the script
+            return ExecResult(exit_code, output)
+        if command == _DIFF and self._diff is not None:
+            diff, self._diff = self._diff, None
+            return ExecResult(0, diff)
+        if self._watch.script is not None and self._watch.changed is None:
+            if self._watch.worth_a_look():
+                self._look()
+            else:
+                self._watch.changed = set()
+        if self._watch.script is not None and self._watch.brief:
+            return ExecResult(0, b"")
+        return self._container.exec_run(command, **options)
+
+    def clean_up(self) -> None:
+        """Stop and remove the container; without an engine it is left, and found by its label."""
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+
+        with contextlib.suppress(DockerException, RequestException, OSError):
+            client = self._container.client
+            client.api.timeout = _CLEAN_UP_S  # an engine that hangs now takes no verdict with it
+            with contextlib.suppress(DockerException):
+                # By this signal the events tell that it was not killed from outside.
+                client.api.kill(self._container.id, int(signal.SIGTERM))
+            remove(client, self._container.id)
+
+    def _look(self) -> None:
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+
+        with contextlib.suppress(
+            DockerException, RequestException, OSError, KeyError, tarfile.TarError
+        ):
+            changed = {path for path in self._changes() if _RUNNER_PATH.fullmatch(path)}
+            if self._read_script() != self._watch.script:
+                changed.add(_SCRIPT_FILE)
+            self._watch.changed = changed
+
+    def _read_script(self) -> bytes | None:
+        """None: there is something else in its place."""
+        if layer := self._layer():
+            # Links in a container's layer lead out of it, and pipes never end.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            try:
+                with open(os.open(layer + _SCRIPT_FILE, flags), "rb") as file:
+                    regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+                    return file.read(len(self._watch.script or b"") + 1) if regular else None
+            except OSError:
+                return None
+        chunks, _ = self._container.get_archive(_SCRIPT_FILE)
+        return _unpacked(b"".join(chunks)).get("eval.sh")
+
+    def _layer(self) -> str:
+        """The folder that holds what is not the image's, where this process can see it."""
+        stored = (self._container.attrs.get("GraphDriver") or {}).get("Data") or {}
+        layer = stored.get("UpperDir", "")
+        return layer if os.access(layer, os.R_OK | os.X_OK) else ""
+
+    def _changes(self) -> Iterator[str]:
+        """Paths that are not the image's. The engine compares every file of the image, which takes
+        it longer than the tests of a small instance; root on its machine can see what it stores of
+        the container."""
+        layer = self._layer()
+        if not layer:
+            yield from (change["Path"] for change in self._container.diff() or [])
+            return
+
+        def unseen(error: OSError) -> None:
+            raise error  # `_look` then says that nobody could
+
+        for folder, folders, files in os.walk(layer, onerror=unseen):
+            for name in (*folders, *files):
+                yield os.path.join(folder, name).removeprefix(layer)
+
+
+def _unpacked(archive: bytes) -> dict[str, bytes]:
+    """The files of an archive."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        files = ((member.name, tar.extractfile(member)) for member in tar.getmembers())
+        return {name: file.read() for name, file in files if file is not None}
+
+
+class Watch:
+    """The engine's events about one container."""
+
+    def __init__(
+        self,
+        worth_a_look: Callable[[], bool] = lambda: True,
+        *,
+        script: bytes = b"",
+        brief: bool = False,
+    ) -> None:
+        self.worth_a_look = worth_a_look
+        """Whether anyone asks what the tests changed; called when they are over."""
+        self.early_script = script
+        """What the evaluation script will be; empty: not known yet."""
+        self.brief = brief
+        """Run nothing in the container after the tests: it would be for the harness' log alone."""
+        self.image_id = ""
+        self.changed: set[str] | None = None
+        """None: nobody could look."""
+        self.script: bytes | None = None
+        """The evaluation script, as it was put into the container."""
+        self._events: list[tuple[str, str]] = []
+        self._lost = False
+        self._over = threading.Event()
+        self._followed = False
+
+    def follow(self, client: docker.DockerClient, container_id: str) -> None:
+        self._followed = True
+        # The answer starts before the container does, so that no event is missed.
+        stream = client.api.events(filters={"container": [container_id]}, decode=True)
+        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: Iterator[dict[str, Any]]) -> None:
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            for event in stream:
+                attributes = event.get("Actor", {}).get("Attributes", {})
+                self._events.append((event.get("Action", ""), attributes.get("signal", "")))
+                if event.get("Action") == "destroy":
+                    break
+            else:
+                self._lost = True
+        except (DockerException, RequestException, HTTPError, OSError, ValueError):
+            self._lost = True
+        self._over.set()
+
+    def end(self, wait_s: float) -> tuple[str, bool]:
+        """What ended the container, and whether a process in it ran out of memory.
+
+        `stopped` (the harness' own clean-up comes first), `removed` (someone killed it or froze it
+        from outside), `died` (it ended by itself: its main process was killed from inside), `lost`
+        (the engine went away), or "" (there was none, or it still runs).
+        """
+        if self._followed:
+            self._over.wait(wait_s)
+        out_of_memory = any(action == "oom" for action, _ in self._events)
+        for action, sent in list(self._events):
+            if action == "pause":
+                return "removed", out_of_memory
+            if action == "kill":
+                return ("stopped" if sent == str(int(signal.SIGTERM)) else "removed"), out_of_memory
+            if action == "die":
+                return "died", out_of_memory
+        return ("lost" if self._lost else ""), out_of_memory
