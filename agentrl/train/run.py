@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -57,6 +57,8 @@ class Run:
     """The parts of a run. Everything that changes from step to step is in a checkpoint."""
 
     run_dir: Path
+    lock: IO[bytes]
+    """Keeps the directory for this process until it is closed."""
     fingerprint: dict[str, JSON]
     """What a resumed run must have in common with the one that was saved."""
     trainer: Trainer
@@ -116,7 +118,7 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     evaluation, said = evaluation_sampling(config, config.model.path)
     if said is not None and config.run.eval_every and not quiet:
         print(said)
-    run_dir = run_directory(config)
+    run_dir, lock = run_directory(config)
     checkpoint.clean_leftovers(run_dir)
 
     ranks.remember("run_dir", str(run_dir))
@@ -141,6 +143,7 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     )
     return Run(
         run_dir=run_dir,
+        lock=lock,
         fingerprint=_fingerprint(config, num_tasks=size, model=trainer.model),
         trainer=trainer,
         serving=serving,
@@ -235,6 +238,7 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
     """Continue the files of the run after `last_step`, or begin them."""
     config = run.config
     with (
+        run.lock,
         RunStatus(run.run_dir, num_steps=config.run.num_steps, step=last_step) as status,
         SignalLog(run.run_dir, share=config.track.signals, resume_step=last_step) as signals,
         MetricsWriter(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import logging
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -18,9 +22,14 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.train.checkpoint import latest_checkpoint
 
+logger = logging.getLogger(__name__)
 
-def run_directory(config: RunConfig) -> Path:
-    """Create or find the run directory and write `config.toml` into it.
+LOCK_FILE = ".lock"
+
+
+def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
+    """Create or find the run directory and write `config.toml` into it; also returns what keeps it
+    for this process, until it is closed.
 
     A new run never touches an old one: `runs/<name>` that is in use becomes `runs/<name>-2`, and
     so on; an explicit `run.dir` in use is an error. `run.resume` takes the newest of them.
@@ -46,6 +55,7 @@ def run_directory(config: RunConfig) -> Path:
     partial = run_dir / ".config.toml.partial"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = _keep(run_dir)
         partial.write_text(config.to_toml())
         os.replace(partial, run_dir / "config.toml")
     except OSError as error:
@@ -53,7 +63,33 @@ def run_directory(config: RunConfig) -> Path:
             f"the run directory {run_dir} cannot be written ({error.strerror}); choose another "
             "with --run.dir"
         ) from error
-    return run_dir
+    return run_dir, lock
+
+
+def _keep(run_dir: Path) -> IO[bytes]:
+    """Two processes that train in one directory would write each step twice, and each would remove
+    what the other is just saving."""
+    lock = (run_dir / LOCK_FILE).open("a+b")
+    lock.seek(0)
+    host, _, process = lock.read().decode(errors="replace").partition(" ")
+    try:
+        # Of this process alone: what a killed one has forked does not hold it any longer.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        if host == socket.gethostname():
+            lock.close()
+            raise ConfigError(
+                f"process {process} trains in {run_dir}; stop it first, or choose another run.name "
+                "or --run.dir"
+            ) from None
+        # A network's file system keeps the lock of a machine that was lost for a while.
+        logger.warning("%s is locked by process %s on %s; going on", run_dir, process, host)
+    except OSError:
+        logger.info("%s is on a file system without locks", run_dir)
+    lock.truncate(0)
+    lock.write(f"{socket.gethostname()} {os.getpid()}".encode())
+    lock.flush()
+    return lock
 
 
 def newest_run(config: RunConfig) -> Path | None:

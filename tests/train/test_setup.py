@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,12 @@ def config(tmp_path, **run) -> RunConfig:
     return RunConfig.model_validate({"model": {"path": "m"}, "run": {"name": "r", **run}})
 
 
+def directory(tmp_path, **run):
+    path, lock = run_directory(config(tmp_path, **run))
+    lock.close()
+    return path
+
+
 def use(path):
     path.mkdir(parents=True, exist_ok=True)
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -21,15 +29,15 @@ def use(path):
 
 def test_a_new_run_never_touches_an_old_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = run_directory(config(tmp_path))
+    first = directory(tmp_path)
     assert first.as_posix() == "runs/r" and (first / "config.toml").exists()
-    assert run_directory(config(tmp_path)) == first, "nothing was in it yet"
+    assert directory(tmp_path) == first, "nothing was in it yet"
     use(first)
-    second = run_directory(config(tmp_path))
+    second = directory(tmp_path)
     assert second.as_posix() == "runs/r-2"
     use(second)
-    assert run_directory(config(tmp_path)).as_posix() == "runs/r-3"
-    assert run_directory(config(tmp_path, resume=True)) == second, "the newest that holds a run"
+    assert directory(tmp_path).as_posix() == "runs/r-3"
+    assert directory(tmp_path, resume=True) == second, "the newest that holds a run"
 
 
 def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):
@@ -38,7 +46,37 @@ def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):
     use(tmp_path / "d")
     with pytest.raises(ConfigError, match="--resume"):
         run_directory(config(tmp_path, dir=str(tmp_path / "d")))
-    assert run_directory(config(tmp_path, dir=str(tmp_path / "d"), resume=True)).name == "d"
+    assert directory(tmp_path, dir=str(tmp_path / "d"), resume=True).name == "d"
+
+
+def test_a_directory_belongs_to_one_process_while_it_lives(tmp_path):
+    """What that process has forked, and outlives its kill, does not keep the run from going on."""
+    keep = (
+        "import os, sys, time\n"
+        "from agentrl.config import RunConfig\n"
+        "from agentrl.train.setup import run_directory\n"
+        "run = {'name': 'r', 'dir': sys.argv[1]}\n"
+        "kept = run_directory(RunConfig.model_validate({'model': {'path': 'm'}, 'run': run}))\n"
+        "child = os.fork() or time.sleep(60) or os._exit(0)\n"
+        "print(child, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    run_dir = tmp_path / "d"
+    other = subprocess.Popen(
+        [sys.executable, "-c", keep, str(run_dir)], stdout=subprocess.PIPE, text=True
+    )
+    child = int(other.stdout.readline())
+    try:
+        use(run_dir)
+        with pytest.raises(ConfigError, match=f"process {other.pid} trains in {run_dir}"):
+            directory(tmp_path, dir=str(run_dir), resume=True)
+        other.kill()
+        other.wait(30)
+        os.kill(child, 0)
+        assert directory(tmp_path, dir=str(run_dir), resume=True) == run_dir
+    finally:
+        other.kill()
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path):
