@@ -87,7 +87,7 @@ def test_a_wheel_of_the_caller_s_goes_in(tmp_path, wheel):
     plan, files = prepare("swebench", tmp_path / "context", [wheel])
     assert files == {"Dockerfile", f".agentrl/{wheel.name}"}
     assert plan.arguments["AGENTRL"] == f"/deps/{wheel.name}[swebench]"
-    assert "DOCKER_CLI_IMAGE" in (plan.on_top / "Dockerfile").read_text()
+    assert "SERVER_IMAGE" in (plan.on_top / "Dockerfile").read_text()
     with pytest.raises(ConfigError, match="--wheel"):
         prepare("math", tmp_path / "other", [tmp_path / "agentrl-no-such.whl"])
 
