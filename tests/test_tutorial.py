@@ -55,7 +55,8 @@ def follow(page: Path, folder: Path) -> str:
 @pytest.mark.timeout(900)
 def test_a_reader_gets_from_an_empty_file_to_a_curve(tmp_path):
     outputs = follow(PAGE, tmp_path)
-    assert "17 passed, 0 failed" in outputs  # env check
+    # A slow machine plays too few episodes to tell whether memory grows, and skips that check.
+    assert re.search(r"1[67] passed, 0 failed", outputs)
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "runs" / "sums")]
     assert len(rewards) == 60
     gain = sum(rewards[-10:]) / 10 - sum(rewards[:10]) / 10
@@ -76,6 +77,8 @@ def test_a_reader_gets_a_curve_of_their_own_and_finds_planted_faults(tmp_path):
     runs = tmp_path / "runs"
     rewards = [row["reward/mean"] for row in read_metrics(runs / "warehouse")]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+    better = [row["reward/mean"] for row in read_metrics(runs / "better")]
+    assert sum(better[-4:]) > sum(rewards[-4:]), "the remedy of the page"
     faults = {"short": "malformed_calls", "wrong": "one_component"}
     for name, expected in faults.items():
         rules = diagnose(RunFiles(runs / name))["rules"]

@@ -82,6 +82,7 @@ class ContractServer:
     """Offer the control routes (`VLLM_SERVER_DEV_MODE=1`)."""
     transfer_backend: str | None = "agentrl"
     engine_hangs: bool = False
+    num_label_questions: int = field(default=0, init=False)
     vllm_config: dict = field(default_factory=dict)
     """More of what /server_info says."""
     keeps_beside: list[int] | None = None
@@ -106,6 +107,7 @@ class ContractServer:
         self.weight_version = str(version)
 
     async def serve_weight_info(self, request: web.Request) -> web.Response:
+        self.num_label_questions += 1
         if self.engine_hangs:
             await asyncio.sleep(60)
         return web.json_response({"weight_version": self.weight_version or "default"})

@@ -595,16 +595,13 @@ def test_a_server_whose_engine_hangs_is_not_asked_again_soon(monkeypatch):
             engine.resync, calls = make_resync(hangs, current, version=5)
             engine.policy_version = 5
             engine.distrust(hangs.url)
-            durations = []
             for number in range(4):
-                started = time.monotonic()
                 generation = await engine.generate(f"g{number}-m0", PROMPT, SAMPLING)
                 assert generation.versions == [5] * 6
-                durations.append(time.monotonic() - started)
-            return durations, calls, len(hangs.bodies)
+            return calls, hangs.num_label_questions, len(hangs.bodies)
 
-    durations, calls, num_requests = asyncio.run(go())
-    assert max(durations) > 0.3 and sorted(durations)[-2] < 0.25
+    calls, num_questions, num_requests = asyncio.run(go())
+    assert num_questions == 1
     assert calls == [] and num_requests == 1  # the probe
 
 

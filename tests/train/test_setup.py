@@ -1,8 +1,7 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
@@ -51,31 +50,28 @@ def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):
 
 def test_a_directory_belongs_to_one_process_while_it_lives(tmp_path):
     """What that process has forked, and outlives its kill, does not keep the run from going on."""
-    keep = (
-        "import os, sys, time\n"
-        "from agentrl.config import RunConfig\n"
-        "from agentrl.train.setup import run_directory\n"
-        "run = {'name': 'r', 'dir': sys.argv[1]}\n"
-        "kept = run_directory(RunConfig.model_validate({'model': {'path': 'm'}, 'run': run}))\n"
-        "child = os.fork() or time.sleep(60) or os._exit(0)\n"
-        "print(child, flush=True)\n"
-        "time.sleep(60)\n"
-    )
     run_dir = tmp_path / "d"
-    other = subprocess.Popen(
-        [sys.executable, "-c", keep, str(run_dir)], stdout=subprocess.PIPE, text=True
-    )
-    child = int(other.stdout.readline())
+    reads, writes = os.pipe()
+    other = os.fork()
+    if other == 0:
+        kept = run_directory(config(tmp_path, dir=str(run_dir)))
+        child = os.fork()
+        if child:
+            os.write(writes, f"{child}\n".encode())
+        time.sleep(60)
+        os._exit(len(kept))
+    os.close(writes)
+    with open(reads) as pipe:
+        child = int(pipe.readline())
     try:
         use(run_dir)
-        with pytest.raises(ConfigError, match=f"process {other.pid} trains in {run_dir}"):
+        with pytest.raises(ConfigError, match=f"process {other} trains in {run_dir}"):
             directory(tmp_path, dir=str(run_dir), resume=True)
-        other.kill()
-        other.wait(30)
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
         os.kill(child, 0)
         assert directory(tmp_path, dir=str(run_dir), resume=True) == run_dir
     finally:
-        other.kill()
         os.kill(child, signal.SIGKILL)
 
 
