@@ -153,9 +153,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     output = log_dir / LOG_TEST_OUTPUT
 
     def worth_a_look() -> bool:
-        # The harness makes the same report of the same log a moment later.
-        return request["look"] and bool(
-            get_eval_report(spec, prediction, output, True)[row["instance_id"]]["resolved"]
+        # The harness makes the same report of the same log a moment later. It has written none yet
+        # where it stops tests that took too long.
+        return (
+            request["look"]
+            and output.is_file()
+            and get_eval_report(spec, prediction, output, True)[row["instance_id"]]["resolved"]
         )
 
     # Where the harness adds to the script, it does so later.

@@ -62,6 +62,16 @@ def test_gold_resolves_with_an_official_report_and_leaves_nothing(
     assert containers(engine) == []
 
 
+def test_tests_that_take_too_long_earn_nothing(engine, fixture_instances):
+    """Not masked: whoever makes the tests hang would be as well off as one who was not graded."""
+    instance = fixture_instances[SPANS]
+    hangs = ROWS["runaway_sleep"].make_patch(instance)
+    verdict = grade_now(instance, hangs, timeout_s=10.0, audit=True)
+    assert (verdict.outcome, verdict.reward) == ("unresolved", 0.0), verdict
+    assert "grade_timeout" in verdict.flags
+    assert containers(engine) == []
+
+
 ROWS = {each.name: each for each in ATTACKS}
 SMOKE = (
     "noop",
