@@ -71,7 +71,7 @@ def test_a_reader_gets_from_an_empty_file_to_a_curve(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_a_reader_gets_a_curve_of_their_own_and_finds_planted_faults(tmp_path):
     follow(FIRST_HOUR, tmp_path)
     runs = tmp_path / "runs"
