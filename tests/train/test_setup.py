@@ -54,12 +54,15 @@ def test_a_directory_belongs_to_one_process_while_it_lives(tmp_path):
     reads, writes = os.pipe()
     other = os.fork()
     if other == 0:
-        kept = run_directory(config(tmp_path, dir=str(run_dir)))
-        child = os.fork()
-        if child:
-            os.write(writes, f"{child}\n".encode())
-        time.sleep(60)
-        os._exit(len(kept))
+        try:
+            kept = run_directory(config(tmp_path, dir=str(run_dir)))
+            child = os.fork()
+            if child:
+                os.write(writes, f"{child}\n".encode())
+            time.sleep(60)
+            kept[1].close()
+        finally:
+            os._exit(0)  # whatever happened, this process must not go on with the other tests
     os.close(writes)
     with open(reads) as pipe:
         child = int(pipe.readline())
