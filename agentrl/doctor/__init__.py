@@ -143,19 +143,26 @@ def _memory(config: RunConfig) -> Finding:
     num_ranks = (parallel.data or 1) * parallel.context
     what = "memory of training" if num_ranks == 1 else f"memory of each of {num_ranks} ranks"
     try:
-        from agentrl.train.memory import device_memory, estimate, remedies
+        from agentrl.train import memory
         from agentrl.train.setup import resolve_device
 
         device = resolve_device(config.model.device).type
-        needed = estimate(config, device_type=device, num_ranks=num_ranks)
-        there = device_memory(device) // (num_ranks if device == "cpu" else 1)
-        said, fits = f"{needed}, of {there / 2**30:.1f} GiB", needed.total < 0.9 * there
-        if fits:
+        there = memory.device_memory(device) // (num_ranks if device == "cpu" else 1)
+        chosen = ""
+        if memory.chooses_token_budget(config, device):
+            budget = memory.fitting_token_budget(
+                config, there, device_type=device, num_ranks=num_ranks
+            )
+            config = memory.with_token_budget(config, budget)
+            chosen = f", with train.token_budget = {budget}, which is chosen by memory"
+        needed = memory.estimate(config, device_type=device, num_ranks=num_ranks)
+        said = f"{needed}, of {there / 2**30:.1f} GiB{chosen}"
+        if needed.total <= memory.USABLE * there:
             return "ok", what, said
         settings = []
-        for setting, smaller in remedies(config, device_type=device, num_ranks=num_ranks):
+        for setting, smaller in memory.remedies(config, device_type=device, num_ranks=num_ranks):
             settings.append(setting)
-            if smaller.total < 0.9 * there:
+            if smaller.total <= memory.USABLE * there:
                 then = f"with {', '.join(settings)} it takes {smaller.total / 2**30:.1f} GiB"
                 return "fix", what, f"{said}; {then}"
     except (AgentRLError, OSError, ValueError) as error:

@@ -18,7 +18,9 @@ GiB), and a server or an embedded engine on the same device.
 
 from __future__ import annotations
 
+import logging
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -31,6 +33,14 @@ from agentrl.train.attention import ATTENTION_NAME, packed_segments
 from agentrl.train.head import default_chunk_tokens, default_keep_bytes
 from agentrl.train.logprobs import decoder_of
 
+logger = logging.getLogger(__name__)
+
+BUDGET_STEP = 1024
+MAX_TOKEN_BUDGET = 65536
+"""Of a rank. Of so many tokens the kernels are as fast as they get, and what ranks exchange once
+per micro-batch is small beside the work on it."""
+USABLE = 0.9
+"""Share of a device's memory; the rest is for what is not estimated."""
 # Enough that what does not grow with the tokens is small beside what does.
 _TOKENS_COUNTED = 512
 
@@ -149,6 +159,44 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]
     for handle in handles:
         handle.remove()
     return kept[:-1], kept[-1]
+
+
+def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
+    """Whether nobody has set it, and what is free on the device is for training alone."""
+    given = "token_budget" in config.train.model_fields_set
+    return device_type == "cuda" and config.inference.backend != "embedded" and not given
+
+
+def with_token_budget(config: RunConfig, num_tokens: int) -> RunConfig:
+    train = config.train.model_copy(update={"token_budget": num_tokens})
+    return config.model_copy(update={"train": train})
+
+
+def fitting_token_budget(
+    config: RunConfig, free_bytes: int, *, device_type: str, num_ranks: int
+) -> int:
+    """The most tokens of a micro-batch, a multiple of `BUDGET_STEP`, with which training fits into
+    a device's free memory: at least one longest row, at most `MAX_TOKEN_BUDGET` on each of the
+    ranks that share a row. What the configuration says where the model cannot be estimated.
+
+    Args:
+        free_bytes: of the device, before the model is loaded.
+    """
+    ranks_of_a_row = config.train.parallel.context
+    smallest = -(-config.rollout.max_context_tokens // BUDGET_STEP)
+    largest = max(smallest, MAX_TOKEN_BUDGET * ranks_of_a_row // BUDGET_STEP)
+
+    def too_large(steps: int) -> bool:
+        tried = with_token_budget(config, steps * BUDGET_STEP)
+        needed = estimate(tried, device_type=device_type, num_ranks=num_ranks)
+        return needed.total > USABLE * free_bytes
+
+    try:
+        first = bisect_left(range(smallest, largest + 1), True, key=too_large)
+    except (NotImplementedError, OSError, RuntimeError, ValueError):
+        logger.info("train.token_budget: the model's layers cannot be counted without weights")
+        return config.train.token_budget
+    return BUDGET_STEP * (smallest + max(first - 1, 0))
 
 
 def device_memory(device_type: str) -> int:

@@ -125,6 +125,8 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     ranks.tell("start", str(run_dir))
     with ranks.working("start"):
         trainer = await make_trainer(config, tokenizer, run_dir)
+    if trainer.chose_token_budget and not config.run.resume and not quiet:
+        print(f"train.token_budget = {trainer.config.train.token_budget}, by the device's memory")
 
     capacity = None
     if config.inference.backend != "embedded":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from agentrl.train import ranks, sharding
 from agentrl.train.batch import all_kept_are_known, make_batch, require_components
 from agentrl.train.critic import Critic, make_critic
 from agentrl.train.lora import add_adapter
+from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
 from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
 from agentrl.train.routers import freeze_routers, require_aux_loss
@@ -40,6 +42,9 @@ class Trainer:
     reference: PreTrainedModel | None
     teacher: PreTrainedModel | TeacherServer | None
     kl: KLController
+    chose_token_budget: bool = False
+    """Nobody had set `train.token_budget`, so a resumed run takes that of the saved one: another
+    would round differently."""
     changes: dict[str, JSON] = field(default_factory=dict)
     """Keys that were changed since the run began, and what they are now."""
 
@@ -139,6 +144,11 @@ class Trainer:
                 "critic": self.critic and self.critic.counters(),
                 "kl": dict(self.kl.state_dict()),
                 **({"changes": self.changes} if self.changes else {}),
+                **(
+                    {"token_budget": self.config.train.token_budget}
+                    if self.chose_token_budget
+                    else {}
+                ),
             },
             tokenizer=self.tokenizer,
         )
@@ -146,6 +156,9 @@ class Trainer:
     def restore_counters(self, state: TrainState) -> None:
         """What is neither weights nor moments, of a state whose tensors are restored."""
         saved: Any = state.extra
+        if self.chose_token_budget and "token_budget" in saved:
+            self.config = with_token_budget(self.config, saved["token_budget"])
+            self.learner.config = self.config.train
         for key, value in saved.get("changes", {}).items():
             self.change(key, value)
         self.learner.restore_counters(saved["policy"])
@@ -165,6 +178,9 @@ async def make_trainer(
     objective = config.objective
     seed_everything(config.run.seed)
     device, dtype = resolve_device(config.model.device), resolve_dtype(config.model.dtype)
+    chooses = chooses_token_budget(config, device.type)
+    if chooses:
+        config = with_token_budget(config, _fitting_token_budget(config, device.type))
     teacher = await make_teacher(config.teacher, tokenizer, dtype=dtype, device=device)
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
     num_updates = config.run.num_steps * updates_per_step
@@ -204,7 +220,19 @@ async def make_trainer(
         reference=reference,
         teacher=teacher,
         kl=KLController.of(objective.kl),
+        chose_token_budget=chooses,
     )
+
+
+def _fitting_token_budget(config: RunConfig, device_type: str) -> int:
+    """The same on all ranks: by the memory of the one that has the least."""
+    free: list[Any] = ranks.gather(torch.cuda.mem_get_info()[0])
+    budget: Any = None
+    if ranks.rank() == 0:
+        budget = fitting_token_budget(
+            config, min(free), device_type=device_type, num_ranks=ranks.size()
+        )
+    return ranks.share(budget)  # pyright: ignore[reportReturnType]
 
 
 def _save_failed_batch(run_dir: Path, step: int, batch: Batch) -> None:

@@ -11,9 +11,21 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl import doctor
+from agentrl.api import train
 from agentrl.config import load_config
-from agentrl.train import memory
-from agentrl.train.memory import Memory, estimate, kept_bytes, remedies
+from agentrl.train import memory, trainer
+from agentrl.train.memory import (
+    BUDGET_STEP,
+    MAX_TOKEN_BUDGET,
+    USABLE,
+    Memory,
+    chooses_token_budget,
+    estimate,
+    fitting_token_budget,
+    kept_bytes,
+    remedies,
+    with_token_budget,
+)
 
 NUM_TOKENS = 2048
 SHAPE = dict(
@@ -213,3 +225,75 @@ def test_the_total_is_the_sum_and_is_said_with_its_parts():
     found = Memory(*(2**30 * n for n in (1, 2, 3, 4, 5)))
     assert found.total == 15 * 2**30
     assert str(found).startswith("15.00 GiB (weights 1.00, gradients 2.00")
+
+
+def test_the_token_budget_that_fits_is_the_largest(tmp_path):
+    config = config_of(tmp_path)
+
+    def total(budget):
+        return estimate(with_token_budget(config, budget), device_type="cuda").total
+
+    chosen = []
+    for free in (2**20, 2**30, 3 * 2**30, 8 * 2**30, 2**45):
+        budget = fitting_token_budget(config, free, device_type="cuda", num_ranks=1)
+        assert budget % BUDGET_STEP == 0 and NUM_TOKENS <= budget <= MAX_TOKEN_BUDGET
+        assert budget == NUM_TOKENS or total(budget) <= USABLE * free
+        assert budget == MAX_TOKEN_BUDGET or total(budget + BUDGET_STEP) > USABLE * free
+        chosen.append(budget)
+    assert chosen == sorted(chosen)
+    assert chosen[0] == NUM_TOKENS < chosen[2] < chosen[-1] == MAX_TOKEN_BUDGET
+    sliced = config_of(tmp_path, "--train.parallel.context", "2")
+    assert (
+        fitting_token_budget(sliced, 2**45, device_type="cuda", num_ranks=2) == 2 * MAX_TOKEN_BUDGET
+    )
+
+
+def test_a_token_budget_is_chosen_where_nobody_set_it_and_the_device_is_for_training(tmp_path):
+    given = config_of(tmp_path, "--inference.backend", "vllm")
+    text = (tmp_path / "run.toml").read_text().replace(f"token_budget = {NUM_TOKENS}", "")
+    (tmp_path / "run.toml").write_text(text)
+    vllm = load_config(tmp_path / "run.toml", ["--inference.backend", "vllm"])
+    embedded = load_config(tmp_path / "run.toml", ["--inference.backend", "embedded"])
+    assert chooses_token_budget(vllm, "cuda")
+    assert not chooses_token_budget(vllm, "cpu")
+    assert not chooses_token_budget(embedded, "cuda")
+    assert not chooses_token_budget(given, "cuda")
+
+
+def test_doctor_says_which_token_budget_is_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda device: 2**45)
+    monkeypatch.setattr(memory, "chooses_token_budget", lambda config, device: True)
+    found, _, detail = doctor._memory(config_of(tmp_path))
+    assert found == "ok" and f"train.token_budget = {MAX_TOKEN_BUDGET}, which is chosen" in detail
+
+
+def test_a_resumed_run_keeps_the_token_budget_that_was_chosen(tmp_path, monkeypatch):
+    """Which is free memory's; what a device has free is replaced here."""
+    monkeypatch.setattr(trainer, "chooses_token_budget", lambda config, device: True)
+    monkeypatch.setattr(trainer, "_fitting_token_budget", lambda config, device: 512)
+    used = []
+
+    def note(end):
+        used.append(end.config.train.token_budget)
+
+    model = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+    overrides = [
+        *("--env.id", "math", "--env.config.source", "arithmetic", "--run.dir", f"{tmp_path}/run"),
+        *("--rollout.groups_per_step", "2", "--rollout.group_size", "2"),
+        *("--rollout.max_turn_tokens", "16", "--rollout.max_context_tokens", "256"),
+    ]
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{model}"\n')
+    for more in (["--run.num_steps", "1"], ["--run.num_steps", "2", "--run.resume", "true"]):
+        train(load_config(tmp_path / "run.toml", overrides + more), callbacks=[note], quiet=True)
+        monkeypatch.setattr(trainer, "_fitting_token_budget", lambda config, device: 1024)
+    assert used == [512, 512]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_chosen_token_budget_is_within_what_the_gpu_has_free(tmp_path):
+    config = config_of(tmp_path)
+    free = torch.cuda.mem_get_info()[0]
+    budget = trainer._fitting_token_budget(config, "cuda")
+    needed = estimate(with_token_budget(config, budget), device_type="cuda").total
+    assert budget == NUM_TOKENS or needed <= USABLE * free
