@@ -50,6 +50,13 @@ def pages_with_python() -> list[Path]:
     return [page for page in PAGES if any(b.language == "python" for b in blocks_of(page))]
 
 
+def marked(page: Path):
+    """Those whose Python trains take as long as a training run, which other fast tests do too."""
+    name = str(page.relative_to(ROOT))
+    trains = name in ("README.md", "docs/api.md")
+    return pytest.param(page, id=name, marks=[pytest.mark.slow] if trains else [])
+
+
 def test_blocks_are_found():
     assert len(pages_with_python()) >= 6
     assert len(of_language("toml")) >= 8 and len(of_language("", "sh")) >= 20
@@ -66,7 +73,7 @@ def quickstart_run(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("page", pages_with_python(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [marked(page) for page in pages_with_python()])
 def test_the_python_of_a_page_runs(page, quickstart_run, tmp_path):
     blocks = [b for b in blocks_of(page) if b.language in ("python", "toml") and not b.not_run]
     if not any(block.language == "python" for block in blocks):

@@ -98,7 +98,9 @@ def test_one_that_is_killed_comes_back_and_the_others_go_on(fleet):
     open_session(urls[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_all(fleet, number):
     process, urls = fleet
     pids = children(process).values()

@@ -348,7 +348,9 @@ def score(text: str) -> float:
     return math_reward(text, "x^2+2x+1")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 def test_from_a_process_pool(method):
     assert score(r"\boxed{(x+1)^2}") == 1.0  # a forked child must not use the parent's workers
     context = multiprocessing.get_context(method)

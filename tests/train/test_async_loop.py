@@ -139,6 +139,7 @@ def test_a_stall_says_where_every_episode_stands_and_exits_with_75(
     assert shown.count("generate") == 8 and "g0000001-m003" in shown
 
 
+@pytest.mark.slow
 def test_an_interruption_saves_and_the_run_goes_on_afterwards(tmp_path, syncs):
     """A real process, a real SIGINT in the middle of asynchronous rollouts."""
     script = tmp_path / "interrupted.py"

@@ -93,7 +93,9 @@ def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
     assert contents(killed) == contents(undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path, number):
     run_dir = tmp_path / "run"
     process = start(run_dir, "--run.save_every", "1000")
