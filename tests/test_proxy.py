@@ -52,6 +52,7 @@ def proxy(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_episodes_are_announced_ended_by_requests_and_written(proxy):
     process, out = proxy("--eval.num_tasks", "2", "--eval.samples_per_task", "2")
     episodes = [json.loads(process.stdout.readline()) for _ in range(4)]

@@ -100,6 +100,7 @@ def test_kinds():
     assert kind_of({}) == "JSON"
 
 
+@pytest.mark.slow
 def test_bench_measures_a_server_of_its_own():
     arguments = ["bench", f"{ENVIRONMENTS}:Hello", "--sessions", "8", "--seconds", "0.5", "--json"]
     done = subprocess.run(

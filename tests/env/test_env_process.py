@@ -435,6 +435,7 @@ def test_the_servers_sigkill_ends_everything_below_it(is_loading, tmp_path):
     eventually(lambda: not any(map(alive, below)))
 
 
+@pytest.mark.slow
 def test_many_episodes_leave_no_process_no_descriptor_and_no_thread():
     async def one(host, index):
         runner = await host.runner()

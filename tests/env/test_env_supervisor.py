@@ -120,6 +120,7 @@ def test_a_supervisor_that_is_killed_leaves_no_server(fleet):
     assert not any(answers(url) for url in urls)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_start_ends_all_with_a_message():
     first = free_ports(2)
     with socket.create_server(("127.0.0.1", first + 1)):

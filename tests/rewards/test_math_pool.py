@@ -194,6 +194,7 @@ def test_sigkill_of_the_comparing_process_mid_check(pool):
 
 
 @linux_only
+@pytest.mark.slow
 def test_sigkill_of_a_whole_worker_mid_check(pool):
     pool.check(*POLYNOMIAL)
     supervisor = supervisor_of(pool)
@@ -212,6 +213,7 @@ def test_sigkill_of_a_whole_worker_mid_check(pool):
 
 
 @linux_only
+@pytest.mark.slow
 def test_sigkill_of_an_idle_worker_costs_no_check(pool):
     pool.check(*POLYNOMIAL)
     os.kill(supervisor_of(pool), signal.SIGKILL)
@@ -300,6 +302,7 @@ def test_children_are_replaced_before_their_caches_grow(pool, tmp_path, monkeypa
         assert [pool.check("a", str(first)) for _ in range(4)] == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_from_many_threads(pool):
     texts = [rf"\boxed{{(x+{i % 5})^2}}" for i in range(40)]
     with ThreadPoolExecutor(8) as executor:
@@ -331,6 +334,7 @@ def test_from_asyncio_without_blocking_the_loop():
     assert asyncio.run(play()) == [0, 0, 1, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_cancelled_check_gives_its_worker_back(pool):
     async def play() -> None:
         check = asyncio.create_task(pool.check_async(*SLOW, 0.5))
@@ -438,6 +442,7 @@ def test_a_pool_needs_a_worker():
         MathPool(0)
 
 
+@pytest.mark.slow
 def test_slow_checks_leave_workers_to_quick_ones(pool, monkeypatch):
     monkeypatch.setattr(math_pool, "MAX_SLOW_WAIT_S", 600.0)
     pool.check("x+1", "1+x")

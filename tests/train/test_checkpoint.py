@@ -637,6 +637,7 @@ print(total)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_of_a_save_leaves_a_good_checkpoint(tmp_path):
     expected = {}
     run = Run()

@@ -251,6 +251,7 @@ def test_resuming_equals_never_having_stopped(finished, tmp_path):
         assert mine.read_bytes() == its.read_bytes()
 
 
+@pytest.mark.slow
 def test_in_bfloat16_a_run_learns_resumes_and_agrees_with_its_sampler(tmp_path):
     """At the usual rate of 1e-6, which weights kept in bfloat16 round away."""
     settings = [
@@ -283,6 +284,7 @@ def test_in_bfloat16_a_run_learns_resumes_and_agrees_with_its_sampler(tmp_path):
         assert torch.equal(cast, master.bfloat16())
 
 
+@pytest.mark.slow
 def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
     """PPO with everything that has a state: two optimizers, an adaptive KL, a warm-up."""
     settings = [
