@@ -338,7 +338,7 @@ class TrainSection(Section):
     micro-batch by itself, so it alone depends on `token_budget`."""
     token_budget: PositiveInt = 8192
     """Tokens of one micro-batch, on each rank. Changes memory and speed, never the gradient. Where
-    it is not set and the ranks have GPUs that no embedded engine shares, it is as many as fit
+    it is not set and the ranks have their GPUs to themselves, it is as many as fit
     (docs/memory.md)."""
     share_prefixes: bool = True
     """What samples of a group begin with, such as their prompt, is computed once, where the model

@@ -162,9 +162,13 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]
 
 
 def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
-    """Whether nobody has set it, and what is free on the device is for training alone."""
+    """Whether nobody has set it, and what is free on the device is for training alone: no embedded
+    engine, server or teacher comes onto it later."""
+    inference = config.inference
+    starts_server = inference.backend == "vllm" and not inference.urls
+    shared = inference.backend == "embedded" or (starts_server and inference.transfer == "file")
     given = "token_budget" in config.train.model_fields_set
-    return device_type == "cuda" and config.inference.backend != "embedded" and not given
+    return device_type == "cuda" and not (given or shared or config.teacher.path)
 
 
 def with_token_budget(config: RunConfig, num_tokens: int) -> RunConfig:

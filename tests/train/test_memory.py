@@ -249,14 +249,21 @@ def test_the_token_budget_that_fits_is_the_largest(tmp_path):
 
 
 def test_a_token_budget_is_chosen_where_nobody_set_it_and_the_device_is_for_training(tmp_path):
-    given = config_of(tmp_path, "--inference.backend", "vllm")
+    attached = ["--inference.backend", "vllm", "--inference.urls", "http://10.0.0.1:8000"]
+    given = config_of(tmp_path, *attached)
     text = (tmp_path / "run.toml").read_text().replace(f"token_budget = {NUM_TOKENS}", "")
     (tmp_path / "run.toml").write_text(text)
-    vllm = load_config(tmp_path / "run.toml", ["--inference.backend", "vllm"])
+    vllm = load_config(tmp_path / "run.toml", attached)
+    started = load_config(tmp_path / "run.toml", attached[:2])
+    taught = load_config(
+        tmp_path / "run.toml", [*attached, "--teacher.path", "t", "--objective.preset", "opd"]
+    )
     embedded = load_config(tmp_path / "run.toml", ["--inference.backend", "embedded"])
     assert chooses_token_budget(vllm, "cuda")
     assert not chooses_token_budget(vllm, "cpu")
     assert not chooses_token_budget(embedded, "cuda")
+    assert not chooses_token_budget(started, "cuda")
+    assert not chooses_token_budget(taught, "cuda")
     assert not chooses_token_budget(given, "cuda")
 
 
