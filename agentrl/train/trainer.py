@@ -141,6 +141,7 @@ class Trainer:
                 **({"changes": self.changes} if self.changes else {}),
             },
             tokenizer=self.tokenizer,
+            copy_tensors=self.config.run.async_save,
         )
 
     def restore_counters(self, state: TrainState) -> None:
