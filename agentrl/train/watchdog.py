@@ -1,9 +1,10 @@
 """A rank that hangs holds up all others, and none of them can say so: each only waits.
 
 So a thread beside the work of every rank, and beside a save in the background, looks whether it
-moves. Where it has not for `train.parallel.deadline_s`, that rank rings; every rank writes its stack to the log and where it
-stands to the launcher's store; the one that rang says which rank the others wait for, and all end.
-torchrun starts them again under --max-restarts, and the run goes on from its last checkpoint.
+moves. Where it has not for `train.parallel.deadline_s`, that rank rings; every rank writes its
+stack to the log and where it stands to the launcher's store; the one that rang says which rank the
+others wait for, and all end. torchrun starts them again under --max-restarts, and the run goes on
+from its last checkpoint.
 
 A rank that is killed closes its connections, so that what the others do with it fails at once. They
 answer then as well, and the one that is missing is named (`lost`). A machine that lost its power
