@@ -39,6 +39,9 @@ class RunSection(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept. Two, so that a damaged newest one costs a few steps only."""
+    async_save: bool = False
+    """Write checkpoints while training goes on. It waits only while weights and moments are copied,
+    and for the save before; the copy takes as much host memory as they do."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on `eval.split`; 0 never evaluates during training."""
     resume: bool = False

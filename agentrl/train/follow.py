@@ -15,7 +15,6 @@ when a run stops, and needs them for its last checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from agentrl.sync.probe import trainer_logprobs
 from agentrl.sync.shards import copy_trained, take_part
 from agentrl.train import checkpoint, ranks
 from agentrl.train.model import load_tokenizer
+from agentrl.train.saver import Saver
 from agentrl.train.trainer import Trainer, make_trainer
 from agentrl.types import JSON, Sample
 
@@ -45,20 +45,26 @@ def follow(config: RunConfig) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     trainer: Trainer | None = None
+    saver: Saver | None = None
     while True:
         word, content, arrays = ranks.told()
         if word == "stop":
+            if saver is not None:
+                saver.wait()
             return
         with ranks.working(word):
             if word == "start":
                 tokenizer = load_tokenizer(config.model.path)
                 trainer = event_loop.run(make_trainer(config, tokenizer, Path(content)))
+                saver = Saver(trainer.run_dir, in_background=config.run.async_save)
             else:
-                assert trainer is not None
-                _obey(trainer, word, content, arrays)
+                assert trainer is not None and saver is not None
+                _obey(trainer, saver, word, content, arrays)
 
 
-def _obey(trainer: Trainer, word: str, content: Any, arrays: dict[str, np.ndarray]) -> None:
+def _obey(
+    trainer: Trainer, saver: Saver, word: str, content: Any, arrays: dict[str, np.ndarray]
+) -> None:
     if word == "learn":
         step, states, greedy_rewards, plain = content
         try:
@@ -79,8 +85,8 @@ def _obey(trainer: Trainer, word: str, content: Any, arrays: dict[str, np.ndarra
         trainer.restore_counters(state)
     elif word == "save":
         step, keep = content
-        with contextlib.suppress(checkpoint.CheckpointNotSaved):  # rank 0 says why
-            checkpoint.save_checkpoint(trainer.run_dir, trainer.state(step, {}, {}), keep=keep)
+        saver.wait()
+        saver.save(trainer.state(step, {}, {}), keep=keep)
     elif word == "adapter":
         take_part(trainer.model)
     elif word == "push":

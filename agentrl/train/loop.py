@@ -113,6 +113,7 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
                 open_outputs(run, last_step, quiet=quiet) as outputs,
                 interruptible() as interrupted,
                 ThreadPoolExecutor(1, thread_name_prefix="agentrl-trainer") as thread,
+                run.saver,
             ):
                 if not config.run.resume:
                     save_first(run, outputs.display)
@@ -137,8 +138,7 @@ async def _steps(
 ) -> None:
     display = outputs.display
     in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, trainer_thread)
-    finished_step = saved_step = last_step
-    refused = False
+    finished_step = last_step
     for step in range(last_step + 1, run.config.run.num_steps + 1):
         # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
         step_started = time.perf_counter()
@@ -184,14 +184,15 @@ async def _steps(
 
         # Checkpoint: where one is due, or where the disk refused the last.
         due = step % run.config.run.save_every == 0 or step == run.config.run.num_steps
-        if due or refused:
-            refused = await in_thread(save, run, step, data_position(run), display) is None
-            saved_step = saved_step if refused else step
+        if due or run.saver.refused:
+            await in_thread(save, run, step, data_position(run), display)
         if interrupted.is_set():
             break
-    if interrupted.is_set() and finished_step > saved_step:
-        saved_step = save(run, finished_step, data_position(run), display) or saved_step
-    require_saved(run, finished_step, saved_step)
+    run.saver.wait()
+    if interrupted.is_set() and finished_step > run.saver.step:
+        save(run, finished_step, data_position(run), display)
+        run.saver.wait()
+    require_saved(run, finished_step)
     if interrupted.is_set():
         display.note(f"stopped after step {finished_step}; continue with --resume")
 

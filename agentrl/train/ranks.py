@@ -33,6 +33,8 @@ _control: dist.ProcessGroup | None = None
 """Ranks above 0 wait here while rank 0 plays, which may take hours: a group without a deadline."""
 _host: dist.ProcessGroup | None = None
 """For what lies in host memory, whatever the ranks were started with."""
+_saving: dist.ProcessGroup | None = None
+"""For those who write a checkpoint, which may be a thread of each rank beside its work."""
 _launch: Store | None = None
 """Of the launch, not of the attempt: what stands here outlives a restart under --max-restarts."""
 
@@ -67,7 +69,7 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     Raises:
         ConfigError: `train.parallel` asks for another number of them.
     """
-    global _attempt, _control, _host, _launch, _watchdog
+    global _attempt, _control, _host, _launch, _saving, _watchdog
     _attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % parallel.context:
@@ -107,8 +109,10 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     _watchdog = Watchdog(
         PrefixStore("watchdog", store.clone()), rank(), world_size, parallel.deadline_s
     )
-    groups: Any = [dist.new_group(backend="gloo", timeout=each) for each in (_FOREVER, deadline)]
-    _control, _host = groups
+    groups: Any = [
+        dist.new_group(backend="gloo", timeout=each) for each in (_FOREVER, deadline, deadline)
+    ]
+    _control, _host, _saving = groups
     _attempt = max(int(str(each)) for each in gather(_attempt))
     if parallel.context > 1:
         context.join(parallel.context)
@@ -123,8 +127,12 @@ def leave() -> None:
 
 
 @contextmanager
-def working(work: str) -> Iterator[None]:
-    """Around work that the other ranks may wait for: it has to move, see `Watchdog`."""
+def working(work: str, *, breaks: bool = True) -> Iterator[None]:
+    """Around work that the other ranks may wait for: it has to move, see `Watchdog`.
+
+    Args:
+        breaks: whether this rank ends soon where a connection breaks; else the caller tells it.
+    """
     if _watchdog is None:
         yield
         return
@@ -132,8 +140,8 @@ def working(work: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if _broke(error):  # what is closed before the loss is named has to end as well
-                _watchdog.broke()
+            if breaks and is_broken(error):
+                _watchdog.broke()  # what is closed before the loss is named has to end as well
             raise
 
 
@@ -154,7 +162,7 @@ def losses_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _watchdog is None or not _broke(error):
+        if _watchdog is None or not is_broken(error):
             raise
         _watchdog.broke()
         said = _watchdog.lost()
@@ -165,8 +173,10 @@ def losses_named() -> Iterator[None]:
         raise TrainingError(f"{reason}. {REMEDY}") from error
 
 
-def _broke(error: RuntimeError) -> bool:
-    """Whether it says that a connection to another rank did."""
+def is_broken(error: Exception) -> bool:
+    """Whether it says that a connection to another rank is."""
+    if not isinstance(error, RuntimeError):
+        return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)  # NCCL's; gloo's
 
 
@@ -185,6 +195,11 @@ def remembered(key: str) -> str | None:
 def host_group() -> dist.ProcessGroup | None:
     """A group for what lies in host memory; None for a single rank."""
     return _host
+
+
+def saving_group() -> dist.ProcessGroup | None:
+    """The group of those who write a checkpoint; None for a single rank."""
+    return _saving
 
 
 # words --------------------------------------------------------------------------------------------
@@ -224,16 +239,21 @@ def share(value: JSON = None) -> JSON:
     return gather(value)[0] if size() > 1 else value
 
 
-def gather(value: JSON) -> list[JSON]:
-    """Every rank's value, on every rank, in the order of the ranks."""
+def gather(value: JSON, group: dist.ProcessGroup | None = None) -> list[JSON]:
+    """Every rank's value, on every rank, in the order of the ranks.
+
+    Args:
+        group: of gloo; by default that of the ranks' work.
+    """
     if size() == 1:
         return [value]
+    group = group or _host
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros((), dtype=torch.int64) for _ in range(size())]
-    dist.all_gather(lengths, torch.tensor(len(mine)), group=_host)
+    dist.all_gather(lengths, torch.tensor(len(mine)), group=group)
     longest = int(max(lengths))
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size())]
-    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=_host)
+    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group)
     pairs = zip(texts, lengths, strict=True)
     return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in pairs]
 

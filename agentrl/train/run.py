@@ -38,6 +38,7 @@ from agentrl.train.model import (
 )
 from agentrl.train.optimizer import require_optimizer
 from agentrl.train.sampling import evaluation_sampling, training_sampling
+from agentrl.train.saver import Saver
 from agentrl.train.serving import Serving, start_serving
 from agentrl.train.setup import run_directory
 from agentrl.train.trainer import Trainer, make_trainer
@@ -67,6 +68,7 @@ class Run:
     scheduler: GroupScheduler
     agents: Agents | None
     evaluation: SamplingParams
+    saver: Saver
     stream: GroupStream | None = None
     """Plays ahead of the trainer; None with the embedded engine, which plays when it is asked."""
 
@@ -153,6 +155,7 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
         scheduler=scheduler,
         agents=agents,
         evaluation=evaluation,
+        saver=Saver(run_dir, in_background=config.run.async_save),
     )
 
 
@@ -278,6 +281,7 @@ def restore(run: Run) -> int:
     source.position = saved["position"]
     source.returned.extend(saved.get("returned", []))
     run.trainer.restore_counters(state)
+    run.saver.step = state.step
     if run.trainer.changes:
         said = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())
         logger.warning("the run goes on with what its callbacks changed: %s", said)
@@ -293,23 +297,17 @@ def data_position(run: Run) -> dict[str, JSON]:
     return {"position": source.position, "returned": returned}
 
 
-def save(run: Run, step: int, position: dict[str, JSON], display: Display) -> int | None:
-    """Write a checkpoint; its step, or None where a full disk refused it.
+def save(run: Run, step: int, position: dict[str, JSON], display: Display) -> None:
+    """Write a checkpoint, or begin to (`run.async_save`): `run.saver` says what is in place.
 
-    That is a warning and no error: the run itself is still good, and so are older checkpoints. The
-    loop tries again after the next step, and a run that ends without its last checkpoint has failed
-    (`require_saved`).
+    Where a full disk refused it the loop tries again after the next step, and a run that ends
+    without its last checkpoint has failed (`require_saved`).
     """
     display.phase("checkpoint", 0, 1)
-    ranks.tell("save", [step, run.config.run.keep_checkpoints])
-    state = run.trainer.state(step, run.fingerprint, position)
-    try:
-        with ranks.working("save"):
-            checkpoint.save_checkpoint(run.run_dir, state, keep=run.config.run.keep_checkpoints)
-    except checkpoint.CheckpointNotSaved as error:
-        logger.warning("%s", error)
-        return None
-    return step
+    run.saver.wait()
+    keep = run.config.run.keep_checkpoints
+    ranks.tell("save", [step, keep])
+    run.saver.save(run.trainer.state(step, run.fingerprint, position), keep=keep)
 
 
 def save_first(run: Run, display: Display) -> None:
@@ -318,7 +316,9 @@ def save_first(run: Run, display: Display) -> None:
     Raises:
         TrainingError: there is no room even for this one.
     """
-    if save(run, 0, data_position(run), display) is None:
+    save(run, 0, data_position(run), display)
+    run.saver.wait()
+    if run.saver.refused:
         raise TrainingError(f"no checkpoint can be written under {run.run_dir} (see above)")
     size = sum(path.stat().st_size for path in (run.run_dir / "checkpoints").rglob("*"))
     free, needed = shutil.disk_usage(run.run_dir).free, run.config.run.keep_checkpoints * size
@@ -330,15 +330,15 @@ def save_first(run: Run, display: Display) -> None:
         )
 
 
-def require_saved(run: Run, finished_step: int, saved_step: int) -> None:
+def require_saved(run: Run, finished_step: int) -> None:
     """
     Raises:
         TrainingError: the weights after the last step are in no checkpoint.
     """
-    if finished_step > saved_step:
+    if finished_step > run.saver.step:
         raise TrainingError(
             f"the weights of step {finished_step} are NOT saved, for the disk refused them (see "
-            f"above): the newest checkpoint is that of step {saved_step}; free space under "
+            f"above): the newest checkpoint is that of step {run.saver.step}; free space under "
             f"{run.run_dir}, then train the missing steps again with --resume"
         )
 

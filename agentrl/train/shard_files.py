@@ -50,7 +50,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, JSON]
         save(
             dict(tensors),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            process_group=ranks.host_group(),
+            process_group=ranks.saving_group(),
             no_dist=ranks.size() == 1,
         )
     except CheckpointException as error:
@@ -119,7 +119,7 @@ class _Listing(FileSystem):
 
 
 def together(work: Callable[[], Any]) -> list[Any]:
-    """Do something on every rank; every rank's result, which is JSON, on each.
+    """Do a part of a save on every rank; every rank's result, which is JSON, on each.
 
     Raises:
         OSError: on every rank, naming those whose disk refused.
@@ -129,7 +129,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
         result = work()
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    outcomes: list[Any] = ranks.gather([result, problem])
+    outcomes: list[Any] = ranks.gather([result, problem], ranks.saving_group())
     problems = [f"rank {rank}: {each[1]}" for rank, each in enumerate(outcomes) if each[1]]
     if problems:
         raise OSError("; ".join(problems))

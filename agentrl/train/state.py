@@ -74,7 +74,8 @@ class TrainState:
     """Hyper-parameters of the optimizers' parameter groups, by file stem."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`) -> name ->
-    CPU tensor. Tensors of a model on the CPU alias the live ones: save before the next update."""
+    CPU tensor. Those of a model on the CPU, and shards, alias the live ones unless they were
+    copied: save before the next update."""
     pretrained: dict[str, str] = field(default_factory=dict)
     """Further small text files of the folder, e.g. config.json, by name."""
     tokenizer: Tokenizer | None = None
@@ -91,11 +92,16 @@ def capture_state(
     data_position: Mapping[str, JSON] | None = None,
     extra: Mapping[str, JSON] | None = None,
     tokenizer: Tokenizer | None = None,
+    copy_tensors: bool = False,
 ) -> TrainState:
     """Collect the state of a run between two optimizer updates.
 
     Of sharded networks it holds this rank's shards: every rank captures, and all save together.
     The random states are those of the calling process.
+
+    Args:
+        copy_tensors: into host memory, shards as well, so that the next update may come before the
+            save.
 
     Raises:
         TypeError: something in it has no exact JSON form; names the key.
@@ -110,8 +116,10 @@ def capture_state(
         tokenizer=tokenizer,
     )
     for trained, stem, optimizer_stem in _parts(policy, critic):
-        state.tensors[stem] = {name: _to_cpu(t) for name, t in _named_tensors(trained).items()}
-        state.tensors[optimizer_stem] = _optimizer_tensors(trained)
+        state.tensors[stem] = {
+            name: _to_cpu(tensor, copy_tensors) for name, tensor in _named_tensors(trained).items()
+        }
+        state.tensors[optimizer_stem] = _optimizer_tensors(trained, copy_tensors)
         state.optimizer_groups[optimizer_stem] = _optimizer_groups(trained)
     return state
 
@@ -185,9 +193,11 @@ def _read_parts(
     return tensors
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
-    """On the host, in memory of its own shape; a shard as it is, for its rank to write."""
+def _to_cpu(tensor: Tensor, copied: bool) -> Tensor:
+    """On the host, in memory of its own shape; a shard stays one, for its rank to write."""
     tensor = tensor.detach()
+    if copied:
+        return tensor.to("cpu", copy=True).contiguous()
     if isinstance(tensor, DTensor):
         return tensor
     tensor = tensor.cpu().contiguous()
@@ -205,7 +215,7 @@ def _parameter_names(trained: Trained) -> dict[int, str]:
     return {id(parameter): name for name, parameter in _updated_parameters(trained).items()}
 
 
-def _optimizer_tensors(trained: Trained) -> dict[str, Tensor]:
+def _optimizer_tensors(trained: Trained, copied: bool) -> dict[str, Tensor]:
     names, optimizer = _parameter_names(trained), trained.optimizer
     tensors = {}
     for parameter, values in optimizer.state.items():
@@ -217,7 +227,7 @@ def _optimizer_tensors(trained: Trained) -> dict[str, Tensor]:
                     f"optimizer state {key!r} of {names[id(parameter)]} is not a tensor; "
                     f"{type(optimizer).__name__} cannot be saved"
                 )
-            tensors[f"{key}/{names[id(parameter)]}"] = _to_cpu(value)
+            tensors[f"{key}/{names[id(parameter)]}"] = _to_cpu(value, copied)
     return tensors
 
 

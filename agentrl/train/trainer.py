@@ -151,6 +151,7 @@ class Trainer:
                 ),
             },
             tokenizer=self.tokenizer,
+            copy_tensors=self.config.run.async_save,
         )
 
     def restore_counters(self, state: TrainState) -> None:

@@ -1,9 +1,10 @@
 """A rank that hangs holds up all others, and none of them can say so: each only waits.
 
-So a thread beside the work of every rank looks whether it moves. Where it has not for
-`train.parallel.deadline_s`, that rank rings; every rank writes its stack to the log and where it
-stands to the launcher's store; the one that rang says which rank the others wait for, and all end.
-torchrun starts them again under --max-restarts, and the run goes on from its last checkpoint.
+So a thread beside the work of every rank, and beside a save in the background, looks whether it
+moves. Where it has not for `train.parallel.deadline_s`, that rank rings; every rank writes its
+stack to the log and where it stands to the launcher's store; the one that rang says which rank the
+others wait for, and all end. torchrun starts them again under --max-restarts, and the run goes on
+from its last checkpoint.
 
 A rank that is killed closes its connections, so that what the others do with it fails at once. They
 answer then as well, and the one that is missing is named (`lost`). A machine that lost its power
@@ -52,9 +53,8 @@ class Watchdog:
         """
         self._store, self._rank, self._size = store, rank, size
         self._deadline_s = deadline_s
-        self._worker: int | None = None
-        self._work = ""
-        self._moved = time.monotonic()
+        self._works: dict[int, tuple[str, float]] = {}
+        """By thread: what it is at, and when that moved last."""
         self._over = threading.Event()
         self._failed = self._broken = False
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
@@ -82,15 +82,22 @@ class Watchdog:
     @contextlib.contextmanager
     def working(self, work: str) -> Iterator[None]:
         """While the block runs, which other ranks may wait for, this thread has to move."""
-        self._moved, self._work = time.monotonic(), work
-        self._worker = threading.get_ident()
+        thread = threading.get_ident()
+        self._works[thread] = work, time.monotonic()
         try:
             yield
         finally:
-            self._worker = None
+            self._works.pop(thread, None)
 
     def moved(self) -> None:
-        self._moved = time.monotonic()
+        thread = threading.get_ident()
+        if thread in self._works:
+            self._works[thread] = self._works[thread][0], time.monotonic()
+
+    def _slowest(self) -> tuple[int, str, float] | None:
+        """The thread that has not moved for longest, its work, and when it did; None: all rest."""
+        works = [(thread, *each) for thread, each in list(self._works.items())]
+        return min(works, key=lambda each: each[2], default=None)
 
     def broke(self) -> None:
         """A connection to another rank did. Whatever this one waits for while it closes what it
@@ -148,25 +155,29 @@ class Watchdog:
 
     def _look(self) -> None:
         try:
-            rings = time.monotonic() - self._moved > self._deadline_s
-            if self._worker is not None and rings:
-                self._store.set("rung", self._work)
-                self._end(names=True)
+            slowest = self._slowest()
+            if slowest is not None and time.monotonic() - slowest[2] > self._deadline_s:
+                self._store.set("rung", slowest[1])
+                self._end(work=slowest[1])
             if self._store.check(["rung"]):
-                self._end(names=False)
+                self._end(work=None)
             if self._store.check(["lost"]):
                 self._answer()
         except RuntimeError:
             # Without the launcher's store there is nobody to tell, and torchrun ends this rank.
             self._over.set()
 
-    def _end(self, *, names: bool) -> None:
+    def _end(self, *, work: str | None) -> None:
+        """
+        Args:
+            work: of this rank, that does not move; None: another rank rang.
+        """
         faulthandler.dump_traceback(all_threads=True)
         self._answer()
         time.sleep(ANSWER_S)
         # Of several that rang at once, one says so.
-        if names and self._store.add("named", 1) == 1:
-            _say(verdict(self._work, self._deadline_s, self._size, self._standings()))
+        if work is not None and self._store.add("named", 1) == 1:
+            _say(verdict(work, self._deadline_s, self._size, self._standings()))
         os._exit(1)
 
     def _answer(self) -> None:
@@ -179,13 +190,14 @@ class Watchdog:
         return {rank: Standing(**json.loads(self._store.get(key))) for rank, key in found.items()}
 
     def _standing(self) -> Standing:
-        frame = sys._current_frames().get(self._worker or 0)
+        thread, work, _ = self._slowest() or (0, "", 0.0)
+        frame = sys._current_frames().get(thread)
         if frame is None:
             return Standing(self._place, "between two words of rank 0", True)
         path = frame.f_code.co_filename
         return Standing(
             self._place,
-            f"{self._work}: {path}:{frame.f_lineno} in {frame.f_code.co_name}",
+            f"{work}: {path}:{frame.f_lineno} in {frame.f_code.co_name}",
             "torch/distributed" in path,
         )
 

@@ -28,6 +28,8 @@ PPO = [
 
 BFLOAT16 = ["--model.dtype", "bfloat16", "--run.num_steps", "12"]
 
+ASYNC = ["--run.async_save", "true", "--run.num_steps", "40"]
+
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "agentrl", "train", str(QUICKSTART)]
@@ -50,8 +52,8 @@ def wait_until(condition, process: subprocess.Popen) -> bool:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("arguments", "num_steps", "num_kills"),
-    [([], NUM_STEPS, 20), (PPO, 30, 6), (BFLOAT16, 12, 4)],
-    ids=["grpo, 20 kills", "ppo, 6 kills", "bfloat16, 4 kills"],
+    [([], NUM_STEPS, 20), (PPO, 30, 6), (BFLOAT16, 12, 4), (ASYNC, 40, 12)],
+    ids=["grpo, 20 kills", "ppo, 6 kills", "bfloat16, 4 kills", "async save, 12 kills"],
 )
 def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
     undisturbed = tmp_path / "undisturbed"
@@ -94,11 +96,16 @@ def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    ("number", "save"),
+    [
+        (signal.SIGINT, ["--run.save_every", "1000"]),
+        pytest.param(signal.SIGTERM, ["--run.save_every", "1000"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, ["--run.async_save", "true"], marks=pytest.mark.slow),
+    ],
 )
-def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path, number):
+def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path, number, save):
     run_dir = tmp_path / "run"
-    process = start(run_dir, "--run.save_every", "1000")
+    process = start(run_dir, *save)
     metrics_file = run_dir / "metrics.jsonl"
     assert wait_until(lambda: metrics_file.exists() and metrics_file.stat().st_size > 0, process)
     process.send_signal(number)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +128,8 @@ def test_a_run_whose_weights_a_full_disk_refused_has_failed(small_disk, tmp_path
     assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3, 4]
 
 
-def test_a_refused_checkpoint_is_tried_again_after_the_next_step(small_disk):
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_a_refused_checkpoint_is_tried_again_after_the_next_step(small_disk, async_save, caplog):
     write = Display.step
 
     def fill_up(self, step, metrics):
@@ -135,11 +137,21 @@ def test_a_refused_checkpoint_is_tried_again_after_the_next_step(small_disk):
         if step == 2:
             leave_free(small_disk, 1_000_000)
         if step == 3:
+            while async_save == "true" and "step 2 not saved" not in caplog.text:
+                time.sleep(0.01)  # it is not before the next save is due that the disk has room
             (small_disk / "filler").unlink()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Display, "step", fill_up)
-        done = run(small_disk / "run", "--run.num_steps", "4", "--run.save_every", "2")
+        done = run(
+            small_disk / "run",
+            "--run.num_steps",
+            "4",
+            "--run.save_every",
+            "2",
+            "--run.async_save",
+            async_save,
+        )
     saved = {path.name for path in (done / "checkpoints").iterdir()}
     assert saved == {"step_000003", "step_000004"}
 

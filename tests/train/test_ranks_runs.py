@@ -186,11 +186,13 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_ranks_that_are_killed_change_nothing(tmp_path):
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_ranks_that_are_killed_change_nothing(tmp_path, async_save):
     """SIGKILL of random ranks, two of five inside a save and the others outside; torchrun starts
     them again."""
     num_steps_in_all = 3 * NUM_KILLS
     steps = ["--run.num_steps", str(num_steps_in_all), "--run.save_every", "1"]
+    steps += ["--run.async_save", async_save]
     started = time.monotonic()
     undisturbed = train(2, tmp_path / "undisturbed", *steps)
     step_s = (time.monotonic() - started) / num_steps_in_all
