@@ -40,8 +40,7 @@ class RunSection(Section):
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept. Two, so that a damaged newest one costs a few steps only."""
     async_save: bool = False
-    """Write checkpoints while training goes on. It waits only while weights and moments are copied,
-    and for the save before; the copy takes as much host memory as they do."""
+    """Write checkpoints while training goes on, from a copy in host memory (docs/scaling.md)."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on `eval.split`; 0 never evaluates during training."""
     resume: bool = False
@@ -341,8 +340,7 @@ class TrainSection(Section):
     micro-batch by itself, so it alone depends on `token_budget`."""
     token_budget: PositiveInt = 8192
     """Tokens of one micro-batch, on each rank. Changes memory and speed, never the gradient. Where
-    it is not set and the ranks have their GPUs to themselves, it is as many as fit
-    (docs/memory.md)."""
+    it is not set, ranks that have their GPUs to themselves take what fits (docs/memory.md)."""
     share_prefixes: bool = True
     """What samples of a group begin with, such as their prompt, is computed once, where the model
     family allows it and it pays (docs/models.md). Changes the gradient by rounding only; false is
