@@ -1,6 +1,6 @@
 """CPU seconds and memory of one optimisation step: agentrl against what else one could run.
 
-    python benchmarks/train_step.py [--quick] [--vocab 4096,32768] [--prompts 0,190,980]
+    python benchmarks/train_step.py [--quick] [--vocab 4096,32768] [--prompts 0,135,700,980u]
                                     [--repeat 3] [--trl .venv-adapters/bin/python] [--json FILE]
 
 One step is forward, backward, clipping to norm 1 and AdamW over one fixed batch: groups of 8
@@ -24,14 +24,17 @@ random float32 weights. Variants, each in a process of its own, one thread:
                     belong to one step, so only time differs
 
 Prompts have 24-160 tokens, and short samples begin with less of them. With `--prompts` above 0
-they are about so long, and every sample of a group begins with all of it; the padded loops are left
-out there. `tokens saved` is the ratio of the tokens that `packed` and `shared` compute, and
-`products` that of all multiplications of matrices: what continues a prefix still attends to all of
-it, and the head has as many trained positions as before, so the tokens alone promise too much.
+their lengths are log-normal with that median (sigma 0.5), and with a `u` behind the number uniform
+within a quarter of it; every sample of a group begins with all of its prompt, and the padded loops
+are left out there. `tokens saved` is the ratio of the tokens that `packed` and `shared` compute,
+and `products` that of all multiplications of matrices: what continues a prefix still attends to
+all of it, and the head has as many trained positions as before, so the tokens alone promise too
+much.
 
 Every ratio stands beside the largest gradient difference to `packed` (relative to the largest
 entry of each tensor) before the first update. Seconds are the process's CPU time, minimum over
-the steps, page faults included; memory is the growth of the peak resident size over the loaded
+the steps, page faults included, and variants take turns step by step, so that whatever else the
+machine does disturbs all of them; memory is the growth of the peak resident size over the loaded
 model; tokens are those that go through the backbone, padding included.
 """
 
@@ -59,21 +62,31 @@ if TYPE_CHECKING:
     from agentrl.train.plan import MicroBatch
 
 VARIANTS = ("packed", "shared", "bare", "trl", "padded", "padded_sorted")
+WAITS = "waits for its turn"
 GROUP_SIZE = 8
 TRAINED_FRACTION = 0.46
 
 
 def make_batch(
-    num_groups: int, vocab_size: int, max_length: int, prompt_tokens: int = 0
+    num_groups: int, vocab_size: int, max_length: int, prompts: str = "0"
 ) -> list[Sample]:
-    """Multi-turn samples with log-normal lengths in [48, max_length], beside long prompts."""
+    """Multi-turn samples with log-normal lengths in [48, max_length], beside long prompts.
+
+    Args:
+        prompts: as one of `--prompts`.
+    """
+    prompt_tokens = int(prompts.removesuffix("u"))
     rng = np.random.default_rng(0)
     samples = []
     for group in range(num_groups):
-        prompt_range = (
-            (prompt_tokens * 3 // 4, prompt_tokens * 5 // 4) if prompt_tokens else (24, 160)
-        )
-        prompt = rng.integers(0, vocab_size, rng.integers(*prompt_range))
+        if not prompt_tokens:
+            size = rng.integers(24, 160)
+        elif prompts.endswith("u"):
+            size = rng.integers(prompt_tokens * 3 // 4, prompt_tokens * 5 // 4)
+        else:
+            drawn = rng.lognormal(np.log(prompt_tokens), 0.5)
+            size = int(np.clip(drawn, 48, 8 * prompt_tokens))
+        prompt = rng.integers(0, vocab_size, size)
         for member in range(GROUP_SIZE):
             length = int(np.clip(rng.lognormal(np.log(240), 0.85), 48, max_length))
             prompt_length = min(len(prompt), length // 3)
@@ -139,7 +152,7 @@ def run_variant(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    samples = make_batch(args.num_groups, args.vocab_size, args.max_length, args.prompt_tokens)
+    samples = make_batch(args.num_groups, args.vocab_size, args.max_length, args.batch_prompts)
     share = args.variant == "shared"
     config = Qwen3Config(
         vocab_size=args.vocab_size,
@@ -230,6 +243,8 @@ def run_variant(args: argparse.Namespace) -> None:
     loaded_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds, first_loss = [], None
     for step in range(args.repeat):
+        print(WAITS, flush=True)
+        sys.stdin.readline()
         started = time.process_time()
         total = 0.0
         for loss, tokens in losses():
@@ -259,16 +274,29 @@ def run_variant(args: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
-def compare(vocab_size: int, prompt_tokens: int, args: argparse.Namespace) -> dict[str, dict]:
+def until_it_waits(process: subprocess.Popen[str]) -> str:
+    """The last line before the process waits for its turn, or of all."""
+    last = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == WAITS:
+            return last
+        last = line
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return last
+
+
+def compare(vocab_size: int, prompts: str, args: argparse.Namespace) -> dict[str, dict]:
     """Run all variants on one batch and print a line for each; returns its figures."""
     num_groups, max_length = (8, 1500) if vocab_size <= 8192 else (2, 700)
     if args.quick:
         num_groups, max_length = max(1, num_groups // 4), 700
-    samples = make_batch(num_groups, vocab_size, max_length, prompt_tokens)
+    samples = make_batch(num_groups, vocab_size, max_length, prompts)
     num_tokens = sum(len(sample) for sample in samples)
     num_trained = sum(sample.num_trained for sample in samples)
     print(
-        f"\nV={vocab_size}: {len(samples)} samples, {num_tokens} tokens, "
+        f"\nV={vocab_size}, prompts {prompts}: {len(samples)} samples, {num_tokens} tokens, "
         f"{num_trained / num_tokens:.0%} trained, longest {max(len(s) for s in samples)}"
     )
     print(
@@ -278,29 +306,36 @@ def compare(vocab_size: int, prompt_tokens: int, args: argparse.Namespace) -> di
     variants = [
         variant
         for variant in VARIANTS
-        if (variant != "trl" or args.trl) and not (prompt_tokens and variant.startswith("padded"))
+        if (variant != "trl" or args.trl) and not (prompts != "0" and variant.startswith("padded"))
     ]
     given = {"vocab-size": vocab_size, "num-groups": num_groups, "max-length": max_length}
-    given |= {"prompt-tokens": prompt_tokens, "token-budget": args.token_budget}
+    given |= {"batch-prompts": prompts, "token-budget": args.token_budget}
     root = Path(__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     with tempfile.TemporaryDirectory() as directory:
-        results, gradients = {}, {}
+        results, gradients, processes = {}, {}, {}
         for variant in variants:
-            output = Path(directory) / f"{variant}.npz"
             command = [args.trl if variant == "trl" else sys.executable, __file__]
-            command += ["--variant", variant, "--output", str(output)]
+            command += ["--variant", variant, "--output", f"{directory}/{variant}.npz"]
             command += ["--repeat", str(args.repeat)]
             command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-            if variant == "trl":
-                environment["PYTHONPATH"] = str(root)
-            done = subprocess.run(
-                command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+            path = {"PYTHONPATH": str(root)} if variant == "trl" else {}
+            processes[variant] = subprocess.Popen(
+                command,
+                env=environment | path,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
-            environment.pop("PYTHONPATH", None)
-            results[variant] = json.loads(done.stdout.splitlines()[-1])
-            gradients[variant] = dict(np.load(output))
+            until_it_waits(processes[variant])
+        for _ in range(args.repeat):
+            for variant, process in processes.items():
+                print(file=process.stdin, flush=True)
+                results[variant] = until_it_waits(process)
+        for variant in variants:
+            results[variant] = json.loads(results[variant])
+            gradients[variant] = dict(np.load(f"{directory}/{variant}.npz"))
             best, reference = min(results[variant]["seconds"]), min(results["packed"]["seconds"])
             difference = max(
                 np.abs(gradient - gradients["packed"][name]).max() / np.abs(gradient).max()
@@ -330,13 +365,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the batch")
     parser.add_argument("--token-budget", type=int, default=4096, help="of agentrl's micro-batches")
     parser.add_argument(
-        "--prompts", default="0,190,980", help="tokens of prompts, comma-separated; 0: 24 to 160"
+        "--prompts",
+        default="0,135,700,980u",
+        help="median tokens of prompts, comma-separated; 0: 24 to 160, 980u: uniform about 980",
     )
     parser.add_argument("--trl", metavar="PYTHON", help="of an environment with TRL 1.16")
     parser.add_argument("--json", type=Path, help="write the figures of each batch here, too")
     for name in ("--variant", "--output"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--vocab-size", "--num-groups", "--max-length", "--prompt-tokens"):
+    parser.add_argument("--batch-prompts", help=argparse.SUPPRESS)
+    for name in ("--vocab-size", "--num-groups", "--max-length"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.variant:
@@ -345,9 +383,9 @@ def main() -> None:
     vocab_sizes = [int(size) for size in args.vocab.split(",")]
     figures = {}
     for number, vocab_size in enumerate(vocab_sizes):
-        for prompt_tokens in args.prompts.split(",") if number == 0 else ["0"]:
-            batch = f"V={vocab_size}, prompts={prompt_tokens}"
-            figures[batch] = compare(vocab_size, int(prompt_tokens), args)
+        for prompts in args.prompts.split(",") if number == 0 else ["0"]:
+            batch = f"V={vocab_size}, prompts={prompts}"
+            figures[batch] = compare(vocab_size, prompts, args)
     if args.json:
         args.json.write_text(json.dumps(figures))
 
