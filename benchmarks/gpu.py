@@ -115,7 +115,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs a GPU that torch sees; this machine has none")
 
-    samples = make_batch(16, 150_000, 8000, args.prompt)
+    samples = make_batch(16, 150_000, 8000, f"{args.prompt}u")
     total = sum(map(len, samples))
     model = make_model(args).eval()
     learner = Learner(model, TrainSection(learning_rate=1e-6), total_updates=1000)

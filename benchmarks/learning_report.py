@@ -144,13 +144,16 @@ def packing_table(row: Row, results: Results) -> str:
             if batch == "made":
                 continue
             prompts = batch.partition("prompts=")[2]
+            drawn = f"{prompts}, heavy-tailed"
+            if prompts.endswith("u"):
+                drawn = f"{prompts.removesuffix('u')}, uniform"
             for variant in [name for name in VARIANTS if name in figures]:
                 one = figures[variant]
                 seconds = min(one["seconds"])
                 ratio = seconds / min(figures["shared"]["seconds"])
                 lines.append(
                     [
-                        "24 to 160" if prompts == "0" else f"about {prompts}",
+                        "24 to 160" if prompts == "0" else drawn,
                         VARIANTS[variant],
                         f"{one['num_tokens']:,}",
                         f"{seconds:.2f}",

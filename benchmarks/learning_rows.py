@@ -127,7 +127,7 @@ def turns_arm(name: str, text: str, about: str, seeds: Sequence[int] = SEEDS) ->
 
 def packing_arm(name: str, prompts: str) -> Arm:
     script = str(HERE / "train_step.py")
-    command = [sys.executable, script, "--vocab", "4096", "--prompts", prompts, "--repeat", "2"]
+    command = [sys.executable, script, "--vocab", "4096", "--prompts", prompts, "--repeat", "3"]
     return Arm(name, [[*command, "--trl", "{trl}", "--json", "{out}"]], seeds=(1,))
 
 
@@ -172,7 +172,10 @@ ROWS: dict[str, Row] = {
     ),
     "packing": Row(
         "Long multi-turn rows: packed and shared against padded",
-        [packing_arm("packing", "0"), packing_arm("packing-190", "190")],
+        [
+            packing_arm("packing", "0"),
+            *(packing_arm(f"packing-{prompts}", prompts) for prompts in ("160", "1070", "980u")),
+        ],
     ),
     "reuse": Row(
         "Epochs and mini-batches",

@@ -1,6 +1,6 @@
 """CPU seconds and memory of one optimisation step: agentrl against what else one could run.
 
-    python benchmarks/train_step.py [--quick] [--vocab 4096,32768] [--prompts 0,135,700,980u]
+    python benchmarks/train_step.py [--quick] [--vocab 4096,32768] [--prompts 0,160,1070,980u]
                                     [--repeat 3] [--trl .venv-adapters/bin/python] [--json FILE]
 
 One step is forward, backward, clipping to norm 1 and AdamW over one fixed batch: groups of 8
@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=4096, help="of agentrl's micro-batches")
     parser.add_argument(
         "--prompts",
-        default="0,135,700,980u",
+        default="0,160,1070,980u",
         help="median tokens of prompts, comma-separated; 0: 24 to 160, 980u: uniform about 980",
     )
     parser.add_argument("--trl", metavar="PYTHON", help="of an environment with TRL 1.16")
