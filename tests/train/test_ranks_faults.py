@@ -17,6 +17,7 @@ from test_ranks_runs import SMALL, children, num_steps, require_bitwise, start, 
 from agentrl.train.checkpoint import latest_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+STUCK_DISK = "stuck_disk.py"
 
 
 class Nodes:
@@ -138,6 +139,26 @@ def test_a_machine_that_stops_answering_ends_the_others(nodes):
         time.sleep(0.2)
     said = [line for line in pair.log(1).splitlines() if "error: " in line]
     assert len(said) == 1 and "store on localhost does not answer for 8 s" in said[0], said
+
+
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_a_rank_whose_disk_never_answers_is_named(tmp_path, async_save):
+    """In the background too, where the rank itself goes on and only its save hangs."""
+    run_dir = tmp_path / "run"
+    arguments = ["--run.num_steps", "500", "--run.save_every", "1", "--run.async_save", async_save]
+    arguments += ["--train.parallel.deadline_s", "8"]
+    process = start(2, run_dir, *arguments, program=(str(Path(__file__).with_name(STUCK_DISK)),))
+    try:
+        assert process.wait(200) != 0
+    finally:
+        process.kill()
+    log = run_dir.with_suffix(".log").read_text()
+    said = [line for line in log.splitlines() if "error: " in line]
+    assert len(said) == 1 and "nothing moved for 8 s during save" in said[0], log[-4000:]
+    waited_for = said[0].partition("the others wait for ")[2]
+    assert waited_for.startswith("rank 1 (") and "rank 0" not in waited_for
+    assert STUCK_DISK in waited_for
+    assert latest_checkpoint(run_dir) is not None
 
 
 def test_a_rank_whose_disk_is_full_is_named_and_saves_again_when_it_is_not(tmp_path):

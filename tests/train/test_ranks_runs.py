@@ -33,9 +33,14 @@ SMALL = [
 
 
 def start(
-    num_ranks: int, run_dir: Path, *arguments: str, launch: tuple = (), run_file: Path = QUICKSTART
+    num_ranks: int,
+    run_dir: Path,
+    *arguments: str,
+    launch: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("-m", "agentrl"),
+    run_file: Path = QUICKSTART,
 ) -> subprocess.Popen:
-    command = [*TORCHRUN, "--nproc-per-node", str(num_ranks), *launch, "-m", "agentrl"]
+    command = [*TORCHRUN, "--nproc-per-node", str(num_ranks), *launch, *program]
     if num_ranks == 1:
         command = [sys.executable, "-m", "agentrl"]
     with open(run_dir.with_suffix(".log"), "a") as log:

@@ -1,0 +1,20 @@
+"""The command `agentrl` on a rank 1 whose disk stops to answer during its second save or later."""
+
+import itertools
+import os
+import sys
+import time
+
+from agentrl.cli import main
+
+if os.environ["RANK"] == "1":
+    force_to_disk, number = os.fsync, itertools.count()
+
+    def stuck(descriptor: int) -> None:
+        if next(number) > 3:
+            time.sleep(3600)
+        force_to_disk(descriptor)
+
+    os.fsync = stuck
+
+sys.exit(main())
