@@ -8,10 +8,10 @@ measures. `make test-gpu` proves those first.
 
 The model has Qwen3's shape and random bfloat16 weights, unless `--model` names one. A batch is 16
 groups of 8 trajectories with log-normal lengths and one prompt per group. A step is forward,
-backward and AdamW over all of it, for packed rows, for shared prefixes, and for both with
-activation checkpointing. MFU counts the products of every token that a sample has, shared or not,
-once forward and twice backward, attention's included, and the head's at trained positions only;
-recomputation counts as nothing. The parts are kernel times of torch's profiler in one more step.
+backward and AdamW over all of it, for packed rows, for shared prefixes, with activation
+checkpointing, and with compiled layers. MFU counts the products of every token that a sample has,
+shared or not, once forward and twice backward, attention's included, and the head's at trained
+positions only; recomputation counts as nothing. The parts are kernel times of torch's profiler in one more step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 from train_step import make_batch
@@ -27,7 +28,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import TrainSection
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-from agentrl.train.logprobs import sample_logprobs
+from agentrl.train.compiled import compile_layers
+from agentrl.train.logprobs import decoder_of, sample_logprobs
 from agentrl.train.memory import kept_bytes
 from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
@@ -35,6 +37,23 @@ from agentrl.train.plan import pack
 from agentrl.train.update import own_share
 from agentrl.types import Sample
 
+
+class Variant(NamedTuple):
+    name: str
+    share: bool
+    recomputed: bool | float = False
+    compiled: bool = False
+
+
+VARIANTS = [
+    Variant("packed", share=False),
+    Variant("shared", share=True),
+    Variant("shared, recompute 50%", share=True, recomputed=0.5),
+    Variant("shared, recompute all", share=True, recomputed=True),
+    # Last: layers stay compiled.
+    Variant("shared, compiled", share=True, compiled=True),
+    Variant("the same, recompute all", share=True, recomputed=True, compiled=True),
+]
 PARTS = {
     "attention": ("flash", "fmha", "flex"),
     "products": ("gemm", "cutlass", "nvjet", "matmul"),
@@ -124,28 +143,33 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {len(samples)} samples, "
         f"{total} tokens, {sum(s.num_trained for s in samples) / total:.0%} trained"
     )
-    print(f"{'variant':22} {'through':>8} {'s':>7} {'tokens/s':>9} {'MFU':>5} {'peak GiB':>9}")
-    for share in (False, True):
-        for recomputed in (False, 0.5, True):
-            model.set_attn_implementation(SHARED_ATTENTION_NAME if share else ATTENTION_NAME)
-            set_gradient_checkpointing(model, recomputed)
-            seconds = []
-            torch.cuda.reset_peak_memory_stats()
-            for _ in range(args.repeat + 1):  # the first compiles and allocates
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                through = step(learner, samples, args.tokens, share=share)
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - started)
-            best = min(seconds[1:])
-            name = f"{'shared' if share else 'packed'}, recompute {float(recomputed):.0%}"
-            print(
-                f"{name:22} {through:8} {best:7.2f} {total / best:9.0f} "
-                f"{work / best / args.peak_tflops / 1e12:5.0%} "
-                f"{torch.cuda.max_memory_allocated() / 2**30:9.1f}",
-                flush=True,
+    print(f"{'variant':24} {'through':>8} {'s':>7} {'tokens/s':>9} {'MFU':>5} {'peak GiB':>9}")
+    for variant in VARIANTS:
+        model.set_attn_implementation(SHARED_ATTENTION_NAME if variant.share else ATTENTION_NAME)
+        set_gradient_checkpointing(model, variant.recomputed)
+        if variant.compiled:
+            compile_layers(
+                model,
+                decoder_of(model),
+                lambda micro: sample_logprobs(model, micro, temperature=1.0)[0],
             )
-        print(f"  kernels: {parts_of(lambda: step(learner, samples, args.tokens, share=share))}")  # noqa: B023
+        seconds = []
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(args.repeat + 1):  # the first compiles and allocates
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            through = step(learner, samples, args.tokens, share=variant.share)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        best = min(seconds[1:])
+        print(
+            f"{variant.name:24} {through:8} {best:7.2f} {total / best:9.0f} "
+            f"{work / best / args.peak_tflops / 1e12:5.0%} "
+            f"{torch.cuda.max_memory_allocated() / 2**30:9.1f}",
+            flush=True,
+        )
+        parts = parts_of(lambda: step(learner, samples, args.tokens, share=variant.share))  # noqa: B023
+        print(f"  kernels: {parts}", flush=True)
     with torch.device("meta"):
         counted = type(model)(model.config).bfloat16()
     layers, _ = kept_bytes(counted, 512)

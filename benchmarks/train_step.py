@@ -1,7 +1,8 @@
 """CPU seconds and memory of one optimisation step: agentrl against what else one could run.
 
     python benchmarks/train_step.py [--quick] [--vocab 4096,32768] [--prompts 0,160,1070,980u]
-                                    [--repeat 3] [--trl .venv-adapters/bin/python] [--json FILE]
+                                    [--repeat 3] [--trl .venv-adapters/bin/python] [--compile]
+                                    [--json FILE]
 
 One step is forward, backward, clipping to norm 1 and AdamW over one fixed batch: groups of 8
 multi-turn trajectories with heavy-tailed lengths (48-1500 tokens), about 46% of the tokens
@@ -11,6 +12,7 @@ random float32 weights. Variants, each in a process of its own, one thread:
 
     packed          agentrl: token-budget micro-batches, packed rows, head at trained positions
     shared          the same, and what samples of a group begin with is computed once
+    compiled        the same with `model.compile`; with `--compile`
     bare            agentrl's packed rows under the shortest loop that can be written: all logits
                     of the trained positions at once, cross_entropy, no entropy
     trl             TRL's AsyncGRPOTrainer, which shares prefixes too (`train_step_trl.py`); with
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
 
     from agentrl.train.plan import MicroBatch
 
-VARIANTS = ("packed", "shared", "bare", "trl", "padded", "padded_sorted")
+VARIANTS = ("packed", "shared", "compiled", "bare", "trl", "padded", "padded_sorted")
 WAITS = "waits for its turn"
 GROUP_SIZE = 8
 TRAINED_FRACTION = 0.46
@@ -146,6 +148,7 @@ def run_variant(args: argparse.Namespace) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
+    from agentrl.train.compiled import compile_layers
     from agentrl.train.logprobs import backbone_hidden, sample_logprobs
     from agentrl.train.plan import pack
     from agentrl.train.update import own_share
@@ -153,7 +156,7 @@ def run_variant(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     samples = make_batch(args.num_groups, args.vocab_size, args.max_length, args.batch_prompts)
-    share = args.variant == "shared"
+    share = args.variant in ("shared", "compiled")
     config = Qwen3Config(
         vocab_size=args.vocab_size,
         hidden_size=256,
@@ -165,8 +168,12 @@ def run_variant(args: argparse.Namespace) -> None:
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config).train()
-    if args.variant in ("packed", "bare", "shared"):
+    if args.variant in ("packed", "bare", "shared", "compiled"):
         model.set_attn_implementation(SHARED_ATTENTION_NAME if share else ATTENTION_NAME)
+    if args.variant == "compiled":
+        compile_layers(
+            model, model.model, lambda micro: sample_logprobs(model, micro, temperature=1.0)[0]
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     num_trained = sum(sample.num_trained for sample in samples)
 
@@ -306,7 +313,9 @@ def compare(vocab_size: int, prompts: str, args: argparse.Namespace) -> dict[str
     variants = [
         variant
         for variant in VARIANTS
-        if (variant != "trl" or args.trl) and not (prompts != "0" and variant.startswith("padded"))
+        if (variant != "trl" or args.trl)
+        and (variant != "compiled" or args.compile)
+        and not (prompts != "0" and variant.startswith("padded"))
     ]
     given = {"vocab-size": vocab_size, "num-groups": num_groups, "max-length": max_length}
     given |= {"batch-prompts": prompts, "token-budget": args.token_budget}
@@ -369,6 +378,7 @@ def main() -> None:
         default="0,160,1070,980u",
         help="median tokens of prompts, comma-separated; 0: 24 to 160, 980u: uniform about 980",
     )
+    parser.add_argument("--compile", action="store_true", help="compiled layers as well")
     parser.add_argument("--trl", metavar="PYTHON", help="of an environment with TRL 1.16")
     parser.add_argument("--json", type=Path, help="write the figures of each batch here, too")
     for name in ("--variant", "--output"):

@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import annotated_types
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -79,6 +72,9 @@ class ModelSection(Section):
     gradient_checkpointing: bool | Annotated[float, Field(gt=0, lt=1)] = False
     """Recompute activations in the backward pass: about a third more time, far less memory. A
     number such as 0.5 does so in that share of the layers; `agentrl doctor` says what fits."""
+    compile: bool = False
+    """Fuse what each layer computes between its matrix products (`torch.compile`, docs/memory.md):
+    a minute at the start, then less time and memory. A CPU needs g++ for it."""
     freeze_router: bool = False
     """Mixtures of experts: the routers stay as they are, and the experts learn."""
     lora: LoraSection = Field(default_factory=LoraSection)

@@ -131,6 +131,7 @@ def packed_mask(
     return SegmentMask(lengths, local_size, torch.device(device), context=context)
 
 
+@torch.compiler.disable  # loops over segments would be compiled anew for each other row
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -15,6 +15,7 @@ from agentrl.algo import Batch, Objective
 from agentrl.algo.aggregate import trained_mask
 from agentrl.config import RunConfig
 from agentrl.train import context, sharding
+from agentrl.train.compiled import compile_layers
 from agentrl.train.logprobs import backbone_hidden, decoder_of
 from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
@@ -61,13 +62,13 @@ def make_critic(
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     settings = config.train.model_copy(update={"learning_rate": config.critic.learning_rate})
     masters = sharding.load_masters(path, dtype)
+    critic = sharding.shard(
+        Critic(decoder_of(model)), dtype=dtype, device=device, optimizer=config.train.optimizer
+    )
+    if config.model.compile:
+        compile_layers(critic, critic.backbone, critic)
     return Learner(
-        sharding.shard(
-            Critic(decoder_of(model)),
-            dtype=dtype,
-            device=device,
-            optimizer=config.train.optimizer,
-        ),
+        critic,
         settings,
         total_updates=total_updates,
         section="critic",

@@ -23,7 +23,8 @@ from agentrl.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_PACKED = (SHARED_ATTENTION_NAME, ATTENTION_NAME)
+PACKED = (SHARED_ATTENTION_NAME, ATTENTION_NAME)
+"""Attention of models that compute several segments as one row."""
 
 
 def require_exact(model: PreTrainedModel) -> None:
@@ -39,7 +40,7 @@ def require_exact(model: PreTrainedModel) -> None:
     problems: dict[str, str] = {}
     for name in (SHARED_ATTENTION_NAME, ATTENTION_NAME, plain_attention(model)):
         try:
-            if name in _PACKED and not model._can_set_attn_implementation():
+            if name in PACKED and not model._can_set_attn_implementation():
                 raise ValueError("its layers attend in ways of their own")
             model.set_attn_implementation(name)
             problem = _inexact(model, share=name == SHARED_ATTENTION_NAME)
@@ -75,20 +76,14 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
 
 def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
     """How log-probs of packed segments differ from the family's own; None if by rounding only."""
-    vocab_size = head_of(model).weight.shape[0]
-    # Of two rows that begin alike, the one with the lower next token stands first.
-    first, second = (torch.arange(13, 13 + 7919 * n, 7919) % vocab_size for n in (25, 22))
-    low, high = sorted({int(first[16]), (int(first[16]) + 1) % vocab_size})
-    first[16], second[16:] = low, second[16:].flip(0)
-    second[16] = high
+    first, second = _probe_ids(model)
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         embedded.append(output)
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
-    rows = [_bare_sample(ids.numpy()) for ids in (first, second)]
-    micro = pack(rows, [0, 1], share=share)
+    micro = probe_rows(model, share=share)
     logprobs, _ = sample_logprobs(model, micro, temperature=1.0)
     handle.remove()
     # Whatever one segment sees of another, some gradient flows there; nothing is rounded to 0.
@@ -112,11 +107,37 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
         ]
     model.set_attn_implementation(implementation or "eager")
     difference = (logprobs.detach() - torch.cat(expected)).abs().mean().item()
-    # A 16-bit model's own logits are rounded to about 1/256 of their size.
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if not difference < tolerance:
+    if not difference < tolerance(model.dtype):
         return f"differs from its own forward pass by {difference:.2g}"
     return None
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How much of a difference between log-probs is called rounding. A 16-bit model's own logits
+    are rounded to about 1/256 of their size."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+
+
+def probe_rows(model: PreTrainedModel, *, share: bool | None = None) -> MicroBatch:
+    """Two short rows that begin alike, all of whose tokens are trained.
+
+    Args:
+        model: it or its decoder; the vocabulary is its own.
+        share: that beginning stands there once; None: as the model runs.
+    """
+    share = shares_prefixes(model) if share is None else share
+    rows = [_bare_sample(ids.numpy()) for ids in _probe_ids(model)]
+    return pack(rows, [0, 1], share=share)
+
+
+def _probe_ids(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    # Of two rows that begin alike, the one with the lower next token stands first.
+    first, second = (torch.arange(13, 13 + 7919 * n, 7919) % vocab_size for n in (25, 22))
+    low, high = sorted({int(first[16]), (int(first[16]) + 1) % vocab_size})
+    first[16], second[16:] = low, second[16:].flip(0)
+    second[16] = high
+    return first, second
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -145,7 +166,7 @@ def backbone_hidden(
     wanted = {} if router_logits is None else {"output_router_logits": True}
     device = computing_device(model)
     input_ids = torch.from_numpy(micro.input_ids)[None].to(device)
-    if decoder.config._attn_implementation not in _PACKED:
+    if decoder.config._attn_implementation not in PACKED:
         segments = input_ids.split(micro.segment_lengths, dim=1)
         outputs = [decoder(input_ids=ids, use_cache=False, **wanted) for ids in segments]
     else:

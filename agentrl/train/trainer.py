@@ -18,7 +18,9 @@ from agentrl.errors import TrainingError
 from agentrl.rollout.scheduler import stable_seed
 from agentrl.train import ranks, sharding
 from agentrl.train.batch import all_kept_are_known, make_batch, require_components
+from agentrl.train.compiled import compile_layers
 from agentrl.train.critic import Critic, make_critic
+from agentrl.train.logprobs import decoder_of, sample_logprobs
 from agentrl.train.lora import add_adapter
 from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
 from agentrl.train.model import set_gradient_checkpointing
@@ -200,6 +202,12 @@ async def make_trainer(
         add_adapter(model, config.model.lora, path=config.model.path)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     model = sharding.shard(model, dtype=dtype, device=device, optimizer=config.train.optimizer)
+    if config.model.compile:
+        compile_layers(
+            model,
+            decoder_of(model),
+            lambda micro: sample_logprobs(model, micro, temperature=1.0)[0],
+        )
     reference = None
     if "ref_logprobs" in objective.needs() and config.model.lora.rank:
         reference = model  # without its adapter
