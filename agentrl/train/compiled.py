@@ -49,7 +49,8 @@ def compile_layers(
         )
     micro = probe_rows(decoder)
     values, norms = _computed(module, compute, micro)
-    for layer in decoder.layers:
+    layers: Any = decoder.layers
+    for layer in layers:
         # Bound, so that a copy of the layer calls itself.
         layer.forward = types.MethodType(_forward, layer)
     try:

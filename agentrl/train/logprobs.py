@@ -131,7 +131,8 @@ def probe_rows(model: PreTrainedModel, *, share: bool | None = None) -> MicroBat
 
 
 def _probe_ids(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    vocab_size = embedding.weight.shape[0]
     # Of two rows that begin alike, the one with the lower next token stands first.
     first, second = (torch.arange(13, 13 + 7919 * n, 7919) % vocab_size for n in (25, 22))
     low, high = sorted({int(first[16]), (int(first[16]) + 1) % vocab_size})
