@@ -22,6 +22,8 @@ PACKAGE_VENV ?= .venv-package
 CLUSTER_VENV ?= .venv-cluster
 # Reads the sources, so it needs nothing that they need.
 DOCS_VENV ?= .venv-docs
+# Tests start hundreds of Python processes: without bytecode each compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # Of the fast tests at a time. Many of them wait for servers and processes more than they compute.
 JOBS ?= 3
 # Of the long tests and of those with vLLM, which compute more; a vLLM server takes 2 GB.
