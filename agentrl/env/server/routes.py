@@ -10,6 +10,7 @@ import json
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from agentrl.env import protocol
 from agentrl.env.protocol import (
@@ -31,7 +32,6 @@ from agentrl.env.protocol import (
     make_error,
 )
 from agentrl.env.server.docs import errors, make_page
-from agentrl.env.server.metrics import MEDIA_TYPE as METRICS_TYPE
 from agentrl.env.server.transit import Reply
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.types import Action
@@ -48,7 +48,7 @@ router = APIRouter()
 
 
 class PlainText(Response):
-    media_type = METRICS_TYPE
+    media_type = CONTENT_TYPE_LATEST
 
 
 def _reply(message: object, status: int = 200) -> Reply:
@@ -212,9 +212,9 @@ async def readyz(manager: Manager) -> Response:
 
 
 @router.get("/metrics", response_class=PlainText, responses=errors())
-async def metrics(request: Request) -> Response:
+async def metrics(manager: Manager) -> Response:
     """Prometheus text."""
-    return Reply(request.app.state.metrics.text(), media_type=METRICS_TYPE)
+    return Reply(manager.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -46,8 +46,8 @@ from agentrl.env.protocol import (
 from agentrl.env.sessions.boundary import Background, guard, to_env_error
 from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
 from agentrl.env.sessions.loaded import CLOSE_TIMEOUT_S, LoadedEnvironments
+from agentrl.env.sessions.metrics import Metrics
 from agentrl.env.sessions.session import Session, Step, episode_record, start, take_turn
-from agentrl.env.sessions.stats import Stats
 from agentrl.env.threads import MAX_THREADS, Deadline, WorkerPool, call_timeout
 from agentrl.errors import EnvError
 from agentrl.types import JSON
@@ -101,7 +101,7 @@ class SessionManager:
             resolve, config or {}, self.workers, self._background
         )
         self._capacity = Capacity(max_sessions, max_wait_s)
-        self._stats = Stats()
+        self.metrics = self._make_metrics()
         self._sessions: dict[str, Session] = {}
         self._closed_ids: OrderedDict[str, str] = OrderedDict()
         self._creations: dict[str, _Creation] = {}
@@ -111,18 +111,20 @@ class SessionManager:
     def num_live(self) -> int:
         return self._capacity.num_live
 
-    @property
-    def stats(self) -> Stats:
-        """The counters, as they are now."""
-        stats = self._stats
-        stats.live = dict(self._capacity.live)
-        stats.waiting = self._capacity.num_waiting
-        stats.num_threads = self.workers.num_threads
-        stats.waiting_calls = self.workers.num_waiting
-        stats.thread_wait_seconds = self.workers.total_wait_s
-        stats.abandoned_threads = self.workers.num_abandoned
-        stats.stuck_calls = len(self._background.stuck)
-        return stats
+    def _make_metrics(self) -> Metrics:
+        metrics, workers, stuck = Metrics(), self.workers, self._background.stuck
+        watch = metrics.watch
+        watch("creations_waiting", "For capacity.", lambda: self._capacity.num_waiting)
+        watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
+        watch("hung_threads", "Threads past their deadline.", lambda: workers.num_abandoned)
+        watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
+        watch("thread_wait_seconds_total", "Waited for threads.", lambda: workers.total_wait_s)
+        watch("stuck_calls", "Coroutines past their deadline.", lambda: len(stuck))
+        return metrics
+
+    def metrics_text(self) -> bytes:
+        """The metrics as they are now."""
+        return self.metrics.text(self._capacity.live)
 
     def readiness(self) -> str | None:
         """Why this process should get no new sessions; None if it may."""
@@ -182,7 +184,7 @@ class SessionManager:
                 "this Idempotency-Key came before with another request; use a fresh one",
             )
         else:
-            self._stats.replayed += 1
+            self.metrics.replayed.inc()
         return await asyncio.shield(creation.task)
 
     def _forget_failed(self, key: str, task: asyncio.Task[CreateReply]) -> None:
@@ -195,13 +197,13 @@ class SessionManager:
                 raise draining()
             sessions = await self._open_group(request, key)
         except EnvError as error:
-            self._stats.refused[error.code] += 1
+            self.metrics.refused.labels(error.code).inc()
             raise
         now = asyncio.get_running_loop().time()
         for session in sessions:
             session.expires = now + session.lease_s
             self._sessions[session.id] = session
-            self._stats.opened[session.environment.id] += 1
+            self.metrics.opened.labels(session.environment.id).inc()
         if self._reaper is None:
             self._reaper = self._background.spawn(self._reap())
         return CreateReply([self._session_reply(session) for session in sessions])
@@ -297,7 +299,7 @@ class SessionManager:
                     "step_conflict",
                     f"step {request.step} of this session was asked for with another body",
                 )
-            self._stats.replayed += 1
+            self.metrics.replayed.inc()
             reply = decode(await step.wait(), StepReply)
             reply.replayed = True
             return encode(reply)
@@ -357,8 +359,8 @@ class SessionManager:
         step.settle(outcome)
         now = asyncio.get_running_loop().time()
         session.expires = now + session.lease_s
-        self._stats.steps[session.environment.id] += 1
-        self._stats.step_seconds.add(now - step.started)
+        self.metrics.steps.labels(session.environment.id).inc()
+        self.metrics.step_seconds.observe(now - step.started)
 
     # Leases and the end of sessions
 
@@ -437,7 +439,7 @@ class SessionManager:
         if session.retired:
             return
         session.retired = True
-        self._stats.closed[session.environment.id, outcome] += 1
+        self.metrics.closed.labels(session.environment.id, outcome).inc()
         if logger.isEnabledFor(logging.INFO):
             logger.info(json.dumps(episode_record(session, outcome, error)))
         self._background.spawn(self._close(session))
