@@ -218,7 +218,6 @@ class SessionManager:
             observation=session.observation,
             tools=from_json(session.told),
             token=session_token(self.secret, session.id),
-            reads_reasoning=True,
         )
 
     async def _open_group(self, request: CreateRequest, key: str | None) -> list[Session]:
