@@ -10,6 +10,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from fastapi.openapi.models import Schema
+from pydantic import ValidationError
+
 from agentrl.env import protocol
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject
 from agentrl.env.check.words import short
@@ -131,7 +134,7 @@ async def check_tools(subject: Subject) -> str:
         elif not isinstance(function.get("description", ""), str):
             problem = "its description is no text"
         else:
-            problem = _schema_problem(function.get("parameters"), name)
+            problem = _schema_problem(function.get("parameters"))
         if problem:
             raise CheckFailed(f"tool {name or spec!r}: {problem}", remedy)
         seen.add(name)
@@ -140,43 +143,26 @@ async def check_tools(subject: Subject) -> str:
     return f"{len(seen)} tools: {', '.join(sorted(seen))}"
 
 
-_TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
-
-
-def _schema_problem(schema: Any, name: str) -> str | None:
+def _schema_problem(schema: Any) -> str | None:
     """What is wrong with the parameters of a function, None if nothing is."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         return "its parameters are no object schema"
-    properties = schema.get("properties", {})
-    missing = set(schema.get("required", ())) - set(properties)
-    if missing:
-        return f"required but not described: {', '.join(sorted(missing))}"
-    definitions = schema.get("$defs", {})
-
-    def look(node: Any, where: str) -> str | None:
-        if isinstance(node, bool):
-            return None
-        if not isinstance(node, dict):
-            return f"{where} is no schema"
-        if "$ref" in node and node["$ref"].rpartition("/")[2] not in definitions:
-            return f"{where} refers to {node['$ref']}, which is not there"
-        kinds = node.get("type", [])
-        for kind in [kinds] if isinstance(kinds, str) else kinds:
-            if kind not in _TYPES:
-                return f"{where} has the unknown type '{kind}'"
-        children = [(f"{where}.{key}", each) for key, each in node.get("properties", {}).items()]
-        children += [(f"{where}[]", node["items"])] if "items" in node else []
-        for key in ("anyOf", "oneOf", "allOf"):
-            children += [(where, each) for each in node.get(key, ())]
-        return next((found for path, each in children if (found := look(each, path))), None)
-
-    for where, each in [*definitions.items(), (name, schema)]:
-        if problem := look(each, where):
-            return problem
     try:
-        json.dumps(schema, allow_nan=False)
+        Schema.model_validate(schema)
+        text = json.dumps(schema, allow_nan=False)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        steps = [str(step) for step in problem["loc"] if step != "Schema"]  # pydantic's own names
+        where = ".".join(step for step in steps if "[" not in step)
+        return f"its {where} is {short(problem['input'])}: {problem['msg']}"
     except (TypeError, ValueError) as error:
         return f"its parameters are not JSON: {error}"
+    missing = set(schema.get("required", ())) - set(schema.get("properties", {}))
+    if missing:
+        return f"required but not described: {', '.join(sorted(missing))}"
+    for name in re.findall(r'"\$ref": "(?:[^"]*/)?([^"]*)"', text):
+        if name not in schema.get("$defs", {}):
+            return f"its parameters refer to {name}, which is not there"
     return None
 
 
