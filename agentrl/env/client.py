@@ -221,8 +221,8 @@ class EnvClient:
         end = start + 20 if stop is None else stop
 
         async def ask(endpoint: _Endpoint, remaining_s: float) -> list[TaskPreview]:
-            where = (env_id, split, start, end, config or {})
-            return await endpoint.transport.tasks(*where, remaining_s)
+            rows = range(start, end)
+            return await endpoint.transport.tasks(env_id, split, rows, config or {}, remaining_s)
 
         return await self._on_some_server(ask, timeout_s)
 

@@ -22,6 +22,7 @@ from agentrl.types import JSON
 
 READ_S = 2.0
 """How long the rows of a split are read; thirty times that when thorough."""
+READ_TIMEOUT_S = 60.0
 ROWS_AT_ONCE = 50
 ENDLESS_ROWS = 1000
 """Rows that are looked at of a split without end."""
@@ -51,8 +52,8 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
     deadline = time.monotonic() + READ_S * (30 if subject.thorough else 1)
     ids: Counter[str] = Counter()
     for start in dict.fromkeys([starts[0], starts[-1], *middle]):
-        stop = min(start + ROWS_AT_ONCE, size or ENDLESS_ROWS)
-        for preview in await _previews(subject, transport, split, start, stop):
+        rows = range(start, min(start + ROWS_AT_ONCE, size or ENDLESS_ROWS))
+        for preview in await _previews(subject, transport, split, rows):
             ids[preview.id] += 1
             if not preview.prompt:
                 raise CheckFailed(
@@ -72,24 +73,22 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
 
 
 async def _previews(
-    subject: Subject, transport: Transport, split: str, start: int, stop: int
+    subject: Subject, transport: Transport, split: str, rows: range
 ) -> list[protocol.TaskPreview]:
-    """Rows `[start, stop)`; the one that cannot be read is named."""
-    read = subject.env_id, split
+    """Rows of a split; the one that cannot be read is named."""
+    remedy = "get(split, index) must answer for every index below the split's size"
     try:
-        return await transport.tasks(*read, start, stop, subject.config, 60.0)
+        return await transport.tasks(subject.env_id, split, rows, subject.config, READ_TIMEOUT_S)
     except EnvError as error:
-        for index in range(start, stop):
-            try:
-                await transport.tasks(*read, index, index + 1, subject.config, 60.0)
-            except EnvError as one:
-                raise CheckFailed(
-                    f"task {index} of split '{split}' cannot be read: {one}",
-                    "get(split, index) must answer for every index below the split's size",
-                ) from one
+        if len(rows) == 1:
+            message = f"task {rows.start} of split '{split}' cannot be read: {error}"
+            raise CheckFailed(message, remedy) from error
+        for index in rows:
+            await _previews(subject, transport, split, range(index, index + 1))
         raise CheckFailed(
-            f"tasks {start} to {stop - 1} of split '{split}' cannot be read together: {error}",
-            "get(split, index) must answer for every index below the split's size",
+            f"tasks {rows.start} to {rows.stop - 1} of split '{split}' cannot be read together: "
+            f"{error}",
+            remedy,
         ) from error
 
 
@@ -98,7 +97,7 @@ async def _check_repeatable(subject: Subject, transport: Transport, split: str, 
         seen = [await _fresh_task(subject, split, index) for _ in range(3)]
     else:
         seen = [
-            protocol.as_json((await _previews(subject, transport, split, index, index + 1))[0])
+            protocol.as_json(await _previews(subject, transport, split, range(index, index + 1)))
             for _ in range(2)
         ]
     for again in seen[1:]:

@@ -131,7 +131,7 @@ async def tasks(
     if stop - start > MAX_TASKS:
         raise make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
     differing = protocol.decode_config(config)
-    previews = await manager.preview(env_id, split, start, stop, differing)
+    previews = await manager.preview(env_id, split, range(start, stop), differing)
     return _reply(TaskList(split, previews))
 
 

@@ -77,7 +77,6 @@ class SessionManager:
         worker_threads: int = MAX_THREADS,
         config: Mapping[str, Mapping[str, JSON]] | None = None,
         max_wait_s: float = MAX_WAIT_S,
-        secret: bytes | None = None,
         name: str = "",
     ) -> None:
         """
@@ -88,13 +87,13 @@ class SessionManager:
             worker_threads: the most threads for plain `def` methods of all sessions together.
             config: by environment id, what every session's configuration starts from.
             max_wait_s: how long a creation waits for capacity before it is `at_capacity`.
-            secret: what session tokens are made with.
             name: what the ids of its sessions begin with, so that a proxy in front of several
                 servers knows whose a session is.
         """
         self.workers = WorkerPool(worker_threads)
         self.draining = False
-        self.secret = secret or secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
+        """What session tokens are made with."""
         self._id_prefix = f"{name}-" if name else ""
         self._background = Background()
         self._environments = LoadedEnvironments(
@@ -153,16 +152,11 @@ class SessionManager:
         return info
 
     async def preview(
-        self,
-        env_id: str,
-        split: str,
-        start: int,
-        stop: int,
-        config: Mapping[str, JSON] | None = None,
+        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON] | None = None
     ) -> list[TaskPreview]:
-        """Tasks `[start, stop)` of a split, without what would give their answers away."""
+        """Tasks of a split, without what would give their answers away."""
         environment = self._environments.find(env_id)
-        return await self._environments.preview(environment, config or {}, split, start, stop)
+        return await self._environments.preview(environment, config or {}, split, rows)
 
     # Opening
 
