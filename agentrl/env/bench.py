@@ -88,36 +88,26 @@ async def bench(
         episodes = [(spec, await subject.moves(spec)) for spec in subject.specs(NUM_TASKS)]
     finally:
         await subject.aclose()
-    if subject.url is not None:
-        return await _measure(subject, subject.url, token, episodes, num_sessions, seconds, None)
-    with _served(target, config or {}) as (url, pid):
-        return await _measure(subject, url, None, episodes, num_sessions, seconds, pid)
-
-
-async def _measure(
-    subject: Subject,
-    url: str,
-    token: str | None,
-    episodes: list[tuple[TaskSpec, list[Action]]],
-    num_sessions: int,
-    seconds: float,
-    pid: int | None,
-) -> BenchResult:
+    if subject.url is None:
+        serving = _served(target, config or {})
+    else:
+        serving = contextlib.nullcontext((subject.url, None))
     times = _Times()
-    async with connect(url, token=token) as client:
-        await client.info(subject.env_id, subject.config)
-        await _play(subject, client, *episodes[0], _Times())  # connections and imports
-        before, started = _usage(pid), time.monotonic()
+    with serving as (url, pid):
+        async with connect(url, token=token) as client:
+            await client.info(subject.env_id, subject.config)
+            await _play(subject, client, *episodes[0], _Times())  # connections and imports
+            before, started = _usage(pid), time.monotonic()
 
-        async def player(first: int) -> None:
-            number = first
-            while time.monotonic() < started + seconds:
-                await _play(subject, client, *episodes[number % len(episodes)], times)
-                number += 1
+            async def player(first: int) -> None:
+                number = first
+                while time.monotonic() < started + seconds:
+                    await _play(subject, client, *episodes[number % len(episodes)], times)
+                    number += 1
 
-        await asyncio.gather(*(player(first) for first in range(num_sessions)))
-        elapsed = time.monotonic() - started
-        after = _usage(pid)
+            await asyncio.gather(*(player(first) for first in range(num_sessions)))
+            elapsed = time.monotonic() - started
+            after = _usage(pid)
     num_steps = len(times.steps)
     if not num_steps:
         raise EnvError(f"not one step was answered: {times.errors or 'no time'}")
