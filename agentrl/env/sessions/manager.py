@@ -111,9 +111,10 @@ class SessionManager:
         return self._capacity.num_live
 
     def _make_metrics(self) -> Metrics:
-        metrics, workers, stuck = Metrics(), self.workers, self._background.stuck
+        metrics, capacity = Metrics(), self._capacity
+        workers, stuck = self.workers, self._background.stuck
         watch = metrics.watch
-        watch("creations_waiting", "For capacity.", lambda: self._capacity.num_waiting)
+        watch("creations_waiting", "Creations waiting for capacity.", lambda: capacity.num_waiting)
         watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
         watch("hung_threads", "Threads past their deadline.", lambda: workers.num_abandoned)
         watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
