@@ -88,37 +88,26 @@ async def bench(
         episodes = [(spec, await subject.moves(spec)) for spec in subject.specs(NUM_TASKS)]
     finally:
         await subject.aclose()
-    if subject.url is not None:
-        return await _measure(subject, subject.url, token, episodes, num_sessions, seconds, None)
-    with _served(target, config or {}) as (url, pid):
-        return await _measure(subject, url, None, episodes, num_sessions, seconds, pid)
-
-
-async def _measure(
-    subject: Subject,
-    url: str,
-    token: str | None,
-    episodes: list[tuple[TaskSpec, list[Action]]],
-    num_sessions: int,
-    seconds: float,
-    pid: int | None,
-) -> BenchResult:
+    if subject.url is None:
+        serving = _served(target, config or {})
+    else:
+        serving = contextlib.nullcontext((subject.url, None))
     times = _Times()
-    async with connect(url, token=token) as client:
-        await client.info(subject.env_id, subject.config)
-        await _play(subject, client, *episodes[0], _Times())  # connections and imports
-        cpu, started = _cpu_s(pid), time.monotonic()
+    with serving as (url, pid):
+        async with connect(url, token=token) as client:
+            await client.info(subject.env_id, subject.config)
+            await _play(subject, client, *episodes[0], _Times())  # connections and imports
+            before, started = _usage(pid), time.monotonic()
 
-        async def player(first: int) -> None:
-            number = first
-            while time.monotonic() < started + seconds:
-                await _play(subject, client, *episodes[number % len(episodes)], times)
-                number += 1
+            async def player(first: int) -> None:
+                number = first
+                while time.monotonic() < started + seconds:
+                    await _play(subject, client, *episodes[number % len(episodes)], times)
+                    number += 1
 
-        await asyncio.gather(*(player(first) for first in range(num_sessions)))
-        elapsed = time.monotonic() - started
-        used = None if cpu is None else (_cpu_s(pid) or cpu) - cpu
-        threads, memory = _size(pid)
+            await asyncio.gather(*(player(first) for first in range(num_sessions)))
+            elapsed = time.monotonic() - started
+            after = _usage(pid)
     num_steps = len(times.steps)
     if not num_steps:
         raise EnvError(f"not one step was answered: {times.errors or 'no time'}")
@@ -132,9 +121,11 @@ async def _measure(
         step_p50_ms=_percentile_ms(times.steps, 0.5),
         step_p99_ms=_percentile_ms(times.steps, 0.99),
         open_p50_ms=_percentile_ms(times.opens, 0.5),
-        server_cpu_us_per_step=None if used is None else round(used / num_steps * 1e6, 1),
-        server_threads=threads,
-        server_memory_mb=memory,
+        server_cpu_us_per_step=(
+            round((after[0] - before[0]) / num_steps * 1e6, 1) if before and after else None
+        ),
+        server_threads=after[1] if after else None,
+        server_memory_mb=after[2] if after else None,
     )
 
 
@@ -196,37 +187,20 @@ def _percentile_ms(seconds: list[float], share: float) -> float:
     return round(ordered[min(int(len(ordered) * share), len(ordered) - 1)] * 1000, 2)
 
 
-def _tree(pid: int) -> list[int]:
-    """A process and its descendants."""
-    pids = [pid]
-    for each in pids:
-        for listing in Path(f"/proc/{each}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                pids += map(int, listing.read_text().split())
-    return pids
-
-
-def _cpu_s(pid: int | None) -> float | None:
-    """CPU seconds a process and its living descendants used; None where /proc does not tell."""
+def _usage(pid: int | None) -> tuple[float, int, float] | None:
+    """CPU seconds, threads and resident megabytes of a process and its living descendants; None
+    where /proc does not tell."""
     if pid is None or not Path("/proc/self/stat").exists():
         return None
-    ticks = 0
-    for each in _tree(pid):
-        with contextlib.suppress(OSError):
+    ticks = threads = pages = 0
+    pids = [pid]
+    for each in pids:  # which grows meanwhile
+        with contextlib.suppress(OSError):  # it has ended
+            for listing in Path(f"/proc/{each}/task").glob("*/children"):
+                pids += map(int, listing.read_text().split())
             fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _size(pid: int | None) -> tuple[int | None, float | None]:
-    """Threads and resident megabytes of a process and its descendants."""
-    if pid is None or not Path("/proc/self/status").exists():
-        return None, None
-    threads, kilobytes = 0, 0
-    for each in _tree(pid):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{each}/status").read_text().splitlines():
-                key, _, value = line.partition(":")
-                threads += int(value) if key == "Threads" else 0
-                kilobytes += int(value.split()[0]) if key == "VmRSS" else 0
-    return threads, round(kilobytes / 1024, 1)
+            threads += int(fields[17])
+            pages += int(fields[21])
+    megabytes = round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+    return ticks / os.sysconf("SC_CLK_TCK"), threads, megabytes

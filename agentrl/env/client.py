@@ -21,7 +21,7 @@ import operator
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from agentrl.env import protocol, registry
@@ -91,7 +91,6 @@ class EnvSession:
         self._client = client
         self._endpoint = endpoint
         self._step = opened.step
-        self._reads_reasoning = opened.reads_reasoning
         self._used = asyncio.get_running_loop().time()
         endpoint.load += 1
         client._sessions.add(self)
@@ -106,10 +105,7 @@ class EnvSession:
         Raises:
             EnvError: its `code` says why; `GraderError` if the grader failed.
         """
-        request: Any = StepRequest(self._step, action, timeout_s, last)
-        if not self._reads_reasoning:
-            request = asdict(request)
-            del request["action"]["reasoning"]
+        request = StepRequest(self._step, action, timeout_s, last)
 
         async def attempt(remaining_s: float) -> StepReply:
             return await self._endpoint.transport.step(self.id, request, remaining_s + GRACE_S)
@@ -225,8 +221,8 @@ class EnvClient:
         end = start + 20 if stop is None else stop
 
         async def ask(endpoint: _Endpoint, remaining_s: float) -> list[TaskPreview]:
-            where = (env_id, split, start, end, config or {})
-            return await endpoint.transport.tasks(*where, remaining_s)
+            rows = range(start, end)
+            return await endpoint.transport.tasks(env_id, split, rows, config or {}, remaining_s)
 
         return await self._on_some_server(ask, timeout_s)
 

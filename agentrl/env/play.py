@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -164,22 +165,14 @@ def read_value(line: str, kind: str) -> JSON:
     if kind == "string" or " | " in kind:
         return line
     try:
-        value = json.loads(line)
-    except ValueError:
+        return TypeAdapter(_TYPES.get(kind, Any)).validate_json(line, strict=True)
+    except ValidationError:
         if "string" in kind or kind == "JSON":
             return line
         raise ValueError(f"'{line}' is no {kind}") from None
-    types: dict[str, tuple[type, ...]] = {
-        "integer": (int,),
-        "number": (int, float),
-        "boolean": (bool,),
-        "array": (list,),
-        "object": (dict,),
-    }
-    expected = types.get(kind)
-    if expected and (not isinstance(value, expected) or (kind != "boolean" and value is True)):
-        raise ValueError(f"'{line}' is no {kind}")
-    return value
+
+
+_TYPES = {"integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
 def _default(schema: Mapping[str, Any]) -> str:

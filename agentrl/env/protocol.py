@@ -119,8 +119,6 @@ class SessionReply:
     """What the agent may call in its first turn."""
     token: str = ""
     """Opens the calls of this session and nothing else, on a server that asks for tokens."""
-    reads_reasoning: bool = False
-    """An action may carry `reasoning`; a server that does not say so refuses the field."""
 
 
 @_reply

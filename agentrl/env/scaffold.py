@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import keyword
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -54,36 +53,27 @@ def make_project(name: str, *, template: str = "tool", path: Path = Path()) -> P
         "my_env": module,
         "MyEnv": "".join(part.capitalize() for part in identifier.split("-")),
     }
+
+    def rename(text: str) -> str:
+        return re.sub("|".join(names), lambda match: names[match[0]], text)
+
+    files = {
+        file.relative_to(root): file
+        for root in (TEMPLATES / COMMON, TEMPLATES / template)
+        for file in root.rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
+    files[Path("Dockerfile")] = DOCKERFILE
     try:
         path.mkdir(parents=True, exist_ok=True)
         # Made aside and renamed, so that a project is there whole or not at all.
         with tempfile.TemporaryDirectory(dir=path, prefix=".agentrl-") as aside:
             made = Path(aside) / name
-            for source in (TEMPLATES / COMMON, TEMPLATES / template):
-                _copy(source, made, names)
-            _copy_file(DOCKERFILE, made / "Dockerfile", names)
+            for copy, source in files.items():
+                target = made / rename(str(copy))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(rename(source.read_text(encoding="utf-8")), encoding="utf-8")
             made.rename(folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
     return folder
-
-
-def _copy(source: Path, target: Path, names: dict[str, str]) -> None:
-    target.mkdir(exist_ok=True)
-    for each in sorted(source.iterdir()):
-        if each.name == "__pycache__":
-            continue
-        copy = target / _rename(each.name, names)
-        if each.is_dir():
-            _copy(each, copy, names)
-        else:
-            _copy_file(each, copy, names)
-
-
-def _copy_file(source: Path, target: Path, names: dict[str, str]) -> None:
-    target.write_text(_rename(source.read_text(encoding="utf-8"), names), encoding="utf-8")
-    shutil.copymode(source, target)
-
-
-def _rename(text: str, names: dict[str, str]) -> str:
-    return re.sub("|".join(names), lambda match: names[match[0]], text)

@@ -57,13 +57,7 @@ class Transport(Protocol):
     async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo: ...
 
     async def tasks(
-        self,
-        env_id: str,
-        split: str,
-        start: int,
-        stop: int,
-        config: Mapping[str, JSON],
-        timeout_s: float,
+        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON], timeout_s: float
     ) -> list[TaskPreview]: ...
 
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply: ...
@@ -85,16 +79,10 @@ class InProcess:
         return protocol.decode(protocol.encode(info), EnvInfo)
 
     async def tasks(
-        self,
-        env_id: str,
-        split: str,
-        start: int,
-        stop: int,
-        config: Mapping[str, JSON],
-        timeout_s: float,
+        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON], timeout_s: float
     ) -> list[TaskPreview]:
         config = protocol.as_json(dict(config))
-        previews = await self.manager.preview(env_id, split, start, stop, config)
+        previews = await self.manager.preview(env_id, split, rows, config)
         return protocol.decode(protocol.encode(TaskList(split, previews)), TaskList).tasks
 
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
@@ -141,15 +129,9 @@ class Http:
         return await self._call("GET", path, EnvInfo, timeout_s=timeout_s + CONNECT_S)
 
     async def tasks(
-        self,
-        env_id: str,
-        split: str,
-        start: int,
-        stop: int,
-        config: Mapping[str, JSON],
-        timeout_s: float,
+        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON], timeout_s: float
     ) -> list[TaskPreview]:
-        path = _env_path(env_id, "/tasks", config, split=split, start=start, stop=stop)
+        path = _env_path(env_id, "/tasks", config, split=split, start=rows.start, stop=rows.stop)
         reply: TaskList = await self._call("GET", path, TaskList, timeout_s=timeout_s)
         return reply.tasks
 

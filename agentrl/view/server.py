@@ -205,7 +205,7 @@ def _refused(request: Request, token: str | None) -> Response | None:
     if request.method not in ("GET", "HEAD"):
         return PlainTextResponse("this server only reads", 405)
     if token is None:
-        if names_loopback(request.headers.get("host", "").encode("latin-1")):
+        if names_loopback(request.headers.get("host", "")):
             return None
         return PlainTextResponse("this server answers on localhost only", 403)
     if _equal(request.query_params.get("token"), token) and request.url.path == "/":

@@ -12,8 +12,6 @@ from agentrl.env import Environment
 from agentrl.env.check import CHECKS, load_subject, once, process, run_check, select, subject
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.check.worker import run_in_worker
-from agentrl.env.protocol import SessionReply
-from agentrl.env.sessions import manager
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError
 
@@ -101,23 +99,6 @@ def test_a_server_is_checked_over_http(serve_environments):
                 asyncio.run(load_subject(url, env_id=env_id))
         failed = outcomes(url, ["episodes"], env_id="ToolLosesItsBackend")
         assert failed.keys() == {"episodes"}
-
-
-def test_a_server_older_than_an_actions_reasoning_is_said_in_one_line(
-    serve_environments, monkeypatch
-):
-    def older(*arguments, reads_reasoning, **fields):
-        return SessionReply(*arguments, **fields)
-
-    monkeypatch.setattr(manager, "SessionReply", older)
-    with serve_environments([Good]) as (url, _):
-        failed = outcomes(url, ["episodes", "determinism"])
-    first, second = failed.values()
-    assert first.detail == (
-        "the server is older than these checks: it refuses an action's field `reasoning`"
-    )
-    assert "update agentrl where the server runs" in first.remedy
-    assert second.detail == "as in episodes"
 
 
 def test_a_server_out_of_reach_is_a_result(serve_environments):

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import sample_envs
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_envs import Hello, Workshop
 
-from agentrl.env import Action, Environment, Task, ToolCall, connect, make, protocol, register, tool
+from agentrl.env import Action, Environment, Task, ToolCall, connect, make, register, tool
 from agentrl.env import client as client_module
 from agentrl.env import transport as transport_module
 from agentrl.env.scaffold import make_project
@@ -126,7 +125,7 @@ def test_tools_errors_and_tasks_are_the_same_in_process_and_on_a_server(served):
         call("add", number="x"),
         call("greet"),
         Action(parse_error="not JSON"),
-        Action(text="plain"),
+        Action(text="plain", reasoning="hm"),
         Action(tool_calls=(ToolCall("a", "add", {}), ToolCall("b", "fail", {"message": "é😀"}))),
         call("lose_grader"),
         call("add"),
@@ -137,36 +136,6 @@ def test_tools_errors_and_tasks_are_the_same_in_process_and_on_a_server(served):
         assert there == here
         assert here[-2][:2] == (GraderError, "grader_error")
         assert here[-1][1] == "step_conflict"
-
-
-@pytest.mark.parametrize("reads_reasoning", [True, False])
-def test_a_server_from_before_reasoning_is_not_sent_any(reads_reasoning, monkeypatch):
-    """It refuses fields that it does not know, so it gets none unless it said that it reads it."""
-    create, step = transport_module.InProcess.create, transport_module.InProcess.step
-    sent = []
-
-    async def older_create(self, *args):
-        reply = await create(self, *args)
-        return replace(
-            reply, sessions=[replace(s, reads_reasoning=reads_reasoning) for s in reply.sessions]
-        )
-
-    async def noting_step(self, session_id, request, timeout_s):
-        sent.append(protocol.as_json(request)["action"])
-        return await step(self, session_id, request, timeout_s)
-
-    monkeypatch.setattr(transport_module.InProcess, "create", older_create)
-    monkeypatch.setattr(transport_module.InProcess, "step", noting_step)
-
-    async def main():
-        async with connect() as client:
-            session = await client.session("free-form", split="train", index=0)
-            result = await session.step(Action(text="1.5", reasoning="hm"), timeout_s=5)
-            assert result.reward == 1.5
-
-    asyncio.run(main())
-    without = {"text": "1.5", "tool_calls": [], "parse_error": None}
-    assert sent == [without | {"reasoning": "hm"} if reads_reasoning else without]
 
 
 def test_configuration_and_information(served):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import threading
 
 import pytest
@@ -111,9 +112,11 @@ def test_coroutines_that_never_return_leave_nothing():
         manager = SessionManager(lambda _: Hanging)
         assert await play(manager, "look", ("ignore_cancel", "clean_up_for_ever")) == 20
         await until(lambda: manager.num_live == 0)
-        await until(lambda: not manager.stats.stuck_calls)
+        await until(lambda: not manager._background.stuck)
         assert not manager._sessions and manager.readiness() is None
-        assert manager.stats.opened.total() == manager.stats.closed.total() == 400
+        text = manager.metrics_text()
+        assert b'sessions_opened_total{env="hanging"} 400.0' in text
+        assert sum(map(float, re.findall(rb"sessions_closed_total\{.*\} (.*)", text))) == 400
         await until(lambda: num_left() == 1)  # the one that knows the tasks
         await manager.aclose()
         assert len(asyncio.all_tasks()) == 1
@@ -130,11 +133,11 @@ def test_threads_that_never_return_come_back_when_they_do():
         threads = threading.active_count()
         manager = SessionManager(lambda _: Hanging)
         assert await play(manager, "look_in_thread", ("hang",)) == 20
-        assert manager.stats.abandoned_threads == 20
+        assert manager.workers.num_abandoned == 20
         await until(lambda: manager.num_live == 0)
         assert manager.readiness() is None
         release.set()
-        await until(lambda: not manager.stats.abandoned_threads)
+        await until(lambda: not manager.workers.num_abandoned)
         await manager.aclose()
         await until(lambda: threading.active_count() <= threads)
 

@@ -142,7 +142,7 @@ def test_the_schema_describes_every_call_and_the_page_needs_nothing_from_outside
     assert schemas[body.rsplit("/", 1)[1]]["required"] == ["step", "action"]
     assert "The agent gets no further turn" in json.dumps(schemas["StepRequest"])
     problem = {"$ref": "#/components/schemas/Problem"}
-    assert step["responses"]["409"]["content"] == {"application/problem+json": {"schema": problem}}
+    assert step["responses"]["4XX"]["content"] == {"application/problem+json": {"schema": problem}}
     served = {(r.path_format, m) for r in http.app.routes for m in r.methods}
     served -= {("/openapi.json", "GET"), ("/docs", "GET")}
     described = {(p, m.upper()) for p, calls in document["paths"].items() for m in calls}

@@ -242,7 +242,7 @@ def test_information_is_that_of_the_configuration():
         assert reply.observation[0]["content"] == says
         error = await error_of(manager.create(create(index=7, config=config)))
         assert "has 7 tasks" in str(error)
-        assert len(await manager.preview("workshop", "train", 0, 99, config)) == 7
+        assert len(await manager.preview("workshop", "train", range(99), config)) == 7
 
     run(test)
 
@@ -657,13 +657,13 @@ def test_hundreds_of_episodes_leave_nothing_behind():
 
 def test_previews_hold_no_reference():
     async def test(manager):
-        previews = await manager.preview("workshop", "train", 2, 4)
+        previews = await manager.preview("workshop", "train", range(2, 4))
         assert [(each.index, each.id, each.prompt) for each in previews] == [
             (2, "train/2", "task 2"),
             (3, "train/3", "task 3"),
         ]
         assert "secret" not in repr(previews)
-        assert await manager.preview("workshop", "train", 998, 2000)
+        assert await manager.preview("workshop", "train", range(998, 2000))
         info = await manager.info("workshop")
         assert info.splits == {"train": 1000} and info.max_sessions == 16
         assert info.description == "A tool for every way an environment can behave."

@@ -203,7 +203,7 @@ def test_steps_that_block_have_their_whole_deadline_each():
         opened = await manager.create(request)
         step = StepRequest(0, Action("0.3"), timeout_s=1.8)
         await asyncio.gather(*(manager.step(each.id, step) for each in opened.sessions))
-        assert manager.readiness() is None and manager.stats.abandoned_threads == 0
+        assert manager.readiness() is None and manager.workers.num_abandoned == 0
         await manager.aclose()
 
     asyncio.run(main())

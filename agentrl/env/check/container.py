@@ -1,13 +1,74 @@
-"""Images: a hardened container to check, and what only a container can be asked."""
+"""Images: a hardened container to check, and an image's promises, tried on a container of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 import secrets
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject
+from agentrl.env.container.engine import connect, engine_errors
+from agentrl.env.container.serve import (
+    Server,
+    find_image,
+    start_server,
+    stop_servers,
+    wait_until_healthy,
+)
+from agentrl.errors import ConfigError
+
+Promise = tuple[str, bool, str, str]
+"""Its name, whether it is kept, what was seen, and what to change where it is not."""
+
+STOP_S = 10.0
+"""What engines grant between SIGTERM and SIGKILL."""
+_OTHER_PORT = 8711
+_HEALTH_TIMEOUT_S = 45.0
+
+# Runs in the container, with the server's user and rights. What it prints is one JSON object. It
+# waits, because `exec_run` loses what is written before it read the head of the engine's answer.
+_LOOK = r"""
+import glob, json, os, sys, time
+time.sleep(1)
+status = dict(
+    line.split(':\t', 1) for line in open('/proc/self/status').read().splitlines() if ':\t' in line
+)
+writable = []
+for folder in ('/', '/etc', '/home', '/opt', '/root', '/tmp', '/usr', '/var/tmp', sys.prefix):
+    path = os.path.join(folder, 'agentrl-check')
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        os.unlink(path)
+        writable.append(folder)
+    except OSError:
+        pass
+names = ('.env', '.git', '.netrc', '.pypirc', '.git-credentials', 'id_rsa', 'id_ed25519',
+         '.docker', '.aws', '.ssh', 'pip.conf', 'docker.sock')
+secret = []
+for top in ('/app', '/home', '/opt', '/root', '/run', '/src', '/srv', '/deps', '/tmp'):
+    for parent, folders, files in os.walk(top):
+        folders[:] = [each for each in folders if each != 'proc']
+        secret += [os.path.join(parent, each) for each in folders + files if each in names]
+for path in glob.glob('/opt/*/lib/python3*/site-packages/*.dist-info/direct_url.json'):
+    url = json.load(open(path)).get('url', '')
+    if url.startswith('file:///') and not url.startswith(('file:///deps/', 'file:///src')):
+        secret.append(path + ': ' + url)
+print(json.dumps({
+    'groups': [os.getuid(), os.getgid(), *os.getgroups()], 'writable': writable, 'secret': secret,
+    'rights': [status[each].strip() for each in ('CapEff', 'CapBnd', 'NoNewPrivs')],
+}))
+"""
+_SECRET_NAME = re.compile(r"token|secret|password|passwd|api_?key|credential", re.IGNORECASE)
+_SECRET_TEXT = re.compile(
+    r"://[^\s/@:]+:[^\s/@]+@|\b(?:hf|ghp|gho|sk)[_-][A-Za-z0-9]{16,}|AKIA[A-Z0-9]{12,}"
+)
 
 
 @contextlib.contextmanager
@@ -22,15 +83,13 @@ def served_image(name: str) -> Iterator[tuple[str, str]]:
         ConfigError: there is no such image, or it does not start.
         EnvUnavailable: there is no Docker engine.
     """
-    from agentrl.env.container import serve
-
     token = secrets.token_urlsafe(24)
-    server = serve.start_server(serve.find_image(name), token=token)
+    server = start_server(find_image(name), token=token)
     try:
-        serve.wait_until_healthy(server)
+        wait_until_healthy(server)
         yield server.url, token
     finally:
-        serve.stop_servers([server])
+        stop_servers([server])
 
 
 async def check_container(subject: Subject) -> str:
@@ -38,11 +97,130 @@ async def check_container(subject: Subject) -> str:
     secret, has a health check that succeeds, heeds its port, and ends within 10 s of SIGTERM."""
     if subject.image is None:
         raise CheckSkipped("not an image")
-    from agentrl.env.container.image_check import check_image
+    promises = await asyncio.to_thread(try_image, subject.image)
+    broken = [(f"{name}: {seen}", remedy) for name, kept, seen, remedy in promises if not kept]
+    if broken:
+        raise CheckFailed(*map("; ".join, zip(*broken, strict=True)))
+    return "; ".join(f"{name}: {seen}" for name, _, seen, _ in promises)
 
-    checks = await asyncio.to_thread(check_image, subject.image)
-    failed = [(f"{name}: {detail}", remedy) for name, ok, detail, remedy in checks if not ok]
-    if failed:
-        details, remedies = zip(*failed, strict=True)
-        raise CheckFailed("; ".join(details), "; ".join(remedies))
-    return "; ".join(f"{name}: {detail}" for name, _, detail, _ in checks)
+
+def try_image(image: str) -> list[Promise]:
+    """Run the image in two hardened containers, one after the other, and look at it and them.
+
+    Args:
+        image: what `agentrl env run` takes.
+
+    Raises:
+        ConfigError: there is no such image, or it does not start.
+        EnvUnavailable: there is no Docker engine.
+    """
+    name = find_image(image)
+    server = start_server(name, token=secrets.token_urlsafe(24), role="check")
+    try:
+        seconds = wait_until_healthy(server)
+        with engine_errors():
+            made = connect().images.get(name)
+            history = [str(layer["CreatedBy"]) for layer in made.history()]
+            output = server.container.exec_run(["python3", "-c", _LOOK]).output
+        assert isinstance(output, bytes)
+        return [
+            ("starts", True, f"answers after {seconds:.1f} s", ""),
+            *_inside(json.loads(output), made.attrs["Config"], history),
+            _token(server),
+            _health(server, made.attrs["Config"]),
+            _stop(server),
+            _port(name, timeout_s=10 + 4 * seconds),
+        ]
+    finally:
+        stop_servers([server], drain_s=1)
+
+
+def _inside(inside: dict[str, Any], config: dict[str, Any], history: list[str]) -> list[Promise]:
+    user, group, *_ = inside["groups"]
+    effective, bounding, no_new = inside["rights"]
+    secret = []
+    for each in config.get("Env") or []:
+        name, _, value = each.partition("=")
+        if _SECRET_TEXT.search(each) or (_SECRET_NAME.search(name) and value):
+            secret.append(f"variable {name}")
+    if any(_SECRET_TEXT.search(command) for command in history):
+        secret.append("a credential in the image's history")
+    secret += inside["secret"]
+    return [
+        (
+            "user",
+            0 not in inside["groups"],
+            f"user {user}, group {group}",
+            "end the Dockerfile with USER 10001:10001",
+        ),
+        (
+            "read-only file system",
+            inside["writable"] == ["/tmp"],
+            f"writable: {', '.join(inside['writable']) or 'nothing'}",
+            "run it with --read-only and --tmpfs /tmp",
+        ),
+        (
+            "capabilities",
+            (int(effective, 16), int(bounding, 16), no_new) == (0, 0, "1"),
+            f"effective {effective}, bounding {bounding}, no new privileges {no_new}",
+            "run it with --cap-drop ALL --security-opt no-new-privileges",
+        ),
+        (
+            "no secrets",
+            not secret,
+            ", ".join(secret[:5]) or "no credentials, keys or paths of the building machine",
+            "name them in .dockerignore, pass credentials when the container runs, and use build "
+            "arguments in the first stage alone",
+        ),
+    ]
+
+
+def _token(server: Server) -> Promise:
+    status = 200
+    try:
+        urllib.request.urlopen(f"{server.url}/v1/envs", timeout=5).close()
+    except urllib.error.HTTPError as error:
+        status = error.code
+    remedy = "serve with `agentrl env serve`, which wants AGENTRL_ENV_TOKEN"
+    return "token", status in (401, 403), f"a call without the token gets {status}", remedy
+
+
+def _health(server: Server, config: dict[str, Any]) -> Promise:
+    remedy = "give the Dockerfile a HEALTHCHECK that python3 runs on the server's own port"
+    if (config.get("Healthcheck") or {}).get("Test") in (None, [], ["NONE"]):
+        return "health check", False, "the image has none", remedy
+    deadline = time.monotonic() + _HEALTH_TIMEOUT_S
+    while True:
+        server.running()  # reads the state anew
+        health = server.container.attrs["State"]["Health"]
+        if health["Status"] == "healthy":
+            return "health check", True, "healthy", ""
+        if health["Status"] == "unhealthy" or time.monotonic() > deadline:
+            log = health.get("Log") or [{"Output": "it has not run"}]
+            return "health check", False, log[-1]["Output"].strip()[-200:], remedy
+        time.sleep(0.3)
+
+
+def _stop(server: Server) -> Promise:
+    started = time.monotonic()
+    with engine_errors():
+        server.container.kill("TERM")
+    while (running := server.running()) and time.monotonic() - started < STOP_S:
+        time.sleep(0.1)
+    seen = f"{'still running' if running else 'ended'} after {time.monotonic() - started:.1f} s"
+    remedy = "start the server with `exec`, so that the shell does not keep the signal"
+    return "SIGTERM", not running, seen, remedy
+
+
+def _port(name: str, timeout_s: float) -> Promise:
+    """With another AGENTRL_ENV_PORT, both the server and the health check follow."""
+    token, moved = secrets.token_urlsafe(24), True
+    server = start_server(name, token=token, role="check", inside_port=_OTHER_PORT)
+    try:
+        wait_until_healthy(server, timeout_s)
+    except ConfigError:
+        moved = False
+    finally:
+        stop_servers([server], drain_s=1)
+    seen = f"AGENTRL_ENV_PORT={_OTHER_PORT} {'moves' if moved else 'does not move'} the server"
+    return "port", moved, seen, "read the variable in both CMD and HEALTHCHECK"

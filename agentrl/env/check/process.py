@@ -48,7 +48,7 @@ async def check_event_loop(subject: Subject) -> str:
             # A busy machine delays now and then; code that blocks does so every time.
             block, culprit = math.inf, ""
             for attempt in range(8):
-                with _Watch() as watch:
+                async with _Watch() as watch:
                     await subject.play(transport, spec, seed, actions)
                     await subject.play(transport, spec, seed, [NO_OP])
                     await asyncio.sleep(0.02)  # its close
@@ -68,43 +68,40 @@ async def check_event_loop(subject: Subject) -> str:
     return f"at most {worst * 1000:.0f} ms in {len(cases)} tasks' episodes"
 
 
-class _Watch:
+class _Watch(threading.Thread):
     """How long an event loop was held up, and where the code stood then."""
 
     def __init__(self) -> None:
+        super().__init__(name="agentrl-env-worker-watch")
         self.worst = 0.0
         self.where = ""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._beat = time.monotonic()
-        self._stop = threading.Event()
-        self._handle = self._loop.call_soon(self._tick)
-        self._watcher = threading.Thread(target=self._look, name="agentrl-env-worker-watch")
+        self._watched = threading.get_ident()
+        self._ended = threading.Event()
 
-    def __enter__(self) -> Self:
-        self._watcher.start()
+    async def __aenter__(self) -> Self:
+        self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._tick()
-        self._handle.cancel()
-        self._stop.set()
-        self._watcher.join()
+    async def __aexit__(self, *_: object) -> None:
+        self._ended.set()
+        await asyncio.to_thread(self.join)
 
-    def _tick(self) -> None:
-        self.worst = max(self.worst, time.monotonic() - self._beat - 0.005)
-        self._beat = time.monotonic()
-        self._handle = self._loop.call_later(0.005, self._tick)
+    def run(self) -> None:
+        while not self._ended.wait(0.005):
+            answered, asked = threading.Event(), time.monotonic()
+            self._loop.call_soon_threadsafe(answered.set)
+            if not answered.wait(0.75 * MAX_BLOCK_S):
+                self._look()
+                answered.wait()
+            self.worst = max(self.worst, time.monotonic() - asked)
 
     def _look(self) -> None:
-        while not self._stop.wait(0.01):
-            if time.monotonic() - self._beat > 0.75 * MAX_BLOCK_S:
-                frame = sys._current_frames().get(self._thread)
-                stack = traceback.extract_stack(frame)
-                package = str(Path(__file__).parents[1])
-                own = [each for each in stack if not each.filename.startswith(package)]
-                if frame is not None and own and not own[-1].filename.endswith("selectors.py"):
-                    self.where = f" near {Path(own[-1].filename).name}:{own[-1].lineno}"
+        stack = traceback.extract_stack(sys._current_frames().get(self._watched))
+        package = str(Path(__file__).parents[1])
+        own = [each for each in stack if not each.filename.startswith(package)]
+        if own and not own[-1].filename.endswith("selectors.py"):
+            self.where = f" near {Path(own[-1].filename).name}:{own[-1].lineno}"
 
 
 async def check_globals(subject: Subject) -> str:

@@ -158,23 +158,12 @@ class Subject:
     async def open(
         self, transport: Transport, spec: TaskSpec, seed: int = 0, *, lease_s: float = LEASE_S
     ) -> SessionReply:
-        """A session of the task.
-
-        Raises:
-            CheckFailed: the server is older than the checks.
-        """
+        """A session of the task."""
         request = CreateRequest(
             self.env_id, spec, seed, self.config, lease_s=lease_s, timeout_s=OPEN_TIMEOUT_S
         )
         key = random.randbytes(16).hex()
-        opened = (await transport.create(request, key, OPEN_TIMEOUT_S)).sessions[0]
-        if not opened.reads_reasoning:
-            await transport.delete(opened.id, STEP_TIMEOUT_S)
-            raise CheckFailed(
-                "the server is older than these checks: it refuses an action's field `reasoning`",
-                "update agentrl where the server runs, or check it with the agentrl that is there",
-            )
-        return opened
+        return (await transport.create(request, key, OPEN_TIMEOUT_S)).sessions[0]
 
     async def task(self, spec: TaskSpec) -> Task:
         """The whole task, reference included; in process only."""

@@ -10,6 +10,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from fastapi.openapi.models import Schema
+from pydantic import ValidationError
+
 from agentrl.env import protocol
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject
 from agentrl.env.check.words import short
@@ -19,6 +22,7 @@ from agentrl.types import JSON
 
 READ_S = 2.0
 """How long the rows of a split are read; thirty times that when thorough."""
+READ_TIMEOUT_S = 60.0
 ROWS_AT_ONCE = 50
 ENDLESS_ROWS = 1000
 """Rows that are looked at of a split without end."""
@@ -48,8 +52,8 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
     deadline = time.monotonic() + READ_S * (30 if subject.thorough else 1)
     ids: Counter[str] = Counter()
     for start in dict.fromkeys([starts[0], starts[-1], *middle]):
-        stop = min(start + ROWS_AT_ONCE, size or ENDLESS_ROWS)
-        for preview in await _previews(subject, transport, split, start, stop):
+        rows = range(start, min(start + ROWS_AT_ONCE, size or ENDLESS_ROWS))
+        for preview in await _previews(subject, transport, split, rows):
             ids[preview.id] += 1
             if not preview.prompt:
                 raise CheckFailed(
@@ -69,24 +73,22 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
 
 
 async def _previews(
-    subject: Subject, transport: Transport, split: str, start: int, stop: int
+    subject: Subject, transport: Transport, split: str, rows: range
 ) -> list[protocol.TaskPreview]:
-    """Rows `[start, stop)`; the one that cannot be read is named."""
-    read = subject.env_id, split
+    """Rows of a split; the one that cannot be read is named."""
+    remedy = "get(split, index) must answer for every index below the split's size"
     try:
-        return await transport.tasks(*read, start, stop, subject.config, 60.0)
+        return await transport.tasks(subject.env_id, split, rows, subject.config, READ_TIMEOUT_S)
     except EnvError as error:
-        for index in range(start, stop):
-            try:
-                await transport.tasks(*read, index, index + 1, subject.config, 60.0)
-            except EnvError as one:
-                raise CheckFailed(
-                    f"task {index} of split '{split}' cannot be read: {one}",
-                    "get(split, index) must answer for every index below the split's size",
-                ) from one
+        if len(rows) == 1:
+            message = f"task {rows.start} of split '{split}' cannot be read: {error}"
+            raise CheckFailed(message, remedy) from error
+        for index in rows:
+            await _previews(subject, transport, split, range(index, index + 1))
         raise CheckFailed(
-            f"tasks {start} to {stop - 1} of split '{split}' cannot be read together: {error}",
-            "get(split, index) must answer for every index below the split's size",
+            f"tasks {rows.start} to {rows.stop - 1} of split '{split}' cannot be read together: "
+            f"{error}",
+            remedy,
         ) from error
 
 
@@ -95,7 +97,7 @@ async def _check_repeatable(subject: Subject, transport: Transport, split: str, 
         seen = [await _fresh_task(subject, split, index) for _ in range(3)]
     else:
         seen = [
-            protocol.as_json((await _previews(subject, transport, split, index, index + 1))[0])
+            protocol.as_json(await _previews(subject, transport, split, range(index, index + 1)))
             for _ in range(2)
         ]
     for again in seen[1:]:
@@ -131,7 +133,7 @@ async def check_tools(subject: Subject) -> str:
         elif not isinstance(function.get("description", ""), str):
             problem = "its description is no text"
         else:
-            problem = _schema_problem(function.get("parameters"), name)
+            problem = _schema_problem(function.get("parameters"))
         if problem:
             raise CheckFailed(f"tool {name or spec!r}: {problem}", remedy)
         seen.add(name)
@@ -140,43 +142,26 @@ async def check_tools(subject: Subject) -> str:
     return f"{len(seen)} tools: {', '.join(sorted(seen))}"
 
 
-_TYPES = {"string", "number", "integer", "boolean", "object", "array", "null"}
-
-
-def _schema_problem(schema: Any, name: str) -> str | None:
+def _schema_problem(schema: Any) -> str | None:
     """What is wrong with the parameters of a function, None if nothing is."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         return "its parameters are no object schema"
-    properties = schema.get("properties", {})
-    missing = set(schema.get("required", ())) - set(properties)
-    if missing:
-        return f"required but not described: {', '.join(sorted(missing))}"
-    definitions = schema.get("$defs", {})
-
-    def look(node: Any, where: str) -> str | None:
-        if isinstance(node, bool):
-            return None
-        if not isinstance(node, dict):
-            return f"{where} is no schema"
-        if "$ref" in node and node["$ref"].rpartition("/")[2] not in definitions:
-            return f"{where} refers to {node['$ref']}, which is not there"
-        kinds = node.get("type", [])
-        for kind in [kinds] if isinstance(kinds, str) else kinds:
-            if kind not in _TYPES:
-                return f"{where} has the unknown type '{kind}'"
-        children = [(f"{where}.{key}", each) for key, each in node.get("properties", {}).items()]
-        children += [(f"{where}[]", node["items"])] if "items" in node else []
-        for key in ("anyOf", "oneOf", "allOf"):
-            children += [(where, each) for each in node.get(key, ())]
-        return next((found for path, each in children if (found := look(each, path))), None)
-
-    for where, each in [*definitions.items(), (name, schema)]:
-        if problem := look(each, where):
-            return problem
     try:
-        json.dumps(schema, allow_nan=False)
+        Schema.model_validate(schema)
+        text = json.dumps(schema, allow_nan=False)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        steps = [str(step) for step in problem["loc"] if step != "Schema"]  # pydantic's own names
+        where = ".".join(step for step in steps if "[" not in step)
+        return f"its {where} is {short(problem['input'])}: {problem['msg']}"
     except (TypeError, ValueError) as error:
         return f"its parameters are not JSON: {error}"
+    missing = set(schema.get("required", ())) - set(schema.get("properties", {}))
+    if missing:
+        return f"required but not described: {', '.join(sorted(missing))}"
+    for name in re.findall(r'"\$ref": "(?:[^"]*/)?([^"]*)"', text):
+        if name not in schema.get("$defs", {}):
+            return f"its parameters refer to {name}, which is not there"
     return None
 
 

@@ -8,7 +8,6 @@ package index. `Dockerfile` beside this file builds both.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 import shutil
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.env.container.engine import connect, engine_errors
@@ -35,17 +33,6 @@ _LEFT_OUT = shutil.ignore_patterns(
 """Of a project, whatever its .dockerignore says."""
 
 
-@dataclass(slots=True)
-class _Plan:
-    """What to build, and from what."""
-
-    tag: str
-    arguments: dict[str, str] = field(default_factory=dict)
-    """Of the Dockerfile."""
-    on_top: Path | None = None
-    """A folder with a Dockerfile that adds to the image."""
-
-
 def build_image(
     target: str,
     *,
@@ -62,8 +49,7 @@ def build_image(
 
     What is installed from a checkout goes in as a wheel that `pip wheel` makes of it; what is
     installed from an index is installed from it again, in the same version. The builder's output
-    goes to the standard error. An environment whose package has a `Dockerfile` of its own gets what
-    that adds to the image (`ARG SERVER_IMAGE`).
+    goes to the standard error.
 
     Args:
         base_image: None: the Dockerfile's own.
@@ -76,8 +62,7 @@ def build_image(
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-build-") as scratch:
         context = Path(scratch, "context")
-        plan = _prepare(target, context, wheels or [])
-        arguments = plan.arguments
+        name, arguments = _prepare(target, context, wheels or [])
         if base_image:
             arguments["BASE_IMAGE"] = base_image
         if index_url:
@@ -90,17 +75,12 @@ def build_image(
             except OSError as error:
                 raise ConfigError(f"--pip-cert {cert} can't be read: {error.strerror}") from error
             arguments["PIP_CERT"] = "/deps/ca.pem"
-        tag = tag or plan.tag
-        server_tag = f"{tag.partition(':')[0]}-server" if plan.on_top else tag
-        docker_build(server_tag, context, arguments | (build_args or {}), cache=cache)
-    if plan.on_top is not None:
-        added = {"SERVER_IMAGE": server_tag, **(build_args or {})}
-        docker_build(tag, plan.on_top, added, cache=cache)
-    return tag
+        docker_build(tag or name, context, arguments | (build_args or {}), cache=cache)
+    return tag or name
 
 
-def _prepare(target: str, context: Path, wheels: list[Path]) -> _Plan:
-    """Fill the context's folder."""
+def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[str, str]]:
+    """Fill the context's folder; the image's name, and the arguments of its Dockerfile."""
     added = context / _ADDED
     folder = Path(target)
     if (folder / "pyproject.toml").is_file():
@@ -110,16 +90,14 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> _Plan:
         ignored = context / ".dockerignore"
         if ignored.is_file():
             ignored.write_text(f"{ignored.read_text()}\n!{_ADDED}\n!{_ADDED}/**\n")
-        plan = _Plan(name, {"AGENTRL": _requirement("agentrl", added, wheels)})
-        if (folder / "Dockerfile").is_file():
-            return plan
-        if not environments:
-            raise ConfigError(
-                f"{folder / 'pyproject.toml'} offers no environments under '{ENTRY_POINT_GROUP}': "
-                "offer one, or write a Dockerfile"
-            )
-        shutil.copyfile(DOCKERFILE, context / "Dockerfile")
-        return plan
+        if not (folder / "Dockerfile").is_file():
+            if not environments:
+                raise ConfigError(
+                    f"{folder / 'pyproject.toml'} offers no environments under "
+                    f"'{ENTRY_POINT_GROUP}': offer one, or write a Dockerfile"
+                )
+            shutil.copyfile(DOCKERFILE, context / "Dockerfile")
+        return name, {"AGENTRL": _requirement("agentrl", added, wheels)}
     if folder.is_dir() or "/" in target:
         raise ConfigError(
             f"{folder} has no pyproject.toml: name an environment's id, or a project such as "
@@ -136,16 +114,12 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> _Plan:
     added.mkdir(parents=True)
     shutil.copyfile(DOCKERFILE, context / "Dockerfile")
     extra = target if target in (entry.dist.metadata.get_all("Provides-Extra") or []) else ""
-    arguments = {"PROJECT": "", "ENVIRONMENT": target}
-    if entry.dist.name == "agentrl":
-        arguments["AGENTRL"] = _requirement("agentrl", added, wheels, extra)
-    else:
-        arguments["AGENTRL"] = _requirement("agentrl", added, wheels)
-        arguments["PROJECT"] = _requirement(entry.dist.name, added, wheels, extra)
-    spec = importlib.util.find_spec(entry.value.partition(":")[0].partition(".")[0])
-    package = Path(spec.origin).parent if spec and spec.origin else context
-    own = package if (package / "Dockerfile").is_file() and package != context else None
-    return _Plan(f"agentrl-{target}", arguments, own)
+    own = entry.dist.name == "agentrl"
+    return f"agentrl-{target}", {
+        "ENVIRONMENT": target,
+        "AGENTRL": _requirement("agentrl", added, wheels, extra if own else ""),
+        "PROJECT": "" if own else _requirement(entry.dist.name, added, wheels, extra),
+    }
 
 
 def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") -> str:
@@ -176,29 +150,6 @@ def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") ->
     return f"/deps/{made.name}{extras}"
 
 
-_REMEDIES = (
-    (
-        r"CERTIFICATE_VERIFY_FAILED|SSLCertVerificationError",
-        "the package index shows a certificate that the base image does not trust: pass "
-        "--pip-cert FILE with your certificate authorities",
-    ),
-    (
-        r"pull access denied|manifest (for .* not found|unknown)|lookup registry|registry-1\.docker"
-        r"|Client\.Timeout exceeded while awaiting headers",
-        "the base image can't be pulled: name one that is here or can be with --base-image",
-    ),
-    (
-        r"ensurepip is not\s+available|No module named venv|python3: (not found|command not found)",
-        "the base image lacks python3 or python3-venv: name another with --base-image",
-    ),
-    (
-        r"No matching distribution found|Temporary failure in name resolution|NewConnectionError",
-        "pip found no package or no index: see --pip-index-url, and --wheel for what no index has",
-    ),
-    (r"no space left on device", "the engine's disk is full: `docker system prune` frees some"),
-)
-
-
 def docker_build(tag: str, context: Path, arguments: dict[str, str], *, cache: bool = True) -> None:
     """Build the image of a folder with a Dockerfile; the builder's output goes to the standard
     error.
@@ -209,7 +160,7 @@ def docker_build(tag: str, context: Path, arguments: dict[str, str], *, cache: b
     """
     print(f"building {tag}", file=sys.stderr)
     client = connect(timeout_s=3600)
-    said = failed = ""
+    failed = ""
     with engine_errors():
         for line in client.api.build(
             path=str(context),
@@ -221,10 +172,10 @@ def docker_build(tag: str, context: Path, arguments: dict[str, str], *, cache: b
             decode=True,
         ):
             failed = line.get("error", failed)
-            text = line.get("stream") or line.get("error", "")
-            print(text, end="", file=sys.stderr, flush=True)
-            said = (said + text)[-20_000:]
+            print(line.get("stream", ""), end="", file=sys.stderr, flush=True)
     if failed:
-        remedy = next((text for pattern, text in _REMEDIES if re.search(pattern, said)), None)
-        print(file=sys.stderr)
-        raise ConfigError(f"{tag} can't be built: {remedy or ' '.join(failed.split())[:300]}")
+        raise ConfigError(
+            f"{tag} can't be built: {' '.join(failed.split())[:300]} (what led to it is above). "
+            "--base-image names another base, with python3 and python3-venv; --pip-index-url, "
+            "--pip-cert and --wheel say where packages come from and whom to trust for them"
+        )

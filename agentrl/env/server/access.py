@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
+
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
 
@@ -27,8 +29,7 @@ PUBLIC_PATHS = ("/healthz", "/readyz")
 VERSIONLESS_PATHS = ("/v1/server", *PUBLIC_PATHS)
 """Answered whatever protocol version the client speaks, so that it can find out."""
 _SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?")
-_HOST = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
-_VERSION_HEADER = protocol.PROTOCOL_HEADER.lower().encode()
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,24 +51,13 @@ class Access:
             EnvError: `forbidden`, `unauthorized`, or `invalid_request` for a protocol version that
                 is not spoken here.
         """
-        hosts: list[bytes] = []
-        origins: list[bytes] = []
-        authorization = version = None
-        for name, value in headers:
-            if name == b"host":
-                hosts.append(value)
-            elif name == b"origin":
-                origins.append(value)
-            elif name == b"authorization":
-                authorization = value
-            elif name == _VERSION_HEADER:
-                version = value.decode("latin-1")
+        given = Headers(raw=list(headers))
         if self.loopback_only:
-            _check_loopback(hosts, origins)
+            _check_loopback(given.getlist("host"), given.getlist("origin"))
         if self.token is not None and path not in PUBLIC_PATHS:
-            self._check_token(self.token, path, _bearer(authorization))
-        if version is not None and version != protocol.PROTOCOL_VERSION:
-            _check_version(path, version)
+            scheme, _, token = given.get("authorization", "").partition(" ")
+            self._check_token(self.token, path, token if scheme.lower() == "bearer" else None)
+        _check_version(path, given.get(protocol.PROTOCOL_HEADER))
 
     def _check_token(self, token: str, path: str, given: str | None) -> None:
         if given is not None and _equal(given, token):
@@ -94,37 +84,32 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _check_loopback(hosts: list[bytes], origins: list[bytes]) -> None:
+def _check_loopback(hosts: list[str], origins: list[str]) -> None:
     if len(hosts) != 1 or not names_loopback(hosts[0]):
-        named = b", ".join(hosts)[:200].decode("latin-1")
+        named = ", ".join(hosts)[:200]
         raise make_error("forbidden", f"this server answers on localhost, not as '{named}'")
-    own = (b"http://" + hosts[0].lower(), b"https://" + hosts[0].lower())
+    own = (f"http://{hosts[0].lower()}", f"https://{hosts[0].lower()}")
     if origins and (len(origins) > 1 or origins[0].lower() not in own):
-        named = b", ".join(origins)[:200].decode("latin-1")
+        named = ", ".join(origins)[:200]
         raise make_error("forbidden", f"requests from the origin '{named}' are refused")
 
 
 @functools.lru_cache(maxsize=64)
-def names_loopback(host: bytes) -> bool:
+def names_loopback(host: str) -> bool:
     match = _HOST.fullmatch(host)
-    return match is not None and is_loopback((match[1] or match[2]).decode())
+    return match is not None and is_loopback(match[1] or match[2])
 
 
-def _check_version(path: str, spoken: str) -> None:
+def _check_version(path: str, spoken: str | None) -> None:
     """A client may name several versions it speaks, separated by commas."""
+    if spoken is None:
+        return
     versions = [version.strip() for version in spoken.split(",")]
     if protocol.PROTOCOL_VERSION not in versions and path not in VERSIONLESS_PATHS:
         raise make_error(
             "invalid_request",
             f"this server speaks protocol {protocol.PROTOCOL_VERSION}, not {spoken[:20]}",
         )
-
-
-def _bearer(authorization: bytes | None) -> str | None:
-    if authorization is None:
-        return None
-    scheme, _, given = authorization.decode("latin-1").partition(" ")
-    return given if scheme.lower() == "bearer" else None
 
 
 def _equal(given: str, expected: str) -> bool:

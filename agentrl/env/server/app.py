@@ -4,7 +4,6 @@
     access.py      who may call: hosts, origins, tokens, protocol versions
     transit.py     limits on bodies: size, time, and memory of all together
     docs.py        the errors in the schema, and /docs
-    metrics.py     Prometheus text
     serve.py       the HTTP server around the application
     supervisor.py  several such servers
 
@@ -20,6 +19,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import ProcessCollector
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,7 +31,6 @@ from agentrl.env.registry import Served
 from agentrl.env.server import routes
 from agentrl.env.server.access import Access
 from agentrl.env.server.docs import make_schema
-from agentrl.env.server.metrics import Metrics
 from agentrl.env.server.transit import MAX_BODY_BYTES, Reply, Transit
 from agentrl.env.sessions.capacity import MAX_WAIT_S
 from agentrl.env.sessions.manager import SessionManager
@@ -96,7 +95,7 @@ def make_app(
         redoc_url=None,
     )
     app.state.manager = manager
-    app.state.metrics = Metrics(manager)
+    ProcessCollector(registry=manager.metrics.registry)
     app.state.server = ServerInfo([int(protocol.PROTOCOL_VERSION)], served.ids, max_body_bytes)
     app.add_middleware(
         Gate,

@@ -3,7 +3,6 @@ script from another site."""
 
 from __future__ import annotations
 
-import http
 import json
 from html import escape
 from typing import Any
@@ -14,34 +13,18 @@ from pydantic import TypeAdapter
 
 from agentrl.env import protocol
 
-_OF_ANY_CALL = (
-    "invalid_request",
-    "unauthorized",
-    "forbidden",
-    "request_timeout",
-    "payload_too_large",
-    "at_capacity",
-    "env_error",
-)
+PROBLEM: dict[str, Any] = {
+    "description": "problem details",
+    "content": {protocol.PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+_CODES = ", ".join(f"`{code}` ({status})" for code, (status, _) in protocol.PROBLEMS.items())
 _DESCRIPTION = f"""\
 Sessions of environments for language-model agents. `POST /v1/sessions` opens one,
 `POST /v1/sessions/{{id}}/step` takes a step in it, exactly once. Every reply has the header
 `{protocol.PROTOCOL_HEADER}: {protocol.PROTOCOL_VERSION}`; what goes wrong is answered as
 `{protocol.PROBLEM_TYPE}` (RFC 9457), whose `code` says what it is and whose `retryable` whether the
-same call may succeed later. Send bodies as `Content-Type: application/json`. A server that asks for
-a token wants it as `Authorization: Bearer ...`."""
-
-
-def errors(*codes: str) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: those of any call and these, by status."""
-    by_status: dict[int | str, list[str]] = {}
-    for code in (*_OF_ANY_CALL, *codes):
-        by_status.setdefault(protocol.PROBLEMS[code][0], []).append(code)
-    content = {protocol.PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    return {
-        status: {"description": ", ".join(f"`{code}`" for code in found), "content": content}
-        for status, found in by_status.items()
-    }
+same call may succeed later: {_CODES}. Send bodies as `Content-Type: application/json`. A server
+that asks for a token wants it as `Authorization: Bearer ...`."""
 
 
 def make_schema(app: FastAPI) -> dict[str, Any]:
@@ -61,7 +44,7 @@ def make_schema(app: FastAPI) -> dict[str, Any]:
 def make_page(schema: dict[str, Any]) -> str:
     """The document for people: one block per call, and one per message."""
     calls = [
-        _fold(f"{method.upper()} {path}", _summary(call), call)
+        _fold(f"{method.upper()} {path}", call.get("description", ""), call)
         for path, methods in schema["paths"].items()
         for method, call in methods.items()
     ]
@@ -76,13 +59,6 @@ def make_page(schema: dict[str, Any]) -> str:
         "<p>For programs: <a href=/openapi.json>/openapi.json</a>"
         f"<h2>Calls</h2>{''.join(calls)}<h2>Messages</h2>{''.join(messages)}"
     )
-
-
-def _summary(call: dict[str, Any]) -> str:
-    statuses = ", ".join(
-        f"{status} {http.HTTPStatus(int(status)).phrase}" for status in call["responses"]
-    )
-    return f"{call.get('description', '')} ({statuses})"
 
 
 def _fold(head: str, text: str, details: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import json
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from agentrl.env import protocol
 from agentrl.env.protocol import (
@@ -30,25 +31,19 @@ from agentrl.env.protocol import (
     TaskSpec,
     make_error,
 )
-from agentrl.env.server.docs import errors, make_page
-from agentrl.env.server.metrics import MEDIA_TYPE as METRICS_TYPE
+from agentrl.env.server.docs import PROBLEM, make_page
 from agentrl.env.server.transit import Reply
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.types import Action
 
 MAX_TASKS = 1000
 """Tasks in one listing."""
-_OF_SESSION = ("not_found", "session_expired", "session_lost")
-_OF_STEP = (*_OF_SESSION, "step_conflict", "episode_done", "grader_error", "step_timeout")
-_OF_STEP = (*_OF_STEP, "unavailable")
-_OF_LOADING = ("not_found", "reset_timeout", "unavailable")
-_OF_CREATION = (*_OF_LOADING, "session_expired", "grader_error", "idempotency_conflict", "draining")
 
-router = APIRouter()
+router = APIRouter(responses={"4XX": PROBLEM, "5XX": PROBLEM})
 
 
 class PlainText(Response):
-    media_type = METRICS_TYPE
+    media_type = CONTENT_TYPE_LATEST
 
 
 def _reply(message: object, status: int = 200) -> Reply:
@@ -65,17 +60,13 @@ Manager = Annotated[SessionManager, Depends(_manager)]
 # Sessions
 
 
-@router.post(
-    "/v1/sessions/{session_id}/step", response_model=StepReply, responses=errors(*_OF_STEP)
-)
+@router.post("/v1/sessions/{session_id}/step", response_model=StepReply)
 async def step(session_id: str, request: StepRequest, manager: Manager) -> Response:
     """Take one step, exactly once."""
     return Reply(await manager.step(session_id, request))
 
 
-@router.post(
-    "/v1/sessions", status_code=201, response_model=CreateReply, responses=errors(*_OF_CREATION)
-)
+@router.post("/v1/sessions", status_code=201, response_model=CreateReply)
 async def create(
     request: CreateRequest,
     manager: Manager,
@@ -85,24 +76,20 @@ async def create(
     return _reply(await manager.create(request, idempotency_key), 201)
 
 
-@router.get(
-    "/v1/sessions/{session_id}", response_model=SessionStatus, responses=errors(*_OF_SESSION)
-)
+@router.get("/v1/sessions/{session_id}", response_model=SessionStatus)
 async def status(session_id: str, manager: Manager) -> Response:
     """Where a session is."""
     return _reply(manager.status(session_id))
 
 
-@router.delete("/v1/sessions/{session_id}", status_code=204, responses=errors(*_OF_SESSION))
+@router.delete("/v1/sessions/{session_id}", status_code=204)
 async def delete(session_id: str, manager: Manager) -> Response:
     """Close a session; closing it again is no error."""
     manager.delete(session_id)
     return Reply(status=204)
 
 
-@router.post(
-    "/v1/sessions/{session_id}/renew", response_model=SessionStatus, responses=errors(*_OF_SESSION)
-)
+@router.post("/v1/sessions/{session_id}/renew", response_model=SessionStatus)
 async def renew(session_id: str, manager: Manager, request: RenewRequest | None = None) -> Response:
     """Hold a session that has nothing to do yet."""
     return _reply(manager.renew(session_id, request.lease_s if request else None))
@@ -117,20 +104,20 @@ Config = Annotated[
 Position = Annotated[int, Query(ge=0, le=protocol.MAX_INTEGER)]
 
 
-@router.get("/v1/server", response_model=ServerInfo, responses=errors())
+@router.get("/v1/server", response_model=ServerInfo)
 async def server_info(request: Request) -> Response:
     """What the server speaks, and its limits."""
     return _reply(request.app.state.server)
 
 
-@router.get("/v1/envs", response_model=EnvList, responses=errors())
+@router.get("/v1/envs", response_model=EnvList)
 async def environments(request: Request) -> Response:
     """The environments served here."""
     return _reply(EnvList(request.app.state.server.environments))
 
 
 # `:path`, because `path/to/env.py:Class` names an environment too.
-@router.get("/v1/envs/{env_id:path}/tasks", response_model=TaskList, responses=errors(*_OF_LOADING))
+@router.get("/v1/envs/{env_id:path}/tasks", response_model=TaskList)
 async def tasks(
     env_id: str,
     manager: Manager,
@@ -144,11 +131,11 @@ async def tasks(
     if stop - start > MAX_TASKS:
         raise make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
     differing = protocol.decode_config(config)
-    previews = await manager.preview(env_id, split, start, stop, differing)
+    previews = await manager.preview(env_id, split, range(start, stop), differing)
     return _reply(TaskList(split, previews))
 
 
-@router.get("/v1/envs/{env_id:path}", response_model=EnvInfo, responses=errors(*_OF_LOADING))
+@router.get("/v1/envs/{env_id:path}", response_model=EnvInfo)
 async def environment(
     env_id: str,
     manager: Manager,
@@ -169,7 +156,7 @@ async def environment(
 # As in Gym, for trying an environment with curl
 
 
-@router.post("/reset", response_model=GymReply, responses=errors(*_OF_CREATION))
+@router.post("/reset", response_model=GymReply)
 async def gym_reset(request: GymReset, manager: Manager) -> Response:
     """As in Gym, for curl: open a session."""
     try:
@@ -182,7 +169,7 @@ async def gym_reset(request: GymReset, manager: Manager) -> Response:
     return _reply(GymReply(opened.id, opened.observation, opened.tools, opened.step))
 
 
-@router.post("/step", response_model=StepReply, responses=errors(*_OF_STEP))
+@router.post("/step", response_model=StepReply)
 async def gym_step(request: GymStep, manager: Manager) -> Response:
     """As in Gym, for curl: take a step; without `step`, a repetition is a second step."""
     action = request.action
@@ -195,14 +182,14 @@ async def gym_step(request: GymStep, manager: Manager) -> Response:
 # The process
 
 
-@router.get("/healthz", response_model=Health, responses=errors())
+@router.get("/healthz", response_model=Health)
 async def healthz(manager: Manager) -> Response:
     """Whether the process lives."""
     state = "draining" if manager.draining else "ok"
     return _reply(Health(state, manager.num_live, manager.workers.num_abandoned))
 
 
-@router.get("/readyz", response_model=Health, responses=errors("unavailable"))
+@router.get("/readyz", response_model=Health)
 async def readyz(manager: Manager) -> Response:
     """Whether the process should get new sessions."""
     reason = manager.readiness()
@@ -211,10 +198,10 @@ async def readyz(manager: Manager) -> Response:
     return await healthz(manager)
 
 
-@router.get("/metrics", response_class=PlainText, responses=errors())
-async def metrics(request: Request) -> Response:
+@router.get("/metrics", response_class=PlainText)
+async def metrics(manager: Manager) -> Response:
     """Prometheus text."""
-    return Reply(request.app.state.metrics.text(), media_type=METRICS_TYPE)
+    return Reply(manager.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)

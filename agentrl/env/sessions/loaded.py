@@ -190,18 +190,13 @@ class LoadedEnvironments:
         )
 
     async def preview(
-        self,
-        environment: type[Environment],
-        config: Mapping[str, JSON],
-        split: str,
-        start: int,
-        stop: int,
+        self, environment: type[Environment], config: Mapping[str, JSON], split: str, rows: range
     ) -> list[TaskPreview]:
-        """Tasks `[start, stop)` of a split, without what would give their answers away."""
+        """Tasks of a split, without what would give their answers away."""
         timeout_s = environment.reset_timeout_s
         loaded = await self.load(environment, config, timeout_s)
         size = loaded.split_size(split)
-        indices = range(start, stop if size is None else min(stop, size))
+        indices = rows if size is None else rows[: max(size - rows.start, 0)]
         try:
             async with call_timeout(timeout_s):
                 tasks = await self._get(loaded, split, indices)

@@ -46,8 +46,8 @@ from agentrl.env.protocol import (
 from agentrl.env.sessions.boundary import Background, guard, to_env_error
 from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
 from agentrl.env.sessions.loaded import CLOSE_TIMEOUT_S, LoadedEnvironments
+from agentrl.env.sessions.metrics import Metrics
 from agentrl.env.sessions.session import Session, Step, episode_record, start, take_turn
-from agentrl.env.sessions.stats import Stats
 from agentrl.env.threads import MAX_THREADS, Deadline, WorkerPool, call_timeout
 from agentrl.errors import EnvError
 from agentrl.types import JSON
@@ -77,7 +77,6 @@ class SessionManager:
         worker_threads: int = MAX_THREADS,
         config: Mapping[str, Mapping[str, JSON]] | None = None,
         max_wait_s: float = MAX_WAIT_S,
-        secret: bytes | None = None,
         name: str = "",
     ) -> None:
         """
@@ -88,20 +87,20 @@ class SessionManager:
             worker_threads: the most threads for plain `def` methods of all sessions together.
             config: by environment id, what every session's configuration starts from.
             max_wait_s: how long a creation waits for capacity before it is `at_capacity`.
-            secret: what session tokens are made with.
             name: what the ids of its sessions begin with, so that a proxy in front of several
                 servers knows whose a session is.
         """
         self.workers = WorkerPool(worker_threads)
         self.draining = False
-        self.secret = secret or secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
+        """What session tokens are made with."""
         self._id_prefix = f"{name}-" if name else ""
         self._background = Background()
         self._environments = LoadedEnvironments(
             resolve, config or {}, self.workers, self._background
         )
         self._capacity = Capacity(max_sessions, max_wait_s)
-        self._stats = Stats()
+        self.metrics = self._make_metrics()
         self._sessions: dict[str, Session] = {}
         self._closed_ids: OrderedDict[str, str] = OrderedDict()
         self._creations: dict[str, _Creation] = {}
@@ -111,18 +110,21 @@ class SessionManager:
     def num_live(self) -> int:
         return self._capacity.num_live
 
-    @property
-    def stats(self) -> Stats:
-        """The counters, as they are now."""
-        stats = self._stats
-        stats.live = dict(self._capacity.live)
-        stats.waiting = self._capacity.num_waiting
-        stats.num_threads = self.workers.num_threads
-        stats.waiting_calls = self.workers.num_waiting
-        stats.thread_wait_seconds = self.workers.total_wait_s
-        stats.abandoned_threads = self.workers.num_abandoned
-        stats.stuck_calls = len(self._background.stuck)
-        return stats
+    def _make_metrics(self) -> Metrics:
+        metrics, capacity = Metrics(), self._capacity
+        workers, stuck = self.workers, self._background.stuck
+        watch = metrics.watch
+        watch("creations_waiting", "Creations waiting for capacity.", lambda: capacity.num_waiting)
+        watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
+        watch("hung_threads", "Threads past their deadline.", lambda: workers.num_abandoned)
+        watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
+        watch("thread_wait_seconds_total", "Waited for threads.", lambda: workers.total_wait_s)
+        watch("stuck_calls", "Coroutines past their deadline.", lambda: len(stuck))
+        return metrics
+
+    def metrics_text(self) -> bytes:
+        """The metrics as they are now."""
+        return self.metrics.text(self._capacity.live)
 
     def readiness(self) -> str | None:
         """Why this process should get no new sessions; None if it may."""
@@ -151,16 +153,11 @@ class SessionManager:
         return info
 
     async def preview(
-        self,
-        env_id: str,
-        split: str,
-        start: int,
-        stop: int,
-        config: Mapping[str, JSON] | None = None,
+        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON] | None = None
     ) -> list[TaskPreview]:
-        """Tasks `[start, stop)` of a split, without what would give their answers away."""
+        """Tasks of a split, without what would give their answers away."""
         environment = self._environments.find(env_id)
-        return await self._environments.preview(environment, config or {}, split, start, stop)
+        return await self._environments.preview(environment, config or {}, split, rows)
 
     # Opening
 
@@ -182,7 +179,7 @@ class SessionManager:
                 "this Idempotency-Key came before with another request; use a fresh one",
             )
         else:
-            self._stats.replayed += 1
+            self.metrics.replayed.inc()
         return await asyncio.shield(creation.task)
 
     def _forget_failed(self, key: str, task: asyncio.Task[CreateReply]) -> None:
@@ -195,13 +192,13 @@ class SessionManager:
                 raise draining()
             sessions = await self._open_group(request, key)
         except EnvError as error:
-            self._stats.refused[error.code] += 1
+            self.metrics.refused.labels(error.code).inc()
             raise
         now = asyncio.get_running_loop().time()
         for session in sessions:
             session.expires = now + session.lease_s
             self._sessions[session.id] = session
-            self._stats.opened[session.environment.id] += 1
+            self.metrics.opened.labels(session.environment.id).inc()
         if self._reaper is None:
             self._reaper = self._background.spawn(self._reap())
         return CreateReply([self._session_reply(session) for session in sessions])
@@ -216,7 +213,6 @@ class SessionManager:
             observation=session.observation,
             tools=from_json(session.told),
             token=session_token(self.secret, session.id),
-            reads_reasoning=True,
         )
 
     async def _open_group(self, request: CreateRequest, key: str | None) -> list[Session]:
@@ -297,7 +293,7 @@ class SessionManager:
                     "step_conflict",
                     f"step {request.step} of this session was asked for with another body",
                 )
-            self._stats.replayed += 1
+            self.metrics.replayed.inc()
             reply = decode(await step.wait(), StepReply)
             reply.replayed = True
             return encode(reply)
@@ -357,8 +353,8 @@ class SessionManager:
         step.settle(outcome)
         now = asyncio.get_running_loop().time()
         session.expires = now + session.lease_s
-        self._stats.steps[session.environment.id] += 1
-        self._stats.step_seconds.add(now - step.started)
+        self.metrics.steps.labels(session.environment.id).inc()
+        self.metrics.step_seconds.observe(now - step.started)
 
     # Leases and the end of sessions
 
@@ -437,7 +433,7 @@ class SessionManager:
         if session.retired:
             return
         session.retired = True
-        self._stats.closed[session.environment.id, outcome] += 1
+        self.metrics.closed.labels(session.environment.id, outcome).inc()
         if logger.isEnabledFor(logging.INFO):
             logger.info(json.dumps(episode_record(session, outcome, error)))
         self._background.spawn(self._close(session))
