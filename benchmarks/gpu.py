@@ -11,7 +11,8 @@ groups of 8 trajectories with log-normal lengths and one prompt per group. A ste
 backward and AdamW over all of it, for packed rows, for shared prefixes, with activation
 checkpointing, and with compiled layers. MFU counts the products of every token that a sample has,
 shared or not, once forward and twice backward, attention's included, and the head's at trained
-positions only; recomputation counts as nothing. The parts are kernel times of torch's profiler in one more step.
+positions only; recomputation counts as nothing. The parts are kernel times of torch's profiler in
+one more step.
 """
 
 from __future__ import annotations

@@ -141,7 +141,12 @@ class WorkerPool:
         *,
         max_abandoned: int = MAX_ABANDONED,
         max_wait_s: float = MAX_WAIT_S,
+        on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        """
+        Args:
+            on_wait: called with the seconds that a call has waited for its thread.
+        """
         self.max_threads = max_threads
         self.max_abandoned = max_abandoned
         self.max_wait_s = max_wait_s
@@ -149,8 +154,7 @@ class WorkerPool:
         """Threads that live: busy, idle and abandoned."""
         self.num_abandoned = 0
         """Threads that still run a call nobody waits for."""
-        self.total_wait_s = 0.0
-        """Seconds that calls have waited for a thread, all together."""
+        self._on_wait = on_wait
         self._num_running = 0
         """Calls that run, without those abandoned."""
         self._waking = False
@@ -265,7 +269,7 @@ class WorkerPool:
 
     def _count_wait(self, call: _Call, status: Literal["running", "done"]) -> None:
         call.status = status
-        self.total_wait_s += time.monotonic() - call.since
+        self._on_wait(time.monotonic() - call.since)
 
     # In the threads:
 

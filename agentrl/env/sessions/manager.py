@@ -90,7 +90,8 @@ class SessionManager:
             name: what the ids of its sessions begin with, so that a proxy in front of several
                 servers knows whose a session is.
         """
-        self.workers = WorkerPool(worker_threads)
+        self.metrics = Metrics()
+        self.workers = WorkerPool(worker_threads, on_wait=self.metrics.thread_wait.inc)
         self.draining = False
         self.secret = secrets.token_bytes(32)
         """What session tokens are made with."""
@@ -100,7 +101,7 @@ class SessionManager:
             resolve, config or {}, self.workers, self._background
         )
         self._capacity = Capacity(max_sessions, max_wait_s)
-        self.metrics = self._make_metrics()
+        self._watch()
         self._sessions: dict[str, Session] = {}
         self._closed_ids: OrderedDict[str, str] = OrderedDict()
         self._creations: dict[str, _Creation] = {}
@@ -110,17 +111,14 @@ class SessionManager:
     def num_live(self) -> int:
         return self._capacity.num_live
 
-    def _make_metrics(self) -> Metrics:
-        metrics, capacity = Metrics(), self._capacity
-        workers, stuck = self.workers, self._background.stuck
-        watch = metrics.watch
+    def _watch(self) -> None:
+        capacity, workers, stuck = self._capacity, self.workers, self._background.stuck
+        watch = self.metrics.watch
         watch("creations_waiting", "Creations waiting for capacity.", lambda: capacity.num_waiting)
         watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
         watch("hung_threads", "Threads past their deadline.", lambda: workers.num_abandoned)
         watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
-        watch("thread_wait_seconds_total", "Waited for threads.", lambda: workers.total_wait_s)
         watch("stuck_calls", "Coroutines past their deadline.", lambda: len(stuck))
-        return metrics
 
     def metrics_text(self) -> bytes:
         """The metrics as they are now."""

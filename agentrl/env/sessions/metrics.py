@@ -28,6 +28,7 @@ class Metrics:
         )
         self.refused = self._counter("creations_refused", "Creations that opened nothing.", "code")
         self.replayed = self._counter("replays", "Repeated calls answered as before.")
+        self.thread_wait = self._counter("thread_wait_seconds", "Waited for threads.")
         self._live = Gauge(
             "agentrl_env_sessions_live",
             "Sessions that count against the capacity.",
