@@ -1,5 +1,7 @@
 """Compiled layers compute what plain ones do, rows of any length in one form, packed rows alone."""
 
+import shutil
+
 import pytest
 import torch
 from families import save_tiny_model
@@ -23,7 +25,11 @@ from agentrl.train.lora import add_adapter
 from agentrl.train.model import load_model, set_gradient_checkpointing
 from agentrl.train.plan import pack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
 
 
 @pytest.fixture(autouse=True)
