@@ -106,13 +106,26 @@ def test_what_cannot_be_compiled_is_refused_with_the_remedy(tmp_path):
         compile_policy(model)
 
 
-def test_layers_that_compute_something_else_are_refused(tmp_path, monkeypatch):
+class _NoGradient(torch.autograd.Function):
+    """As it is, with a gradient that is not a number."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * float("nan")
+
+
+@pytest.mark.parametrize("wrong", [lambda hidden: 1.5 * hidden, _NoGradient.apply])
+def test_layers_that_compute_something_else_are_refused(tmp_path, monkeypatch, wrong):
     model = load_model(save(qwen3(), tmp_path), dtype=torch.float32, device="cpu")
 
-    def wrong(forward, **options):
-        return lambda layer, *args, **kwargs: 1.5 * forward(layer, *args, **kwargs)
+    def compile(forward, **options):
+        return lambda layer, *args, **kwargs: wrong(forward(layer, *args, **kwargs))
 
-    monkeypatch.setattr(torch, "compile", wrong)
+    monkeypatch.setattr(torch, "compile", compile)
     with pytest.raises(ConfigError, match="differs from itself by"):
         compile_policy(model)
 
