@@ -74,7 +74,7 @@ class ModelSection(Section):
     number such as 0.5 does so in that share of the layers; `agentrl doctor` says what fits."""
     compile: bool = False
     """Fuse what each layer computes between its matrix products (`torch.compile`, docs/memory.md):
-    a minute at the start, then less time and memory. A CPU needs g++ for it."""
+    a minute at the start, then less memory and often less time. A CPU needs g++ for it."""
     freeze_router: bool = False
     """Mixtures of experts: the routers stay as they are, and the experts learn."""
     lora: LoraSection = Field(default_factory=LoraSection)

@@ -126,7 +126,7 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     ranks.remember("run_dir", str(run_dir))
     ranks.tell("start", str(run_dir))
     if config.model.compile and not quiet:
-        print("compiling the model's layers, a minute or less")
+        print("compiling the model's layers, about a minute")
     with ranks.working("start"):
         trainer = await make_trainer(config, tokenizer, run_dir)
     if trainer.chose_token_budget and not config.run.resume and not quiet:

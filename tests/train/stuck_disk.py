@@ -1,4 +1,4 @@
-"""The command `agentrl` on a rank 1 whose disk stops to answer during its second save or later."""
+"""The command `agentrl` on a rank 1 whose disk stops answering after four files."""
 
 import itertools
 import os
