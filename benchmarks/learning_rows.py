@@ -174,7 +174,7 @@ ROWS: dict[str, Row] = {
         "Long multi-turn rows: packed and shared against padded",
         [
             packing_arm("packing", "0"),
-            *(packing_arm(f"packing-{prompts}", prompts) for prompts in ("160", "1070", "980u")),
+            *(packing_arm(f"packing-{prompts}", prompts) for prompts in ("130", "600", "980u")),
         ],
     ),
     "reuse": Row(
