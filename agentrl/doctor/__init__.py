@@ -157,6 +157,8 @@ def _memory(config: RunConfig) -> Finding:
             chosen = f", with train.token_budget = {budget}, which is chosen by memory"
         needed = memory.estimate(config, device_type=device, num_ranks=num_ranks)
         said = f"{needed}, of {there / 2**30:.1f} GiB{chosen}"
+        if config.model.compile:
+            said += "; activations as without model.compile, which keeps less"
         if needed.total <= memory.USABLE * there:
             return "ok", what, said
         settings = []

@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore
 
 from agentrl.config import ParallelSection
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import ConfigError, TrainingError, first_line
 from agentrl.train import context
 from agentrl.train.watchdog import REMEDY, Watchdog
 from agentrl.types import JSON
@@ -42,6 +42,8 @@ _watchdog: Watchdog | None = None
 _attempt = 0
 
 _FOREVER = datetime.timedelta(days=30)
+MEETING = datetime.timedelta(minutes=15)
+"""Ranks that are started together find each other by then, or one of them could not start."""
 
 
 def rank() -> int:
@@ -67,9 +69,9 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     """Meet the other ranks, if the environment says that there are any.
 
     Raises:
-        ConfigError: `train.parallel` asks for another number of them.
+        ConfigError: `train.parallel` asks for another number of them, or they do not meet.
     """
-    global _attempt, _control, _host, _launch, _saving, _watchdog
+    global _attempt, _control, _host, _saving, _watchdog
     _attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % parallel.context:
@@ -92,11 +94,8 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():  # else by whoever started the ranks, as Ray Train does
-        _launch, own_rank, world_size = next(rendezvous("env://", timeout=deadline))
-        store = _launch
-        if agents_share_store():
-            # It outlives a restart, and with it the addresses of ranks that are gone.
-            store = PrefixStore(f"agentrl/{_attempt}", store)
+        store, own_rank, world_size = _meet()
+        store.set_timeout(deadline)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -116,6 +115,34 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     _attempt = max(int(str(each)) for each in gather(_attempt))
     if parallel.context > 1:
         context.join(parallel.context)
+
+
+def _meet() -> tuple[Store, int, int]:
+    """A store for this attempt, this rank and how many they are, once all of them are there."""
+    global _launch
+    absent: list[int] = []
+    try:
+        _launch, own_rank, world_size = next(rendezvous("env://", timeout=MEETING))
+        store = _launch
+        if agents_share_store():
+            # It outlives a restart, and with it the addresses of ranks that are gone.
+            store = PrefixStore(f"agentrl/{_attempt}", store)
+        arrived = [f"arrived/{each}" for each in range(world_size)]
+        store.set(arrived[own_rank], "")
+        try:
+            store.wait(arrived, MEETING)
+        except dist.DistStoreError:
+            absent = [each for each, key in enumerate(arrived) if not store.check([key])]
+            raise
+        return store, own_rank, world_size
+    except dist.DistError as error:
+        reason = f"without rank {', '.join(map(str, absent))}" if absent else first_line(error)
+        address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ConfigError(
+            f"rank {os.environ.get('RANK')} does not meet the others at {address}:{port} "
+            f"({reason}); MASTER_ADDR must name the machine of rank 0, MASTER_PORT be free there, "
+            "and all ranks be started"
+        ) from error
 
 
 def leave() -> None:

@@ -1,5 +1,6 @@
 """Rows that several ranks hold together: slices, heads, and what it comes to on real ranks."""
 
+import datetime
 import json
 from typing import Any
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_prefixes import forked_samples, sample_of
 from test_ranks import CASES, config_of, make_samples, relative, run
+from torch.distributed import TCPStore
 
-from agentrl.config import RunConfig
+from agentrl.config import ParallelSection, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.train import context, ranks
 from agentrl.train.context import Context, attend_by_heads, own_part
@@ -134,6 +136,26 @@ def test_another_number_of_ranks_is_refused(parallel, started, said, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", str(started))
     with pytest.raises(ConfigError, match=said):
         ranks.join(torch.device("cpu"), config.train.parallel)
+
+
+@pytest.mark.parametrize(
+    ("rank", "taken", "said"),
+    [(0, True, "EADDRINUSE"), (1, True, "without rank 0"), (0, False, "1/2 clients joined")],
+)
+def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
+    """Another run's rank 0 has the port, or one was not started."""
+    monkeypatch.setattr(ranks, "MEETING", datetime.timedelta(seconds=1))
+    other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(other.port)
+    if not taken:
+        del other
+    given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(
+        ConfigError, match=f"rank {rank} does not meet .* 127.0.0.1:{port} .*{said}"
+    ):
+        ranks.join(torch.device("cpu"), ParallelSection())
 
 
 def test_a_balance_of_experts_needs_whole_rows():
