@@ -191,8 +191,10 @@ def _train(config: RunConfig, arguments: argparse.Namespace) -> int:
     with loading("loading PyTorch", quiet=arguments.quiet):
         import agentrl.train.loop  # noqa: F401
     from agentrl.api import train
+    from agentrl.train import ranks
 
     train(config, quiet=arguments.quiet)
+    ranks.end_process(0)
     return 0
 
 

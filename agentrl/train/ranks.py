@@ -10,9 +10,11 @@ What ranks say to each other is JSON and arrays; nothing is unpickled.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -151,6 +153,19 @@ def leave() -> None:
         _watchdog.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_process(status: int) -> None:
+    """End a process that was a rank of several, after what was registered for its end.
+
+    The interpreter is not taken down: some of gloo's threads outlive their groups, and one of them
+    may abort the process then, so that torchrun would call a run failed whose work is done.
+    """
+    if _watchdog is not None:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @contextmanager
