@@ -124,8 +124,8 @@ def _meet() -> tuple[Store, int, int]:
     global _launch
     absent: list[int] = []
     try:
-        _launch, own_rank, world_size = next(rendezvous("env://", timeout=MEETING))
-        store = _launch
+        launch, own_rank, world_size = next(rendezvous("env://", timeout=MEETING))
+        store = launch
         if agents_share_store():
             # It outlives a restart, and with it the addresses of ranks that are gone.
             store = PrefixStore(f"agentrl/{_attempt}", store)
@@ -136,6 +136,7 @@ def _meet() -> tuple[Store, int, int]:
         except dist.DistStoreError:
             absent = [each for each, key in enumerate(arrived) if not store.check([key])]
             raise
+        _launch = launch
         return store, own_rank, world_size
     except dist.DistError as error:
         reason = f"without rank {', '.join(map(str, absent))}" if absent else first_line(error)

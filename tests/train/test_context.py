@@ -156,6 +156,7 @@ def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
         ConfigError, match=f"rank {rank} does not meet .* 127.0.0.1:{port} .*{said}"
     ):
         ranks.join(torch.device("cpu"), ParallelSection())
+    assert ranks.remembered("run_dir") is None, "another run in this process asks nobody"
 
 
 def test_a_balance_of_experts_needs_whole_rows():
