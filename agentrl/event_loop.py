@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,6 +23,21 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Have the garbage collector look at young objects less often.
+
+    Hundreds of episodes at a time are tens of thousands of them, none of them garbage. At Python's
+    own threshold of 700, looking at them over and over is a quarter of a rollout's time.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50_000, 10, 4)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on such a loop; where a loop runs already, as in a notebook, in a thread.
 
@@ -31,11 +47,14 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with _rare_collections(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(coroutine)
     loop = new_event_loop()
     work = loop.create_task(coroutine)
-    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-loop") as thread:
+    with (
+        _rare_collections(),
+        ThreadPoolExecutor(1, thread_name_prefix="agentrl-loop") as thread,
+    ):
         done = thread.submit(_run_in_thread, loop, work)
         while True:
             try:

@@ -80,7 +80,8 @@ def serve(
         async with running(app, host, port) as url:
             if ready is not None:
                 ready(url)
-            _settle_memory()
+            gc.collect()
+            gc.freeze()  # modules; else each full collection looks at them again
             await stop.wait()
             await manager.aclose(CLOSE_S)
         for task in tasks:
@@ -154,17 +155,6 @@ def _on_signals(
     loop.add_signal_handler(signal.SIGINT, stop.set)
     loop.add_signal_handler(signal.SIGTERM, drain_or_stop)
     return draining
-
-
-def _settle_memory() -> None:
-    """Have the garbage collector look at what sessions leave, and not at the modules, each time.
-
-    Hundreds of steps at a time are tens of thousands of young objects, none of them garbage; at
-    thresholds of a few thousand, collecting them over and over is a quarter of a step.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 10, 4)
 
 
 def _max_connections() -> int:
