@@ -55,6 +55,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,9 +64,11 @@ import numpy as np
 from agentrl.types import Sample
 
 if TYPE_CHECKING:
-    from transformers import Qwen3Config
+    from torch import Tensor
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.train.plan import MicroBatch
+    Losses = Iterator[tuple[Tensor, int]]
+    """Of each micro-batch the loss, and its tokens through the backbone."""
 
 VARIANTS = ("packed", "shared", "compiled", "bare", "trl", "padded", "padded_sorted")
 WAITS = "waits for its turn"
@@ -157,18 +160,93 @@ def make_sample(
     )
 
 
-def products(micro: MicroBatch, config: Qwen3Config) -> int:
-    """Multiplications of matrices in a forward and a backward pass of a packed row."""
-    lengths = np.diff(micro.cu_seqlens).astype(np.int64)
-    pairs = (
-        lengths * (lengths + 1) // 2 + lengths * (micro.branch_ends - micro.cu_seqlens[1:])
-    ).sum()
+def products(samples: list[Sample], token_budget: int, config: Qwen3Config, *, share: bool) -> int:
+    """Multiplications of matrices in a forward and a backward pass of all packed rows."""
+    from agentrl.train.plan import pack
+    from agentrl.train.update import own_share
+
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     linear = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    layers = 3 * micro.num_tokens * linear + 7 * int(pairs) * queries
-    head = 3 * micro.num_trained * config.hidden_size * config.vocab_size
-    return config.num_hidden_layers * layers + head
+    total = 0
+    for rows, _ in own_share(samples, range(len(samples)), token_budget, share=share):
+        micro = pack(samples, rows, share=share)
+        lengths = np.diff(micro.cu_seqlens).astype(np.int64)
+        continued = micro.branch_ends - micro.cu_seqlens[1:]
+        pairs = int((lengths * (lengths + 1) // 2 + lengths * continued).sum())
+        layers = 3 * micro.num_tokens * linear + 7 * pairs * queries
+        head = 3 * micro.num_trained * config.hidden_size * config.vocab_size
+        total += config.num_hidden_layers * layers + head
+    return total
+
+
+def surrogate(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, num_trained: int
+) -> Tensor:
+    """Sum over trained tokens of the clipped surrogate, divided by the batch's tokens."""
+    ratio = (logprobs - rollout_logprobs).exp()
+    clipped = ratio.clamp(0.8, 1.2) * advantages
+    return -ratio.mul(advantages).minimum(clipped).sum() / num_trained
+
+
+def packed_losses(
+    model: Qwen3ForCausalLM, samples: list[Sample], token_budget: int, *, share: bool, bare: bool
+) -> Losses:
+    import torch
+
+    from agentrl.train.logprobs import backbone_hidden, sample_logprobs
+    from agentrl.train.plan import pack
+    from agentrl.train.update import own_share
+
+    num_trained = sum(sample.num_trained for sample in samples)
+    for rows, _ in own_share(samples, range(len(samples)), token_budget, share=share):
+        micro = pack(samples, rows, share=share)
+        if bare:
+            hidden = backbone_hidden(model, micro)[micro.trained_index]
+            targets = torch.from_numpy(micro.targets)
+            logprobs = -torch.nn.functional.cross_entropy(
+                model.lm_head(hidden), targets, reduction="none"
+            )
+        else:
+            logprobs, _ = sample_logprobs(model, micro, temperature=1.0)
+        chosen = [samples[row] for row in rows]
+        rollout = np.concatenate([s.rollout_logprobs[s.loss_mask > 0] for s in chosen])
+        rewards = np.asarray([sample.reward for sample in chosen], np.float32)[micro.row_of]
+        given = torch.from_numpy(rollout), torch.from_numpy(rewards)
+        yield surrogate(logprobs, *given, num_trained), micro.num_tokens
+
+
+def padded_losses(
+    model: Qwen3ForCausalLM, samples: list[Sample], *, sorted_by_length: bool
+) -> Losses:
+    import torch
+
+    num_trained = sum(sample.num_trained for sample in samples)
+    order = sorted(samples, key=len) if sorted_by_length else samples
+    for start in range(0, len(order), GROUP_SIZE):
+        chosen = order[start : start + GROUP_SIZE]
+        shape = (len(chosen), max(len(sample) for sample in chosen))
+        input_ids = torch.zeros(shape, dtype=torch.int64)
+        attention_mask = torch.zeros(shape, dtype=torch.int64)
+        loss_mask = torch.zeros(shape)
+        rollout = torch.zeros(shape)
+        for row, sample in enumerate(chosen):
+            input_ids[row, : len(sample)] = torch.from_numpy(sample.token_ids)
+            attention_mask[row, : len(sample)] = 1
+            loss_mask[row, : len(sample)] = torch.from_numpy(sample.loss_mask)
+            rollout[row, : len(sample)] = torch.from_numpy(sample.rollout_logprobs)
+        rewards = torch.tensor([sample.reward for sample in chosen])
+        # cross_entropy was the fastest of four ways to take log-probs from full logits.
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        targets = input_ids.roll(-1, dims=1)
+        logprobs = -torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none"
+        ).view(shape)[:, :-1]
+        mask = loss_mask[:, 1:]
+        # Where nothing is trained the ratio is 1 and the advantage 0.
+        logprobs = torch.where(mask > 0, logprobs, 0.0)
+        loss = surrogate(logprobs, rollout[:, 1:], rewards[:, None] * mask, num_trained)
+        yield loss, shape[0] * shape[1]
 
 
 def run_variant(args: argparse.Namespace) -> None:
@@ -180,14 +258,11 @@ def run_variant(args: argparse.Namespace) -> None:
 
     from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
     from agentrl.train.compiled import compile_layers
-    from agentrl.train.logprobs import backbone_hidden, sample_logprobs
-    from agentrl.train.plan import pack
-    from agentrl.train.update import own_share
+    from agentrl.train.logprobs import sample_logprobs
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     samples = make_batch(args.num_groups, args.vocab_size, args.max_length, args.batch_prompts)
-    share = args.variant in ("shared", "compiled")
     config = Qwen3Config(
         vocab_size=args.vocab_size,
         hidden_size=256,
@@ -199,87 +274,28 @@ def run_variant(args: argparse.Namespace) -> None:
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config).train()
-    if args.variant in ("packed", "bare", "shared", "compiled"):
-        model.set_attn_implementation(SHARED_ATTENTION_NAME if share else ATTENTION_NAME)
-    if args.variant == "compiled":
-        compile_layers(
-            model, model.model, lambda micro: sample_logprobs(model, micro, temperature=1.0)[0]
-        )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    num_trained = sum(sample.num_trained for sample in samples)
-
-    def loss_of(logprobs, rollout_logprobs, advantages):
-        """Sum over trained tokens of the clipped surrogate, divided by the batch's tokens."""
-        ratio = (logprobs - rollout_logprobs).exp()
-        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        return -surrogate.sum() / num_trained
-
-    def packed_losses():
-        for rows, _ in own_share(samples, range(len(samples)), args.token_budget, share=share):
-            micro = pack(samples, rows, share=share)
-            if args.variant == "bare":
-                hidden = backbone_hidden(model, micro)[micro.trained_index]
-                targets = torch.from_numpy(micro.targets)
-                logprobs = -torch.nn.functional.cross_entropy(
-                    model.lm_head(hidden), targets, reduction="none"
-                )
-            else:
-                logprobs, _ = sample_logprobs(model, micro, temperature=1.0)
-            chosen = [samples[row] for row in rows]
-            rollout = [s.rollout_logprobs[s.loss_mask > 0] for s in chosen]
-            rewards = np.asarray([sample.reward for sample in chosen], np.float32)
-            loss = loss_of(
-                logprobs,
-                torch.from_numpy(np.concatenate(rollout)),
-                torch.from_numpy(rewards[micro.row_of]),
-            )
-            num_products.append(products(micro, config))
-            yield loss, micro.num_tokens
-
-    def padded_losses():
-        order = list(range(len(samples)))
-        if args.variant == "padded_sorted":
-            order.sort(key=lambda row: len(samples[row]))
-        for start in range(0, len(order), GROUP_SIZE):
-            chosen = [samples[row] for row in order[start : start + GROUP_SIZE]]
-            shape = (len(chosen), max(len(sample) for sample in chosen))
-            input_ids = torch.zeros(shape, dtype=torch.int64)
-            attention_mask = torch.zeros(shape, dtype=torch.int64)
-            loss_mask = torch.zeros(shape)
-            rollout = torch.zeros(shape)
-            for row, sample in enumerate(chosen):
-                input_ids[row, : len(sample)] = torch.from_numpy(sample.token_ids)
-                attention_mask[row, : len(sample)] = 1
-                loss_mask[row, : len(sample)] = torch.from_numpy(sample.loss_mask)
-                rollout[row, : len(sample)] = torch.from_numpy(sample.rollout_logprobs)
-            rewards = torch.tensor([sample.reward for sample in chosen])
-            # cross_entropy was the fastest of four ways to take log-probs from full logits.
-            logits = model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-            ).logits
-            targets = input_ids.roll(-1, dims=1)
-            logprobs = -torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), reduction="none"
-            ).view(shape)[:, :-1]
-            mask = loss_mask[:, 1:]
-            # Where nothing is trained the ratio is 1 and the advantage 0.
-            loss = loss_of(
-                torch.where(mask > 0, logprobs, 0.0), rollout[:, 1:], rewards[:, None] * mask
-            )
-            yield loss, shape[0] * shape[1]
-
-    num_tokens = 0  # through the backbone, all steps
-    num_products: list[int] = []
-    losses = packed_losses
+    share = args.variant in ("shared", "compiled")
     if args.variant.startswith("padded"):
-        losses = padded_losses
+        by_length = args.variant == "padded_sorted"
+        losses = functools.partial(padded_losses, model, samples, sorted_by_length=by_length)
     elif args.variant == "trl":
         import train_step_trl
 
         train_step_trl.prepare(model)
         losses = functools.partial(train_step_trl.losses, model, samples, args.token_budget)
+    else:
+        model.set_attn_implementation(SHARED_ATTENTION_NAME if share else ATTENTION_NAME)
+        packed = functools.partial(packed_losses, model, samples, args.token_budget)
+        losses = functools.partial(packed, share=share, bare=args.variant == "bare")
+    if args.variant == "compiled":
+        compile_layers(
+            model, model.model, lambda micro: sample_logprobs(model, micro, temperature=1.0)[0]
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    num_products = products(samples, args.token_budget, config, share=share)
     loaded_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds, first_loss = [], None
+    num_tokens = 0  # of all steps
     for step in range(args.repeat):
         print(WAITS, flush=True)
         sys.stdin.readline()
@@ -307,7 +323,7 @@ def run_variant(args: argparse.Namespace) -> None:
         "loss": first_loss,
         "memory_mib": (peak_kib - loaded_kib) / 1024,
         "num_tokens": num_tokens // args.repeat,
-        "products": sum(num_products) // args.repeat,
+        "products": num_products,
     }
     print(json.dumps(result))
 
