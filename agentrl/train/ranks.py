@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import faulthandler
 import json
 import os
 import sys
@@ -123,6 +124,9 @@ def _meet() -> tuple[Store, int, int]:
     """A store for this attempt, this rank and how many they are, once all of them are there."""
     global _launch
     absent: list[int] = []
+    # A program that has the port and never answers would hold torch's client for ever.
+    given_up_s = 2 * MEETING.total_seconds() + 60
+    faulthandler.dump_traceback_later(given_up_s, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         launch, own_rank, world_size = next(rendezvous("env://", timeout=MEETING))
         store = launch
@@ -146,6 +150,8 @@ def _meet() -> tuple[Store, int, int]:
             f"({reason}); MASTER_ADDR must name the machine of rank 0, MASTER_PORT be free there, "
             "and all ranks be started"
         ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def leave() -> None:

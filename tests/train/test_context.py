@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -144,7 +146,7 @@ def test_another_number_of_ranks_is_refused(parallel, started, said, monkeypatch
 )
 def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
     """Another run's rank 0 has the port, or one was not started."""
-    monkeypatch.setattr(ranks, "MEETING", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "MEETING", datetime.timedelta(seconds=2))
     other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = str(other.port)
     if not taken:
@@ -157,6 +159,16 @@ def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
     ):
         ranks.join(torch.device("cpu"), ParallelSection())
     assert ranks.remembered("run_dir") is None, "another run in this process asks nobody"
+
+
+def test_a_rank_of_several_ends_at_once_with_what_was_registered_for_its_end():
+    program = (
+        "import atexit; from agentrl.train import ranks; atexit.register(print, 'handled'); "
+        "ranks.end_process(0); print('alone'); ranks._watchdog = object(); "
+        "ranks.end_process(3); print('never')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (3, "alone\nhandled\n")
 
 
 def test_a_balance_of_experts_needs_whole_rows():
