@@ -109,7 +109,7 @@ def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict
         ({}, ["--inference.transfer", "nccl"], "fix", "its backend is 'agentrl'.*needs 'nccl'"),
         ({"transfer_backend": "nccl"}, ["--inference.transfer", "nccl"], "ok", "all routes"),
         ({"paused": True}, [], "fix", "it is paused.*/resume"),
-        ({"api_key": "k"}, [], "fix", "401"),
+        ({"api_key": "k"}, [], "fix", "with 401"),
         ({}, ["--rollout.max_context_tokens", "97"], "fix", "context is 96.*--max-model-len 97"),
         ({}, ["--inference.model", "other"], "fix", "serves policy, not 'other'"),
     ],

@@ -249,6 +249,7 @@ def test_slow_clients_are_given_up(server, others):
         assert all_closed([raw for raw, _ in raws])
 
 
+@pytest.mark.slow
 def test_thousands_of_idle_connections(server, others):
     with contextlib.ExitStack() as stack:
         raws = []
@@ -261,6 +262,7 @@ def test_thousands_of_idle_connections(server, others):
         assert all_closed(raws)
 
 
+@pytest.mark.slow
 def test_thousands_of_large_bodies_that_never_end(server, others):
     others.mb += LARGE_BODIES_MB
     with contextlib.ExitStack() as stack:
@@ -278,6 +280,7 @@ def test_thousands_of_large_bodies_that_never_end(server, others):
         assert all_closed(raws, 120)
 
 
+@pytest.mark.slow
 def test_hundreds_who_do_not_read_large_replies(server, others):
     others.mb += LARGE_BODIES_MB
     ask = b"GET /v1/envs/steady/tasks?split=long&stop=10 HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -5,7 +5,16 @@ import json
 import os
 
 import pytest
-from broken_envs import BROKEN, Good, LooksUpTheReference, ToolLosesItsBackend
+from broken_envs import (
+    BROKEN,
+    CloseHangs,
+    Good,
+    LooksUpTheReference,
+    ProcessOutlivesTheSession,
+    SleepsOnTheLoop,
+    TaskOutlivesTheSession,
+    ToolLosesItsBackend,
+)
 
 from agentrl.cli import main
 from agentrl.env import Environment
@@ -16,9 +25,12 @@ from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError
 
 CASES = [(check, broken) for check, classes in BROKEN.items() for broken in classes]
-CASE = pytest.mark.parametrize(
-    ("name", "broken"), CASES, ids=lambda each: getattr(each, "__name__", each)
-)
+WAITS = {CloseHangs, SleepsOnTheLoop, ProcessOutlivesTheSession, TaskOutlivesTheSession}
+"""Seconds go by until what they do wrong is certain."""
+
+
+def name_of(each: object) -> str:
+    return getattr(each, "__name__", str(each))
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +67,18 @@ def test_a_good_environment_passes_every_check():
     assert others == {"container": "not an image"}
 
 
-@CASE
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] in WAITS else []) for case in CASES],
+    ids=name_of,
+)
 def test_a_check_catches_what_is_broken_in_its_way(name, broken):
     result = outcomes(broken, [name])[name]
     assert result.detail and result.remedy and result.asserts
 
 
 @pytest.mark.slow
-@CASE
+@pytest.mark.parametrize(("name", "broken"), CASES, ids=name_of)
 def test_no_other_check_fails(name, broken, monkeypatch):
     monkeypatch.setattr(process, "MEMORY_TIME_S", 20.0 if name == "memory" else 1.0)
     failed = outcomes(broken, list(CHECKS))

@@ -132,7 +132,8 @@ def test_a_session_in_a_process_of_its_own_follows_the_same_rules():
         await until(lambda: manager.num_live == 1)
         assert manager.workers.num_abandoned == 0
         await manager.aclose()
-        assert manager.num_live == 0 and children() == before
+        assert manager.num_live == 0
+        assert not set(children()) - set(before)  # one of an earlier test may end meanwhile
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
     asyncio.run(main())

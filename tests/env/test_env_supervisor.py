@@ -85,6 +85,7 @@ def answers(url):
         return call(url, "/v1/server").status_code == 200
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_comes_back_and_the_others_go_on(fleet):
     process, urls = fleet
     sessions = [open_session(url) for url in urls]

@@ -177,6 +177,7 @@ def test_a_server_that_hangs_is_restarted(tmp_path, monkeypatch):
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_hangs_is_restarted(tmp_path, monkeypatch):
     """/health says that all is well."""
     monkeypatch.setattr(launcher_module, "HEALTH_TIMEOUT_S", 0.3)
@@ -201,6 +202,7 @@ def test_a_server_whose_engine_hangs_is_restarted(tmp_path, monkeypatch):
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_is_given_up_on(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "MAX_RESTARTS_PER_HOUR", 1)
 
@@ -331,6 +333,7 @@ def test_a_failed_start_shows_the_end_of_the_log(tmp_path, failure, reason):
         asyncio.run(start())
 
 
+@pytest.mark.slow
 def test_a_server_that_a_rank_starts_knows_nothing_of_the_ranks(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

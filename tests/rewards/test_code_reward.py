@@ -164,7 +164,7 @@ def test_leaving_early_is_no_way_to_pass(program):
 )
 def test_bombs_are_contained(program, status):
     """Time and orphans are asserted by `run`."""
-    assert run(program, deadline_s=1.0).statuses[0] in status.split()
+    assert run(program, deadline_s=0.5).statuses[0] in status.split()
 
 
 @needs_sandbox
@@ -413,6 +413,7 @@ def test_a_sandbox_that_cannot_be_set_up_is_a_grader_error(monkeypatch, tmp_path
     ):
         broken.write_text(program)
         monkeypatch.setattr("agentrl_rewards.code.SANDBOX_FILE", broken)
+        monkeypatch.setattr("agentrl_rewards.code.GRACE_S", 0.3 if "sleep" in program else 5.0)
         with pytest.raises(GraderError, match=message):
             grade_code(FENCE.format("pass"), "pass", deadline_s=0.2 if "sleep" in program else 5)
 

@@ -178,6 +178,7 @@ def test_a_killed_check_frees_the_worker_for_the_next(pool):
     assert pool.status().num_alive == 1
 
 
+@pytest.mark.slow
 @linux_only
 def test_sigkill_of_the_comparing_process_mid_check(pool):
     pool.check(*POLYNOMIAL)
@@ -353,7 +354,7 @@ def score(text: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+    "method", ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "forkserver"))]
 )
 def test_from_a_process_pool(method):
     assert score(r"\boxed{(x+1)^2}") == 1.0  # a forked child must not use the parent's workers
@@ -457,6 +458,7 @@ def test_slow_checks_leave_workers_to_quick_ones(pool, monkeypatch):
                 check.result(timeout=60)
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_worker_is_bounded_and_counted(monkeypatch):
     monkeypatch.setattr(math_pool, "FIRST_TRY_S", 600.0)
     monkeypatch.setattr(math_pool, "MAX_WAIT_S", 0.2)

@@ -86,7 +86,8 @@ PERTURBATIONS = {
 }
 
 
-def test_em_and_f1_agree_with_squad_on_five_articles():
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+def test_em_and_f1_agree_with_squad_on_five_articles(every):
     if not FILE.is_file():
         pytest.skip(f"no SQuAD rows at {FILE}; set AGENTRL_DATA")
     articles = json.loads(FILE.read_text())["data"]
@@ -95,7 +96,7 @@ def test_em_and_f1_agree_with_squad_on_five_articles():
     chance = random.Random(0)
     num_compared = num_unanswerable = 0
     disagreements = []
-    for row in rows:
+    for row in rows[::every]:
         golds = [answer["text"] for answer in row["answers"]]
         num_unanswerable += row["is_impossible"]
         shown = golds or [a["text"] for a in row.get("plausible_answers", [])] or [""]
@@ -109,7 +110,7 @@ def test_em_and_f1_agree_with_squad_on_five_articles():
                     theirs = official_em(prediction, several), official_f1(prediction, several)
                     if ours != theirs:
                         disagreements.append((name, prediction, several, ours, theirs))
-    assert num_unanswerable > 500 and num_compared > 100_000
+    assert num_unanswerable > 500 / every and num_compared > 100_000 / every
     assert disagreements == []
 
 

@@ -546,7 +546,7 @@ def running_sleeps(seconds):
 def test_a_program_prints_its_answer_and_leaves_nothing_running(how):
     seconds = str(1000 + os.getpid() % 1000) + ".25"
     runner = CommandRunner([sys.executable, "-c", PROGRAM, how, "{prompt}", seconds])
-    limits = replace(LIMITS, episode_timeout_s=4) if how == "hangs" else LIMITS
+    limits = replace(LIMITS, episode_timeout_s=2) if how == "hangs" else LIMITS
     trajectory, _ = played(runner, limits=limits)
     if how in ("answers", "leaves"):
         assert (trajectory.error, trajectory.reward) == (None, 1.0)

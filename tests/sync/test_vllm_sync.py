@@ -350,7 +350,13 @@ def test_a_server_whose_engine_dies_in_the_middle_does_not_hold_up_the_others(tm
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
+@pytest.mark.parametrize(
+    "route",
+    [
+        "/init_weight_transfer_engine",
+        pytest.param("/update_weights", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_that_hangs_holds_up_the_others_once(tmp_path, monkeypatch, route):
     monkeypatch.setattr(control_module, "RESUME_TIMEOUT_S", 0.1)
     monkeypatch.setattr(control_module, "ENGINE_TIMEOUT_S", 0.1)

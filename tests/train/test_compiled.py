@@ -44,14 +44,20 @@ def compile_policy(model) -> None:
     )
 
 
-@pytest.mark.parametrize("case", ["plain", "recomputed", "adapter"])
+CASES = ["plain", "recomputed", "adapter"]
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "tolerance"),
+    ("device", "dtype", "tolerance", "case"),
     [
-        ("cpu", torch.float32, 5e-6),
-        ("cpu", torch.bfloat16, 5e-2),
-        pytest.param("cuda", torch.float32, 1e-4, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.bfloat16, 5e-2, marks=pytest.mark.gpu),
+        # Compiling takes half a minute for each, so bfloat16 is tried with the plain case alone.
+        *(("cpu", torch.float32, 5e-6, case) for case in CASES),
+        ("cpu", torch.bfloat16, 5e-2, "plain"),
+        *(
+            pytest.param("cuda", dtype, tolerance, case, marks=pytest.mark.gpu)
+            for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2))
+            for case in CASES
+        ),
     ],
 )
 def test_the_gradient_is_that_of_plain_layers_whatever_the_rows(device, dtype, tolerance, case):
@@ -69,7 +75,7 @@ def test_the_gradient_is_that_of_plain_layers_whatever_the_rows(device, dtype, t
         assert_same(step(model, samples, 700, share=False), expected[1], tolerance)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
 def test_windows_sinks_chunks_and_experts(family, tmp_path):
     path = save_tiny_model(tmp_path, family)
     model = load_model(path, dtype=torch.float32, device="cpu")

@@ -161,6 +161,7 @@ def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
     assert ranks.remembered("run_dir") is None, "another run in this process asks nobody"
 
 
+@pytest.mark.slow
 def test_a_rank_of_several_ends_at_once_with_what_was_registered_for_its_end():
     program = (
         "import atexit; from agentrl.train import ranks; atexit.register(print, 'handled'); "
