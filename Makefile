@@ -25,7 +25,9 @@ DOCS_VENV ?= .venv-docs
 # Tests start hundreds of Python processes: without bytecode each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests at a time. Many of them wait for servers and processes more than they compute.
-JOBS ?= 3
+JOBS ?= 4
+# Of the long ones, which compute more.
+LONG_JOBS ?= 3
 # Of those with vLLM: a server takes 2 GB.
 VLLM_JOBS ?= 2
 LONG := "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
@@ -57,7 +59,7 @@ test: $(VENV)/.dev
 ## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
 	export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m $(LONG) || \
+	$(BIN)/pytest -n $(LONG_JOBS) --dist worksteal -m $(LONG) || \
 		{ $(RETRY); $(BIN)/pytest -m $(LONG) --last-failed; }
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one

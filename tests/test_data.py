@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 
@@ -21,6 +21,7 @@ from agentrl.env.hub import DATA_SETS, load_hub  # noqa: E402
 from agentrl.errors import AgentRLError, ConfigError, DataError  # noqa: E402
 from agentrl_search.tasks import SAMPLE_DIR  # noqa: E402
 
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs agentrl[data]")
 CONTEXT = {"title": ["Ada", "Oslo"], "sentences": [["She was."], ["It is.", "It was."]]}
 CHAT = [{"role": "user", "content": "Answer the given question. Who built it?"}]
 # One row of each: the columns of its card, and the files of its repository.
@@ -248,6 +249,7 @@ def test_what_is_wrong_is_named(tmp_path):
     assert main(["data", "get", "gsm8k", "--out", str(tmp_path), "--from", "/nowhere"]) == 2
 
 
+@pytest.mark.slow
 def test_without_a_network_it_says_so_at_once(tmp_path):
     # Nobody listens at this port of this machine.
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
@@ -266,6 +268,7 @@ def test_without_a_network_it_says_so_at_once(tmp_path):
     assert "Retrying" not in done.stderr, f"after {time.monotonic() - began:.0f} s"
 
 
+@pytest.mark.slow
 def test_without_a_network_what_was_downloaded_before_is_used(tmp_path):
     copy = with_card(copy_of("gsm8k", tmp_path / "gsm8k"))
     # The cache as `datasets` leaves it, under the name that the hub's data set has there.

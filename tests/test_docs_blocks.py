@@ -73,6 +73,7 @@ def quickstart_run(tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [marked(page) for page in pages_with_python()])
 def test_the_python_of_a_page_runs(page, quickstart_run, tmp_path):
     blocks = [b for b in blocks_of(page) if b.language in ("python", "toml") and not b.not_run]

@@ -100,6 +100,7 @@ def test_a_server_that_is_not_there_fails_every_sample(capsys):
     assert result["num_failed"] == 1 and "127.0.0.1:9" in result["first_error"]
 
 
+@pytest.mark.slow
 def test_gsm8k_end_to_end(capsys, data_dir):
     result = evaluate(
         capsys,

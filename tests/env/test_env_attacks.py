@@ -227,6 +227,7 @@ def test_more_sessions_than_there_is_capacity_for(server, others):
 # Too slow
 
 
+@pytest.mark.slow
 def test_slow_clients_are_given_up(server, others):
     """Nothing at all, headers, bodies and chunks that never end, many of each."""
     starts = [

@@ -13,6 +13,7 @@ from broken_envs import (
     ProcessOutlivesTheSession,
     SleepsOnTheLoop,
     TaskOutlivesTheSession,
+    ThreadOutlivesTheSession,
     ToolLosesItsBackend,
 )
 
@@ -25,7 +26,13 @@ from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError
 
 CASES = [(check, broken) for check, classes in BROKEN.items() for broken in classes]
-WAITS = {CloseHangs, SleepsOnTheLoop, ProcessOutlivesTheSession, TaskOutlivesTheSession}
+WAITS = {
+    CloseHangs,
+    ProcessOutlivesTheSession,
+    SleepsOnTheLoop,
+    TaskOutlivesTheSession,
+    ThreadOutlivesTheSession,
+}
 """Seconds go by until what they do wrong is certain."""
 
 
@@ -35,7 +42,7 @@ def name_of(each: object) -> str:
 
 @pytest.fixture(autouse=True)
 def few_episodes(monkeypatch):
-    monkeypatch.setattr(process, "MEMORY_TIME_S", 3.0)
+    monkeypatch.setattr(process, "MEMORY_TIME_S", 1.5)
     monkeypatch.setattr(subject, "CLOSE_TIMEOUT_S", 2.0)
     monkeypatch.setattr(process, "MIN_MEMORY_EPISODES", 5)
     monkeypatch.setattr(process, "LEAK_WAIT_S", 0.5)
@@ -162,6 +169,7 @@ def test_samples_fit_their_schemas():
         assert isinstance(spec.validate(arguments), dict), (arguments, spec.validate(arguments))
 
 
+@pytest.mark.slow
 def test_the_command(capsys):
     status = main(["env", "check", "broken_envs:Good", "--only", "tasks", "--only", "finite"])
     out = capsys.readouterr().out
@@ -195,12 +203,14 @@ def in_a_worker(name, names):
     return {result.name: result for result in results}
 
 
+@pytest.mark.slow
 def test_a_check_that_ends_the_process_has_failed_and_the_others_go_on():
     results = in_a_worker("EndsTheProcess", ["tools", "episodes", "info"])
     assert [result.status for result in results.values()] == ["pass", "fail", "fail"]
     assert "the process ended with exit status 3 during this check" in results["episodes"].detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SwallowsCancellation", "BlocksForEver"])
 def test_a_check_that_hangs_is_named_and_the_others_go_on(name, monkeypatch):
     monkeypatch.setattr("agentrl.env.check.worker.timeout_of", lambda thorough: 3.0)

@@ -76,6 +76,7 @@ def test_a_server_process_from_start_to_sigterm():
         assert episode["env"] == "workshop" and episode["outcome"] == "terminated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_does_not_wait_for_sessions(second):
     with served(HELLO, "--drain-s", "600") as (process, url):
@@ -200,6 +201,7 @@ def test_build_and_run_say_what_they_take(capsys):
     assert run(capsys, "run")[0] == 2
 
 
+@pytest.mark.slow
 def test_draining_takes_as_long_as_it_is_told():
     with served(HELLO, "--drain-s", "0.5") as (process, url):
         assert open_session(url, "hello").status_code == 201

@@ -105,6 +105,7 @@ def num_left():
     return sum(isinstance(each, Hanging) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_coroutines_that_never_return_leave_nothing():
     async def main():

@@ -173,7 +173,7 @@ def test_an_error_of_the_environment_keeps_its_class_and_code():
     [
         ("data", "invalid_request", "rows.jsonl, line 3"),
         ("bug", "env_error", "'unruly' raised ValueError: a bug"),
-        ("segfault", "env_error", "died of SIGSEGV"),
+        pytest.param("segfault", "env_error", "died of SIGSEGV", marks=pytest.mark.slow),
         ("thread", "invalid_request", "left threads running .stray."),
     ],
 )

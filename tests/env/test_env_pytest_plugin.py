@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ENVIRONMENTS = Path(__file__).with_name("broken_envs.py")
 THREE_LINES = """
 import pytest
@@ -42,6 +44,7 @@ def test_each_check_is_a_test_of_its_own(tmp_path):
     assert "test_conformance[tools]" not in out
 
 
+@pytest.mark.slow
 def test_a_failure_says_what_was_seen_and_what_helps(tmp_path):
     status, out = run(tmp_path, "TellsTheAnswer", "", "-k", "canary or tasks")
     assert status == 1 and "test_conformance[tasks] PASSED" in out
@@ -50,6 +53,7 @@ def test_a_failure_says_what_was_seen_and_what_helps(tmp_path):
     assert "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_a_fixture_without_an_environment_is_a_clear_error(tmp_path):
     (tmp_path / "test_env.py").write_text("def test_conformance(env_check):\n    env_check()\n")
     status, out = pytest_in(tmp_path, "-q")

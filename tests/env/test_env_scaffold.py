@@ -113,6 +113,7 @@ def run_tests(folder, *arguments):
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["tool", "text"])
 def test_its_own_tests_pass(tmp_path, template):
     run_tests(make_project("word-game", template=template, path=tmp_path), "-k", "not memory")

@@ -126,6 +126,7 @@ def test_servers_start_with_exact_flags_and_leave_nothing(tmp_path):
         assert not memory.exists()
 
 
+@pytest.mark.slow
 def test_a_stubborn_server_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)
 
@@ -160,6 +161,7 @@ def test_a_server_that_died_is_restarted_on_its_port(tmp_path):
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_restarted(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(launcher_module, "GRACE_S", 1.0)

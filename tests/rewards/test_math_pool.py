@@ -147,7 +147,8 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize("deadline_s", [0.3, pytest.param(2.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deadline_s", [0.3, 2.0])
 def test_bombs_end_in_time_and_cost_no_worker(pool, tmp_path, deadline_s):
     canary = tmp_path / "executed"
     pool.check(*POLYNOMIAL)  # the workers' start is not part of a check
@@ -276,6 +277,7 @@ def test_a_silent_worker_is_killed_from_outside(pool, tmp_path, monkeypatch):
     assert pool.status().num_alive == 0
 
 
+@pytest.mark.slow
 def test_a_missing_library_says_how_to_get_it(pool, tmp_path, monkeypatch):
     source = math_pool.WORKER_FILE.read_text().replace("from math_verify", "from no_math_verify")
     path = tmp_path / "worker.py"
@@ -373,6 +375,7 @@ def run_script(source: str, tmp_path: Path, **kwargs) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 def test_from_a_script_without_a_main_guard(tmp_path):
     # Named like modules the worker needs: the script's folder must not shadow them there either.
     (tmp_path / "math_worker.py").write_text("raise SystemExit('the wrong file was run')")

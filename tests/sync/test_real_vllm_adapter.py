@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.lora import add_adapter
 from agentrl.train.model import load_model
 
-pytest.importorskip("peft", reason="adapters need agentrl[lora]")
 pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="adapters need agentrl[lora]"),
     pytest.mark.vllm,
     pytest.mark.skipif(python_of_vllm() is None, reason="AGENTRL_VLLM_PYTHON is not set"),
     pytest.mark.timeout(600),

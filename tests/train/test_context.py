@@ -146,7 +146,7 @@ def test_another_number_of_ranks_is_refused(parallel, started, said, monkeypatch
 )
 def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
     """Another run's rank 0 has the port, or one was not started."""
-    monkeypatch.setattr(ranks, "MEETING", datetime.timedelta(seconds=2))
+    monkeypatch.setattr(ranks, "MEETING", datetime.timedelta(seconds=1))
     other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = str(other.port)
     if not taken:

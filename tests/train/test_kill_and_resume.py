@@ -95,12 +95,13 @@ def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
     assert contents(killed) == contents(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "save"),
     [
         (signal.SIGINT, ["--run.save_every", "1000"]),
-        pytest.param(signal.SIGTERM, ["--run.save_every", "1000"], marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, ["--run.async_save", "true"], marks=pytest.mark.slow),
+        (signal.SIGTERM, ["--run.save_every", "1000"]),
+        (signal.SIGINT, ["--run.async_save", "true"]),
     ],
 )
 def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path, number, save):

@@ -108,6 +108,7 @@ def leave_free(disk: Path, num_bytes: int) -> None:
     (disk / "filler").write_bytes(b"\0" * (shutil.disk_usage(disk).free - num_bytes))
 
 
+@pytest.mark.slow
 def test_a_run_whose_weights_a_full_disk_refused_has_failed(small_disk, tmp_path, caplog):
     run_dir = small_disk / "run"
     write = Display.step
@@ -128,7 +129,7 @@ def test_a_run_whose_weights_a_full_disk_refused_has_failed(small_disk, tmp_path
     assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("async_save", ["false", "true"])
+@pytest.mark.parametrize("async_save", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_refused_checkpoint_is_tried_again_after_the_next_step(small_disk, async_save, caplog):
     write = Display.step
 

@@ -1,6 +1,7 @@
 """Low-rank adapters: what is trained, saved, left out and merged."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,12 @@ from agentrl.train.serving import servable
 from agentrl.train.state import capture_state
 from agentrl.types import Sample
 
-pytest.importorskip("peft", reason="adapters need agentrl[lora]")
-
 QUICKSTART = "examples/quickstart/model"
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+pytestmark = [
+    # Not importorskip: each worker imports every test file, and peft takes over a second.
+    pytest.mark.skipif(find_spec("peft") is None, reason="adapters need agentrl[lora]"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings"),
+]
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def of_step(run_dir: Path, step: int, name: str) -> np.ndarray:
     return np.concatenate([getattr(row, name)[row.trained] for row in rows])
 
 
-@pytest.mark.parametrize("which", ["grpo", "masked_ppo"])
+@pytest.mark.parametrize("which", ["grpo", pytest.param("masked_ppo", marks=pytest.mark.slow)])
 def test_they_average_to_the_metrics_of_their_step(which, request):
     run_dir = request.getfixturevalue(which)
     for metrics in read_metrics(run_dir):

@@ -44,6 +44,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["as it closes", "at its end"])
 def test_a_rank_whose_connection_broke_ends_whatever_it_waits_for(when):
     rank = subprocess.run(

@@ -39,6 +39,7 @@ def test_a_package_that_misses_another_is_not_called_missing(monkeypatch, tmp_pa
         import_package("agentrl_half_a_package", "x")
 
 
+@pytest.mark.slow
 def test_importing_adapters_imports_no_framework():
     code = (
         "import sys\n"

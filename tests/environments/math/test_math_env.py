@@ -192,6 +192,7 @@ def test_a_hugging_face_name_is_loaded_with_datasets(monkeypatch):
     assert asked == [("openai/gsm8k", "main"), ("owner/other", "hard")]
 
 
+@pytest.mark.slow
 def test_a_hugging_face_name_without_a_network_says_what_to_do():
     pytest.importorskip("datasets", reason="Hugging Face names need datasets")
     code = (

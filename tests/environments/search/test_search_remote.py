@@ -260,6 +260,7 @@ def test_errors_are_one_line(command, message, capsys):
     assert message in line
 
 
+@pytest.mark.slow
 def test_serve_answers_until_it_is_terminated(index_dir):
     server = subprocess.Popen(
         [sys.executable, "-m", "agentrl_search", "serve", str(index_dir), "--port", "0"],
