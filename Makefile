@@ -56,7 +56,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile \
 		-m "not slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 
-## make test-slow    the long tests: kill and resume, quickstart on three seeds, GSM8K
+## make test-slow    the long tests: kill and resume, attacks, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
 	export OMP_NUM_THREADS=1; \
 	$(BIN)/pytest -n $(LONG_JOBS) --dist worksteal -m $(LONG) || \
