@@ -31,12 +31,13 @@ class FaultProxy:
         fault = None
         if b'"request_id":"g' in body.replace(b" ", b"") and self._chance.random() < self._share:
             fault = self._chance.choice(TRANSIENT + BROKEN)
-            self.faults[fault] += 1
         if fault == "reset":
+            self.faults[fault] += 1
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
         if fault in ("503", "429", "500"):
+            self.faults[fault] += 1
             headers = {"Retry-After": "0.05"} if fault != "500" else {}
             return web.json_response({"error": fault}, status=int(fault), headers=headers)
         assert self._http is not None
@@ -47,7 +48,9 @@ class FaultProxy:
             headers={"Content-Type": "application/json"},
         ) as answer:
             content, status = await answer.read(), answer.status
+        # Only now: a connection to the server may have broken by itself, which costs no episode.
         if fault is not None and status == 200:
+            self.faults[fault] += 1
             content = _spoil(content, fault)
         return web.Response(body=content, status=status, content_type="application/json")
 
