@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
+
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
 
@@ -26,7 +28,6 @@ PUBLIC_PATHS = ("/healthz", "/readyz")
 """Asked by what watches over processes, which holds no token."""
 VERSIONLESS_PATHS = ("/v1/server", *PUBLIC_PATHS)
 """Answered whatever protocol version the client speaks, so that it can find out."""
-_VERSION = protocol.PROTOCOL_HEADER.lower().encode()
 _SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 
@@ -50,16 +51,13 @@ class Access:
             EnvError: `forbidden`, `unauthorized`, or `invalid_request` for a protocol version that
                 is not spoken here.
         """
-        given: dict[bytes, list[str]] = {}
-        for name, value in headers:
-            given.setdefault(name, []).append(value.decode("latin-1"))
+        given = Headers(raw=list(headers))
         if self.loopback_only:
-            _check_loopback(given.get(b"host", []), given.get(b"origin", []))
+            _check_loopback(given.getlist("host"), given.getlist("origin"))
         if self.token is not None and path not in PUBLIC_PATHS:
-            scheme, _, token = given.get(b"authorization", [""])[0].partition(" ")
+            scheme, _, token = given.get("authorization", "").partition(" ")
             self._check_token(self.token, path, token if scheme.lower() == "bearer" else None)
-        if _VERSION in given and path not in VERSIONLESS_PATHS:
-            _check_version(given[_VERSION][0])
+        _check_version(path, given.get(protocol.PROTOCOL_HEADER))
 
     def _check_token(self, token: str, path: str, given: str | None) -> None:
         if given is not None and _equal(given, token):
@@ -102,10 +100,12 @@ def names_loopback(host: str) -> bool:
     return match is not None and is_loopback(match[1] or match[2])
 
 
-def _check_version(spoken: str) -> None:
+def _check_version(path: str, spoken: str | None) -> None:
     """A client may name several versions it speaks, separated by commas."""
+    if spoken is None:
+        return
     versions = [version.strip() for version in spoken.split(",")]
-    if protocol.PROTOCOL_VERSION not in versions:
+    if protocol.PROTOCOL_VERSION not in versions and path not in VERSIONLESS_PATHS:
         raise make_error(
             "invalid_request",
             f"this server speaks protocol {protocol.PROTOCOL_VERSION}, not {spoken[:20]}",

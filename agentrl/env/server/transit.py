@@ -24,7 +24,6 @@ MAX_LARGE_BODIES = 32
 """Bodies of the largest size that may be held at a time."""
 _CHUNK_BYTES = 2**16
 _SCOPE_KEY = "agentrl.hold"
-_PROTOCOL = (protocol.PROTOCOL_HEADER.lower().encode(), protocol.PROTOCOL_VERSION.encode())
 
 
 class Transit:
@@ -119,8 +118,8 @@ class Reply(Response):
         headers: Mapping[str, str] | None = None,
         media_type: str | None = None,
     ) -> None:
-        super().__init__(body, status, headers, media_type)
-        self.raw_headers.append(_PROTOCOL)
+        own = {protocol.PROTOCOL_HEADER: protocol.PROTOCOL_VERSION}
+        super().__init__(body, status, own | dict(headers or {}), media_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self.body) <= _CHUNK_BYTES:
