@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def parse_row(row: dict[str, Any], place: str) -> Instance:
     Raises:
         DataError: a column is missing or of the wrong type.
     """
+    if isinstance(row.get("instance_id"), str):
+        check_name(row["instance_id"], "instance_id", place)
     for name in _TEXT_COLUMNS:
         if not isinstance(row.get(name), str):
             raise DataError(
@@ -181,6 +184,19 @@ def parse_row(row: dict[str, Any], place: str) -> Instance:
         hints_text=row.get("hints_text") or "",
         image_assets=assets if isinstance(assets, str) else json.dumps(assets),
     )
+
+
+def check_name(name: str, what: str, place: str) -> None:
+    """Checks a name that others chose and that becomes part of paths and of a container's name.
+
+    Raises:
+        DataError: it could lead out of a folder, or is none of the names that data sets use.
+    """
+    if len(name) > 200 or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise DataError(
+            f"{place}: {what} {name[:100]!r} must be at most 200 letters, digits, '.', '_' and "
+            "'-', and start with none of '.' and '-': it becomes the name of a folder"
+        )
 
 
 def test_names(row: dict[str, Any], column: str, place: str) -> tuple[str, ...]:
@@ -325,6 +341,13 @@ def _parse_prediction(row: dict[str, Any], place: str) -> Prediction:
     for name in ("instance_id", "model_name_or_path"):
         if not isinstance(row.get(name), str) or not row[name]:
             raise DataError(f"{place}: a prediction needs {name} as text")
+    # The harness makes a folder's name of it in this way.
+    model = row["model_name_or_path"].replace("/", "__")
+    if model in (".", "..") or "\0" in model or len(model.encode(errors="replace")) > 120:
+        raise DataError(
+            f"{place}: model_name_or_path {model[:100]!r} must be at most 120 characters that may "
+            "stand in the name of a folder"
+        )
     patch = row.get("model_patch")
     if patch is not None and not isinstance(patch, str):
         raise DataError(f"{place}: model_patch must be text, or null for none")

@@ -37,9 +37,10 @@ class TestFiles:
 
 
 def named_file(test: str) -> str:
-    """The file that a required test's name starts with; "" if it names none."""
+    """The file that a required test's name starts with; "" if it names none in the repository."""
     path = test.split("::")[0].split("[")[0]
-    return path if "::" in test and re.fullmatch(r"[\w./+-]+\.\w+", path) else ""
+    is_inside = not path.startswith(("/", "-")) and ".." not in path.split("/")
+    return path if "::" in test and is_inside and re.fullmatch(r"[\w./+-]+\.\w+", path) else ""
 
 
 def read_test_files(instance: Instance, run_id: str) -> TestFiles:
@@ -104,7 +105,8 @@ def _read(container, paths: list[str]) -> dict[str, str]:
         except NotFound:
             continue
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-            file = archive.extractfile(archive.getmembers()[0])
+            member = archive.getmembers()[0]
+            file = archive.extractfile(member) if member.isfile() else None
             try:
                 texts[path] = file.read().decode() if file else ""
             except UnicodeDecodeError:

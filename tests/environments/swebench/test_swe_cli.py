@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.env.container.engine import Owner, current_owner, labels
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DataError
 from agentrl_swebench.cli import add_subcommands
 
 
@@ -178,3 +178,23 @@ def test_a_model_solves_and_an_interrupted_call_goes_on(
     ] * 4
     report = json.loads((out / "scripted.run.json").read_text())
     assert report["resolved_instances"] == 4 and report["schema_version"] == 2
+
+
+@pytest.mark.parametrize("handler", ["eval", "validate", "doctor", "pull", "run"])
+@pytest.mark.parametrize("name", ["../../../../victim", "VICTIM"])
+def test_no_row_reaches_a_folder_outside_out(tmp_path, handler, name):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("1")
+    name = str(victim) if name == "VICTIM" else name
+    out = tmp_path / "out"
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"instance_id": name, "image": "i", "patch": ""}) + "\n")
+    words = {
+        "eval": ["--predictions", "gold", "--out", out],
+        "run": ["--model", "http://127.0.0.1:9", "--out", out],
+    }
+    with pytest.raises(DataError, match="line 1: instance_id"):
+        command(handler, "--dataset", data, *words.get(handler, []))
+    assert (victim / "precious").read_text() == "1"
+    assert not out.exists()

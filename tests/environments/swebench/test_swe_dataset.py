@@ -2,8 +2,11 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, DataError
 from agentrl_swebench.dataset import (
@@ -13,6 +16,7 @@ from agentrl_swebench.dataset import (
     load_predictions,
     parse_row,
 )
+from agentrl_swebench.testfiles import named_file
 
 ROW = {
     "instance_id": "a__b-1",
@@ -87,6 +91,61 @@ def test_selection_keeps_the_order_and_names_the_unknown(tmp_path):
 def test_a_bad_row_is_named(tmp_path, change, message):
     with pytest.raises(DataError, match=message):
         load_instances(write(tmp_path / "d.jsonl", ROW | change))
+
+
+# Pieces of which paths that lead elsewhere are made, beside any text.
+NAMES = st.one_of(
+    st.text(),
+    st.lists(st.sampled_from(["..", ".", "/", "a", "b__c-1", "~", "\\", "\0", "\n", "-", " "])).map(
+        "".join
+    ),
+)
+
+
+@given(NAMES)
+@example("../../../../victim")
+@example("/victim")
+@example("..")
+@example("a\n")
+@example("x" * 300)
+def test_an_id_names_a_folder_of_its_own_or_is_refused(name):
+    out = Path("/out")
+    try:
+        instance = parse_row(ROW | {"instance_id": name}, "FILE, line 3")
+    except DataError as error:
+        assert str(error).startswith("FILE, line 3: instance_id ")
+        assert name != ROW["instance_id"]
+    else:
+        assert os.path.normpath(out / instance.instance_id) == f"/out/{name}"
+        assert Path(os.path.normpath(out / instance.instance_id)).parent == out
+        assert len(name.encode()) <= 255 and name.isprintable()
+
+
+@given(NAMES)
+@example("../../victim")
+@example("..")
+@example("a/../../b")
+@example("m" * 300)
+def test_a_models_name_is_a_folder_of_its_own_or_is_refused(tmp_path_factory, name):
+    instance = parse_row(ROW, "row 1")
+    path = tmp_path_factory.getbasetemp() / "predictions.jsonl"
+    write(path, {"instance_id": "a__b-1", "model_name_or_path": name, "model_patch": ""})
+    try:
+        (prediction,) = load_predictions(path, [instance])
+    except DataError as error:
+        assert "line 1: " in str(error) and "model_name_or_path" in str(error)
+    else:
+        folder = Path("/out") / prediction.model_name_or_path.replace("/", "__")
+        assert Path(os.path.normpath(folder)) == folder and folder.parent == Path("/out")
+        assert b"\0" not in os.fsencode(folder) and len(os.fsencode(folder.name)) < 200
+
+
+@pytest.mark.parametrize(
+    "test", ["../../etc/a.py::t", "/etc/a.py::t", "a/../../b.py::t", "-rf.py::t"]
+)
+def test_a_required_test_names_no_file_outside_the_repository(test):
+    assert named_file(test) == ""
+    assert named_file("tests/a.py::t") == "tests/a.py"
 
 
 def test_missing_file_empty_file_and_duplicates(tmp_path):
