@@ -220,17 +220,24 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def parse_metrics(path: Path, content: bytes) -> list[dict[str, Any]]:
-    lines = content.split(b"\n")[:-1]
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise DataError(f"{path}:{number} is not a metrics line: it has no integer 'step'")
-        rows.append(row)
-    return rows
+    return [
+        parse_metrics_line(f"{path}:{number}", line)
+        for number, line in enumerate(content.split(b"\n")[:-1], start=1)
+    ]
+
+
+def parse_metrics_line(place: str, line: bytes) -> dict[str, Any]:
+    """
+    Raises:
+        DataError: it is not a metrics object; names the place.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON: {error}") from error
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise DataError(f"{place} is not a metrics line: it has no integer 'step'")
+    return row
 
 
 def _truncate(path: Path, resume_step: int) -> None:

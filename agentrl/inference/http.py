@@ -136,7 +136,7 @@ def bearer(token: str | None) -> dict[str, str]:
     Raises:
         ConfigError: the token cannot stand in a header.
     """
-    if token is None:
+    if not token:
         return {}
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(

@@ -6,15 +6,21 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.errors import DataError
-from agentrl.rollout.log import INDEX_FILE, TrajectoryEntry, entry_of, read_records, step_files
+from agentrl.rollout.log import (
+    INDEX_FILE,
+    TrajectoryEntry,
+    entry_of,
+    read_records,
+    step_file,
+    step_files,
+)
 
 
 class TrajectoryIndex:
     """Entries of a run's trajectories, in the order in which they were written.
 
-    Where a record has no line (the run was killed between the two, or it is older than the index),
-    its entry is made from the record.
+    Where a record has no line (the run was killed between the two, the line is damaged, or the run
+    is older than the index), its entry is made from the record.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
@@ -22,6 +28,8 @@ class TrajectoryIndex:
         self.entries: list[TrajectoryEntry] = []
         self.generation = 0
         """Counts how often the entries began anew, because a resumed run took some back."""
+        self.num_damaged = 0
+        """Lines of the index that could not be read."""
         self._decoder = msgspec.json.Decoder(TrajectoryEntry)
         self._forget()
 
@@ -29,7 +37,7 @@ class TrajectoryIndex:
         """Read what was appended since the last call; returns all entries.
 
         Raises:
-            DataError: a line of the index, or a record that has none, is damaged.
+            DataError: a record that has no line is damaged.
         """
         if not self.directory.is_dir():
             self._forget()
@@ -41,8 +49,7 @@ class TrajectoryIndex:
         files = step_files(self.directory)
         for path, step in files[-1:] if self._num_lines and self._complete else files:
             if path.stat().st_size > self._ends.get(step, 0):
-                for offset, length, trajectory in read_records(path, self._ends.get(step, 0)):
-                    self._add(entry_of(trajectory, step=step, offset=offset, length=length))
+                self._add_from_records(path, step)
         self._complete = True
         return self.entries
 
@@ -54,7 +61,7 @@ class TrajectoryIndex:
     def _forget(self) -> None:
         self.entries = []
         self.generation += 1
-        self._inode = self._position = self._num_lines = 0
+        self._inode = self._position = self._num_lines = self.num_damaged = 0
         self._complete = False
         self._ends: dict[int, int] = {}
 
@@ -70,12 +77,34 @@ class TrajectoryIndex:
         self._position += len(whole)
         try:
             entries = self._decoder.decode_lines(whole)
-        except msgspec.MsgspecError as error:
-            raise DataError(f"{index}: damaged ({error}); delete it to read without it") from None
+        except msgspec.MsgspecError:
+            entries = [entry for line in whole.splitlines() if (entry := self._entry(line))]
+            self._complete = False  # a damaged line leaves a gap in any file
         self._num_lines += len(entries)
         for entry in entries:
-            if entry.offset >= self._ends.get(entry.step, 0):
+            end = self._ends.get(entry.step, 0)
+            if entry.offset > end:
+                self._add_from_records(step_file(self.directory, entry.step), entry.step, entry)
+            if entry.offset >= end:
                 self._add(entry)
+
+    def _entry(self, line: bytes) -> TrajectoryEntry | None:
+        try:
+            return self._decoder.decode(line)
+        except msgspec.MsgspecError:
+            self.num_damaged += 1
+            return None
+
+    def _add_from_records(
+        self, path: Path, step: int, until: TrajectoryEntry | None = None
+    ) -> None:
+        """Add entries of the records that follow the last known one, up to `until`."""
+        if not path.exists():
+            return
+        for offset, length, trajectory in read_records(path, self._ends.get(step, 0)):
+            if until is not None and offset >= until.offset:
+                return
+            self._add(entry_of(trajectory, step=step, offset=offset, length=length))
 
     def _add(self, entry: TrajectoryEntry) -> None:
         self.entries.append(entry)

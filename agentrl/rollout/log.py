@@ -128,7 +128,10 @@ class TrajectoryLog:
         index = self.directory / INDEX_FILE
         if index.exists():
             lines = index.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith(b"\n") and _step(line) <= resume_step]
+            # Of a damaged line, what it stood for is read from its record.
+            kept = [
+                line for line in lines if line.endswith(b"\n") and 0 <= _step(line) <= resume_step
+            ]
             partial = self.directory / f".{INDEX_FILE}.partial"
             partial.write_bytes(b"".join(kept))
             os.replace(partial, index)
@@ -152,7 +155,11 @@ class TrajectoryLog:
 
 
 def _step(line: bytes) -> int:
-    return msgspec.json.decode(line)["step"]
+    """Returns the step of a line of the index; -1 where it is damaged."""
+    try:
+        return msgspec.json.decode(line, type=TrajectoryEntry).step
+    except msgspec.MsgspecError:
+        return -1
 
 
 def read_trajectories(

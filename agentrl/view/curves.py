@@ -24,11 +24,18 @@ KEY_METRICS: dict[str, str] = {
 REWARD = "reward/mean"
 
 
+LARGEST = 1e300
+"""Sums and differences of numbers beyond this overflow, so they are shown as this."""
+
+
 def number(value: object) -> float | None:
-    """`value` as a finite float, else None (a missing, null or non-finite metric)."""
+    """Returns `value` as a finite float within `LARGEST`, or None for a metric that is missing,
+    null or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return float(max(-LARGEST, min(LARGEST, value)))
 
 
 def series(metrics: Sequence[Mapping[str, object]], key: str) -> list[tuple[int, float]]:

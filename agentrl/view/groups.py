@@ -13,6 +13,7 @@ import msgspec
 from agentrl.errors import DataError
 from agentrl.rollout.log import TrajectoryEntry, read_trajectory
 from agentrl.rollout.signals import read_advantages
+from agentrl.view.curves import number
 from agentrl.view.runs import RunFiles
 
 TEXT_SEARCH_S = 0.2
@@ -34,7 +35,7 @@ class Group(msgspec.Struct, gc=False):
     entries: list[TrajectoryEntry]
 
     def rewards(self) -> list[float]:
-        return [entry.reward for entry in self.entries if entry.reward is not None]
+        return [value for e in self.entries if (value := number(e.reward)) is not None]
 
     def mean(self, otherwise: float = math.nan) -> float:
         rewards = self.rewards()
@@ -204,7 +205,7 @@ def _described(
         "members": [
             {
                 **member_of(entry),
-                "advantage": advantages.get(entry.trajectory_id),
+                "advantage": number(advantages.get(entry.trajectory_id)),
                 "matches": matches is None or matches(entry),
             }
             for entry in group.entries

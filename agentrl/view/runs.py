@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from agentrl.errors import DataError
 from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
-from agentrl.tracking import METRICS_FILE, STATUS_FILE, parse_metrics, read_status
+from agentrl.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
 from agentrl.view.curves import REWARD, binned, number, series
 
 Decode = Callable[[list[int]], str]
@@ -40,34 +41,55 @@ class RunFiles:
         """Counts how often the metrics began anew, because a resumed run took some back."""
         self._metrics: list[dict[str, Any]] = []
         self._keys: dict[str, None] = {}
-        self._position = 0
+        self._position = self._inode = self._num_lines = 0
+        self._damaged: list[str] = []
         self._index = TrajectoryIndex(self.path)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far; [] before the first.
+        """Returns the lines of metrics.jsonl so far; [] before the first.
+
+        A damaged line is left out, and `lacks` names it.
 
         Raises:
-            DataError: a line is damaged.
+            DataError: no line can be read.
         """
         file = self.path / METRICS_FILE
         with self.lock:
-            if not file.exists():
+            try:
+                opened = file.open("rb")
+            except FileNotFoundError:
+                self._begin_anew(0)
                 return []
-            if file.stat().st_size < self._position:
-                self._metrics, self._keys, self._position = [], {}, 0
-                self.metrics_generation += 1
-            with file.open("rb") as opened:
+            with opened:
+                status = os.fstat(opened.fileno())
+                # A resumed run puts another file in the place of the one that went further.
+                if status.st_ino != self._inode or status.st_size < self._position:
+                    self._begin_anew(status.st_ino)
                 opened.seek(self._position)
                 appended = opened.read()
             whole = appended[: appended.rfind(b"\n") + 1]
-            new = parse_metrics(file, whole)
-            self._metrics += new
-            self._keys |= dict.fromkeys(key for row in new for key in row if key != "step")
             self._position += len(whole)
+            for line in whole.split(b"\n")[:-1]:
+                self._num_lines += 1
+                try:
+                    row = parse_metrics_line(f"{file}:{self._num_lines}", line)
+                except DataError as error:
+                    self._damaged.append(str(error))
+                    continue
+                self._metrics.append(row)
+                self._keys |= dict.fromkeys(key for key in row if key != "step")
+            if self._damaged and not self._metrics:
+                raise DataError(self._damaged[0])
             return self._metrics
 
+    def _begin_anew(self, inode: int) -> None:
+        if self._position:
+            self.metrics_generation += 1
+        self._metrics, self._keys, self._damaged = [], {}, []
+        self._position, self._num_lines, self._inode = 0, 0, inode
+
     def entries(self) -> list[TrajectoryEntry]:
-        """Of all trajectories so far."""
+        """Returns the entries of all trajectories so far."""
         with self.lock:
             return self._index.refresh()
 
@@ -95,13 +117,21 @@ class RunFiles:
 
     def lacks(self) -> list[str]:
         """What this run did not keep, and which pages are poorer for it."""
-        lacks = []
+        self.metrics()
+        lacks = [f"a damaged line is left out: {line}" for line in self._damaged[:5]]
+        if len(self._damaged) > 5:
+            lacks.append(f"and {len(self._damaged) - 5} more lines of metrics.jsonl")
         if not (self.path / METRICS_FILE).exists():
             lacks.append("no metrics.jsonl yet: there are no curves")
         if not (self.path / "trajectories").is_dir():
             lacks.append("no trajectories (track.log_trajectories): groups cannot be shown")
         elif self.entries() and not self._index.has_lines:
             lacks.append("no index of its trajectories (an older run): it was read whole")
+        if self._index.num_damaged:
+            lacks.append(
+                f"{self._index.num_damaged} damaged lines in the index of its trajectories: what "
+                "they stood for was read from the records"
+            )
         if not (self.path / "signals").is_dir() and self.metrics():
             lacks.append(
                 "no signals (track.signals = 0, or an older run): no token's advantage, ratio or "
@@ -185,15 +215,14 @@ class Runs:
     def get(self, run_id: str) -> RunFiles:
         """
         Raises:
-            DataError: there is none of this id.
+            DataError: there is none of this id, or it was deleted.
         """
-        for run in [*self._runs.values()] if self._runs else self.all():
-            if run.id == run_id:
+        known = [run for run in self._runs.values() if run.id == run_id]
+        for run in known or [run for run in self.all() if run.id == run_id]:
+            if run.path.is_dir():
                 return run
-        for run in self.all():
-            if run.id == run_id:
-                return run
-        raise DataError("no such run; it may have been moved")
+            raise DataError(f"{run.path} is gone: the run was deleted or moved")
+        raise DataError("no such run; it may have been deleted or moved")
 
 
 def _run_dirs(paths: Iterable[Path]) -> Iterable[Path]:

@@ -8,6 +8,7 @@ security policy allows nothing but this origin's own files.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -16,6 +17,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
@@ -52,9 +54,10 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
     """The application over the runs under `paths`.
 
     Args:
-        token: what a browser must show once, as `/?token=...`; None answers requests for loopback
-            hosts only.
+        token: what a browser must show once, as `/?token=...`; without one (None or empty) the
+            application answers requests for loopback hosts only.
     """
+    token = token or None
     app = FastAPI(title="agentrl view", openapi_url=None)
     runs, cache = Runs(paths), trajectory.Cache()
 
@@ -166,7 +169,7 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path}: no such directory; name a run directory, or one of several")
-    if token is None and not is_loopback(host):
+    if not token and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines, and a run shows everything it saw: give "
             f"--token (for example {secrets.token_urlsafe(12)}), or bind --host 127.0.0.1"
@@ -179,7 +182,8 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with running(make_app(paths, token=token), host, port) as url:
-            print(f"{url}/{f'?token={token}' if token else ''}  (Ctrl-C stops it)", flush=True)
+            asked = f"?token={quote(token, '', errors='replace')}" if token else ""
+            print(f"{url}/{asked}  (Ctrl-C stops it)", flush=True)
             await stop.wait()
 
     event_loop.run(main())
@@ -211,15 +215,24 @@ def _refused(request: Request, token: str | None) -> Response | None:
     if _equal(request.query_params.get("token"), token) and request.url.path == "/":
         # Out of the address bar, so that it is in no history and no screenshot.
         answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, _digest(token), httponly=True, samesite="strict")
         return answer
-    if _equal(request.cookies.get(COOKIE), token):
+    if _equal(request.cookies.get(COOKIE), _digest(token)):
         return None
     return PlainTextResponse("open the address with ?token=... that `agentrl view` printed", 401)
 
 
-def _equal(given: str | None, token: str) -> bool:
-    return given is not None and hmac.compare_digest(given.encode(), token.encode())
+def _digest(token: str) -> str:
+    """Returns what a cookie holds for a token, whose characters may be none of a cookie's."""
+    return hashlib.sha256(_encoded(token)).hexdigest()
+
+
+def _equal(given: str | None, expected: str) -> bool:
+    return given is not None and hmac.compare_digest(_encoded(given), _encoded(expected))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _json(data: object, status: int = 200) -> Response:

@@ -101,9 +101,19 @@ def test_a_run_that_is_older_than_the_index_opens(tmp_path):
     assert names(index) == ["a", "b"] and not index.has_lines
 
 
-def test_a_damaged_line_is_named(tmp_path):
-    TrajectoryLog(tmp_path).append(1, [played("a")])
-    with (tmp_path / "trajectories" / INDEX_FILE).open("ab") as file:
-        file.write(b'{"step": "one"}\n')
-    with pytest.raises(DataError, match=r"index\.jsonl: damaged"):
-        TrajectoryIndex(tmp_path).refresh()
+@pytest.mark.parametrize("following", [False, True])
+def test_what_a_damaged_line_stood_for_is_read_from_its_record(tmp_path, following):
+    log, path = TrajectoryLog(tmp_path), tmp_path / "trajectories" / INDEX_FILE
+    log.append(1, [played("a")])
+    index = TrajectoryIndex(tmp_path)
+    if following:
+        assert names(index) == ["a"]
+    log.append(1, [played("b"), played("c")])
+    log.append(2, [played("d")])
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = [lines[0], b"#" + lines[1][1:], *lines[2:]]
+    path.write_bytes(b"".join(damaged))
+    log.append(3, [played("e")])
+    assert names(index) == ["a", "b", "c", "d", "e"] and index.num_damaged == 1
+    TrajectoryLog(tmp_path, resume_step=2)
+    assert names(index) == ["a", "b", "c", "d"], "a resumed run reads past the line as well"

@@ -2,6 +2,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 import pytest
-from planted import GROUPS, MEMBERS, STEPS, plant
+from planted import FAULTS, GROUPS, MEMBERS, STEPS, plant
 
 from agentrl.cli import main
 from agentrl.rollout import TrajectoryLog, read_signals, read_trajectories
 from agentrl.tracking import MetricsWriter, read_metrics
 from agentrl.types import StopReason, TokenRow, Trajectory, Turn
+from agentrl.view.curves import text_plot
 from agentrl.view.runs import RunFiles
 from agentrl.view.server import make_app
 
@@ -235,6 +237,56 @@ def test_a_damaged_run_is_a_line_of_the_table(tmp_path, planted):
     assert "metrics.jsonl:1" in next(r["message"] for r in runs if r["name"] == "damaged")
 
 
+def test_a_damaged_line_of_the_metrics_is_left_out_and_named(tmp_path):
+    run_dir = plant(tmp_path / "torn")
+    client = Client(tmp_path)
+    path = f"/api/runs/{client.get('/api/runs')[0]['id']}"
+    assert client.get(f"{path}/metrics")["num_rows"] == STEPS
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 25, "rew\n{"step": 26, "reward/mean": 0.5}\n')
+    assert client.get(f"{path}/metrics")["num_rows"] == STEPS + 1
+    assert client.get(f"{path}/groups")["num_found"] and client.get(f"{path}/diagnosis")["rules"]
+    assert any("metrics.jsonl:25 is not JSON" in line for line in client.get(path)["lacks"])
+
+
+def test_a_resumed_run_that_outgrew_its_old_file_is_read_anew(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"reward/mean": 0.1})
+    run = RunFiles(tmp_path)
+    assert run.curves()["num_rows"] == 5
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        for step in range(3, 30):
+            writer.write(step, {"reward/mean": 0.2, "policy/entropy": 1.0})
+    curves = run.curves()
+    assert curves["steps"] == list(range(1, 30)) and curves["generation"] == 1
+    assert curves["series"]["reward/mean"] == [0.1] * 2 + [0.2] * 27
+
+
+def test_a_deleted_run_is_said_to_be_gone(tmp_path):
+    run_dir = plant(tmp_path / "short-lived", steps=2)
+    client = Client(tmp_path)
+    run = client.get("/api/runs")[0]["id"]
+    shutil.rmtree(run_dir)
+    for page in ("", "/metrics", "/groups", "/diagnosis"):
+        answer = client.response(f"/api/runs/{run}{page}")
+        assert answer.status_code == 404 and "deleted or moved" in answer.json()["error"]
+    assert client.get("/api/runs") == []
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_numbers_as_large_as_floats_are_shown_and_have_a_mean(tmp_path, monkeypatch):
+    huge = {"reward": lambda step, rng: rng.choice([1e308, -1e308])}
+    monkeypatch.setitem(FAULTS, "huge", huge)
+    client = Client(plant(tmp_path / "huge", "huge", steps=3))
+    path = f"/api/runs/{client.get('/api/runs')[0]['id']}"
+    assert all(abs(group["mean"]) <= 1e300 for group in client.get(f"{path}/groups")["groups"])
+    client.get(f"{path}/diagnosis")
+    values = client.get(f"{path}/metrics")["series"]["reward/mean"]
+    assert all(value is None or abs(value) <= 1e300 for value in values)
+    assert len(text_plot([(1, 1e300), (2, -1e300)], width=40, height=6)) == 8
+
+
 def test_every_answer_forbids_scripts_frames_and_other_origins(client, base):
     for path in ("/", "/pages/main.js", "/api/runs", f"{base}/groups", "/nothing", "/api/runs/x"):
         headers = client.response(path).headers
@@ -264,9 +316,34 @@ def test_a_token_is_asked_for_once_and_stays_out_of_the_address(planted):
     assert client.response("/api/runs", headers={"cookie": f"{name}={value}"}).status_code == 200
 
 
-def test_beyond_loopback_needs_a_token_and_a_path_must_exist(tmp_path, capsys):
-    assert main(["view", str(tmp_path), "--host", "0.0.0.0"]) == 2
+@pytest.mark.parametrize("token", [[], ["--token", ""]])
+def test_beyond_loopback_needs_a_token(tmp_path, capsys, token, monkeypatch):
+    monkeypatch.setattr("agentrl.view.server.event_loop.run", lambda main: main.close())
+    assert main(["view", str(tmp_path), "--host", "0.0.0.0", *token]) == 2
     assert "give --token" in capsys.readouterr().err
+
+
+def test_an_empty_token_is_none(planted):
+    elsewhere = Client(planted, token="", base="http://runs.example:8600")
+    assert elsewhere.response("/api/runs").status_code == 403
+    assert Client(planted, token="").response("/api/runs").status_code == 200
+
+
+def test_a_token_of_any_script_opens(planted):
+    client = Client(planted, token="сезам & 開け")
+    assert client.response("/").status_code == 401
+    answer = client.response("/", params={"token": "сезам & 開け"})
+    assert answer.status_code == 303
+    cookie = answer.headers["set-cookie"].partition(";")[0]
+    assert client.response("/api/runs", headers={"cookie": cookie}).status_code == 200
+
+
+def test_a_port_that_is_none_is_refused(tmp_path, capsys):
+    assert main(["view", str(tmp_path), "--port", "99999"]) == 2
+    assert "99999" in capsys.readouterr().err
+
+
+def test_a_path_must_exist(tmp_path, capsys):
     assert main(["view", str(tmp_path / "nothing")]) == 2
     assert "nothing: no such directory" in capsys.readouterr().err
 

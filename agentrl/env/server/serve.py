@@ -193,6 +193,8 @@ def _claim(host: str, port: int) -> socket.socket:
         ConfigError: the address is not to be had.
     """
     claim = None
+    if not 0 <= port <= 65535:  # the system would take the remainder of a division
+        raise _cannot_listen(host, port, "ports are 0 to 65535")
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
