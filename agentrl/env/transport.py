@@ -118,6 +118,8 @@ class Http:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._connections: aiohttp.ClientSession | None = None
+        self._was_reached = False
+        """An agentrl server has answered at this URL."""
 
     async def environments(self, timeout_s: float) -> list[str]:
         """The ids of the environments that the server has."""
@@ -200,11 +202,19 @@ class Http:
         return self._read(status, is_ours, answer, reply)
 
     def _read(self, status: int, is_ours: bool, answer: bytes, reply: type[Any] | None) -> Any:
-        if not is_ours and status not in (502, 503, 504):  # which a proxy in between answers
+        if not is_ours and (self._was_reached or status == 429 or status >= 500):
+            # A proxy in between, perhaps after the server took the call: it is asked again.
+            raise EnvUnavailable(
+                f"{self.url} was answered with {status} by something in front of the environment "
+                "server; look into the proxy's log, or check the URL"
+            )
+        if not is_ours:
             raise make_error(
                 "env_error",
-                f"{self.url} answered {status} but is no agentrl environment server; check the URL",
+                f"{self.url} answered {status} but is not an agentrl environment server; check "
+                "the URL",
             )
+        self._was_reached = True
         try:
             if 200 <= status < 300:
                 return None if reply is None else protocol.decode(answer, reply)

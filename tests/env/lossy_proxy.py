@@ -1,6 +1,7 @@
 """A proxy that drops, duplicates, delays and cuts a share of messages and connections.
 
-A message is a whole HTTP request or response.
+A message is a whole HTTP request or response. With `pages` the proxy also answers with pages of its
+own, as middleboxes do, whether or not the server has had the request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 FAULTS = ("drop", "duplicate", "delay", "cut")
+PAGES = ("200 OK", "302 Found", "403 Forbidden", "404 Not Found", "429 Too Many Requests")
+PAGES += ("500 Internal Server Error", "502 Bad Gateway", "520 Unknown", "524 A Timeout Occurred")
 
 
 class Cut(Exception):
@@ -20,13 +23,14 @@ class Cut(Exception):
 
 
 class LossyProxy:
-    def __init__(self, upstream: str, share: float, seed: int) -> None:
+    def __init__(self, upstream: str, share: float, seed: int, pages: bool) -> None:
         self.url = ""
         self.num_messages = 0
         self.num_connections = 0
         self.faults: Counter[str] = Counter()
         self._upstream = urlsplit(upstream)
         self._share = share
+        self._pages = pages
         self._chance = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -62,6 +66,11 @@ class LossyProxy:
         fault = await self._fault()
         if fault == "drop":
             return
+        if fault == "page":
+            if self._chance.random() < 0.5:
+                await self._ask_and_forget(request)
+            writer.write(self._page())
+            return
         if fault == "duplicate":
             task = asyncio.ensure_future(self._ask_and_forget(request))
             self._tasks.add(task)
@@ -90,11 +99,17 @@ class LossyProxy:
             await read_http(reader)
             writer.transport.abort()
 
+    def _page(self) -> bytes:
+        status = self._chance.choice(PAGES)
+        body = f"<html><h1>{status}</h1></html>".encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n"
+        return head.encode() + b"Retry-After: 1\r\nLocation: /login\r\n\r\n" + body
+
     async def _fault(self) -> str | None:
         self.num_messages += 1
         if self._chance.random() >= self._share:
             return None
-        fault = self._chance.choice(FAULTS)
+        fault = self._chance.choice((*FAULTS, "page") if self._pages else FAULTS)
         self.faults[fault] += 1
         if fault == "delay":
             await asyncio.sleep(self._chance.random() * 0.1)
@@ -111,8 +126,10 @@ async def read_http(reader: asyncio.StreamReader) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def lossy_proxy(upstream: str, *, share: float, seed: int) -> AsyncIterator[LossyProxy]:
-    proxy = LossyProxy(upstream, share, seed)
+async def lossy_proxy(
+    upstream: str, *, share: float, seed: int, pages: bool = False
+) -> AsyncIterator[LossyProxy]:
+    proxy = LossyProxy(upstream, share, seed, pages)
     server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0, limit=2**24)
     proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

@@ -525,7 +525,7 @@ def test_a_server_that_is_something_else_is_recognised():
         await runner.cleanup()
         return error
 
-    assert "is no agentrl environment server" in str(asyncio.run(main()))
+    assert "is not an agentrl environment server" in str(asyncio.run(main()))
     with pytest.raises(ConfigError, match="needs to be a URL"):
         connect("localhost:8700")
 

@@ -71,26 +71,28 @@ async def play_all(proxy, path: Path, num_episodes: int, num_at_once: int) -> Co
             await session.close()
 
     async with connect(proxy.url) as client:
+        await client.info("ledger", {"path": str(path)}, timeout_s=60)
         await asyncio.gather(*(play(client) for _ in range(num_at_once)))
     return outcomes
 
 
 @pytest.mark.parametrize(
-    ("num_episodes", "num_at_once"),
+    ("num_episodes", "num_at_once", "pages"),
     [
-        (200, 16),
-        pytest.param(5000, 64, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        (200, 16, False),
+        (300, 64, True),
+        pytest.param(5000, 64, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 def test_every_step_happens_exactly_once(
-    serve_environments, tmp_path, monkeypatch, num_episodes, num_at_once
+    serve_environments, tmp_path, monkeypatch, num_episodes, num_at_once, pages
 ):
     monkeypatch.setattr(transport, "PATIENCE_S", 1.0 if num_episodes < 1000 else 2.0)
     monkeypatch.setattr(transport, "CONNECT_S", 2.0)
     path = tmp_path / "ledger"
 
     async def main(url):
-        async with lossy_proxy(url, share=0.1, seed=num_episodes) as proxy:
+        async with lossy_proxy(url, share=0.1, seed=num_episodes, pages=pages) as proxy:
             return await play_all(proxy, path, num_episodes, num_at_once), proxy
 
     with serve_environments([Ledger]) as (url, _):
@@ -98,7 +100,8 @@ def test_every_step_happens_exactly_once(
         outcomes, proxy = asyncio.run(main(url))
         seconds = time.monotonic() - started
     assert outcomes == {"finished": num_episodes}
-    assert set(proxy.faults) == {*FAULTS, "refuse connection"}
+    kinds = {*FAULTS, "refuse connection"} | ({"page"} if pages else set())
+    assert set(proxy.faults) == kinds
 
     effects = Counter(path.read_text().splitlines())
     steps = Counter({line: count for line, count in effects.items() if " reset" not in line})

@@ -195,7 +195,19 @@ def test_a_repeated_create_opens_once():
         assert (await manager.create(request, "other")) != first
         for session in first.sessions:
             manager.delete(session.id)
-        assert list(manager._creations) == ["other"]  # keys are forgotten with their sessions
+        assert list(manager._creations) == ["other"]  # replies are forgotten with their sessions
+
+    run(test)
+
+
+def test_a_late_create_opens_nothing_once_its_session_was_closed():
+    async def test(manager):
+        opened = (await manager.create(create(), "key")).sessions[0]
+        manager.delete(opened.id)
+        await until(lambda: manager.num_live == 0)
+        error = await error_of(manager.create(create(), "key"))
+        assert error.code == "session_expired" and "fresh key" in str(error)
+        assert manager.num_live == 0
 
     run(test)
 

@@ -57,7 +57,8 @@ logger = logging.getLogger("agentrl.env")
 DEFAULT_LEASE_S = 300.0
 MAX_TIMEOUT_S = 6 * 3600.0
 MAX_CLOSED_IDS = 16_384
-"""Ids of closed sessions that are remembered, to answer `session_expired` and not `not_found`."""
+"""Ids and idempotency keys of closed sessions that are remembered: a late call on one is answered
+`session_expired`, and a late creation opens no second session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +106,7 @@ class SessionManager:
         self._sessions: dict[str, Session] = {}
         self._closed_ids: OrderedDict[str, str] = OrderedDict()
         self._creations: dict[str, _Creation] = {}
+        self._closed_keys: OrderedDict[str, str] = OrderedDict()
         self._reaper: asyncio.Task[None] | None = None
 
     @property
@@ -162,9 +164,15 @@ class SessionManager:
     async def create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
         """Open `request.count` sessions, all or none, waiting a while for capacity.
 
-        A repeated call with the same idempotency key gets the same sessions, until one of them is
-        closed. It runs to its end even when its caller goes away; sessions nobody claims expire.
+        A repeated call with the same idempotency key gets the same sessions, and `session_expired`
+        once one of them is closed: a copy that was late on the way opens nothing. A call runs to
+        its end even when its caller goes away; sessions nobody claims expire.
         """
+        if key in self._closed_keys:
+            raise make_error(
+                "session_expired",
+                f"the session of this Idempotency-Key has {self._closed_keys[key]}; use a fresh key",
+            )
         creation = None if key is None else self._creations.get(key)
         if creation is None:
             creation = _Creation(request, self._background.spawn(self._create(request, key)))
@@ -414,11 +422,11 @@ class SessionManager:
     def _forget(self, session: Session, how: str) -> None:
         """Close a session and remember only its id."""
         del self._sessions[session.id]
+        ended = "expired" if how == "expired" else "been closed"
         if session.key is not None:
             self._creations.pop(session.key, None)
-        self._closed_ids[session.id] = "expired" if how == "expired" else "been closed"
-        while len(self._closed_ids) > MAX_CLOSED_IDS:
-            self._closed_ids.popitem(last=False)
+            _remember(self._closed_keys, session.key, ended)
+        _remember(self._closed_ids, session.id, ended)
         step = session.current
         if step is not None and step.outcome is None:
             error = make_error("session_expired", "the session was closed while its step ran")
@@ -481,3 +489,9 @@ class SessionManager:
                 break
         await self._environments.aclose(max(deadline - time.monotonic(), 1.0))
         self.workers.close()
+
+
+def _remember(closed: OrderedDict[str, str], name: str, how: str) -> None:
+    closed[name] = how
+    while len(closed) > MAX_CLOSED_IDS:
+        closed.popitem(last=False)
