@@ -214,7 +214,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from agentrl.env import registry
     from agentrl.env.base import load_config
     from agentrl.env.protocol import TOKEN_VARIABLE
-    from agentrl.env.server.access import is_loopback
+    from agentrl.env.server.access import is_loopback, usable_token
     from agentrl.env.server.supervisor import end_with_supervisor
 
     end_with_supervisor()
@@ -224,7 +224,7 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("--config belongs to one environment: serve the others on other ports")
     for environment in environments:
         load_config(environment, config)
-    token = arguments.token or os.environ.get(TOKEN_VARIABLE)
+    token = usable_token(arguments.token) or usable_token(os.environ.get(TOKEN_VARIABLE))
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )

@@ -333,6 +333,9 @@ def test_a_server_off_loopback_needs_a_token():
         assert not is_loopback(host)
         with pytest.raises(ConfigError, match="AGENTRL_ENV_TOKEN"):
             serve(make_app(["hello"]), host=host, port=0)
+    for empty in ("", " "):  # which every client would send
+        with pytest.raises(ConfigError, match="AGENTRL_ENV_TOKEN"):
+            serve(make_app(["hello"], token=empty), host="0.0.0.0", port=0, token=empty)
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
 
 

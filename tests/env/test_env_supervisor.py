@@ -112,6 +112,34 @@ def test_a_signal_ends_all(fleet, number):
     assert not any(answers(url) for url in urls)
 
 
+def test_an_environment_that_prints_much_does_not_stop_its_server(tmp_path):
+    file = tmp_path / "loud.py"
+    file.write_text(
+        "from agentrl.env import Environment, Task\n"
+        "print('loading')\n"
+        "class Loud(Environment):\n"
+        "    def splits(self):\n"
+        "        return {'train': 1}\n"
+        "    def get(self, split, index):\n"
+        "        print('x' * 200_000)\n"  # more than a pipe holds
+        "        return Task('0', 'What?')\n"
+    )
+    command = [sys.executable, "-m", "agentrl", "env", "serve", f"{file}:Loud", "--workers", "2"]
+    with open(tmp_path / "err", "wb") as err:
+        process = subprocess.Popen(
+            [*command, "--port", str(free_ports(2))], stdout=subprocess.PIPE, stderr=err, text=True
+        )
+    try:
+        serves = next(line for line in process.stdout if line.startswith("serving"))
+        url = serves.strip().rpartition(" at ")[2].split(",")[0]
+        body = {"env": "Loud", "task": {"split": "train", "index": 0}}
+        assert httpx.post(url + "/v1/sessions", json=body, timeout=60).status_code == 201
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert "x" * 200_000 in (tmp_path / "err").read_text()
+
+
 def test_a_supervisor_that_is_killed_leaves_no_server(fleet):
     process, urls = fleet
     pids = list(children(process).values())

@@ -74,6 +74,11 @@ class Access:
         )
 
 
+def usable_token(token: str | None) -> str | None:
+    """The token without blanks around it; None where nothing is left, which protects nothing."""
+    return (token or "").strip() or None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address stands for this machine alone."""
     if host.lower() == "localhost":

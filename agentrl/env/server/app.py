@@ -29,7 +29,7 @@ from agentrl.env.base import Environment
 from agentrl.env.protocol import ServerInfo, StepRequest, make_error
 from agentrl.env.registry import Served
 from agentrl.env.server import routes
-from agentrl.env.server.access import Access
+from agentrl.env.server.access import Access, usable_token
 from agentrl.env.server.docs import make_schema
 from agentrl.env.server.transit import MAX_BODY_BYTES, Reply, Transit
 from agentrl.env.sessions.capacity import MAX_WAIT_S
@@ -58,7 +58,7 @@ def make_app(
 
     Args:
         environments: classes, or names for `agentrl.env.registry.resolve`.
-        token: what clients must present; None asks for nothing.
+        token: what clients must present; None, or an empty one, asks for nothing.
         loopback_only: answer only requests for a loopback host, from no other origin.
         max_sessions: live sessions over all environments.
         worker_threads: the most threads for plain `def` methods of all sessions together.
@@ -99,7 +99,7 @@ def make_app(
     app.state.server = ServerInfo([int(protocol.PROTOCOL_VERSION)], served.ids, max_body_bytes)
     app.add_middleware(
         Gate,
-        access=Access(token or None, loopback_only, manager.secret),
+        access=Access(usable_token(token), loopback_only, manager.secret),
         transit=Transit(max_body_bytes),
         manager=manager,
     )

@@ -23,7 +23,7 @@ from granian.server.embed import Server
 
 from agentrl import event_loop
 from agentrl.env import protocol
-from agentrl.env.server.access import is_loopback
+from agentrl.env.server.access import is_loopback, usable_token
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.errors import ConfigError
 
@@ -67,7 +67,7 @@ def serve(
         ConfigError: `host` is not a loopback address and there is no token, or the address is in
             use.
     """
-    if not token and not is_loopback(host):
+    if usable_token(token) is None and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines: give --token or set "
             f"{protocol.TOKEN_VARIABLE}, or bind --host 127.0.0.1"

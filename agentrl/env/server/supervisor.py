@@ -23,6 +23,9 @@ from agentrl.processes import die_with_parent
 logger = logging.getLogger("agentrl.env")
 
 FIRST_PAUSE_S = 0.5
+SERVES = b"serving "
+"""How the line begins that a server prints once it listens. What else it prints, as the code of an
+environment may, goes to standard error."""
 SUPERVISOR_VARIABLE = "AGENTRL_SUPERVISOR_PID"
 """Tells a server's process whose end is its own."""
 MAX_PAUSE_S = 30.0
@@ -39,7 +42,7 @@ def supervise(
     thread.
 
     Args:
-        commands: each prints a line on its standard output once it serves.
+        commands: each prints a line that begins with `SERVES` once it serves.
         ready: called once all do.
         environ: environment variables of the processes; None: this one's.
 
@@ -104,8 +107,13 @@ class _Worker(threading.Thread):
         while (process := self._begin()) is not None:
             started = time.monotonic()
             assert process.stdout is not None
-            if process.stdout.readline() and not self.serves.done():
-                self.serves.set_result(None)
+            # Read to the end: a pipe that is full would stop the server that prints into it.
+            for line in process.stdout:
+                if line.startswith(SERVES) and not self.serves.done():
+                    self.serves.set_result(None)
+                elif not line.startswith(SERVES):
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.flush()
             status = process.wait()
             process.stdout.close()
             if not self.serves.done() and not self._stopping.is_set():

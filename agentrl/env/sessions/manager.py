@@ -168,10 +168,10 @@ class SessionManager:
         once one of them is closed: a copy that was late on the way opens nothing. A call runs to
         its end even when its caller goes away; sessions nobody claims expire.
         """
-        if key in self._closed_keys:
+        if key is not None and key in self._closed_keys:
             raise make_error(
                 "session_expired",
-                f"the session of this Idempotency-Key has {self._closed_keys[key]}; use a fresh key",
+                f"this Idempotency-Key's session has {self._closed_keys[key]}; use a fresh key",
             )
         creation = None if key is None else self._creations.get(key)
         if creation is None:

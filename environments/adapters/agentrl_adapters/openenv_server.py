@@ -24,7 +24,7 @@ from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from agentrl.env import registry
 from agentrl.env.base import Environment
 from agentrl.env.client import EnvClient, EnvSession, in_process
-from agentrl.env.server.access import Access
+from agentrl.env.server.access import Access, usable_token
 from agentrl.errors import EnvError
 from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
 
@@ -57,8 +57,8 @@ def make_openenv_app(
     Args:
         environment: a class, or a name for `agentrl.env.registry.resolve`.
         config: what every session's configuration starts from.
-        token: what clients must present as `Authorization: Bearer`; None asks for nothing, and
-            answers only on loopback addresses, and no page of another origin.
+        token: what clients must present as `Authorization: Bearer`; None, or an empty one, asks for
+            nothing, and answers only on loopback addresses, and no page of another origin.
         max_sessions: WebSockets with a session at a time.
 
     Raises:
@@ -66,6 +66,7 @@ def make_openenv_app(
     """
     found = registry.resolve(environment) if isinstance(environment, str) else environment
     found = registry.with_id(found)
+    token = usable_token(token)
     access = Access(token, loopback_only=token is None, secret=b"")
     client = in_process(found, max_sessions=max_sessions, config=config)
     shared = Shared(client, found.id, max_sessions or found.max_sessions)

@@ -487,6 +487,7 @@ def test_a_full_server_says_so(served_to_them):
             {},
             [{"Origin": "http://evil"}, {"Host": "evil:8000", "Origin": "http://evil:8000"}],
         ),
+        ("", {}, [{"Host": "evil:8000", "Authorization": "Bearer "}]),
     ],
 )
 def test_who_may_not_play_does_not(token, right, wrong):
