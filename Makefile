@@ -30,6 +30,7 @@ JOBS ?= 4
 LONG_JOBS ?= 3
 # Of those with vLLM: a server takes 2 GB.
 VLLM_JOBS ?= 2
+FAST := "not slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 LONG := "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
@@ -39,8 +40,10 @@ ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
 # On a busy machine a race is lost now and then: what fails gets a second try, visibly.
 RETRY = echo "=== once more, those that failed:"
+# Of the fast tests at most two: more than that is no lost race.
+FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster vllm types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster package vllm types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -53,8 +56,10 @@ quickstart: $(VENV)/.train
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile \
-		-m "not slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
+	rm -f .pytest_cache/v/cache/lastfailed
+	export OMP_NUM_THREADS=1; \
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m $(FAST) || \
+		{ $(FEW_FAILED) && $(RETRY) && $(BIN)/pytest -m $(FAST) --last-failed; }
 
 ## make test-slow    the long tests: kill and resume, attacks, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
@@ -93,7 +98,8 @@ test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
 ## make test-adapters  the adapters, and rows of SWE-bench 4, against the real packages, in
 ##                     environments of their own
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
-	$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters
+	tests="$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters"; \
+	$$tests || { $(RETRY); $$tests --last-failed; }
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	$(ADAPTERS_VENV)/verifiers/bin/python -m pytest tests/environments/adapters/test_adapter_verifiers.py
 	AGENTRL_SWEBENCH4_PYTHON=$(abspath $(ADAPTERS_VENV))/swebench4/bin/python \
@@ -101,7 +107,8 @@ test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 
 ## make test-browser  the pages of `agentrl view` in Chromium (Debian: apt install chromium)
 test-browser: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m browser -s
+	export OMP_NUM_THREADS=1; \
+	$(BIN)/pytest -m browser -s || { $(RETRY); $(BIN)/pytest -m browser -s --last-failed; }
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.agents
@@ -112,7 +119,9 @@ test-agents: $(AGENTS_VENV)/.agents
 ## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons
 ##                    are (Debian: apt install slurm-wlm munge) and this is root, Slurm
 test-cluster: $(CLUSTER_VENV)/.cluster
-	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest -s -rs -m cluster tests/train/test_launchers.py
+	export OMP_NUM_THREADS=1; \
+	tests="$(CLUSTER_VENV)/bin/python -m pytest -s -rs -m cluster tests/train/test_launchers.py"; \
+	$$tests || { $(RETRY); $$tests --last-failed; }
 
 ## make types        pyright on the library
 types: $(VENV)/.dev
@@ -122,6 +131,12 @@ types: $(VENV)/.dev
 ##                     from it, and its extras resolved
 test-package:
 	PYTHON=$(PYTHON) TORCH_VERSION=$(TORCH_VERSION) tests/package.sh $(PACKAGE_VENV)
+
+## make package      a wheel of what is checked out, into build/dist
+package:
+	rm -rf build/dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build/dist .
+	@ls build/dist/*.whl
 
 ## make docs         the site of docs/ into build/site; fails on a link that leads nowhere
 docs: $(DOCS_VENV)/.docs

@@ -7,6 +7,6 @@ Importing this package loads no torch. The trainer lives in `agentrl.train`, the
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    __version__ = version("agentrl")
+    __version__ = version("agentrl-gym")
 except PackageNotFoundError:  # a directory on PYTHONPATH
     __version__ = "unknown"

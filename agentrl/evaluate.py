@@ -131,7 +131,7 @@ def _chat_policy(config: RunConfig) -> Policy:
         from openai import AsyncOpenAI
     except ImportError:
         raise ConfigError(
-            "inference.backend = 'openai' needs the openai package: pip install 'agentrl[eval]'"
+            "inference.backend = 'openai' needs the openai package: pip install 'agentrl-gym[eval]'"
         ) from None
     from agentrl.rollout.chat import ChatPolicy
     from agentrl.rollout.dialects.choose import named_dialect

@@ -377,5 +377,5 @@ class TrackioSink:
 
 def _missing(package: str, error: ImportError) -> ConfigError:
     return ConfigError(
-        f"track.sinks: {package} is not installed ({error}); run pip install 'agentrl[track]'"
+        f"track.sinks: {package} is not installed ({error}); run pip install 'agentrl-gym[track]'"
     )

@@ -16,7 +16,7 @@ print(*(set(extras) - {"all", "dev", "verifiers", *installed}))')
 echo "== the wheel"
 rm -rf build/dist
 "$python" -m pip wheel --quiet --no-deps --wheel-dir build/dist .
-wheel=$(ls "$PWD"/build/dist/agentrl-*.whl)
+wheel=$(ls "$PWD"/build/dist/agentrl_gym-*.whl)
 echo "$wheel"
 
 if [ ! -x "$kept/bin/python" ]; then
@@ -56,8 +56,8 @@ assert agentrl.__version__ != "unknown"
 echo "== extras that [all] leaves out"
 for extra in $extras; do
     "$kept/bin/python" -m pip install --quiet --dry-run "$wheel[$extra]" || {
-        echo "agentrl[$extra] cannot be installed"
+        echo "agentrl-gym[$extra] cannot be installed"
         exit 1
     }
-    echo "agentrl[$extra]"
+    echo "agentrl-gym[$extra]"
 done

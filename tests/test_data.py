@@ -21,7 +21,7 @@ from agentrl.env.hub import DATA_SETS, load_hub  # noqa: E402
 from agentrl.errors import AgentRLError, ConfigError, DataError  # noqa: E402
 from agentrl_search.tasks import SAMPLE_DIR  # noqa: E402
 
-pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs agentrl[data]")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs agentrl-gym[data]")
 CONTEXT = {"title": ["Ada", "Oslo"], "sentences": [["She was."], ["It is.", "It was."]]}
 CHAT = [{"role": "user", "content": "Answer the given question. Who built it?"}]
 # One row of each: the columns of its card, and the files of its repository.

@@ -57,6 +57,22 @@ def marked(page: Path):
     return pytest.param(page, id=name, marks=[pytest.mark.slow] if trains else [])
 
 
+def test_no_file_installs_the_other_project_of_the_name_agentrl():
+    """The package index has a project of that name that is not ours."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    texts = {".md", ".py", ".toml", ".sh", ".ipynb", ".yaml", ".sbatch", ""}
+    install = re.compile(r"pip3? install [^\n`]*?(?<![\w/.-])agentrl(?![\w/.-])")
+    found = [
+        f"{file.relative_to(ROOT)}: {match[0]}"
+        for file in files
+        if file.suffix in texts and file != Path(__file__) and file.is_file()
+        for match in install.finditer(file.read_text(errors="ignore"))
+    ]
+    assert not found
+    assert not files or install.search("pip install 'agentrl[all]'")
+
+
 def test_blocks_are_found():
     assert len(pages_with_python()) >= 6
     assert len(of_language("toml")) >= 8 and len(of_language("", "sh")) >= 20
@@ -151,7 +167,10 @@ def complaint(words: list[str]) -> str | None:
         wrong = {word for word in arguments if "=" not in word} - MAKE_TARGETS
         return f"no target {', '.join(wrong)}" if wrong else None
     if name == "pip":
-        asked = re.findall(r"(?:agentrl|\.)\[([\w,-]+)\]", " ".join(arguments))
+        named = " ".join(arguments)
+        if re.search(r"(?<![\w/.-])agentrl(?:-gym)?(?![\w/.-])", named):
+            return "it is not on the package index: install a clone, a wheel or a git address"
+        asked = re.findall(r"(?:agentrl|whl\)|\.)\[([\w,-]+)\]", named)
         wrong = {extra for group in asked for extra in group.split(",")} - set(EXTRAS)
         return f"no extra {', '.join(wrong)}" if wrong else None
     return None
@@ -215,7 +234,10 @@ def all_commands(parser: argparse.ArgumentParser, before: tuple[str, ...] = ()):
         ("torchrun --nproc-per-node 8 -m agentrl train RUN.toml --run.sed 1", "unknown key"),
         (".venv/bin/agentrl env serve math --prot 1", "unknown arguments"),
         ("make nonsense", "no target"),
-        ("pip install 'agentrl[everything]'", "no extra"),
+        ("pip install -e '.[everything]'", "no extra"),
+        ("pip install 'agentrl[all]'", "not on the package index"),
+        ("pip install agentrl-gym", "not on the package index"),
+        ("pip install openai-agents", None),
         ("A=1 agentrl eval RUN.toml --json | tail -1", None),
         ("make quickstart DEVICE=cuda", None),
     ],

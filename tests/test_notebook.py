@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="pip install 'agentrl[dev]'")
-nbclient = pytest.importorskip("nbclient", reason="pip install 'agentrl[dev]'")
-pytest.importorskip("ipykernel", reason="pip install 'agentrl[dev]'")
-pytest.importorskip("matplotlib", reason="pip install 'agentrl[dev]'")
+nbformat = pytest.importorskip("nbformat", reason="pip install 'agentrl-gym[dev]'")
+nbclient = pytest.importorskip("nbclient", reason="pip install 'agentrl-gym[dev]'")
+pytest.importorskip("ipykernel", reason="pip install 'agentrl-gym[dev]'")
+pytest.importorskip("matplotlib", reason="pip install 'agentrl-gym[dev]'")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOK = EXAMPLES / "notebook" / "first_run.ipynb"

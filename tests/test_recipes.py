@@ -173,7 +173,7 @@ def train_two_steps(run: dict, folder: Path) -> list[dict]:
 @pytest.mark.parametrize("file", [each for each in RECIPES if each.stem != "swe"], ids=by_name)
 def test_a_recipe_trains_two_steps(file, tiny_model, tmp_path):
     if "reasoning" in file.stem:
-        pytest.importorskip("reasoning_gym", reason="pip install 'agentrl[reasoning-gym]'")
+        pytest.importorskip("reasoning_gym", reason="pip install 'agentrl-gym[reasoning-gym]'")
     if file.stem == "agent":
         pytest.importorskip("agents.run", reason="pip install openai-agents")
     family = SHAPES[load_config(file, []).model.path]["model_type"]

@@ -152,7 +152,7 @@ def test_a_missing_tracker_says_what_to_install(tmp_path, monkeypatch, sink):
         return real_import(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[track\]'") as caught:
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-gym\[track\]'") as caught:
         MetricsWriter(tmp_path, [sink])
     assert sink in str(caught.value) and "\n" not in str(caught.value)
 

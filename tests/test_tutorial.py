@@ -83,3 +83,22 @@ def test_a_reader_gets_a_curve_of_their_own_and_finds_planted_faults(tmp_path):
     for name, expected in faults.items():
         rules = diagnose(RunFiles(runs / name))["rules"]
         assert expected in {rule["id"] for rule in rules if rule["state"] == "found"}, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_environment_on_the_first_page_learns(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (block,) = [each for each in blocks_of(ROOT / "README.md") if each.file == "sums.py"]
+    (tmp_path / "sums.py").write_text(block.code)
+    words = ["train", "examples/quickstart/run.toml", "--env.id", "sums.py:Sums"]
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", *words, "--run.name", "sums", "--run.num_steps", "40"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "runs" / "sums")]
+    assert sum(rewards[:3]) / 3 < 0.6 and sum(rewards[-3:]) / 3 > 0.8, rewards

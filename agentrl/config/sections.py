@@ -50,7 +50,7 @@ class RunSection(Section):
 
 
 class LoraSection(Section):
-    """A low-rank adapter in place of all weights; needs `pip install 'agentrl[lora]'`."""
+    """A low-rank adapter in place of all weights; needs `pip install 'agentrl-gym[lora]'`."""
 
     rank: Annotated[int, Field(ge=0, le=512)] = 0
     """Of the adapter's matrices. 0 trains all weights and no adapter."""
@@ -321,9 +321,9 @@ class TrainSection(Section):
     """Optimizer steps of linear warm-up."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu"] = "adamw"
     """Where AdamW keeps its two moments. `adamw`: in float32 beside the weights. `adamw_8bit`: in 8
-    bit, 2 instead of 8 bytes per weight; needs `pip install 'agentrl[8bit]'`. `adamw_cpu`: in host
-    memory, with the float32 weights and gradients; the update is computed there and is slower. On
-    several ranks no weights stay on the device: a layer's are there while it computes."""
+    bit, 2 instead of 8 bytes per weight; needs `pip install 'agentrl-gym[8bit]'`. `adamw_cpu`: in
+    host memory, with the float32 weights and gradients; the update is computed there and is slower.
+    On several ranks no weights stay on the device: a layer's are there while it computes."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     """Of AdamW."""
@@ -475,7 +475,7 @@ class EvalSection(Section):
 
 class TrackSection(Section):
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics go besides metrics.jsonl; needs `pip install 'agentrl[track]'`."""
+    """Where metrics go besides metrics.jsonl; needs `pip install 'agentrl-gym[track]'`."""
     project: str = "agentrl"
     """Project name in wandb and trackio."""
     log_trajectories: bool = True

@@ -63,7 +63,7 @@ def _machine() -> Iterator[Finding]:
     try:
         import torch
     except ImportError:
-        yield "note", "torch", "not installed; training needs pip install 'agentrl[train]'"
+        yield "note", "torch", "not installed; training needs pip install 'agentrl-gym[train]'"
         return
     device = (
         torch.cuda.get_device_name()
@@ -78,7 +78,7 @@ def _packages() -> Finding:
     from packaging.requirements import Requirement
 
     try:
-        declared = importlib.metadata.requires("agentrl") or []
+        declared = importlib.metadata.requires("agentrl-gym") or []
     except importlib.metadata.PackageNotFoundError:
         return "note", "agentrl", "not installed, only on the path; pip install -e ."
     wrong = set()

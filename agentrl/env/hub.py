@@ -145,7 +145,7 @@ def load_hub(
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        raise ConfigError(f"data set {name} needs: pip install 'agentrl[data]'") from error
+        raise ConfigError(f"data set {name} needs: pip install 'agentrl-gym[data]'") from error
     if mirror is not None:
         return _load_mirror(datasets, mirror, subset)
     offline = not _hub_answers()

@@ -14,7 +14,7 @@ from agentrl.config import LoraSection
 from agentrl.errors import ConfigError
 from agentrl.sync.adapter import CONFIG_FILE, has_adapter
 
-_MISSING = "low-rank adapters need the peft package: pip install 'agentrl[lora]'"
+_MISSING = "low-rank adapters need the peft package: pip install 'agentrl-gym[lora]'"
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> None:

@@ -178,7 +178,7 @@ def require_optimizer(config: TrainSection) -> None:
     if config.optimizer == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"):
         raise ConfigError(
             "train.optimizer = 'adamw_8bit' needs the bitsandbytes package: "
-            "pip install 'agentrl[8bit]', or set train.optimizer = 'adamw'"
+            "pip install 'agentrl-gym[8bit]', or set train.optimizer = 'adamw'"
         )
 
 

@@ -376,7 +376,7 @@ def main() -> None:
     try:
         compare = load_compare()
     except ImportError as error:
-        send(reply_fd, {"error": f"{error}: install it with `pip install 'agentrl[math]'`"})
+        send(reply_fd, {"error": f"{error}: install it with `pip install 'agentrl-gym[math]'`"})
         return
     child = Child(compare, memory_bytes, (0, reply_fd))
     send(reply_fd, {"ready": True})

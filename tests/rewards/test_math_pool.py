@@ -284,7 +284,7 @@ def test_a_missing_library_says_how_to_get_it(pool, tmp_path, monkeypatch):
     path.write_text(source)
     monkeypatch.setattr(math_pool, "WORKER_FILE", path)
     for _ in range(3):  # a failed start gives its place back
-        with pytest.raises(GraderError, match=r"pip install 'agentrl\[math\]'"):
+        with pytest.raises(GraderError, match=r"pip install 'agentrl-gym\[math\]'"):
             pool.check(*POLYNOMIAL)
     assert pool.status().num_alive == 0
 

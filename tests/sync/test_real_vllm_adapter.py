@@ -21,7 +21,7 @@ from agentrl.train.lora import add_adapter
 from agentrl.train.model import load_model
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("peft") is None, reason="adapters need agentrl[lora]"),
+    pytest.mark.skipif(find_spec("peft") is None, reason="adapters need agentrl-gym[lora]"),
     pytest.mark.vllm,
     pytest.mark.skipif(python_of_vllm() is None, reason="AGENTRL_VLLM_PYTHON is not set"),
     pytest.mark.timeout(600),

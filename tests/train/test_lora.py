@@ -26,7 +26,7 @@ from agentrl.types import Sample
 QUICKSTART = "examples/quickstart/model"
 pytestmark = [
     # Not importorskip: each worker imports every test file, and peft takes over a second.
-    pytest.mark.skipif(find_spec("peft") is None, reason="adapters need agentrl[lora]"),
+    pytest.mark.skipif(find_spec("peft") is None, reason="adapters need agentrl-gym[lora]"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings"),
 ]
 

@@ -205,7 +205,7 @@ def test_it_is_the_mixed_precision_of_fsdp(tmp_path):
 
 def test_moments_in_8_bit(tmp_path):
     """2 bytes per weight, close to AdamW, and a restored run goes on bit for bit."""
-    pytest.importorskip("bitsandbytes", reason="needs agentrl[8bit]")
+    pytest.importorskip("bitsandbytes", reason="needs agentrl-gym[8bit]")
 
     def make(optimizer: str) -> Learner:
         torch.manual_seed(0)
@@ -249,6 +249,6 @@ def test_moments_in_8_bit(tmp_path):
 
 def test_without_its_package_8_bit_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[8bit\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-gym\[8bit\]'"):
         make_learner(optimizer="adamw_8bit")
     make_learner(optimizer="adamw_cpu")

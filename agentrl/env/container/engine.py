@@ -73,7 +73,7 @@ def connect(timeout_s: float = CALL_TIMEOUT_S) -> DockerClient:
         from docker.utils import kwargs_from_env, parse_host
     except ImportError as error:
         raise ConfigError(
-            "containers need the docker package: pip install 'agentrl[containers]'"
+            "containers need the docker package: pip install 'agentrl-gym[containers]'"
         ) from error
     try:
         parse_host(os.environ.get("DOCKER_HOST"))

@@ -97,7 +97,7 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[
                     f"'{ENTRY_POINT_GROUP}': offer one, or write a Dockerfile"
                 )
             shutil.copyfile(DOCKERFILE, context / "Dockerfile")
-        return name, {"AGENTRL": _requirement("agentrl", added, wheels)}
+        return name, {"AGENTRL": _requirement("agentrl-gym", added, wheels)}
     if folder.is_dir() or "/" in target:
         raise ConfigError(
             f"{folder} has no pyproject.toml: name an environment's id, or a project such as "
@@ -114,10 +114,10 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[
     added.mkdir(parents=True)
     shutil.copyfile(DOCKERFILE, context / "Dockerfile")
     extra = target if target in (entry.dist.metadata.get_all("Provides-Extra") or []) else ""
-    own = entry.dist.name == "agentrl"
+    own = entry.dist.name == "agentrl-gym"
     return f"agentrl-{target}", {
         "ENVIRONMENT": target,
-        "AGENTRL": _requirement("agentrl", added, wheels, extra if own else ""),
+        "AGENTRL": _requirement("agentrl-gym", added, wheels, extra if own else ""),
         "PROJECT": "" if own else _requirement(entry.dist.name, added, wheels, extra),
     }
 
@@ -135,9 +135,11 @@ def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") ->
             raise ConfigError(f"--wheel {given[0]} can't be read: {error.strerror}") from error
         return f"/deps/{wheel.name}{extras}"
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    source = urllib.request.url2pathname(origin.get("url", "").removeprefix("file://"))
+    if source.endswith(".whl") and Path(source).is_file():
+        return f"/deps/{Path(shutil.copy(source, added)).name}{extras}"
     if "dir_info" not in origin:
         return f"{name}{extras}=={distribution.version}"
-    source = urllib.request.url2pathname(origin["url"].removeprefix("file://"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(added), source]
     done = subprocess.run(command, capture_output=True, text=True)
     made = next(iter(added.glob(f"{prefix}*.whl")), None)

@@ -27,8 +27,8 @@ async def answer(request: web.Request, tools: EnvTools) -> web.Response:
         )
     except ImportError:
         raise RequestRefused(
-            "tools over MCP need its package where agentrl runs: pip install 'agentrl[mcp]'; plain "
-            f"HTTP needs none: GET {request.path.removesuffix('mcp')}tools",
+            "tools over MCP need its package where agentrl runs: pip install 'agentrl-gym[mcp]'; "
+            f"plain HTTP needs none: GET {request.path.removesuffix('mcp')}tools",
             status=501,
             code="mcp_missing",
         ) from None

@@ -2,7 +2,7 @@
 
 This package runs inside vLLM's processes. It imports vLLM, torch, safetensors and the standard
 library only, because agentrl need not be installed there: `agentrl.sync.plugin.write_plugin` puts
-a copy of it on a server's PYTHONPATH, and `pip install agentrl` next to vLLM registers it too.
+a copy of it on a server's PYTHONPATH, and agentrl installed next to vLLM registers it too.
 
     files      the weight-transfer backend "agentrl"
     rounding   layers on a CPU round where those of transformers do

@@ -25,7 +25,7 @@ def import_package(module: str, extra: str) -> ModuleType:
         if error.name != package:
             raise
         raise ConfigError(
-            f"the {extra} adapter needs the package {package}: pip install 'agentrl[{extra}]'"
+            f"the {extra} adapter needs the package {package}: pip install 'agentrl-gym[{extra}]'"
         ) from error
 
 

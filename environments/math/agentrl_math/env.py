@@ -109,7 +109,7 @@ class MathEnvironment(Environment):
         """
         if equivalence_of(config) == "symbolic" and not importlib.util.find_spec("math_verify"):
             raise ConfigError(
-                "symbolic grading needs math-verify: pip install 'agentrl[math]', or set "
+                "symbolic grading needs math-verify: pip install 'agentrl-gym[math]', or set "
                 "equivalence to 'numeric'"
             )
         if config.source == "arithmetic":

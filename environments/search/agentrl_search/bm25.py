@@ -44,7 +44,7 @@ def _tantivy() -> Any:
     try:
         import tantivy
     except ImportError as error:
-        raise ConfigError("BM25 needs tantivy: pip install 'agentrl[search]'") from error
+        raise ConfigError("BM25 needs tantivy: pip install 'agentrl-gym[search]'") from error
     return tantivy
 
 

@@ -56,7 +56,7 @@ class LocalEncoder:
             from transformers import AutoModel, AutoTokenizer
         except ImportError as error:
             raise ConfigError(
-                "a local embedding model needs transformers: pip install 'agentrl[train]'"
+                "a local embedding model needs transformers: pip install 'agentrl-gym[train]'"
             ) from error
         self._torch: Any = torch
         self._device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,10 +21,12 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
     try:
         version = importlib.metadata.version("swebench")
     except importlib.metadata.PackageNotFoundError:
-        yield "fix", "harness", "not installed: pip install 'agentrl[swebench]'"
+        yield "fix", "harness", "not installed: pip install 'agentrl-gym[swebench]'"
     else:
         right = version == HARNESS_VERSION
-        wanted = "" if right else f"; {HARNESS_VERSION} is wanted: pip install 'agentrl[swebench]'"
+        wanted = (
+            "" if right else f"; {HARNESS_VERSION} is wanted: pip install 'agentrl-gym[swebench]'"
+        )
         yield "ok" if right else "fix", "harness", f"swebench {version}{wanted}"
     try:
         client = connect()

@@ -336,4 +336,4 @@ def _num_failed(report: dict) -> int:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("swebench") is None:
-        raise ConfigError("the official harness is missing: pip install 'agentrl[swebench]'")
+        raise ConfigError("the official harness is missing: pip install 'agentrl-gym[swebench]'")

@@ -36,7 +36,7 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
         from openai import AsyncOpenAI
     except ImportError:
         raise ConfigError(
-            "`run` needs the openai package: pip install 'agentrl[eval,swebench]'"
+            "`run` needs the openai package: pip install 'agentrl-gym[eval,swebench]'"
         ) from None
     base = arguments.model.rstrip("/")
     client = AsyncOpenAI(

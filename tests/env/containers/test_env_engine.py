@@ -84,7 +84,7 @@ def test_without_an_engine_the_error_says_what_to_do(monkeypatch, tmp_path):
 
 def test_without_the_docker_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "docker", None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[containers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-gym\[containers\]'"):
         connect()
 
 

@@ -72,7 +72,7 @@ def test_of_a_checkout_a_wheel_goes_in_which_is_always_the_same(tmp_path):
 @pytest.fixture
 def wheel(tmp_path):
     """A file that passes for a wheel of agentrl, so that none has to be made."""
-    path = tmp_path / "agentrl-0.1.0-py3-none-any.whl"
+    path = tmp_path / "agentrl_gym-0.1.0-py3-none-any.whl"
     path.write_bytes(b"wheel")
     return path
 
@@ -88,7 +88,7 @@ def test_a_wheel_of_the_caller_s_goes_in(tmp_path, wheel):
     assert files == {"Dockerfile", f".agentrl/{wheel.name}"}
     assert arguments["AGENTRL"] == f"/deps/{wheel.name}[swebench]"
     with pytest.raises(ConfigError, match="--wheel"):
-        prepare("math", tmp_path / "other", [tmp_path / "agentrl-no-such.whl"])
+        prepare("math", tmp_path / "other", [tmp_path / "agentrl_gym-no-such.whl"])
 
 
 def test_a_project_s_context_leaves_out_what_belongs_to_this_machine(tmp_path, wheel):

@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 gymnasium = pytest.importorskip(
-    "gymnasium", reason="needs gymnasium: pip install 'agentrl[gymnasium]'"
+    "gymnasium", reason="needs gymnasium: pip install 'agentrl-gym[gymnasium]'"
 )
 
 from agentrl.env import Action, Task, ToolCall, connect, make  # noqa: E402

@@ -26,7 +26,7 @@ from agentrl_adapters.verifiers_env import VerifiersEnvironment
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, environment, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
     env = make(environment).sync
-    with pytest.raises(EnvError, match=rf"pip install 'agentrl\[{extra}\]'") as caught:
+    with pytest.raises(EnvError, match=rf"pip install 'agentrl-gym\[{extra}\]'") as caught:
         env.info()
     assert caught.value.code == "invalid_request"
     env.close()

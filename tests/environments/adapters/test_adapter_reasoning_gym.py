@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 reasoning_gym = pytest.importorskip(
-    "reasoning_gym", reason="needs reasoning-gym: pip install 'agentrl[reasoning-gym]'"
+    "reasoning_gym", reason="needs reasoning-gym: pip install 'agentrl-gym[reasoning-gym]'"
 )
 
 from agentrl.env import Task, connect, make  # noqa: E402

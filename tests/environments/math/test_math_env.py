@@ -329,7 +329,7 @@ def test_missing_files_and_folders_are_named(tmp_path):
 def test_symbolic_grading_without_math_verify_says_how_to_get_it(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[math\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-gym\[math\]'"):
         source_of(source=str(path)).splits()
     assert source_of(source=str(path), equivalence="numeric").splits() == {"train": 2}
 

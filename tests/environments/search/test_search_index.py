@@ -389,7 +389,7 @@ def test_recall_on_squad(data_dir, tmp_path):
 
 def test_bm25_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tantivy", None)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[search\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-gym\[search\]'"):
         BM25(tmp_path, 1, None)
 
 

@@ -23,7 +23,7 @@ from agentrl_swebench.guarded import GuardedClient, Watch
 from agentrl_swebench.testfiles import file_diff, packed
 
 pytestmark = pytest.mark.docker
-pytest.importorskip("swebench", reason="the official harness is missing: agentrl[swebench]")
+pytest.importorskip("swebench", reason="the official harness is missing: agentrl-gym[swebench]")
 
 RUN_ID = f"test-{os.getpid()}"
 SPANS = "agentrl__spans-1"

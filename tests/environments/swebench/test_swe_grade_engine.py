@@ -26,7 +26,7 @@ from agentrl_swebench.grade import GradingLimits, grade
 from agentrl_swebench.patch import extract
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
-pytest.importorskip("swebench", reason="the official harness is missing: agentrl[swebench]")
+pytest.importorskip("swebench", reason="the official harness is missing: agentrl-gym[swebench]")
 
 SPANS = "agentrl__spans-1"
 DISK_MB = 1800

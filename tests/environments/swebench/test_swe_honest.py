@@ -19,7 +19,7 @@ from agentrl_swebench.grade import grade
 from agentrl_swebench.patch import extract
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
-pytest.importorskip("swebench", reason="the official harness is missing: agentrl[swebench]")
+pytest.importorskip("swebench", reason="the official harness is missing: agentrl-gym[swebench]")
 
 SPANS, GAUGE = "agentrl__spans-1", "agentrl__gauge-1"
 LEDGER, TALLY = "agentrl__ledger-1", "agentrl__tally-1"
