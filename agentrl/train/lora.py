@@ -66,7 +66,12 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
     if not has_adapter(model):
         yield
         return
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.disable_adapters()
+    # PEFT freezes what it leaves out. A sharded model whose first forward pass is this one would
+    # keep the gradients of frozen parameters in the dtype that it computes in.
+    for parameter in learning:
+        parameter.requires_grad_(True)
     try:
         yield
     finally:

@@ -17,14 +17,23 @@ from agentrl.types import Sample
 
 
 class StepSignals:
-    """Takes parts of the step's batch while they are on the device; nothing waits for it."""
+    """Takes parts of the step's batch while they are on the device; nothing waits for it.
+
+    `take` them micro-batch by micro-batch, `gather` them once, then `rows` are there.
+    """
 
     def __init__(self, batch: Batch) -> None:
+        """
+        Args:
+            batch: in host memory.
+        """
         self._batch = batch
+        self._parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]] = []
+        """Rows, values and masks of micro-batches, in host memory or on their way there."""
         self._taken: dict[str, Tensor] = {}
         """(B, T) each."""
         self._masks: dict[str, Tensor] = {}
-        self._taken_at = torch.zeros(batch.loss_mask.shape[0], device=batch.loss_mask.device)
+        self._taken_at = torch.zeros(batch.loss_mask.shape[0])
         """(B,) in which round of micro-batches, from 1, this rank last took the row; 0: never."""
 
     def take(
@@ -44,15 +53,22 @@ class StepSignals:
             number: of the micro-batch, from 1; of all ranks it is the same in one round.
         """
         assert part.weights is not None
-        index, width = torch.as_tensor(rows, device=logprobs.device), logprobs.shape[1]
-        for name, values in (("logprobs", logprobs.detach()), ("weights", part.weights)):
-            self._into(self._taken, name, torch.nan)[index, :width] = values.float()
-        for name, mask in kept.items():
-            self._into(self._masks, name, False)[index, :width] = mask
+        index, values = torch.as_tensor(rows), {"logprobs": logprobs, "weights": part.weights}
+        self._parts.append((index, _to_host(values), _to_host(kept)))
         self._taken_at[index] = number
 
     def gather(self) -> None:
-        """Have what all ranks took, of each row what was taken last. Every rank calls it."""
+        """Have what all ranks took, of each row what was taken last. Every rank calls it, and
+        waits for its device."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        for index, values, masks in self._parts:
+            for name, value in values.items():
+                width = value.shape[1]
+                self._into(self._taken, name, torch.nan)[index, :width] = value.float()
+            for name, mask in masks.items():
+                self._into(self._masks, name, False)[index, : mask.shape[1]] = mask
+        self._parts.clear()
         if ranks.size() == 1:
             return
         mine = self._taken_at == ranks.largest(self._taken_at.clone())
@@ -68,9 +84,8 @@ class StepSignals:
 
     def _into(self, matrices: dict[str, Tensor], name: str, fill: float | bool) -> Tensor:
         if name not in matrices:
-            like = self._batch.loss_mask
             dtype = torch.bool if fill is False else torch.float32
-            matrices[name] = torch.full(like.shape, fill, dtype=dtype, device=like.device)
+            matrices[name] = torch.full(self._batch.loss_mask.shape, fill, dtype=dtype)
         return matrices[name]
 
     def rows(
@@ -91,9 +106,9 @@ class StepSignals:
             "weights": taken.get("weights"),
             "values": batch.values,
         }
-        arrays = {name: _numpy(m) for name, m in matrices.items() if m is not None}
-        masks = {name: _numpy(mask) for name, mask in self._masks.items()}
-        trained = _numpy(trained_mask(objective, batch))
+        arrays = {name: m.numpy() for name, m in matrices.items() if m is not None}
+        masks = {name: mask.numpy() for name, mask in self._masks.items()}
+        trained = trained_mask(objective, batch).numpy()
 
         def make() -> list[RowSignals]:
             return [
@@ -139,5 +154,5 @@ def _row(
     )
 
 
-def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
+def _to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.detach().to("cpu", non_blocking=True) for name, each in tensors.items()}

@@ -87,8 +87,10 @@ def test_the_reference_is_the_model_without_its_adapter(model):
     before = logprobs(model).detach()
     perturb(adapted(model))
     assert (logprobs(model) - before).abs().max() > 0.01
+    learning = [name for name, p in model.named_parameters() if p.requires_grad]
     with without_adapter(model):
         assert torch.equal(logprobs(model), before)
+        assert [name for name, p in model.named_parameters() if p.requires_grad] == learning
     assert (logprobs(model) - before).abs().max() > 0.01
 
 

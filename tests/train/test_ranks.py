@@ -160,6 +160,21 @@ def test_ranks_compute_what_one_does(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_adapter_with_a_kl_term_learns_in_bfloat16(tmp_path):
+    """Its first forward pass is that of the reference, without the adapter."""
+    case = CASES["lora"] | {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}}
+    samples = make_samples(tmp_path / "samples", num_groups=2)
+    for num_ranks in (1, 2):
+        out = str(tmp_path / str(num_ranks))
+        run(tmp_path, num_ranks, [{"config": config_of(case), "samples": samples, "out": out}])
+    one, two = (load_file(tmp_path / number / "tensors.safetensors") for number in ("1", "2"))
+    learned = [name for name in two if name.startswith("weights") and "lora_B" in name]
+    assert learned and all(two[name].dtype == torch.float32 and two[name].any() for name in learned)
+    for name in learned:  # Adam's first step goes by the sign of the gradient
+        torch.testing.assert_close(two[name], one[name].float(), rtol=0, atol=2.1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_push_needs_memory_for_two_tensors(tmp_path, dtype):
     """On every rank, above its shards: at most two of the largest, whatever the model has."""
