@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from agentrl.train.context import Context
 
 WHOLE_ROW = Context()
+BLOCK_SIZE = 128
+"""Of flex attention's kernels, by default."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,15 +103,39 @@ class SegmentMask:
 
     @functools.cached_property
     def blocks(self) -> BlockMask:
-        """The same as flex attention wants it."""
-        lengths = torch.tensor(self.lengths, device=self._device)
+        """The same as flex attention wants it: the blocks of keys that each block of queries sees.
+
+        Nothing of the size [N, N] is built. A listed block may hold nothing that is seen: flex
+        attention asks for each of its entries, but for those of the blocks that are seen whole.
+        """
         ends = {start: end for start, _, end in self.shared}
-        last = torch.tensor([ends.get(start, stop) for start, stop in self.spans])
-        last = last.to(self._device).repeat_interleave(lengths)
-        total = len(last)
-        window = self.window or total
+        of_segment = torch.tensor([ends.get(start, stop) for start, stop in self.spans])
+        last = of_segment.repeat_interleave(torch.tensor(self.lengths))  # (N,): sees no later query
+        window, total = self.window or len(last), len(last)
+        padded = torch.nn.functional.pad(last, (0, -total % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+        key = torch.arange(0, total, BLOCK_SIZE)  # where each block begins
+        query = key[:, None]
+        seen = (key <= query) & (query < padded.amax(1)) & (query - key < window + BLOCK_SIZE - 1)
+        whole = (
+            (key < query)
+            & (query + BLOCK_SIZE <= padded.amin(1))
+            & (query - key < window - BLOCK_SIZE + 1)
+        )
+        last = last.to(self._device)
 
         def sees(batch, head, query, key):
             return (key <= query) & (query - key < window) & (query < last[key])
 
-        return create_block_mask(sees, None, None, total, total, device=self._device)
+        return BlockMask.from_kv_blocks(
+            *_listed(seen & ~whole),
+            *_listed(whole),
+            BLOCK_SIZE=BLOCK_SIZE,
+            mask_mod=sees,
+            seq_lengths=(total, total),
+        ).to(self._device)
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks each row of (rows, columns) bool has, and their columns before all others."""
+    columns = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], columns.int()[None, None]
