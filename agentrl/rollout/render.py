@@ -30,8 +30,8 @@ _SENTINEL = "agentrl-dummy-turn"
 _ASKED: Message = {"role": "user", "content": "x"}
 _CONTENT = "agentrl-dummy-content"
 
-PROMPT_END_TOKENS = 32
-"""Tokens before a turn that say whether the prompt opened a thought."""
+PROMPT_END_TOKENS = 512
+"""Tokens before a turn that may say whether the prompt opened a thought."""
 MAX_FRAMES = 4096
 MAX_PROMPTS = 256
 
@@ -129,6 +129,10 @@ class Renderer:
         self._end_texts = [
             self._decode([each], skip_special_tokens=False) for each in self.stop_token_ids
         ]
+        marks = "".join(self.dialect.think or ())
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        special = frozenset(each for each, token in added if token.special)
+        self._frame_ids = special - frozenset(self._encode(marks))
         self.history: HistoryMode = history if history != "auto" else self._self_test()
 
     def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
@@ -224,13 +228,27 @@ class Renderer:
         """
         ids = token_ids[start:]
         whole = self._decode(ids, skip_special_tokens=False) if self.dialect.split else None
-        before = token_ids[max(0, start - PROMPT_END_TOKENS) : start]
         return self.dialect.read_turn(
             self.decode(ids) if whole is None else whole,
             tools,
             turn_id=turn_id,
-            prompt_end=self._decode(before, skip_special_tokens=False),
+            prompt_end=self._prompt_end(token_ids, start),
         )
+
+    def _prompt_end(self, token_ids: list[int], start: int) -> str:
+        """The text that the template wrote before a turn, without the messages before it, which
+        may speak of thoughts without opening one.
+
+        A special token divides the two: no content makes one. Those of thoughts divide nothing.
+        """
+        first = max(0, start - PROMPT_END_TOKENS)
+        last = next(
+            (at for at in range(start - 1, first - 1, -1) if token_ids[at] in self._frame_ids),
+            start - 32,
+        )
+        if self.dialect.split:  # it knows its own beginnings
+            last = min(last, start - 32)
+        return self._decode(token_ids[max(last, 0) : start], skip_special_tokens=False)
 
     def decode(self, token_ids: list[int]) -> str:
         """Sampled ids as text, special tokens included (tool-call tags may be special), without

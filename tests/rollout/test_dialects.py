@@ -121,6 +121,151 @@ def test_a_thought_that_does_not_end_executes_nothing(name):
         assert status in ("text", "malformed")
 
 
+def test_only_a_closed_thought_lets_a_call_through():
+    call = FAMILIES["gemma4"].calls(ONE)
+    for text, prompt_end in (
+        (f"<|channel>thought I could {call}", ""),
+        (f"<|channel>thought I could {call} or not", ""),
+        (f"<|channel>plan\nI could {call}", ""),
+        (f"<|channel>{call}", ""),
+        (f"thought\nI could {call}", "<|turn>model\n<|channel>"),
+        (f"I could {call}", "<|turn>model\n<|channel>thought"),
+        (f"I could {call}", "<channel|><|channel>thought\nWell, "),
+    ):
+        action, status = read("gemma4", text, prompt_end)
+        assert (status, action.tool_calls) == ("malformed", ()), (text, prompt_end)
+        assert "never closed by <channel|>" in action.parse_error
+        action, status = read("gemma4", f"{text}<channel|>{call}", prompt_end)
+        assert (status, calls_of(action)) == ("tool_calls", ONE), (text, prompt_end)
+    action, _ = read("gemma4", "<|channel>thought\nhm<channel|>ok")
+    assert (action.reasoning, action.text) == ("hm", "ok")
+    action, _ = read("gemma4", "ght\nhm<channel|>ok", "<|channel>thou")
+    assert (action.reasoning, action.text) == ("hm", "ok")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_may_open_a_thought_and_begin_it(name):
+    family, think = FAMILIES[name], DIALECTS[name].think
+    call = family.calls(ONE)
+    if name == "harmony":
+        begun, closed = "<|start|>assistant<|channel|>analysis<|message|>Well,", think[1]
+        inside = '<|channel|>commentary to=functions.look<|message|>{"word": "fox"}'
+    else:
+        begun, closed, inside = f"x{think[1]}y{think[0]}Well,", think[1], call
+    action, status = read(name, f" now {inside}", begun)
+    assert action.tool_calls == () and "now" in action.reasoning and status != "tool_calls"
+    closing = family.think[1] if name == "harmony" else closed
+    action, status = read(name, f" now {inside}{closing}{call}", begun)
+    assert (status, calls_of(action)) == ("tool_calls", ONE)
+    if name != "harmony":
+        action, status = read(name, call, f"{begun}{closed}\n\n")
+        assert (status, calls_of(action)) == ("tool_calls", ONE)
+
+
+def test_the_renderer_asks_the_template_not_the_question_whether_a_thought_is_open():
+    template = FAMILIES["hermes"].template
+    opened_template = template.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\nOkay, {% endif %}"
+    )
+    assert opened_template != template
+    said = FAMILIES["hermes"].calls(ONE)
+    asked = [{"role": "user", "content": "What does <think> mean?"}]
+    for source, called in ((template, ONE), (opened_template, [])):
+        renderer = Renderer(make_tokenizer(source, special=FAMILIES["hermes"].special))
+        prompt = renderer.prompt(asked, [LOOK])
+        ids = renderer._encode(said)
+        action, _ = renderer.read_turn([*prompt, *ids], len(prompt), [LOOK], turn_id=0)
+        assert calls_of(action) == called
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_marks_inside_an_argument_are_a_part_of_it(name):
+    think = DIALECTS[name].think if name != "harmony" else ("<think>", "</think>")
+    for word in (f"a {think[1]} b", f"{think[0]} a", f"{think[0]}a{think[1]}"):
+        calls = [("look", {"word": word.replace("\n", " "), "count": 3})]
+        action, status = read(name, FAMILIES[name].calls(calls))
+        assert (status, calls_of(action), action.reasoning) == ("tool_calls", calls, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "closing"),
+    [
+        ("qwen_xml", "\n</parameter>"),
+        ("minimax_m2", "</parameter>"),
+        ("deepseek_v32", "</｜DSML｜parameter>"),
+        ("glm4", "</arg_value>"),
+    ],
+)
+def test_a_parameter_that_is_not_closed_swallows_nothing(name, closing):
+    for calls in (ONE, TWO):
+        text = FAMILIES[name].calls(calls)
+        for cut in range(text.count(closing)):
+            at = -1
+            for _ in range(cut + 1):
+                at = text.index(closing, at + 1)
+            action, status = read(name, text[:at] + text[at + len(closing) :])
+            assert (status, action.tool_calls) == ("malformed", ()), (cut, text)
+
+
+DELIMITED = [name for name in NAMES if DIALECTS[name].call]
+
+
+@pytest.mark.parametrize("name", DELIMITED)
+def test_a_call_without_its_opening_is_no_answer(name):
+    opens, closes = DIALECTS[name].call
+    one, two = FAMILIES[name].calls(ONE), FAMILIES[name].calls(TWO)
+    texts = [one.replace(opens, "", 1), two.replace(opens, "", 1)]
+    if closes and two.count(opens) == 2:
+        texts += [opens.join(two.rsplit(opens, 1)[:1]) + two.rsplit(opens, 1)[1]]
+    if name == "qwen_xml":
+        texts.append(one.replace(opens, "").replace(closes, ""))
+    if name == "mistral":
+        texts.pop(1)  # [ARGS] of the first call stands in front of the second
+        texts.append(two.replace(opens, "", 1))
+    for text in texts:
+        action, status = read(name, text)
+        assert (status, action.tool_calls) == ("malformed", ()), text
+        assert action.parse_error
+        action, status = DIALECTS[name].read_turn(text.replace(opens, ""), [], turn_id=0)
+        assert status == "text", "without tools it is an answer"
+
+
+def test_two_calls_have_two_ids():
+    call = '{"name": "look", "arguments": {}, "id": "a"}'
+    action, status = read("hermes", f"<tool_call>{call}</tool_call>" * 2)
+    assert status == "malformed" and "two calls have the id 'a'" in action.parse_error
+    text = FAMILIES["kimi_k2"].calls(TWO).replace("look:1", "look:0")
+    assert read("kimi_k2", text)[1] == "malformed"
+    call = '{"name": "look", "arguments": {}, "id": "t0007c001"}'
+    plain = '{"name": "look", "arguments": {}}'
+    text = f"<tool_call>{call}</tool_call><tool_call>{plain}</tool_call>"
+    assert read("hermes", text)[1] == "malformed", "one is the id that the other is given"
+
+
+WORDS = st.text(max_size=8) | st.sampled_from(
+    ["</think>", "<think>", "<tool_call>", '"}', "', b='", "\\", "<parameter=x>", "{", "]", ";"]
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=8, deadline=None)
+def test_no_truncation_changes_a_call(name, data):
+    """A turn that was cut makes some of its first calls or none, and never another."""
+    family = FAMILIES[name]
+    number = 1 if name == "harmony" else data.draw(st.integers(1, 3))
+    calls = [
+        ("look", {"word": data.draw(WORDS), "count": data.draw(st.integers(-99, 99))})
+        for _ in range(number)
+    ]
+    reasoning = data.draw(st.sampled_from(["", "hm", f"I could {family.calls(ONE)}"]))
+    text = family.turn(calls=calls, reasoning=reasoning if name != "harmony" else "hm")
+    prompt_end = opened(name) if family.think[1] in text else ""
+    for end in range(len(text) + 1):
+        cut = calls_of(read(name, text[:end], prompt_end)[0])
+        assert cut == calls[: len(cut)], text[:end]
+
+
 @given(st.sampled_from(NAMES), st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_an_action(name, data):

@@ -80,6 +80,7 @@ def xml_calls(
     *,
     pattern: re.Pattern[str],
     parameter: re.Pattern[str],
+    openers: tuple[str, ...],
     trim_newlines: bool = False,
 ) -> list[Call]:
     """Parameters as tags whose text carries no type: the tool's schema says which it is.
@@ -89,6 +90,8 @@ def xml_calls(
     the tag itself says whether the value is one.
 
     Args:
+        openers: what opens a call or a parameter. Inside a key or a value it says that the one
+            before was never closed, and its value would be another's.
         trim_newlines: a value stands on lines of its own.
     """
     calls = []
@@ -97,6 +100,8 @@ def xml_calls(
         properties = _properties(name, tools)
         for found in _all(parameter, match["parameters"], may_be_empty=True):
             key, value = found["key"].strip(), found["value"]
+            if opened := next((each for each in openers if each in key or each in value), None):
+                raise Unreadable(f"parameter {key[:60]!r} was not closed before {opened!r}")
             if key in arguments:
                 raise Unreadable(f"parameter {key!r} is given twice")
             if trim_newlines:

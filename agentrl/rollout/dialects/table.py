@@ -48,10 +48,15 @@ class Dialect:
     call: tuple[str, str | None] | None = None
     """What opens and closes a region of calls; closed by None, it reaches to the next that opens,
     or to the end of the turn."""
+    inside: tuple[str, ...] = ()
+    """Marks that stand in a region of calls only, beside the one that closes it. In a text they
+    are the rest of a call that was never opened."""
     bare: re.Pattern[str] | None = None
     """Calls without delimiters: a turn that begins like this is nothing but calls. Read so only
     where tools are offered, because an answer may look the same."""
     think: tuple[str, str] | None = ("<think>", "</think>")
+    thought: re.Pattern[str] | None = None
+    """What opens a thought, where `think` is not the only text that does."""
     ends: tuple[str, ...] = ()
     """Tokens that end a turn where the template does not show it: the first ends a turn of text,
     the last one with calls. Empty: the template's own close token."""
@@ -70,37 +75,39 @@ class Dialect:
         Args:
             text: the decoded turn, special tokens included, without the token that ended it.
             tools: what the policy was offered; their schemas give untyped arguments a type.
-            prompt_end: the last tokens before the turn. They may have opened a thought.
+            prompt_end: what the template wrote before the turn. It may have opened a thought.
         """
         split = self.split or partial(self._split, tools)
         parts = split(text, prompt_end)
         reasoning = "\n\n".join(each.strip() for each in parts.reasoning if each.strip())
         written = "".join(parts.text)
+        whole = (written + "".join(parts.calls)).strip()
         if parts.problem is not None:
-            return Action(written, (), parts.problem, reasoning), "malformed"
+            return Action(whole, (), parts.problem, reasoning), "malformed"
         calls: list[ToolCall] = []
         for body in parts.calls:
             try:
-                found = self.read(body, tools)
+                for call in self.read(body, tools):
+                    given = self.call_id.format(turn=turn_id, index=len(calls), name=call.name)
+                    calls.append(ToolCall(call.id or given, call.name, call.arguments))
+                    if any(calls[-1].id == each.id for each in calls[:-1]):
+                        raise Unreadable(f"two calls have the id {calls[-1].id!r}")
             except Unreadable as error:
                 problem = f"tool call {len(calls) + 1}: {error}"
-                whole = (written + "".join(parts.calls)).strip()
                 return Action(whole, (), problem, reasoning), "malformed"
-            for call in found:
-                given = self.call_id.format(turn=turn_id, index=len(calls), name=call.name)
-                calls.append(ToolCall(call.id or given, call.name, call.arguments))
         if calls:
             return Action(written.strip(), tuple(calls), None, reasoning), "tool_calls"
         return Action(written.strip() if parts.reasoning else written, (), None, reasoning), "text"
 
     def _split(self, tools: list[ToolSpec], text: str, prompt_end: str) -> Split:
-        parts, position = Split(), 0
+        parts = Split()
         opened, closed = self.think or (None, None)
-        thinking = bool(opened) and prompt_end.rstrip().endswith(opened.rstrip())
         call_opens, call_closes = self.call or (None, None)
-        marks = re.compile(
-            "|".join(re.escape(m) for m in (opened, closed, call_opens) if m) or r"(?!)"
-        )
+        thought = self.thought or re.compile(re.escape(opened) if opened else r"(?!)")
+        others = [re.escape(mark) for mark in (closed, call_opens) if mark]
+        marks = re.compile("|".join([thought.pattern, *others]))
+        position = _end_of_open_thought(thought, closed, prompt_end, text)
+        thinking, position = position is not None, position or 0
         while True:
             if thinking and closed:
                 end = text.find(closed, position)
@@ -110,39 +117,83 @@ class Dialect:
                         parts.problem = (
                             f"the call stands in reasoning that was never closed by {closed}"
                         )
-                    break
+                    return parts
                 thinking, position = False, end + len(closed)
+            if self._is_nothing_but_calls("".join(parts.text) + text[position:], tools):
+                # Read at once: a mark inside an argument is a part of the argument.
+                parts.text, parts.calls = [], ["".join(parts.text) + text[position:]]
+                break
             mark = marks.search(text, position)
             parts.text.append(text[position : mark.start() if mark else None])
             if mark is None:
                 break
             position = mark.end()
-            if mark[0] == opened:
-                thinking = True
-            elif mark[0] == closed:
+            if mark[0] == closed:
                 # The thought was opened in the prompt, or not at all: all of it was reasoning.
-                parts = Split(reasoning=[text[: mark.start()].removeprefix(opened or "")])
-            else:
+                before = text[: mark.start()]
+                begins = thought.match(before)
+                parts = Split(reasoning=[before[begins.end() :] if begins else before])
+            elif mark[0] == call_opens:
                 if call_closes:
                     end = text.find(call_closes, position)
                 else:
-                    following = marks.search(text, position)
-                    end = following.start() if following else len(text)
+                    end = _next_mark_outside_strings(marks, text, position)
                 if end < 0:
                     parts.text.append(text[mark.start() :])
                     parts.problem = f"a {mark[0]} was never closed by {call_closes}"
-                    break
+                    return parts
                 parts.calls.append(text[position:end])
                 position = end + len(call_closes or "")
-        if self.bare and tools and self.bare.match(rest := "".join(parts.text)):
-            parts.text, parts.calls = [], [rest]
+            else:
+                thinking = True
+        written = "".join(parts.text)
+        if self.bare and tools and self.bare.match(written):
+            parts.text, parts.calls = [], [written]
+        elif tools:
+            left = [mark for mark in (call_closes, *self.inside) if mark and mark in written]
+            if left:
+                begins = f"; a call begins with {call_opens}" if call_opens else ""
+                parts.problem = f"{left[0]} stands outside of a call{begins}"
         return parts
+
+    def _is_nothing_but_calls(self, text: str, tools: list[ToolSpec]) -> bool:
+        if not (self.bare and tools and self.bare.match(text)):
+            return False
+        try:
+            self.read(text, tools)
+        except Unreadable:
+            return False
+        return True
+
+
+def _end_of_open_thought(
+    opens: re.Pattern[str], closed: str | None, prompt_end: str, text: str
+) -> int | None:
+    """Where the mark that opens a thought ends in the turn, if the prompt left a thought open."""
+    starts = [mark.start() for mark in opens.finditer(prompt_end)]
+    if not starts or closed is None or prompt_end.rfind(closed) > starts[-1]:
+        return None
+    begun = len(prompt_end) - starts[-1]
+    whole = opens.match(prompt_end[starts[-1] :] + text)  # the turn may go on with its name
+    return max(0, whole.end() - begun) if whole else 0
+
+
+def _next_mark_outside_strings(marks: re.Pattern[str], text: str, position: int) -> int:
+    """Where the next mark stands that is not inside a JSON string; else the end of the text."""
+    for found in re.finditer(rf'"(?:[^"\\]|\\.)*"|({marks.pattern})', text[position:], re.DOTALL):
+        if found[1]:
+            return position + found.start()
+    return len(text)
 
 
 def _split_harmony(text: str, prompt_end: str) -> Split:
     """Messages of gpt-oss: `<|channel|>analysis<|message|>...<|end|>` is reasoning, a `to=` in the
     header a call, everything else text (openai-harmony's format)."""
     parts = Split()
+    last = prompt_end[prompt_end.rfind("<|start|>") + 1 :]
+    if "<|channel|>" in last:  # the prompt began the turn's first message
+        header = last[last.rindex("<|channel|>") :]
+        text = header.partition("<|message|>")[0] + "<|message|>" * ("<|message|>" in header) + text
     for number, message in enumerate(text.split("<|start|>")):
         header, found, body = message.partition("<|message|>")
         body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
@@ -171,12 +222,14 @@ _XML = partial(
     xml_calls,
     pattern=_compile(r"<function=(?P<name>[^>\n]+)>(?P<parameters>.*?)</function>"),
     parameter=_compile(r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>"),
+    openers=("<tool_call>", "<function=", "<parameter="),
     trim_newlines=True,
 )
 _INVOKE = partial(
     xml_calls,
     pattern=_compile(r'<invoke name="(?P<name>[^"\n]+)">(?P<parameters>.*?)</invoke>'),
     parameter=_compile(r'<parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</parameter>'),
+    openers=("<minimax:tool_call>", "<invoke name=", "<parameter name="),
 )
 _DSML = partial(
     xml_calls,
@@ -187,11 +240,13 @@ _DSML = partial(
         r'<｜DSML｜parameter name="(?P<key>[^"\n]+)" string="(?P<string>true|false)">'
         r"(?P<value>.*?)</｜DSML｜parameter>"
     ),
+    openers=("<｜DSML｜",),
 )
 _ARG_KEYS = partial(
     xml_calls,
     pattern=_compile(r"\A\s*(?P<name>[^\s<]+)(?P<parameters>.*)\Z"),
     parameter=_compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+    openers=("<tool_call>", "<arg_key>", "<arg_value>"),
 )
 _MISTRAL = partial(
     framed_calls,
@@ -226,6 +281,7 @@ DIALECTS = {
             gemma_calls,
             call=("<|tool_call>", "<tool_call|>"),
             think=("<|channel>thought\n", "<channel|>"),
+            thought=_compile(r"<\|channel>(?:\w*\n)?"),
             ends=("<turn|>", "<|tool_response>"),
         ),
         Dialect(
@@ -233,6 +289,7 @@ DIALECTS = {
             "Mistral, Devstral, Ministral, Magistral",
             _mistral_calls,
             call=("[TOOL_CALLS]", None),
+            inside=("[CALL_ID]", "[ARGS]"),
             think=("[THINK]", "[/THINK]"),
         ),
         Dialect(
@@ -246,6 +303,7 @@ DIALECTS = {
                 ),
             ),
             call=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            inside=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
             call_id="functions.{name}:{index}",
         ),
         Dialect(
@@ -253,6 +311,7 @@ DIALECTS = {
             "DeepSeek V3.2",
             _DSML,
             call=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+            inside=("<｜DSML｜", "</｜DSML｜"),
         ),
         Dialect(
             "deepseek_v3",
@@ -265,6 +324,7 @@ DIALECTS = {
                 ),
             ),
             call=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            inside=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         ),
         Dialect(
             "deepseek_v31",
@@ -277,18 +337,21 @@ DIALECTS = {
                 ),
             ),
             call=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            inside=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         ),
         Dialect(
             "minimax_m2",
             "MiniMax M2",
             _INVOKE,
             call=("<minimax:tool_call>", "</minimax:tool_call>"),
+            inside=("<invoke name=", "<parameter name=", "</invoke>"),
         ),
         Dialect(
             "glm4",
             "GLM 4.5 to 4.7, GLM 5",
             _ARG_KEYS,
             call=("<tool_call>", "</tool_call>"),
+            inside=("<arg_key>", "<arg_value>"),
             ends=("<|user|>", "<|observation|>"),
         ),
         Dialect(
@@ -296,6 +359,7 @@ DIALECTS = {
             "Qwen3-Coder, Qwen3.5, Nemotron 3",
             _XML,
             call=("<tool_call>", "</tool_call>"),
+            inside=("<function=", "<parameter=", "</function>"),
         ),
         Dialect(
             "olmo3",
@@ -319,6 +383,7 @@ DIALECTS = {
             "llama_json",
             "Llama 3.1 to 3.3",
             json_sequence,
+            inside=("<|python_tag|>",),
             bare=_compile(r'\s*(?:<\|python_tag\|>|\{\s*"(?:name|parameters|arguments|type)"\s*:)'),
             ends=("<|eot_id|>", "<|eom_id|>"),
         ),
@@ -326,6 +391,7 @@ DIALECTS = {
             "pythonic",
             "Llama 3.2 and 4 (pythonic), Gemma 3 with a pythonic template",
             pythonic_calls,
+            inside=("<|python_start|>",),
             bare=_compile(r"\s*(?:<\|python_start\|>|\[\s*[A-Za-z_][\w.]*\()"),
         ),
         Dialect("text", "any: every turn is one text", think=None),
