@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from agentrl.env.client import EnvClient, EnvSession, connect
     from agentrl.env.local import make
     from agentrl.env.registry import register, resolve
+    from agentrl.env.secret import Secret
     from agentrl.env.tools import reward, tool
     from agentrl.types import Action, Message, StepResult, Task, ToolCall
 
@@ -23,6 +24,7 @@ __all__ = [
     "Episode",
     "Message",
     "Observation",
+    "Secret",
     "StepResult",
     "Task",
     "ToolCall",
@@ -39,6 +41,7 @@ _MODULES = {
     "agentrl.env.client": ("EnvClient", "EnvSession", "connect"),
     "agentrl.env.local": ("make",),
     "agentrl.env.registry": ("register", "resolve"),
+    "agentrl.env.secret": ("Secret",),
     "agentrl.env.tools": ("reward", "tool"),
     "agentrl.types": ("Action", "Message", "StepResult", "Task", "ToolCall"),
 }

@@ -17,9 +17,9 @@ once and one instance, which plays no episode itself, answers `splits` and `get`
 Each session then has an instance of its own: `reset`, any number of `step`s, `close`. The framework
 never runs two of those at once on one instance, and an instance lives for one episode.
 
-Every method below may be `def` or `async def`, except `splits`, `get`, `offered_tools`,
-`load_shared` and `close_shared`, which are `def`. Plain `def` methods run in a pool of threads,
-never on the event loop; `offered_tools` alone runs on it.
+Every method below may be `def` or `async def`, except `splits`, `get` and `offered_tools`, which
+are `def`. Plain `def` methods run in a pool of threads, never on the event loop; `offered_tools`
+alone runs on it. An `async def load_shared` makes what belongs to the event loop, as clients do.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ Observation = str | list[Message] | None
 """What the agent is shown: a text (one user message), messages, or nothing."""
 
 _NOT_LOADED = object()
+_DEF_ONLY = ("splits", "get", "offered_tools")
 
 Answer = StepResult | Observation
 """What a step returns."""
@@ -139,6 +140,28 @@ class Environment:
     system_prompt: str | None = None
     """Put before the first prompt as a system message."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class whose instances could not be made or asked.
+
+        Raises:
+            ConfigError: it names the method and what to write instead.
+        """
+        super().__init_subclass__(**options)
+        for name in _DEF_ONLY:
+            if inspect.iscoroutinefunction(getattr(cls, name)):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} is `async def`: make it `def`; load in load_shared, "
+                    "which may be async, what it would wait for"
+                )
+        try:
+            inspect.signature(cls.__init__).bind(None, {}, shared=None)
+        except TypeError:
+            raise ConfigError(
+                f"{cls.__name__}.__init__ does not take what every environment is made with: "
+                "remove it, and set up an episode's state in reset(), settings in Config and what "
+                "sessions share in load_shared()"
+            ) from None
+
     def __init__(
         self, config: dict[str, JSON] | BaseModel | None = None, *, shared: object = _NOT_LOADED
     ) -> None:
@@ -161,13 +184,14 @@ class Environment:
     def load_shared(cls, config: Any) -> Any:
         """Load what all sessions of a configuration share (a dataset, an index, a model client).
 
-        Runs once, in a thread; its result is `self.shared` on every instance and must be safe to
-        use from several threads.
+        Runs once; its result is `self.shared` on every instance. A `def` runs in a thread, and its
+        result must be safe to use from several threads. An `async def` runs on the event loop that
+        plays the episodes, and its result is for `async def` methods.
         """
         return None
 
     @classmethod
-    def close_shared(cls, shared: Any) -> None:
+    def close_shared(cls, shared: Any) -> Any:
         """Free what `load_shared` returned, when the process is done with this configuration."""
 
     def splits(self) -> Mapping[str, int | None]:
@@ -233,7 +257,8 @@ class Environment:
         """Answer a turn without tool calls: return an observation, or call `self.finish`.
 
         By default it ends the episode, unless the environment has a terminal tool: then the agent
-        is told to use the tools.
+        is told to use the tools. A tool that calls `self.finish` is not a terminal one: mark it
+        `@tool(terminal=True)`, or define this method, or a turn of thinking ends the episode.
         """
         if any(each.terminal for each in self._tools.values()):
             return f"Call one of the tools: {', '.join(self._tools)}."
@@ -261,6 +286,12 @@ class Environment:
     def shared(self) -> Any:
         """What `load_shared` returned."""
         if self._shared is _NOT_LOADED:  # an instance made by hand, as in an author's unit test
+            if inspect.iscoroutinefunction(type(self).load_shared):
+                name = type(self).__name__
+                raise ConfigError(
+                    f"{name}.load_shared is `async def`, which an instance made by hand cannot "
+                    f"await: make it as {name}(config, shared=await {name}.load_shared(config))"
+                )
             self._shared = type(self).load_shared(self.config)
         return self._shared
 
@@ -359,14 +390,7 @@ class Environment:
         Raises:
             TimeoutError: `timeout_s` passed. An `async def` was cancelled, a `def` abandoned.
         """
-        how = _how_to_call(getattr(method, "__func__", method))
-        if how == "quick":
-            returned = method(*args, **kwargs)
-            return await returned if inspect.isawaitable(returned) else returned
-        if how == "await":
-            calling = method(*args, **kwargs)
-        else:
-            calling = (self._workers or default_pool()).run(method, *args, **kwargs)
+        calling = call_method(self._workers or default_pool(), method, *args, **kwargs)
         if timeout_s is None:
             return await calling
         async with call_timeout(timeout_s):
@@ -426,6 +450,17 @@ class Environment:
 
     def _count(self, metric: str) -> None:
         self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
+
+
+async def call_method(
+    workers: WorkerPool, method: Callable[..., Any], /, *args: object, **kwargs: object
+) -> Any:
+    """Call an author's method: a `def` in a thread of `workers`, an `async def` right here."""
+    how = _how_to_call(getattr(method, "__func__", method))
+    if how == "thread":
+        return await workers.run(method, *args, **kwargs)
+    returned = method(*args, **kwargs)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentrl.env.protocol import encode
+from agentrl.env.secret import hide_secrets
 from agentrl.errors import EnvError
 from agentrl.types import Message, Task
 
@@ -66,8 +67,9 @@ def to_finite(value: Any, source: str) -> float:
 
 
 def describe(error: BaseException, task: Task | None) -> str:
-    """One line about an exception: its class and message, without the task's reference answer."""
-    message = _short(" ".join(str(error).split()))
+    """One line about an exception: its class and message, without the task's reference answer and
+    without secrets."""
+    message = _short(hide_secrets(" ".join(str(error).split())))
     if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
         message = message.replace(task.reference, "[reference]")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -373,3 +373,34 @@ def test_a_message_must_have_a_role_and_a_text():
     for wrong in ({"role": "user"}, {"role": "robot", "content": "x"}, {"content": "x"}, 3):
         with pytest.raises(EnvError, match=r"reset\(\) must return a str, a list of messages"):
             play(Odd(), task=Task("t", "p", metadata=wrong))
+
+
+def test_a_class_that_cannot_be_made_or_asked_is_refused_with_the_method():
+    with pytest.raises(ConfigError, match=r"Own.__init__ .* remove it"):
+
+        class Own(Environment):
+            def __init__(self):
+                self.count = 0
+
+    with pytest.raises(ConfigError, match=r"Waits.get is `async def`: make it `def`"):
+
+        class Waits(Environment):
+            async def get(self, split, index):
+                return Task("0", "What?")
+
+    class PassesOn(Environment):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.count = 0
+
+    assert PassesOn({}).count == 0
+
+
+def test_an_instance_made_by_hand_says_that_it_cannot_await():
+    class Async(Environment):
+        @classmethod
+        async def load_shared(cls, config):
+            return 1
+
+    with pytest.raises(ConfigError, match=r"shared=await Async.load_shared\(config\)"):
+        Async().shared  # noqa: B018

@@ -142,3 +142,36 @@ def test_only_the_last_tasks_are_kept(monkeypatch):
 
     assert run(scenario) == [("train", 2), ("train", 0)]
     assert asked == [0, 1, 2, 0]
+
+
+def test_an_async_load_shared_is_awaited_on_the_loop_that_plays():
+    closed = []
+
+    class Connected(Library):
+        @classmethod
+        async def load_shared(cls, config):
+            await asyncio.sleep(0)
+            return asyncio.get_running_loop()
+
+        @classmethod
+        async def close_shared(cls, shared):
+            closed.append(shared is asyncio.get_running_loop())
+
+        async def reset(self, task, *, seed):
+            assert self.shared is asyncio.get_running_loop()
+            return task.prompt
+
+    run(lambda manager: open_one(manager, 7), Connected)
+    assert closed == [True]
+
+
+def test_an_init_that_drops_what_the_framework_set_up_is_named():
+    class Forgets(Library):
+        def __init__(self, *args, **kwargs):
+            self.count = 0
+
+    async def scenario(manager):
+        with pytest.raises(EnvError, match=r"Forgets.__init__ does not call super"):
+            await open_one(manager, 7)
+
+    run(scenario, Forgets)

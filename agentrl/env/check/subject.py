@@ -18,11 +18,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.env import protocol, registry
-from agentrl.env.base import Environment, load_config
+from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.protocol import CreateRequest, EnvInfo, SessionReply, StepReply, TaskSpec
 from agentrl.env.sessions.manager import SessionManager
+from agentrl.env.threads import default_pool
 from agentrl.env.tools import tools_of
 from agentrl.env.transport import Http, InProcess, Transport
 from agentrl.errors import ConfigError, EnvError
@@ -92,7 +93,7 @@ class Subject:
     async def aclose(self) -> None:
         """Free what `load_shared` returned."""
         if self.environment is not None:
-            await asyncio.to_thread(self.environment.close_shared, self.shared)
+            await call_method(default_pool(), self.environment.close_shared, self.shared)
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[Transport]:
@@ -333,7 +334,7 @@ async def load_subject(
         )
     found = registry.resolve(target) if isinstance(target, str) else registry.with_id(target)
     loaded = load_config(found, values)
-    shared = await asyncio.to_thread(found.load_shared, loaded)
+    shared = await call_method(default_pool(), found.load_shared, loaded)
     subject = Subject(
         found.id,
         values,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import random
 import re
@@ -14,8 +15,10 @@ from fastapi.openapi.models import Schema
 from pydantic import ValidationError
 
 from agentrl.env import protocol
+from agentrl.env.base import Environment
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject
 from agentrl.env.check.words import short
+from agentrl.env.tools import rewards_of, tools_of
 from agentrl.env.transport import Transport
 from agentrl.errors import EnvError
 from agentrl.types import JSON
@@ -117,7 +120,8 @@ async def _fresh_task(subject: Subject, split: str, index: int) -> JSON:
 
 
 async def check_tools(subject: Subject) -> str:
-    """Tool specifications are functions that OpenAI's API and vLLM accept."""
+    """Tool specifications are functions that OpenAI's API and vLLM accept, and a tool that ends the
+    episode is marked as terminal where plain text would end it too."""
     remedy = "rename it, or annotate its parameters with types that have a JSON schema"
     seen = set()
     for spec in subject.info.tools:
@@ -139,7 +143,28 @@ async def check_tools(subject: Subject) -> str:
         seen.add(name)
     if not seen:
         raise CheckSkipped("the environment offers no tools")
+    if subject.environment is not None and (name := _ends_unannounced(subject.environment)):
+        raise CheckFailed(
+            f"a turn of plain text ends the episode without a reward: no tool is terminal, though "
+            f"{name} calls self.finish()",
+            f"mark it @tool(terminal=True), or define on_text(self, text): an agent that thinks "
+            f"for a turn before it calls {name} scores 0",
+        )
     return f"{len(seen)} tools: {', '.join(sorted(seen))}"
+
+
+def _ends_unannounced(environment: type[Environment]) -> str | None:
+    """The tool that ends an episode though no tool is marked as terminal, where text without a
+    tool call ends it too and nothing rewards that text."""
+    tools = tools_of(environment)
+    defaults = (environment.on_text, environment.step) == (Environment.on_text, Environment.step)
+    if not defaults or rewards_of(environment) or any(tool.terminal for tool in tools.values()):
+        return None
+    for name in tools:
+        code = inspect.unwrap(getattr(environment, name)).__code__
+        if "finish" in code.co_names:
+            return name
+    return None
 
 
 def _schema_problem(schema: Any) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from agentrl.env.protocol import make_error
+from agentrl.env.secret import hide_secrets
 from agentrl.env.values import describe
 from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
 from agentrl.types import Task
@@ -40,9 +41,9 @@ def to_env_error(error: Exception | SystemExit, env_id: str, task: Task | None =
     if isinstance(error, EnvError):
         return error
     if isinstance(error, ConfigError | DataError):
-        return make_error("invalid_request", str(error))
+        return make_error("invalid_request", hide_secrets(str(error)))
     if isinstance(error, AgentRLError):
-        return make_error("env_error", str(error))
+        return make_error("env_error", hide_secrets(str(error)))
     logger.error("environment '%s' failed", env_id, exc_info=error)
     return make_error("env_error", f"'{env_id}' raised {describe(error, task)}")
 

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import inspect
 import logging
 import os
 import resource
@@ -152,6 +153,8 @@ def _load(setup: Setup) -> tuple[Environment, Answer]:
     cls = registry.resolve(setup.environment)
     cls.id = setup.id
     config = load_config(cls, setup.config)
+    if inspect.iscoroutinefunction(cls.load_shared):
+        raise ConfigError(f"with isolation = 'process', load_shared of '{setup.id}' must be `def`")
     environment = cls(config, shared=cls.load_shared(config))
     loaded = Answer(splits=dict(environment.splits()), tools=tools_before_reset(environment))
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl.env.base import Environment, load_config
+from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.episode import tools_before_reset
 from agentrl.env.protocol import EnvInfo, TaskPreview, TaskSpec, make_error
 from agentrl.env.sessions.boundary import Background, guard
@@ -66,8 +66,13 @@ class LoadedEnvironment:
                 raise
             self.host = host
             return
-        shared = await self.workers.run(self.environment.load_shared, self.config)
+        shared = await call_method(self.workers, self.environment.load_shared, self.config)
         instance = self.environment(self.config, shared=shared)
+        if not hasattr(instance, "_shared"):
+            raise ConfigError(
+                f"{self.environment.__name__}.__init__ does not call super().__init__: remove it, "
+                "and set up an episode's state in reset()"
+            )
         self.tools = tools_before_reset(instance)
         self.splits = dict(await self.workers.run(instance.splits))
         self.instance = instance
@@ -93,7 +98,8 @@ class LoadedEnvironment:
         if self.host is not None:
             await self.host.aclose()
         elif self.instance is not None:
-            await self.workers.run(self.environment.close_shared, self.instance.shared)
+            close_shared = self.environment.close_shared
+            await call_method(self.workers, close_shared, self.instance.shared)
 
     def split_size(self, split: str) -> int | None:
         """Raises: EnvError: `invalid_request`, there is no such split."""
