@@ -120,7 +120,10 @@ async def _engine(
     from agentrl.train.setup import resolve_device, resolve_dtype
 
     model = load_model(
-        path, dtype=resolve_dtype(config.model.dtype), device=resolve_device(config.model.device)
+        path,
+        dtype=resolve_dtype(config.model.dtype),
+        device=resolve_device(config.model.device),
+        max_tokens=config.rollout.max_context_tokens,
     )
     engine = embedded_engine(config, model, for_agents=for_agents)
     return await stack.enter_async_context(aclosing(engine))

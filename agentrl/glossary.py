@@ -92,6 +92,8 @@ METRICS: dict[str, str] = {
     # updates
     "train/samples": "Token rows of the batch; a trajectory with a rewritten history has several.",
     "train/tokens": "Tokens of those rows, prompts and observations included.",
+    "train/packing": "How the model computes a micro-batch: 2 as one row in which what samples of "
+    "a group begin with may stand once, 1 as one row, 0 one sample at a time (docs/models.md).",
     "train/tokens_per_s": "Those tokens per second of `time/train_s`.",
     "train/updates": "Optimizer updates that were applied since the run began.",
     "train/skipped_updates": "Updates of the step that were skipped for a gradient that is not "

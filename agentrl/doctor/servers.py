@@ -252,7 +252,12 @@ async def _parity(
     path, dtype = config.model.path, config.model.dtype
     try:
         tokenizer = load_tokenizer(path)
-        model = load_model(path, dtype=resolve_dtype(dtype), device="cpu").eval()
+        model = load_model(
+            path,
+            dtype=resolve_dtype(dtype),
+            device="cpu",
+            max_tokens=config.rollout.max_context_tokens,
+        )
         prompt_ids = tokenizer.encode(PARITY_TEXT, add_special_tokens=False)
         temperature = 1.0 if engine.traits(url)[1] else config.rollout.temperature
         async with asyncio.timeout(CHECK_TIMEOUT_S):

@@ -58,7 +58,9 @@ def make_critic(
     """
     path = config.critic.path or config.model.path
     require_same_tokenizer(path, tokenizer, "critic.path")
-    model = sharding.load_model(path, dtype=dtype, device=device)
+    model = sharding.load_model(
+        path, dtype=dtype, device=device, max_tokens=config.rollout.max_context_tokens
+    )
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     settings = config.train.model_copy(update={"learning_rate": config.critic.learning_rate})
     masters = sharding.load_masters(path, dtype)

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from agentrl.errors import ConfigError, first_line
+from agentrl.inference.embedded_lengths import within_reach
 from agentrl.inference.embedded_sampling import plain_attention
 from agentrl.train import context
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME, packed_segments
@@ -43,7 +44,8 @@ def require_exact(model: PreTrainedModel) -> None:
             if name in PACKED and not model._can_set_attn_implementation():
                 raise ValueError("its layers attend in ways of their own")
             model.set_attn_implementation(name)
-            problem = _inexact(model, share=name == SHARED_ATTENTION_NAME)
+            with within_reach(model):
+                problem = _inexact(model, share=name == SHARED_ATTENTION_NAME)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             problem = f"cannot run ({first_line(error)})"
         if problem is None:
@@ -60,6 +62,13 @@ def require_exact(model: PreTrainedModel) -> None:
                     type(model).__name__,
                     problems[ATTENTION_NAME],
                 )
+            elif SHARED_ATTENTION_NAME in problems:
+                logger.warning(
+                    "%s computes what samples of a group begin with once for each of them; "
+                    "standing in a row once, it %s",
+                    type(model).__name__,
+                    problems[SHARED_ATTENTION_NAME],
+                )
             return
         problems[name] = problem
     raise ConfigError(
@@ -71,7 +80,13 @@ def require_exact(model: PreTrainedModel) -> None:
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
     """Whether the model is exact on rows in which a shared prefix stands once."""
-    return decoder_of(model).config._attn_implementation == SHARED_ATTENTION_NAME
+    return packing_of(model) == 2
+
+
+def packing_of(model: PreTrainedModel) -> int:
+    """2: as one row that holds shared prefixes once; 1: as one row; 0: one segment at a time."""
+    implementation = decoder_of(model).config._attn_implementation
+    return {SHARED_ATTENTION_NAME: 2, ATTENTION_NAME: 1}.get(str(implementation), 0)
 
 
 def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:

@@ -40,6 +40,7 @@ from agentrl.train.batch import trainable_samples, turn_states, zero_variance
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
+from agentrl.train.logprobs import packing_of
 from agentrl.train.run import (
     Outputs,
     Run,
@@ -273,6 +274,7 @@ def _training_metrics(run: Run, samples: list[Sample], seconds: float) -> dict[s
     return {
         "train/samples": len(samples),
         "train/tokens": num_tokens,
+        "train/packing": packing_of(run.trainer.learner.model),
         "train/updates": run.trainer.learner.num_updates,
         "time/train_s": seconds,
         "train/tokens_per_s": num_tokens / seconds,

@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from agentrl.errors import ConfigError, first_line
+from agentrl.inference.embedded_lengths import fix_angles
 from agentrl.sync.adapter import CONFIG_FILE
 from agentrl.train.logprobs import decoder_of, head_of, require_exact
 from agentrl.train.lora import base_of, is_adapter, merged
@@ -67,7 +68,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    max_tokens: int | None = None,
+) -> PreTrainedModel:
     """Load a causal language model whose forward pass accepts packed rows.
 
     The model comes in evaluation mode, so old and live log-probs are computed by the same function,
@@ -77,6 +84,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
 
     Args:
         path: a local directory, or a name on the Hugging Face hub.
+        max_tokens: of the longest row that the model will compute (see `fix_angles`).
 
     Raises:
         ConfigError: nothing there, no chat template, or a model the trainer cannot be exact on
@@ -89,7 +97,8 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
             "--out DIR` makes a model of it"
         )
     if is_adapter(path):
-        model = merged(load_model(base_of(path), dtype=dtype, device=device), path)
+        base = load_model(base_of(path), dtype=dtype, device=device, max_tokens=max_tokens)
+        model = merged(base, path)
         require_exact(model)
         return model
     try:
@@ -125,11 +134,12 @@ def load_model(path: str, *, dtype: torch.dtype, device: str | torch.device) -> 
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType, reportCallIssue]
     model.eval()  # as who samples: some routers draw their experts at random in training
     freeze_all_but_text(model)
+    fix_angles(model, max_tokens)
     require_exact(model)
     return model
 
 
-def empty_model(path: str) -> PreTrainedModel:
+def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
     """The modules of `load_model` in float32 around memory that holds no weights, and that takes
     up none until it is written to."""
     config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
@@ -141,6 +151,7 @@ def empty_model(path: str) -> PreTrainedModel:
     model.tie_weights()
     model.eval()
     freeze_all_but_text(model)
+    fix_angles(model, max_tokens)
     return model
 
 

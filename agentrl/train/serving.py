@@ -89,6 +89,11 @@ class Serving:
 def embedded_engine(
     config: RunConfig, model: PreTrainedModel, *, for_agents: bool
 ) -> EmbeddedEngine:
+    """
+    Raises:
+        InferenceError: the family cannot be sampled from exactly in this process.
+    """
+    require_exact_cache(share_weights(model), config.rollout.max_context_tokens)
     patience_s = AGENT_PATIENCE_S if for_agents else None
     return EmbeddedEngine(model, seed=config.run.seed, patience_s=patience_s)
 
@@ -105,7 +110,6 @@ async def start_serving(
     inference = config.inference
     if inference.backend == "embedded":
         own_model = _own_model(config, model) if is_sharded(model) else None
-        require_exact_cache(share_weights(own_model or model))
         return Serving(
             embedded_engine(config, own_model or model, for_agents=config.agent.is_on),
             own_model=own_model,
@@ -181,7 +185,10 @@ async def start_serving(
 
 def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
     whole = load_model(
-        config.model.path, dtype=computing_dtype(model), device=computing_device(model)
+        config.model.path,
+        dtype=computing_dtype(model),
+        device=computing_device(model),
+        max_tokens=config.rollout.max_context_tokens,
     )
     if has_adapter(model):
         add_adapter(whole, config.model.lora, path=config.model.path)

@@ -75,7 +75,12 @@ def sft(
             f"{demonstrations}: all {len(samples)} dialogues are longer than --max-tokens "
             f"{max_tokens}; raise it"
         )
-    model = load_model(model_path, dtype=resolve_dtype("float32"), device=resolve_device(device))
+    model = load_model(
+        model_path,
+        dtype=resolve_dtype("float32"),
+        device=resolve_device(device),
+        max_tokens=max(map(len, kept)),
+    )
     updates_per_epoch = -(-len(kept) // batch_size)
     learner = Learner(
         model,

@@ -40,28 +40,33 @@ from agentrl.train import model as models
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def load_model(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    path: str, *, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
+) -> PreTrainedModel:
     """The model at `path`, for `shard` once it is prepared. Every rank calls it.
 
     Raises:
         ConfigError: see `agentrl.train.model.load_model`; on rank 0 alone.
     """
     if ranks.size() == 1:
-        return models.load_model(path, dtype=dtype, device=device)
+        return models.load_model(path, dtype=dtype, device=device, max_tokens=max_tokens)
     if ranks.rank() == 0:
-        model = models.load_model(path, dtype=torch.float32, device="cpu")
+        model = models.load_model(path, dtype=torch.float32, device="cpu", max_tokens=max_tokens)
         if context.current().size > 1:
             context.require_position_free(model.config)
         ranks.share(model.config._attn_implementation)
     else:
-        model = models.empty_model(path)
+        model = models.empty_model(path, max_tokens)
         model.set_attn_implementation(str(ranks.share()))
     return model
 
 
-def load_frozen(path: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_frozen(
+    path: str, *, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
+) -> PreTrainedModel:
     """A model that never learns: reference or teacher, sharded like the others."""
-    model = load_model(path, dtype=dtype, device=device).requires_grad_(False)
+    model = load_model(path, dtype=dtype, device=device, max_tokens=max_tokens)
+    model.requires_grad_(False)
     return shard(model, dtype=dtype, device=device)
 
 

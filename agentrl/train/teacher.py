@@ -195,6 +195,7 @@ async def make_teacher(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    max_tokens: int | None = None,
 ) -> PreTrainedModel | TeacherServer | None:
     """The teacher that the run file names, if any.
 
@@ -203,7 +204,7 @@ async def make_teacher(
     """
     if section.path is not None:
         require_same_tokenizer(section.path, tokenizer, "teacher.path")
-        return load_frozen(section.path, dtype=dtype, device=device)
+        return load_frozen(section.path, dtype=dtype, device=device, max_tokens=max_tokens)
     if section.url is None:
         return None
     server = TeacherServer(section.url, model=section.model, token=section.token)

@@ -184,7 +184,10 @@ async def make_trainer(
     chooses = chooses_token_budget(config, device.type)
     if chooses:
         config = with_token_budget(config, _fitting_token_budget(config, device.type))
-    teacher = await make_teacher(config.teacher, tokenizer, dtype=dtype, device=device)
+    longest = config.rollout.max_context_tokens
+    teacher = await make_teacher(
+        config.teacher, tokenizer, dtype=dtype, device=device, max_tokens=longest
+    )
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
     num_updates = config.run.num_steps * updates_per_step
     critic = None
@@ -193,7 +196,7 @@ async def make_trainer(
             config, tokenizer, dtype=dtype, device=device, total_updates=num_updates
         )
         num_updates -= config.critic.warmup_steps * updates_per_step
-    model = sharding.load_model(config.model.path, dtype=dtype, device=device)
+    model = sharding.load_model(config.model.path, dtype=dtype, device=device, max_tokens=longest)
     if config.model.freeze_router:
         freeze_routers(model)
     if config.train.router_aux_loss:
@@ -212,7 +215,9 @@ async def make_trainer(
     if "ref_logprobs" in objective.needs() and config.model.lora.rank:
         reference = model  # without its adapter
     elif "ref_logprobs" in objective.needs():
-        reference = sharding.load_frozen(config.model.path, dtype=dtype, device=device)
+        reference = sharding.load_frozen(
+            config.model.path, dtype=dtype, device=device, max_tokens=longest
+        )
     learner = Learner(
         model,
         config.train,
