@@ -34,6 +34,8 @@ METRICS: dict[str, str] = {
     "<reason>` says why.",
     "rollout/restarted_episodes": "Episodes that were played again because their environment "
     "server or process died.",
+    "rollout/refused_calls": "Calls of agents that the endpoint refused, where there were any; the "
+    "log has each reason once, and a trajectory's info its own.",
     "rollout/staleness_mean": "Steps by which the policy that sampled lags behind the one that is "
     "trained, mean over trained tokens.",
     "rollout/staleness_max": "The same, of the oldest trained token; never above "

@@ -86,7 +86,10 @@ async def _serve(
         size = await split_size(env, config, config.eval.split)
         policy = await policy_of(config, checkpoint, stack, for_agents=True)
         server = AgentServer(
-            config.agent.host or "127.0.0.1", config.agent.port, ended_by_request=True
+            config.agent.host or "127.0.0.1",
+            config.agent.port,
+            ended_by_request=True,
+            leaves_out_tools=config.agent.leave_out_provider_tools,
         )
         agents = await stack.enter_async_context(aclosing(Agents(server, Announced())))
         await agents.start()

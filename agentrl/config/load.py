@@ -175,6 +175,7 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
         *(("model", "path"), ("critic", "path"), ("teacher", "path")),
         *(("objective", "loss"), ("objective", "advantage"), ("reward", "functions")),
         ("agent", "run"),
+        ("agent", "home"),
     ):
         table = data.get(section)
         value = table.get(key) if isinstance(table, dict) else None

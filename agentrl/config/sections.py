@@ -202,8 +202,17 @@ class AgentSection(Section):
     command: list[str] = Field(default_factory=list)
     """A program per episode in place of `run`, such as `["mini", "-t", "{prompt}"]`. It finds its
     model by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; `{prompt}`,
-    `{task_id}`, `{base_url}`, `{api_key}`, `{mcp_url}` and `{tools_url}` are filled in. The last
-    line it prints is graded."""
+    `{task_id}`, `{base_url}`, `{api_key}`, `{mcp_url}` and `{tools_url}` are filled in."""
+    answer: str = "last_line"
+    """What of `command` is graded: `last_line` that it printed, `policy` (what the policy said
+    last) or `file:PATH`, a file that it wrote; one that is missing is an empty answer."""
+    home: str = "private"
+    """HOME of `command`: `private`, an empty folder of its own; `shared`, this process's; or a
+    folder, of which each gets a copy, such as one that holds an agent's settings. Containers have
+    their own."""
+    leave_out_provider_tools: bool = True
+    """A call that offers tools which a provider would run (web_search) is served without them, and
+    a line of the log names them; false refuses it."""
     container: str | None = None
     """A local Docker image, in a container of which `command` runs, one per episode."""
     network: str | None = None
@@ -227,6 +236,15 @@ class AgentSection(Section):
             raise ValueError("agent.run and agent.command are two agents; remove one")
         if self.container is not None and not self.command:
             raise ValueError("agent.container needs agent.command, the program to run in it")
+        if self.answer not in ("last_line", "policy") and not self.answer.startswith("file:"):
+            raise ValueError(
+                f"agent.answer is 'last_line', 'policy' or 'file:PATH', not {self.answer!r}"
+            )
+        for key in ("answer", "home"):
+            if key in self.model_fields_set and self.run is not None:
+                raise ValueError(f"agent.{key} is that of agent.command; remove it")
+        if self.home != "private" and self.container is not None:
+            raise ValueError("agent.home is that of a command without agent.container; remove it")
         if self.network is not None and self.container is None:
             raise ValueError("agent.network is that of agent.container, which is not set")
         return self

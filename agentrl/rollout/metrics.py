@@ -35,6 +35,8 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         metrics[f"reward/{name}"] = _mean(values)
     for name in sorted({name for t in scored for name in t.metrics}):
         metrics[f"env/{name}"] = _mean([t.metrics.get(name, 0.0) for t in scored])
+    if refused := sum(num_refused(t) for t in trajectories):
+        metrics["rollout/refused_calls"] = refused
     for reason, count in sorted(rollouts.dropped.items()):
         metrics[f"group/dropped/{reason}"] = count
     for code, count in sorted(error_codes(trajectories).items()):
@@ -55,6 +57,13 @@ def staleness_metrics(samples: Sequence[Sample], *, current_version: int) -> dic
     for steps, count in enumerate(np.bincount(staleness.clip(0))):
         metrics[f"rollout/staleness_fraction/{steps}"] = float(count / len(staleness))
     return metrics
+
+
+def num_refused(trajectory: Trajectory) -> int:
+    """Calls of an agent that its endpoint refused."""
+    refused = trajectory.info.get("refused_calls")
+    counts = refused.values() if isinstance(refused, dict) else ()
+    return sum(count for count in counts if isinstance(count, int))
 
 
 def error_codes(trajectories: Sequence[Trajectory]) -> Counter[str]:

@@ -204,6 +204,8 @@ def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
 def _agent(agent: AgentSection) -> dict[str, JSON]:
     """Who plays; where its endpoint listens may change."""
     who = agent.model_dump(mode="json", include={"run", "command", "container"})
+    if agent.answer != "last_line":
+        who["answer"] = agent.answer
     return {"agent": who} if agent.is_on else {}
 
 

@@ -106,12 +106,17 @@ def respaced(message):
     return {**message, "refusal": None, "annotations": []}
 
 
+def without_text_beside_calls(message):
+    """CrewAI and Semantic Kernel."""
+    return {**message, "content": None} if message.get("tool_calls") else message
+
+
 def thought_in_text(message):
     text = f"<think>\n{message.get('reasoning', '')}\n</think>\n{message['content'] or ''}"
     return {**bare(message), "content": text}
 
 
-RETELLINGS = (verbatim, bare, parts, respaced, thought_in_text)
+RETELLINGS = (verbatim, bare, parts, respaced, thought_in_text, without_text_beside_calls)
 
 
 @pytest.mark.parametrize("retell", RETELLINGS)
@@ -124,6 +129,72 @@ def test_a_message_is_known_in_the_words_of_every_framework(retell, said):
         history += [retell(message), *answers(message)]
     assert played.shape() == ([(0, None), (0, 0), (0, 1)], [None])
     require_exact(played.trajectory, played.prompts)
+
+
+def test_an_empty_text_is_the_one_sampled_only_beside_its_own_calls():
+    played = Played(say=lambda *_: SAID[4])
+    first = played.ask([user("q")], [LOOK])
+    calls = [{**call, "id": f"other-{call['id']}"} for call in first["tool_calls"]]
+    other = {**first, "content": None, "tool_calls": calls}
+    played.ask([user("q"), other, *answers(other)], [LOOK])
+    assert played.shape()[0] == [(0, None), (1, None)]
+
+
+def in_pieces(message, found):
+    """As many answers as calls: each call in a message of its own, in front of its answer."""
+    for index, (call, answer) in enumerate(zip(message["tool_calls"], found, strict=True)):
+        text = message["content"] if index == 0 else None
+        yield {"role": "assistant", "content": text, "tool_calls": [call]}
+        yield answer
+
+
+def calls_first(message, found):
+    for call in message["tool_calls"]:
+        yield {"role": "assistant", "content": None, "tool_calls": [call]}
+    yield from found
+
+
+def reordered(message, found):
+    yield {**message, "tool_calls": message["tool_calls"][::-1]}
+    yield from found[::-1]
+
+
+def interleaved(message, found):
+    one, two = message["tool_calls"]
+    yield {**message, "tool_calls": [two]}
+    yield found[1]
+    yield {"role": "assistant", "content": "", "tool_calls": [one]}
+    yield found[0]
+
+
+@pytest.mark.parametrize("retell", [in_pieces, calls_first, reordered, interleaved])
+def test_parallel_calls_that_come_back_in_pieces_are_the_turn_that_made_them(retell):
+    prompts = []
+    for tell in (lambda message, found: [message, *found], retell):
+        played = Played(say=lambda *_: SAID[4])
+        history = [user("q")]
+        for _ in range(3):
+            message = played.ask(history, [LOOK])
+            history += tell(message, answers(message))
+        assert played.shape() == ([(0, None), (0, 0), (0, 1)], [None])
+        require_exact(played.trajectory, played.prompts)
+        prompts.append(played.prompts)
+    assert prompts[0] == prompts[1], (
+        "the policy reads what it reads from an agent that sends it whole"
+    )
+
+
+def test_calls_of_two_turns_are_not_gathered_into_one():
+    """One turn after the other called once; some dialects number calls from 0 in each."""
+    played = Played(say=lambda *_: SAID[3])
+    history = [user("q")]
+    for _ in range(3):
+        message = played.ask(history, [LOOK])
+        history += [message, *answers(message)]
+    assert played.shape() == ([(0, None), (0, 0), (0, 1)], [None])
+    assert len(read_messages(history)) == len(
+        played.recorder._as_sampled(read_messages(history))[0]
+    )
 
 
 @settings(max_examples=60)

@@ -17,12 +17,14 @@ from openai import APIStatusError, AsyncOpenAI
 from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
+from agentrl.config import AgentSection
 from agentrl.env import Environment, Task, register, tool
-from agentrl.errors import InferenceError
+from agentrl.errors import ConfigError, InferenceError
 from agentrl.rollout.agent import server as server_module
 from agentrl.rollout.agent.command import AgentTask, CommandRunner, filled
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.server import AgentServer
+from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer
 from agentrl.types import StopReason, Trajectory
@@ -262,6 +264,7 @@ def test_keys_are_told_apart_and_end_with_their_episode():
             ("bearer", root, {"Authorization": f"Bearer {api_key}"}),
             ("path", base_url, {"Authorization": "Bearer other"}),
             ("x-api-key", root, {"x-api-key": api_key, "Authorization": ""}),
+            ("api-key", root, {"api-key": api_key, "Authorization": ""}),
             ("none", root, {"Authorization": ""}),
             ("forged", root, {"Authorization": f"Bearer {api_key[:-1]}"}),
             ("no ascii", root, {"Authorization": "Bearer \xe9"}),
@@ -285,7 +288,7 @@ def test_keys_are_told_apart_and_end_with_their_episode():
         await server.aclose()
 
     asyncio.run(main())
-    assert [seen[name] for name in ("bearer", "path", "x-api-key")] == [(200, None)] * 3
+    assert [seen[name] for name in ("bearer", "path", "x-api-key", "api-key")] == [(200, None)] * 4
     refused = (401, "invalid_api_key")
     assert [seen[name] for name in ("none", "forged", "no ascii")] == [refused] * 3
     assert seen["late"][0] == 410 and "episode_over" in seen["late"][1]
@@ -304,7 +307,10 @@ def test_keys_are_told_apart_and_end_with_their_episode():
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "'image_url' is not served",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]: only functions"),
+        ({"tools": [{"type": "function"}]}, "tools[0]: a function with a name"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is a text or a list"),
+        ({"stream_options": "include_usage"}, "$.stream_options"),
+        ({"max_tokens": 0}, "leaves no token"),
         (
             {
                 "messages": [
@@ -334,15 +340,230 @@ def test_what_is_not_served_is_refused_in_words(changed, says):
     assert len(trajectory.turns) == len(engine.prompts) == 1
 
 
-def test_sampling_of_the_caller_is_replaced_and_said_once(caplog):
+def test_what_of_a_call_is_not_used_is_said_once(caplog):
+    body = {
+        **ASK,
+        "temperature": 0.1,
+        "top_p": 0.5,
+        "seed": None,
+        "max_tokens": 10_000,
+        "response_format": {"type": "json_object"},
+        "tools": [*LOOK, {"type": "web_search"}],
+    }
+
     async def solve(task, base_url, api_key):
         for _ in range(2):
-            await post(base_url, api_key, {**ASK, "temperature": 0.1, "stop": ["r"], "seed": None})
+            assert (await post(base_url, api_key, body))[0] == 200
 
     trajectory, _ = played(solve)
     assert [turn.num_tokens for turn in trajectory.turns] == [trajectory.turns[0].num_tokens] * 2
-    said = [r.message for r in caplog.records if "an agent sends" in r.message]
-    assert [line.split()[3].rstrip(",") for line in said] == ["stop", "temperature"]
+    assert "refused_calls" not in trajectory.info
+    said = [r.getMessage() for r in caplog.records if "an agent " in r.getMessage()]
+    assert len(said) == 5
+    for text in ("temperature,", "top_p,", "response_format,", "10000 tokens;", "web_search,"):
+        assert len([line for line in said if text in line]) == 1, text
+
+
+def test_tools_of_a_provider_are_refused_by_name_where_they_are_not_to_be_left_out():
+    async def main():
+        server = AgentServer(leaves_out_tools=False)
+        await server.start()
+        engine, renderer = scripted()
+        engine.reserve(1)
+        recorder = Recorder(Trajectory("t", "g", "e", "k", 0), TokenPolicy(engine, renderer, 9, 99))
+        with server.episode(recorder, max_turns=9, turn_timeout_s=9) as live:
+            offered = {"tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}]}
+            reply = await post(live.url, live.key, {**ASK, **offered})
+        await server.aclose()
+        return reply
+
+    status, text, _ = asyncio.run(main())
+    message = json.loads(text)["error"]["message"]
+    assert status == 400 and "web_search, custom patch" in message
+    assert "agent.leave_out_provider_tools" in message
+
+
+def test_a_limit_of_the_caller_shortens_its_turn_and_no_other():
+    said = ["one two STOP three four", "one two STOP three four", "right"]
+
+    async def solve(task, base_url, api_key):
+        messages = list(task.messages)
+        for limit in ({"max_tokens": 3}, {"stop": ["STOP", "three"]}, {}):
+            status, text, _ = await post(base_url, api_key, {"messages": messages, **limit})
+            assert status == 200
+            choice = json.loads(text)["choices"][0]
+            told.append((choice["message"]["content"], choice["finish_reason"]))
+            messages += [choice["message"], {"role": "user", "content": "?"}]
+
+    told = []
+    trajectory, engine = played(solve, lambda *_: said.pop(0))
+    assert trajectory.reward == 1.0
+    assert [how for _, how in told] == ["length", "stop", "stop"]
+    assert told[1][0] == "one two " and told[2][0] == "right"
+    assert trajectory.turns[0].num_tokens == 3 < trajectory.turns[1].num_tokens
+    assert len(trajectory.branches) == 1, "the shortened texts are known again"
+    require_exact(trajectory, list(engine.prompts.values()))
+
+
+# refusals leave a trace ---------------------------------------------------------------------------
+
+
+def test_a_refusal_that_the_agent_swallows_is_logged_once_counted_and_a_metric(caplog):
+    async def solve(task, base_url, api_key):
+        for _ in range(3):
+            assert (await post(base_url, api_key, {**ASK, "n": 2}))[0] == 400
+        assert (await post(base_url, api_key, {**ASK, "functions": [{}]}))[0] == 400
+        assert (await post(base_url, api_key, path="audio"))[0] == 404
+        await post(base_url, api_key)
+        return "wrong"
+
+    engine, renderer = scripted()
+    batch = play(engine, renderer, solve, env_id="agent-test", split_size=5)
+    (trajectory,) = batch.trajectories
+    assert trajectory.error is None
+    counts = {text.split(":")[0]: n for text, n in trajectory.info["refused_calls"].items()}
+    assert sorted(trajectory.info["refused_calls"].values()) == [1, 1, 3], counts
+    assert rollout_metrics(batch)["rollout/refused_calls"] == 5
+    said = [r.getMessage() for r in caplog.records if "refused with" in r.getMessage()]
+    assert len(said) == len(set(said)) == 3
+
+
+def test_a_limit_is_no_refusal():
+    async def solve(task, base_url, api_key):
+        for _ in range(3):
+            await post(base_url, api_key)
+        return "right"
+
+    engine, renderer = scripted()
+    batch = play(
+        *(engine, renderer, solve),
+        env_id="agent-test",
+        split_size=5,
+        limits=replace(LIMITS, max_turns=2),
+    )
+    assert "refused_calls" not in batch.trajectories[0].info
+    assert "rollout/refused_calls" not in rollout_metrics(batch)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_agent_whose_every_call_was_refused_fails_with_the_refusal(raises):
+    async def solve(task, base_url, api_key):
+        await post(base_url, api_key, {**ASK, "logit_bias": {"5": 1}})
+        if raises:
+            raise RuntimeError("no model")
+        return "right"
+
+    trajectory, _ = played(solve)
+    assert trajectory.error.stage == "agent"
+    assert "every call" in trajectory.error.message
+    assert "logit_bias is not served" in trajectory.error.message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "says"),
+    [
+        ("GET", "/v1/models/policy", 200, '"id": "policy"'),
+        ("GET", "/v1/chat/completions", 405, "Method Not Allowed"),
+        ("DELETE", "/tools", 405, "Method Not Allowed"),
+        ("GET", "/nothing", 404, "Not Found"),
+        ("POST", "/v1/embeddings", 404, "/v1/chat/completions"),
+    ],
+)
+def test_whatever_path_is_asked_for_is_answered_in_json(method, path, status, says):
+    told = []
+
+    async def solve(task, base_url, api_key):
+        url = base_url.removesuffix("/v1") + path
+        async with aiohttp.ClientSession() as http, http.request(method, url, data=b"{}") as reply:
+            told.append((reply.status, await reply.text(), reply.content_type))
+        await post(base_url, api_key)
+
+    played(solve)
+    ((got, text, kind),) = told
+    assert (got, kind) == (status, "application/json") and says in text
+    assert status == 200 or json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_body_that_is_too_large_is_refused_in_the_words_of_its_protocol(path, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 1 << 20)
+    told = []
+
+    async def solve(task, base_url, api_key):
+        told.append(await post(base_url, api_key, {**ASK, "x": "y" * (1 << 20)}, path=path))
+        await post(base_url, api_key)
+
+    trajectory, _ = played(solve)
+    ((status, text, _),) = told
+    assert status == 413 and "larger than 1 MiB" in json.loads(text)["error"]["message"]
+    assert (json.loads(text).get("type") == "error") == (path == "messages")
+    assert len(trajectory.turns) == 1
+
+
+def test_tokens_are_counted_without_taking_a_turn():
+    counted = []
+
+    async def solve(task, base_url, api_key):
+        body = {"messages": [{"role": "user", "content": task.prompt}], "max_tokens": 5}
+        counted.append(await post(base_url, api_key, body, path="messages/count_tokens"))
+        counted.append(await post(base_url, api_key, body, path="messages"))
+        counted.append(await post(base_url, api_key, {}, path="messages/count_tokens"))
+
+    trajectory, _ = played(solve, limits=replace(LIMITS, max_turns=1))
+    (status, text, _), (_, whole, _), (refused, error, _) = counted
+    assert status == 200
+    assert json.loads(text) == {"input_tokens": json.loads(whole)["usage"]["input_tokens"]}
+    assert refused == 400 and json.loads(error)["type"] == "error"
+    assert len(trajectory.turns) == 1 and trajectory.stop_reason is StopReason.TERMINATED
+
+
+def test_a_second_call_may_name_the_first_response():
+    """As Vercel's SDK does by references to items, and OpenAI's by the response's id."""
+
+    async def solve(task, base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            first = await client.responses.create(model="m", input=task.prompt)
+            second = await client.responses.create(
+                model="m", input="?", previous_response_id=first.id
+            )
+            items = [
+                {"role": "user", "content": task.prompt},
+                {"type": "item_reference", "id": first.output[0].id},
+                {"role": "user", "content": "?"},
+                {"type": "item_reference", "id": second.output[0].id},
+                {"role": "user", "content": "??"},
+            ]
+            await client.responses.create(model="m", input=items)
+
+    trajectory, engine = played(solve)
+    assert trajectory.error is None
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 1]
+    assert len(trajectory.branches) == 1
+    require_exact(trajectory, list(engine.prompts.values()))
+
+
+# turns that the run cuts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("says", ["right and so on", "wrong and so on"])
+def test_an_agent_that_gives_up_over_a_cut_turn_earns_what_the_driver_does(says):
+    """Codex, and the SDK's `parse`, end on an answer that is incomplete."""
+
+    async def solve(task, base_url, api_key):
+        reply = json.loads((await post(base_url, api_key))[1])["choices"][0]
+        if reply["finish_reason"] == "length":
+            raise RuntimeError("the answer is incomplete")
+        return reply["message"]["content"]
+
+    renderer = Renderer(make_tokenizer())
+    num_right = len(renderer.tokenizer.encode("right", add_special_tokens=False))
+    one_turn = {"max_turn_tokens": num_right, "limits": replace(LIMITS, max_turns=1)}
+    ends = []
+    for runner in (None, solve):
+        trajectory, _ = played(runner, lambda *_: says, **one_turn)
+        ends.append((trajectory.reward, trajectory.error, trajectory.truncated))
+        assert trajectory.trainable and trajectory.turns[-1].finish_reason == "length"
+    assert ends[0] == ends[1] == (float(says.startswith("right")), None, True)
 
 
 @pytest.mark.parametrize("handles", [True, False])
@@ -559,7 +780,88 @@ def test_a_program_prints_its_answer_and_leaves_nothing_running(how):
     assert not running_sleeps(seconds)
 
 
+WRITER = """
+import json, os, pathlib, sys, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+home = pathlib.Path.home()
+if sys.argv[1] == "writes":
+    pathlib.Path("answer.txt").write_text("right")
+print("settings:", sorted(each.name for each in home.iterdir()) if home.is_dir() else None)
+(home / "left_behind").touch()
+print("Tokens: 5k sent")
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "how", "reward"),
+    [
+        ("last_line", "writes", 0.0),
+        ("policy", "writes", 1.0),
+        ("file:answer.txt", "writes", 1.0),
+        ("file:answer.txt", "does not write", 0.0),
+    ],
+)
+def test_what_of_a_command_is_graded(answer, how, reward, caplog):
+    runner = CommandRunner([sys.executable, "-c", WRITER, how], answer=answer)
+    trajectory, _ = played(runner)
+    assert (trajectory.error, trajectory.reward) == (None, reward)
+    assert ("left no file answer.txt" in caplog.text) == (how == "does not write")
+
+
+@pytest.mark.parametrize("home", ["private", "folder", "shared"])
+def test_commands_have_a_home_of_their_own_unless_it_is_shared(home, tmp_path, monkeypatch):
+    """Two after one another: what one leaves behind, the next sees only in a shared one."""
+    mine, template = tmp_path / "mine", tmp_path / "template"
+    for folder, name in ((mine, "secret"), (template, "settings")):
+        folder.mkdir()
+        (folder / name).touch()
+    monkeypatch.setenv("HOME", str(mine))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(mine))
+    script = "import os; print(os.environ.get('XDG_CONFIG_HOME'))\n" + WRITER.replace(
+        'print("Tokens: 5k sent")', ""
+    ).replace("(home / ", "print(sorted(os.listdir(home)), flush=True); (home / ")
+    runner = CommandRunner(
+        [sys.executable, "-c", script, "writes"],
+        home=str(template) if home == "folder" else home,
+    )
+    seen = []
+
+    class Seeing(CommandRunner):
+        async def run(self, task, base_url, api_key):
+            seen.append(await runner.run(task, base_url, api_key))
+            return seen[-1]
+
+    for _ in range(2):
+        played(Seeing([sys.executable]))
+    expected = {"private": [[], []], "folder": [["settings"]] * 2}
+    shared = [["secret"], ["left_behind", "secret"]]
+    assert seen == [str(each) for each in expected.get(home, shared)]
+    assert sorted(os.listdir(template)) == ["settings"]
+
+
 def test_placeholders_are_filled_once():
     task = AgentTask("id-7", "what is {api_key} and {x}?", [])
     assert filled("{prompt}", task, "URL", "KEY") == "what is {api_key} and {x}?"
     assert filled("-k={api_key}:{base_url}/{task_id}{}", task, "U", "K") == "-k=K:U/id-7{}"
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"command": ["x"], "answer": "first_line"}, "agent.answer is"),
+        ({"run": "a.py:b", "answer": "policy"}, "agent.answer is that of agent.command"),
+        ({"command": ["x"], "container": "i", "home": "shared"}, "without agent.container"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(section, says):
+    with pytest.raises(ValueError, match=says):
+        AgentSection(**section)
+    AgentSection(command=["x"], answer="file:answer.txt", home="/etc")
+
+
+def test_a_home_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"agent\.home"):
+        CommandRunner([sys.executable], home="/nowhere")

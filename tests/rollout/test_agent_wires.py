@@ -81,7 +81,7 @@ def test_what_is_told_over_anthropics_messages_comes_back_as_the_same_message(ac
     assert [(each["role"], each["content"]) for each in answers] == [
         ("tool", "in two parts")
     ] * len(action.tool_calls)
-    assert last["content"] == "go on" and call.replaced == ("max_tokens",)
+    assert last["content"] == "go on" and (call.replaced, call.max_tokens) == ((), 5)
     assert call.tools[0]["function"]["parameters"] == {"type": "object"}
     blocks = {}
     for each in events(wire, action):
@@ -107,9 +107,11 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
     ("wire", "body", "says"),
     [
         (Responses(), {"input": "q", "previous_response_id": "r"}, "send the whole history"),
-        (Responses(), {"input": 3}, "text or a list"),
-        (Responses(), {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
-        (Responses(), {"input": "q", "tools": [{"type": "web_search"}]}, "only functions"),
+        (Responses(), {"input": "q", "conversation": "c"}, "send the history"),
+        (Responses(), {"input": 3}, "body is malformed"),
+        (Responses(), {}, "text or a list"),
+        (Responses(), {"input": [{"type": "item_reference", "id": "x"}]}, "no item 'x'"),
+        (Responses(), {"input": [{"type": "computer_call"}]}, "'computer_call' is not served"),
         (
             Responses(),
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -120,11 +122,6 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
             AnthropicMessages(),
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "'image' is not served",
-        ),
-        (
-            AnthropicMessages(),
-            {"messages": [{"role": "user", "content": "q"}], "tools": [{"type": "bash_20250124"}]},
-            "only functions",
         ),
     ],
 )
@@ -144,3 +141,283 @@ def test_a_tool_without_parameters_takes_none():
     ):
         (read,) = wire.read({**said, "tools": [tool]}).tools
         assert read["function"]["parameters"] == empty
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def question(wire):
+    return {"input": "q"} if isinstance(wire, Responses) else {"messages": [user("q")]}
+
+
+def said(text):
+    return {"type": "message", "role": "assistant", "content": text}
+
+
+def call_of(call_id, name="look"):
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}"}
+
+
+def read_as(items, wire=None):
+    """(role, text, ids of calls) of each message."""
+    return [
+        (each["role"], each["content"], [call["id"] for call in each.get("tool_calls", [])])
+        for each in (wire or Responses()).read({"input": items}).messages
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([said("FIRST"), said("SECOND")], [("FIRST", []), ("SECOND", [])]),
+        ([said("FIRST"), call_of("a"), said("SECOND")], [("FIRST", ["a"]), ("SECOND", [])]),
+        ([said("ONE"), call_of("a"), call_of("b")], [("ONE", ["a", "b"])]),
+        ([call_of("a"), said("beside"), call_of("b")], [("beside", ["a", "b"])]),
+        ([said(""), said("SECOND")], [("", []), ("SECOND", [])]),
+        (
+            [said("ONE"), {"type": "reasoning", "content": [{"text": "hm"}]}, call_of("a")],
+            [("ONE", []), ("", ["a"])],
+        ),
+    ],
+)
+def test_a_turn_of_responses_ends_where_another_text_begins(items, turns):
+    expected = [("user", "q", []), *(("assistant", *turn) for turn in turns), ("user", "r", [])]
+    assert read_as([user("q"), *items, user("r")]) == expected
+
+
+def test_thoughts_in_several_items_are_one():
+    thoughts = [{"type": "reasoning", "summary": [{"text": text}]} for text in ("hm", ", yes")]
+    assert Responses().read({"input": [*thoughts, said("so")]}).messages[0]["reasoning"] == (
+        "hm, yes"
+    )
+
+
+def played_responses(wire, body, action):
+    """Read, answered, and the reply."""
+    call = wire.read(body)
+    number = len(wire._dialogues)
+    return call, wire.reply(call, Answer(f"turn-{number}", action, False, 7, 3))
+
+
+@pytest.mark.parametrize("by", ["previous_response_id", "item_reference"])
+def test_what_was_answered_may_be_named_instead_of_sent(by):
+    wire, action = Responses(), ACTIONS[2]
+    first, told = played_responses(wire, {"input": "q", "instructions": "be brief"}, action)
+    result = {"type": "function_call_output", "call_id": "t0000c000", "output": "found"}
+    if by == "item_reference":
+        named = [{"type": by, "id": item["id"]} for item in told["output"]]
+        body = {"input": [user("q"), *named, result], "instructions": "be brief"}
+    else:
+        body = {"input": [result], by: told["id"], "instructions": "be brief"}
+    second, told = played_responses(wire, body, Action("done"))
+    assert second.messages[:2] == first.messages
+    assert identity(second.messages[2]) == identity(assistant_message(action))
+    assert second.messages[3]["content"] == "found" and len(second.messages) == 4
+    if by == "previous_response_id":
+        third = wire.read({"input": "and?", by: told["id"]})
+        assert [each["content"] for each in third.messages[1:]] == [
+            "Let me see.", "found", "done", "and?",
+        ]  # fmt: skip
+    with pytest.raises(RequestRefused, match=r"no (item|response)"):
+        Responses().read(body)
+
+
+def test_a_response_that_is_not_stored_cannot_be_named():
+    wire = Responses()
+    _, told = played_responses(wire, {"input": "q", "store": False}, ACTIONS[0])
+    with pytest.raises(RequestRefused, match="that was stored") as refused:
+        wire.read({"input": "r", "previous_response_id": told["id"]})
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_ids_of_items_tell_two_turns_apart_that_nothing_stands_between():
+    wire = Responses()
+    _, first = played_responses(wire, {"input": "q"}, Action("a"))
+    _, second = played_responses(wire, {"input": "q"}, ACTIONS[3])
+    items = [
+        user("q"),
+        *first["output"],
+        *(i for i in second["output"] if i["type"] != "reasoning"),
+    ]
+    assert read_as(items, wire)[1:] == [("assistant", "a", []), ("assistant", "", ["a", "b"])]
+    assert read_as(items)[1:] == [("assistant", "a", ["a", "b"])], "nobody knows better"
+
+
+def test_tools_of_a_namespace_are_functions_and_called_by_both_names():
+    """As Codex sends tools over MCP, and its patch tool."""
+    inner = {"type": "function", "name": "read", "parameters": {"type": "object"}}
+    tools = [
+        {"type": "namespace", "name": "mcp__files", "description": "d", "tools": [inner]},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        {"type": "function", "name": "shell"},
+        {"type": "web_search", "external_web_access": False},
+    ]
+    wire = Responses()
+    call = wire.read({"input": "q", "tools": tools})
+    names = [tool["function"]["name"] for tool in call.tools]
+    assert names == ["mcp__files__read", "apply_patch", "shell"]
+    assert call.left_out == ("web_search",)
+    action = Action(
+        "",
+        (
+            ToolCall("1", "mcp__files__read", {"path": "x"}),
+            ToolCall("2", "apply_patch", {"input": "*** Begin Patch"}),
+            ToolCall("3", "shell", {}),
+        ),
+    )
+    told = wire.reply(call, answer(action))["output"]
+    assert [(i["type"], i["name"], i.get("namespace")) for i in told] == [
+        ("function_call", "read", "mcp__files"),
+        ("custom_tool_call", "apply_patch", None),
+        ("function_call", "shell", None),
+    ]
+    assert told[1]["input"] == "*** Begin Patch"
+    outputs = [
+        {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}
+        for item in told
+    ]
+    again = wire.read({"input": [user("q"), *told, *outputs], "tools": tools}).messages
+    assert identity(again[1]) == identity(assistant_message(action))
+    assert [each["name"] for each in again[2:]] == names
+    streamed = b"".join(wire.events(call, answer(action))).decode()
+    assert "response.custom_tool_call_input.done" in streamed
+
+
+@pytest.mark.parametrize(
+    ("wire", "body", "left_out"),
+    [
+        (ChatCompletions(), {"tools": [{"type": "web_search"}]}, ("web_search",)),
+        (Responses(), {"tools": [{"type": "mcp", "name": "deepwiki"}]}, ("mcp deepwiki",)),
+        (
+            AnthropicMessages(),
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            ("bash_20250124 bash",),
+        ),
+    ],
+)
+def test_tools_that_are_no_functions_are_left_out_by_name(wire, body, left_out):
+    call = wire.read({**question(wire), **body})
+    assert (call.tools, call.left_out) == ([], left_out)
+
+
+@pytest.mark.parametrize(
+    ("wire", "body", "unenforced"),
+    [
+        (ChatCompletions(), {"response_format": {"type": "json_object"}}, ("response_format",)),
+        (ChatCompletions(), {"response_format": {"type": "text"}}, ()),
+        (Responses(), {"text": {"format": {"type": "json_schema"}}}, ("text.format",)),
+        (Responses(), {"text": {"format": {"type": "text"}, "verbosity": "low"}}, ()),
+        (AnthropicMessages(), {"output_config": {"format": {}, "effort": "low"}}, ()),
+        (
+            AnthropicMessages(),
+            {"output_config": {"format": {"type": "json_schema"}}},
+            ("output_config.format",),
+        ),
+    ],
+)
+def test_a_form_of_the_answer_that_nothing_enforces_is_known(wire, body, unenforced):
+    call = wire.read({**question(wire), **body})
+    assert (call.unenforced, call.replaced) == (unenforced, ())
+
+
+@pytest.mark.parametrize(
+    ("wire", "body"),
+    [
+        (ChatCompletions(), {"max_tokens": 9, "max_completion_tokens": 7, "stop": ["a", "b"]}),
+        (Responses(), {"max_output_tokens": 7}),
+        (AnthropicMessages(), {"max_tokens": 7, "stop_sequences": ["a", "b"]}),
+    ],
+)
+def test_limits_of_a_call_are_read(wire, body):
+    call = wire.read({**question(wire), **body})
+    assert (call.max_tokens, call.replaced) == (7, ())
+    assert call.stop == (() if isinstance(wire, Responses) else ("a", "b"))
+
+
+def test_whatever_is_sent_is_read_or_refused():
+    """Every value of three true requests, replaced by others of every type."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assistant = {"role": "assistant", "content": "x", "reasoning": "r", "tool_calls": calls}
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    chat = {
+        "model": "m",
+        "messages": [
+            user([{"type": "text", "text": "q"}]),
+            assistant,
+            {"role": "tool", "tool_call_id": "1", "name": "f", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "auto",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "stop": ["x"],
+        "max_tokens": 5,
+        "response_format": {"type": "text"},
+        "n": 1,
+        "logit_bias": {},
+    }
+    responses = {
+        "input": [
+            user([{"type": "input_text", "text": "q"}]),
+            {"type": "reasoning", "id": "r", "content": [{"text": "hm"}], "summary": []},
+            {**said([{"type": "output_text", "text": "x"}]), "id": "m"},
+            {**call_of("a"), "namespace": "n", "id": "i"},
+            {"type": "function_call_output", "call_id": "a", "output": "x"},
+            {"type": "custom_tool_call", "call_id": "b", "name": "p", "input": "x"},
+        ],
+        "instructions": "i",
+        "tools": [
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", **function}]},
+            {"type": "custom", "name": "p", "description": "d"},
+        ],
+        "text": {"format": {"type": "text"}},
+        "max_output_tokens": 5,
+        "store": True,
+        "tool_choice": {"type": "function"},
+    }
+    blocks = [
+        {"type": "text", "text": "x"},
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+    ]
+    results = [{"type": "tool_result", "tool_use_id": "1", "content": [blocks[0]]}]
+    anthropic = {
+        "system": [blocks[0]],
+        "messages": [user("q"), {"role": "assistant", "content": blocks}, user(results)],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "max_tokens": 5,
+        "stop_sequences": ["x"],
+        "output_config": {"format": None},
+        "metadata": {},
+    }
+    others = (None, True, 0, -1, 2.5, "auto", "", [], [3], [None], [[]], {}, {"type": 3}, {"x": []})
+    num_refused = 0
+    for wire, whole in (
+        (ChatCompletions(), chat),
+        (Responses(), responses),
+        (AnthropicMessages(), anthropic),
+    ):
+        wire.read(whole)
+        for path in paths(whole):
+            for other in others:
+                body = json.loads(json.dumps(whole))
+                at = body
+                for key in path[:-1]:
+                    at = at[key]
+                at[path[-1]] = other
+                try:
+                    wire.read(body)
+                except RequestRefused as refused:
+                    assert refused.status == 400 and str(refused)
+                    num_refused += 1
+    assert num_refused > 500
+
+
+def paths(value, before=()):
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield (*before, key)
+        if isinstance(each, dict | list):
+            yield from paths(each, (*before, key))

@@ -7,9 +7,12 @@ process does.
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
 import re
 import shutil
+import site
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -19,10 +22,14 @@ from agentrl.errors import AgentError, ConfigError
 from agentrl.inference import guard
 from agentrl.types import Message, ToolSpec
 
+logger = logging.getLogger("agentrl.rollout")
+
 GRACE_S = 5.0
 """How long an agent that was told to stop may take."""
 MAX_OUTPUT_BYTES = 1 << 20
 """Of what a command writes, the last so many are looked at."""
+_BESIDE_HOME = {"XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"}
+"""Variables that lead to folders which programs look for in HOME otherwise."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,28 +50,47 @@ class AgentTask:
 
 
 class CommandRunner:
-    def __init__(self, command: list[str]) -> None:
+    def __init__(
+        self, command: list[str], *, answer: str = "last_line", home: str = "private"
+    ) -> None:
         """
+        Args:
+            answer, home: as in `AgentSection`.
+
         Raises:
-            ConfigError: there is no such program.
+            ConfigError: there is no such program or folder.
         """
         if shutil.which(command[0]) is None:
             raise ConfigError(f"agent.command: there is no program {command[0]!r} in PATH")
-        self._command = command
+        if home not in ("private", "shared") and not Path(home).is_dir():
+            raise ConfigError(f"agent.home: {home!r} is neither private, shared nor a folder")
+        self._command, self._answer, self._home = command, answer, home
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """The last line that the command prints. It runs below a guard, which ends all that it
-        started, detached or not, as soon as this ends, or this process does."""
+        """Its answer. It runs below a guard, which ends all that it started, detached or not, as
+        soon as this ends, or this process does."""
         command = [filled(part, task, base_url, api_key) for part in self._command]
         with tempfile.TemporaryDirectory(
             prefix="agentrl-agent-", ignore_cleanup_errors=True
-        ) as cwd:
-            output, errors = Path(cwd) / ".stdout", Path(cwd) / ".stderr"
+        ) as folder:
+            output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
+            cwd, home = Path(folder) / "work", Path(folder) / "home"
+            cwd.mkdir()
+            environment = os.environ | agent_variables(task, base_url, api_key)
+            if self._home == "private":
+                home.mkdir()
+            elif self._home != "shared":
+                await asyncio.to_thread(shutil.copytree, self._home, home, symlinks=True)
+            if self._home != "shared":
+                # What a user installed is found as before; settings and caches are private.
+                environment.setdefault("PYTHONUSERBASE", site.getuserbase())
+                environment |= {"HOME": str(home)}
+                environment = {k: v for k, v in environment.items() if k not in _BESIDE_HOME}
             with output.open("wb") as out, errors.open("wb") as err:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, guard.__file__, str(os.getpid()), str(GRACE_S), *command),
                     cwd=cwd,
-                    env=os.environ | agent_variables(task, base_url, api_key),
+                    env=environment,
                     stdin=asyncio.subprocess.PIPE,  # closed: the guard ends everything
                     stdout=out,
                     stderr=err,
@@ -77,9 +103,11 @@ class CommandRunner:
                     process.stdin.close()
                     await process.wait()
             printed, said = _tail(output), _tail(errors)
-        if process.returncode:
-            raise exited(command, process.returncode, said or printed)
-        return last_line(printed)
+            if process.returncode:
+                raise exited(command, process.returncode, said or printed)
+            if (path := answer_file(self._answer)) is not None:
+                return _tail(cwd / path) if (cwd / path).is_file() else no_file(path)
+        return last_line(printed) if self._answer == "last_line" else None
 
     async def aclose(self) -> None:
         """Every process ended with its episode."""
@@ -109,6 +137,19 @@ def exited(command: list[str], status: int | None, said: str) -> AgentError:
 def last_line(printed: str) -> str | None:
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     return lines[-1] if lines else None
+
+
+def answer_file(answer: str) -> str | None:
+    """The path in `agent.answer`, where it names one."""
+    kind, _, path = answer.partition(":")
+    return path if kind == "file" else None
+
+
+@functools.cache
+def no_file(path: str) -> str:
+    """The answer of an agent that did not write the file; it is said once."""
+    logger.warning("agent.answer: an agent left no file %s; its answer is empty (said once)", path)
+    return ""
 
 
 def filled(part: str, task: AgentTask, base_url: str, api_key: str) -> str:

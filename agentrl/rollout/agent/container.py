@@ -18,9 +18,11 @@ from agentrl.errors import AgentError, ConfigError
 from agentrl.rollout.agent.command import (
     AgentTask,
     agent_variables,
+    answer_file,
     exited,
     filled,
     last_line,
+    no_file,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ NETWORK = "agentrl-agents"
 MAX_OUTPUT_BYTES = 16 << 20
 """A program that writes more is killed."""
 START_TIMEOUT_S = 120.0
+FILE_TIMEOUT_S = 60.0
 
 
 class ContainerRunner:
@@ -42,6 +45,7 @@ class ContainerRunner:
             EnvUnavailable: no engine answers.
         """
         image, self._command = config.container or "", config.command
+        self._answer = config.answer
         client = connect()
         try:
             with engine_errors():
@@ -68,7 +72,7 @@ class ContainerRunner:
         self._pool = ContainerPool(spec, ready=0, max_containers=max_concurrent)
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """The last line that the command prints."""
+        """Its answer."""
         command = [filled(part, task, base_url, api_key) for part in self._command]
         async with self._pool.container(timeout_s=START_TIMEOUT_S) as container:
             ran = await container.script(
@@ -78,12 +82,20 @@ class ContainerRunner:
                 max_bytes=MAX_OUTPUT_BYTES,
                 environment=agent_variables(task, base_url, api_key),
             )
+            path = answer_file(self._answer)
+            if path is not None and not ran.too_long and not ran.exit_code:
+                written = await container.script(
+                    'cat -- "$1"', path, timeout_s=FILE_TIMEOUT_S, max_bytes=MAX_OUTPUT_BYTES
+                )
+                if written.exit_code:
+                    return no_file(path)
+                return written.output.decode(errors="replace")
         printed = ran.output.decode(errors="replace")
         if ran.too_long:
             raise AgentError(f"{command[0]} wrote more than {MAX_OUTPUT_BYTES >> 20} MiB")
         if ran.exit_code:
             raise exited(command, ran.exit_code, ran.errors or printed)
-        return last_line(printed)
+        return last_line(printed) if self._answer == "last_line" else None
 
     async def aclose(self) -> None:
         await self._pool.aclose()

@@ -30,7 +30,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -64,6 +64,10 @@ class Recorder:
         self.trajectory, self.policy = trajectory, policy
         self._ends: dict[bytes, list[int]] = defaultdict(list)
         """Turns by the digest of the history that they end."""
+        self._begins: dict[bytes, list[int]] = defaultdict(list)
+        """Turns that call tools, by the digest of the history before them."""
+        self._retold: dict[bytes, bytes] = {}
+        """Digest of a history that ends with a sampled turn in other words -> in its own."""
         self._tools: list[bytes] = []
         """Digest of the tools that each turn was offered."""
         self._taken: set[str] = set()
@@ -76,11 +80,7 @@ class Recorder:
             jinja2.TemplateError: the chat template does not render these messages.
         """
         tools_key = _digest(b"", tools)
-        digests = []
-        digest = b""
-        for message in messages:
-            digest = _digest(digest, identity(message))
-            digests.append(digest)
+        messages, digests = self._as_sampled(messages)
         known, parent, tools_changed = 0, None, False
         for number in range(len(messages), 0, -1):
             turns = self._ends.get(digests[number - 1], [])
@@ -95,6 +95,7 @@ class Recorder:
         prompt = self.policy.prompt(
             self.trajectory, parent, list(messages[known:]), tools, tools_changed=tools_changed
         )
+        digest = digests[-1] if digests else b""
         return Place(prompt, tools, digest, tools_key, self._request_id(digest + tools_key))
 
     def take(self, place: Place) -> None:
@@ -105,15 +106,88 @@ class Recorder:
         """Nothing came of the request: the next one like it is to sample the same."""
         self._taken.discard(place.request_id)
 
-    def write(self, place: Place, generation: Generation) -> Action:
-        """Append the turn; returns what it does."""
+    def write(self, place: Place, generation: Generation, stop: Sequence[str] = ()) -> Action:
+        """Append the turn; returns what it does.
+
+        Args:
+            stop: the agent's own stop strings; it is told the text in front of the first.
+        """
         turn_id = len(self.trajectory.turns)
         action = self.policy.write(self.trajectory, place.prompt, generation, place.tools)
         turn = self.trajectory.turns[turn_id]
         said = self.trajectory.branches[turn.branch].messages[turn.message]
-        self._ends[_digest(place.digest, identity(said))].append(turn_id)
+        digest = _digest(place.digest, identity(said))
+        self._ends[digest].append(turn_id)
         self._tools.append(place.tools_key)
+        if _calls(said):
+            self._begins[place.digest].append(turn_id)
+            # Some frameworks drop the text beside a call.
+            self._retold[_digest(place.digest, _without_text(said))] = digest
+        ends = [end for each in stop if (end := action.text.find(each)) >= 0]
+        if ends:
+            action = replace(action, text=action.text[: min(ends)])
+            told: Message = {**said, "content": action.text}
+            self._retold[_digest(place.digest, identity(told))] = digest
         return action
+
+    def _as_sampled(self, messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
+        """The messages with what was sampled here put together again, and after each the digest of
+        the history up to it."""
+        found: list[Message] = []
+        digests: list[bytes] = []
+        digest, at = b"", 0
+        while at < len(messages):
+            block, num_read = [messages[at]], 1
+            if _calls(messages[at]):
+                turns = self._begins.get(digest, ())
+                gathered = (self._gathered(turn, messages, at) for turn in turns)
+                block, num_read = next(filter(None, gathered), (block, num_read))
+            at += num_read
+            for message in block:
+                after = _digest(digest, identity(message))
+                if after not in self._ends and _calls(message) and not message["content"]:
+                    after = self._retold.get(_digest(digest, _without_text(message)), after)
+                digest = self._retold.get(after, after)
+                found.append(message)
+                digests.append(digest)
+        return found, digests
+
+    def _gathered(
+        self, turn_id: int, messages: Sequence[Message], at: int
+    ) -> tuple[list[Message], int] | None:
+        """A turn's parallel calls and their answers, which the agent may send in pieces and in any
+        order, as one message and its answers in the order of the calls.
+
+        Args:
+            at: where they begin.
+
+        Returns:
+            Those, and how many messages they were; None where the calls are not this turn's.
+        """
+        turn = self.trajectory.turns[turn_id]
+        ids = _call_ids(self.trajectory.branches[turn.branch].messages[turn.message])
+        if len(ids) < 2 or len(ids) != len(set(ids)):
+            return None
+        calls: dict[str, Any] = {}
+        answers: dict[Any, Message] = {}
+        texts: list[str] = []
+        num_read = 0
+        for message in messages[at:]:
+            called = _call_ids(message) if message["role"] == "assistant" else []
+            answered = message.get("tool_call_id") if message["role"] == "tool" else None
+            if called and all(each in ids and each not in calls for each in called):
+                calls |= zip(called, _calls(message), strict=True)
+                texts.append(message["content"])
+            elif answered in calls and answered not in answers:
+                answers[answered] = message
+            else:
+                break
+            num_read += 1
+        if calls.keys() != set(ids):
+            return None
+        whole: Message = {**messages[at], "content": "".join(texts)}
+        whole["tool_calls"] = [calls[each] for each in ids]
+        return [whole, *(answers[each] for each in ids if each in answers)], num_read
 
     def _choose(self, turns: list[int], said: Message) -> int:
         """Of turns that said the same after the same: the one whose calls have these ids, and
@@ -146,6 +220,12 @@ def identity(message: Message) -> Any:
     ]
     # Some frameworks send thoughts back within the text.
     return role, _THOUGHT.sub("", text).strip(), calls
+
+
+def _without_text(message: Message) -> Any:
+    """The same for a message that calls tools, its text left out and its call ids asked for."""
+    role, _, calls = identity(message)
+    return role, _call_ids(message), calls
 
 
 def _plain(value: Any) -> Any:

@@ -114,12 +114,18 @@ class Agents:
                 answer = live.ended.result()
             elif agent.cancelled():
                 raise AgentError("the agent cancelled itself")
+            elif not trajectory.turns and live.refused:
+                raise AgentError(
+                    "every call of the agent was refused, with " + "; ".join(live.refused)
+                ) from agent.exception()
             elif (error := agent.exception()) is None:
                 answer = agent.result()
-            elif live.cut is None and not tools.is_over:
-                raise AgentError(str(error)) if isinstance(error, TimeoutError) else error
-            else:
+            elif live.cut is not None or tools.is_over:
                 answer = ""  # it could not go on
+            elif trajectory.turns and trajectory.turns[-1].finish_reason == "length":
+                answer = None  # some give up over a turn that was cut, which is the run's limit
+            else:
+                raise AgentError(str(error)) if isinstance(error, TimeoutError) else error
         if isinstance(answer, str | None):
             return AgentOutcome(answer, None, live.cut)
         return AgentOutcome(None, float(answer), live.cut)
@@ -143,8 +149,11 @@ def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
         runner = ContainerRunner(config, max_concurrent=max_concurrent)
         host = runner.host
     else:
-        runner = CommandRunner(config.command)
-    return Agents(AgentServer(config.host or host, config.port), runner)
+        runner = CommandRunner(config.command, answer=config.answer, home=config.home)
+    server = AgentServer(
+        config.host or host, config.port, leaves_out_tools=config.leave_out_provider_tools
+    )
+    return Agents(server, runner)
 
 
 class CallableRunner:

@@ -14,6 +14,9 @@ for clients of that protocol.
     turns or context are used up               400 with a code; the episode counts as truncated
     the engine fails or is too late            500, and the episode fails in stage `generate`
 
+What is refused for another reason than a limit is logged once, counted in the trajectory's info
+(`refused_calls`) and, summed, in the metric `rollout/refused_calls`.
+
 No answer invites a retry where a retry is senseless (`x-should-retry: false`), and none is a 409,
 which clients repeat.
 """
@@ -28,7 +31,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -44,12 +48,19 @@ from agentrl.types import StopReason
 
 logger = logging.getLogger("agentrl.rollout")
 
-WIRES: dict[str, Wire] = {
-    "chat/completions": ChatCompletions(),
-    "responses": Responses(),
-    "messages": AnthropicMessages(),
+WIRES: dict[str, type[Wire]] = {
+    "chat/completions": ChatCompletions,
+    "responses": Responses,
+    "messages": AnthropicMessages,
 }
 """By path below `/v1/`."""
+_COUNT = "messages/count_tokens"
+_OF_A_LIMIT = {"max_turns", "context_length_exceeded", "episode_over", "engine_failed"}
+"""Refusals that the trajectory's end tells of."""
+MAX_SAID = 1000
+"""Distinct lines that an endpoint logs."""
+MAX_NOTED = 20
+"""Distinct refusals in a trajectory's info; further ones are counted together."""
 KEEP_ALIVE_S = 10.0
 """A stream that waits longer for its first token says that it is alive."""
 MAX_BODY_BYTES = 64 << 20
@@ -88,6 +99,24 @@ class Live:
     under_way: set[asyncio.Task[Answer]] = field(default_factory=set)
     asked: dict[bytes, _Asked] = field(default_factory=dict)
     """By the digest of the body, the newest request."""
+    wires: dict[str, Wire] = field(
+        default_factory=lambda: {path: make() for path, make in WIRES.items()}
+    )
+    """By path."""
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How often calls were refused, by code and message."""
+        counts: Any = self.recorder.trajectory.info.get("refused_calls", {})
+        return counts
+
+    def note(self, refused: RequestRefused) -> None:
+        """Count a refusal."""
+        counts: Any = self.recorder.trajectory.info.setdefault("refused_calls", {})
+        told = f"{refused.code}: {refused}"
+        if told not in counts and len(counts) >= MAX_NOTED:
+            told = "others"
+        counts[told] = counts.get(told, 0) + 1
 
     def ask(self, call: Call) -> asyncio.Task[Answer]:
         """Begin a turn. What it takes (a request id, one of the turns, the engine's attention) is
@@ -116,19 +145,28 @@ class Live:
                 if error is not None and not self.failure.done():  # it ends the episode
                     self.failure.set_exception(error)
 
-        task = asyncio.create_task(self._answer(place))
+        task = asyncio.create_task(self._answer(place, call))
         self.under_way.add(task)
         task.add_done_callback(ended)
         return task
 
-    async def _answer(self, place: Place) -> Answer:
+    async def _answer(self, place: Place, call: Call) -> Answer:
         """Sample a turn and write it down; a call that is cancelled leaves nothing."""
         recorder = self.recorder
+        policy = recorder.policy
+        if call.max_tokens is not None or call.stop:
+            policy = replace(
+                policy,
+                max_turn_tokens=min(
+                    policy.max_turn_tokens, call.max_tokens or policy.max_turn_tokens
+                ),
+                stop_strings=(*policy.stop_strings, *call.stop),
+            )
         started = time.perf_counter()
         async with asyncio.timeout(self.turn_timeout_s):
             ids = place.prompt.token_ids
-            generation = await recorder.policy.sample(place.request_id, ids)
-        action = recorder.write(place, generation)
+            generation = await policy.sample(place.request_id, ids)
+        action = recorder.write(place, generation, call.stop)
         turn = recorder.trajectory.turns[-1]
         turn.generate_s = time.perf_counter() - started
         self.on_turn()
@@ -145,8 +183,6 @@ class Live:
         Raises:
             RequestRefused: a limit is reached, or the chat template refuses the messages.
         """
-        from jinja2.exceptions import TemplateError
-
         recorder = self.recorder
         if self.tools is not None and self.tools.is_over:
             raise RequestRefused(
@@ -158,13 +194,7 @@ class Live:
                 f"the episode has had its {self.max_turns} turns (rollout.max_turns)",
                 code="max_turns",
             )
-        try:
-            place = recorder.place(call.messages, call.tools)
-        except (TemplateError, TypeError) as error:
-            raise RequestRefused(
-                f"the model's chat template does not take these messages: {error}",
-                code="invalid_messages",
-            ) from error
+        place = self.rendered(call)
         length, limit = len(place.prompt), recorder.policy.max_context_tokens
         if length >= limit:
             self.cut = StopReason.CONTEXT_LENGTH
@@ -175,12 +205,32 @@ class Live:
             )
         return place
 
+    def rendered(self, call: Call) -> Place:
+        """
+        Raises:
+            RequestRefused: the chat template refuses the messages.
+        """
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self.recorder.place(call.messages, call.tools)
+        except (TemplateError, TypeError) as error:
+            raise RequestRefused(
+                f"the model's chat template does not take these messages: {error}",
+                code="invalid_messages",
+            ) from error
+
 
 class AgentServer:
     """Serves on the event loop that it was started on."""
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, ended_by_request: bool = False
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        ended_by_request: bool = False,
+        leaves_out_tools: bool = True,
     ) -> None:
         """
         Args:
@@ -189,14 +239,18 @@ class AgentServer:
             port: 0 takes a free one.
             ended_by_request: `POST /e/<key>/end` ends an episode and may give its reward. Only for
                 agents that nothing else starts or ends: whoever has the key could pay itself.
+            leaves_out_tools: a call that offers tools which a provider would run is served without
+                them, else it is refused.
         """
         self.host, self.port = host, port
+        self._leaves_out_tools = leaves_out_tools
         self._secret = secrets.token_bytes(32)
         self._live: dict[str, Live] = {}
         self._warned: set[str] = set()
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusals])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._refusals])
         for prefix in ("", "/e/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{name:.+}}", self._model)
             app.router.add_post(f"{prefix}/v1/{{wire:.+}}", self._call)
         app.router.add_get("/e/{key}/tools", self._list_tools)
         app.router.add_post("/e/{key}/tools/{name}", self._call_tool)
@@ -272,10 +326,7 @@ class AgentServer:
         Raises:
             RequestRefused: the key is unknown, or its episode is over.
         """
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = request.match_info.get("key") or request.headers.get("x-api-key", "")
-        if not given and scheme.lower() == "bearer":
-            given = bearer.strip()
+        given = _key_of(request)
         if live := self._live.get(given):
             return live
         nonce = given.removeprefix("sk-agentrl-")[:24]
@@ -293,8 +344,12 @@ class AgentServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._attributed(request)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "agentrl"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [_described("policy")]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        """The policy, under whatever name it is asked for."""
+        self._attributed(request)
+        return web.json_response(_described(request.match_info["name"]))
 
     async def _list_tools(self, request: web.Request) -> web.Response:
         return web.json_response(body=msgspec.json.encode(self._tools(request).specs))
@@ -343,22 +398,21 @@ class AgentServer:
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["wire"]
-        wire = WIRES.get(path) or WIRES["chat/completions"]
-        try:
-            if path not in WIRES:
-                known = ", ".join(f"/v1/{each}" for each in WIRES)
-                raise RequestRefused(f"no /v1/{path}: {known}", status=404, code="not_found")
-            live = self._attributed(request)
-            body = await request.read()
-            call = wire.read(_object(body))
-            self._warn_of(call.replaced)
-            marked = request.headers.get("x-stainless-retry-count", "0") != "0"
-            digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
-            asked = live.asked.get(digest) if marked else None
-            if asked is None or (asked.task.done() and _failed(asked.task)):
-                asked = live.asked[digest] = _Asked(live.ask(call))
-        except RequestRefused as refused:
-            return web.json_response(wire.error(refused), status=refused.status, headers=_NO_RETRY)
+        if path not in WIRES and path != _COUNT:
+            known = ", ".join(f"/v1/{each}" for each in WIRES)
+            raise RequestRefused(f"no /v1/{path}: {known}", status=404, code="not_found")
+        live = self._attributed(request)
+        body = await request.read()
+        wire = live.wires[path.removesuffix("/count_tokens")]
+        call = wire.read(_object(body))
+        self._warn_of(call, live.recorder.policy.max_turn_tokens)
+        if path == _COUNT:
+            return web.json_response({"input_tokens": len(live.rendered(call).prompt)})
+        marked = request.headers.get("x-stainless-retry-count", "0") != "0"
+        digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
+        asked = live.asked.get(digest) if marked else None
+        if asked is None or (asked.task.done() and _failed(asked.task)):
+            asked = live.asked[digest] = _Asked(live.ask(call))
         asked.num_waiting += 1
         try:
             return await self._reply(request, wire, call, asked.task)
@@ -402,30 +456,89 @@ class AgentServer:
         await stream.write(b"".join(wire.events(call, answer)))
         return stream
 
-    def _warn_of(self, replaced: tuple[str, ...]) -> None:
-        for name in replaced:
-            if name not in self._warned:
-                self._warned.add(name)
-                logger.warning(
-                    "an agent sends %s, which is not used: how the policy samples stands in "
-                    "[rollout], and only there (said once)",
-                    name,
-                )
+    def _warn_of(self, call: Call, max_turn_tokens: int) -> None:
+        """
+        Raises:
+            RequestRefused: tools of a provider are offered, and not to be left out.
+        """
+        if call.left_out and not self._leaves_out_tools:
+            raise RequestRefused(
+                f"the tools {', '.join(call.left_out)} are no functions, and only functions are "
+                "served: take them from the agent, or let them be left out "
+                "(agent.leave_out_provider_tools = true)",
+                code="invalid_tools",
+            )
+        for name in call.replaced:
+            self._say(
+                f"an agent sends {name}, which is not used: how the policy samples stands in "
+                "[rollout], and only there (said once)"
+            )
+        for name in call.unenforced:
+            self._say(
+                f"an agent asks for a form of the answer by {name}, which is not enforced: the "
+                "policy knows of it only what the messages say (said once)"
+            )
+        for name in call.left_out:
+            self._say(
+                f"an agent offers the tool {name}, which is left out: the policy calls functions, "
+                "and no tools of a provider (said once)"
+            )
+        if call.max_tokens is not None and call.max_tokens > max_turn_tokens:
+            self._say(
+                f"an agent allows turns of {call.max_tokens} tokens; the run's limit of "
+                f"{max_turn_tokens} holds (rollout.max_turn_tokens; said once)",
+                key="max_tokens",
+            )
+
+    def _say(self, text: str, key: str | None = None) -> None:
+        """Log it once, and not without end where an agent makes up a new text each time."""
+        if (key or text) not in self._warned and len(self._warned) < MAX_SAID:
+            self._warned.add(key or text)
+            logger.warning("%s", text)
+
+    @web.middleware
+    async def _refusals(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Whatever is refused is told in the words of the protocol, logged once and counted."""
+        try:
+            return await handler(request)
+        except RequestRefused as error:
+            refused = error
+        except web.HTTPRequestEntityTooLarge:
+            refused = RequestRefused(
+                f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413, code="too_large"
+            )
+        except web.HTTPException as error:
+            refused = RequestRefused(
+                f"{request.method} {request.path.rpartition('/e/')[2].partition('/')[2]}: "
+                f"{error.reason}",
+                status=error.status,
+                code="not_found" if error.status == 404 else "not_served",
+            )
+        if refused.code not in _OF_A_LIMIT:
+            self._say(f"a call of an agent was refused with {refused.status}: {refused}")
+            if live := self._live.get(_key_of(request)):
+                live.note(refused)
+        path = request.match_info.get("wire", "")
+        wire = WIRES.get(path.removesuffix("/count_tokens"), ChatCompletions)()
+        return web.json_response(wire.error(refused), status=refused.status, headers=_NO_RETRY)
+
+
+def _key_of(request: web.Request) -> str:
+    """The episode's key as the path or a header gives it."""
+    headers = request.headers
+    given = request.match_info.get("key") or headers.get("x-api-key") or headers.get("api-key")
+    scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+    return given or (bearer.strip() if scheme.lower() == "bearer" else "")
+
+
+def _described(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-@web.middleware
-async def _refusals(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RequestRefused as refused:
-        told = WIRES["chat/completions"].error(refused)
-        return web.json_response(told, status=refused.status, headers=_NO_RETRY)
 
 
 def _object(body: bytes) -> dict:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
+from typing_extensions import TypedDict
 
 from agentrl.types import Action, Message, Role, ToolSpec
 
@@ -31,6 +32,10 @@ _UNDERSTOOD = {
     "n",
     "logit_bias",
     "tool_choice",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "response_format",
     "functions",
     "function_call",
     "user",
@@ -66,6 +71,16 @@ class Call:
     """A stream ends with the token counts."""
     replaced: tuple[str, ...] = ()
     """Sampling parameters of the caller, in whose place the run's are used."""
+    unenforced: tuple[str, ...] = ()
+    """Keys that ask for a form of the answer, which nothing enforces."""
+    left_out: tuple[str, ...] = ()
+    """Tools that the policy is not offered, because it cannot call them."""
+    max_tokens: int | None = None
+    """The caller's own limit of the turn; it only shortens."""
+    stop: tuple[str, ...] = ()
+    """The caller's own stop strings."""
+    source: Any = None
+    """What the wire needs to know of the request when it answers."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +97,10 @@ class Answer:
 
 
 class Wire(Protocol):
-    """A protocol that agents speak. Bodies are JSON; `events` are the frames of a stream."""
+    """A protocol that agents speak. Bodies are JSON; `events` are the frames of a stream.
+
+    Each episode has one of its own, which may remember what it answered.
+    """
 
     def read(self, body: Mapping[str, Any]) -> Call:
         """
@@ -98,27 +116,46 @@ class Wire(Protocol):
     def error(self, refused: RequestRefused) -> dict[str, Any]: ...
 
 
+class _Body(TypedDict, total=False):
+    n: int | None
+    stream: bool | None
+    stream_options: dict[str, Any] | None
+    tools: list[Any] | None
+    tool_choice: str | dict[str, Any] | None
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    stop: str | list[str] | None
+    response_format: dict[str, Any] | None
+
+
 class ChatCompletions:
     """`POST /v1/chat/completions`."""
 
     def read(self, body: Mapping[str, Any]) -> Call:
+        require_shape(body, _Body)
         if (body.get("n") or 1) != 1:
             raise RequestRefused("n > 1 is not served: send the request as often as you need it")
         if body.get("logit_bias"):
             raise RequestRefused("logit_bias is not served: log-probabilities would not be exact")
         if body.get("functions") or body.get("function_call"):
             raise RequestRefused("functions were replaced by tools: send tools and tool_choice")
-        offered = body.get("tool_choice") != "none"
         replaced = set(body) - _UNDERSTOOD
         if body.get("tool_choice") not in (None, "auto", "none"):
             replaced.add("tool_choice")
+        tools, left_out = read_tools(body.get("tools"))
+        stop = body.get("stop") or ()
+        form = (body.get("response_format") or {}).get("type", "text")
         return Call(
             messages=read_messages(body.get("messages")),
-            tools=read_tools(body.get("tools")) if offered else [],
+            tools=tools if body.get("tool_choice") != "none" else [],
             model=str(body.get("model") or "policy"),
             stream=bool(body.get("stream")),
             with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             replaced=tuple(sorted(key for key in replaced if body.get(key) is not None)),
+            unenforced=() if form == "text" else ("response_format",),
+            left_out=left_out,
+            max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
+            stop=(stop,) if isinstance(stop, str) else tuple(each for each in stop if each),
         )
 
     def reply(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -202,6 +239,31 @@ def to_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+def require_shape(body: Mapping[str, Any], shape: type) -> None:
+    """
+    Raises:
+        RequestRefused: a value is of another type than the protocol has there.
+    """
+    try:
+        msgspec.convert(body, shape)
+    except msgspec.ValidationError as error:
+        raise RequestRefused(f"the body is malformed: {error}", code="invalid_request") from None
+
+
+def read_limit(body: Mapping[str, Any], *keys: str) -> int | None:
+    """The first of the limits of tokens that is given.
+
+    Raises:
+        RequestRefused: it leaves no token.
+    """
+    for key in keys:
+        if (limit := body.get(key)) is not None:
+            if limit < 1:
+                raise RequestRefused(f"{key} = {limit} leaves no token", code="invalid_request")
+            return limit
+    return None
+
+
 def read_messages(value: Any) -> list[Message]:
     """Chat messages as templates read them: texts in one piece, arguments as objects, and the
     name of the tool beside its answer.
@@ -215,16 +277,21 @@ def read_messages(value: Any) -> list[Message]:
     messages: list[Message] = []
     for index, each in enumerate(value):
         where = f"messages[{index}]"
-        if not isinstance(each, dict) or each.get("role") not in _ROLES:
+        role = each.get("role") if isinstance(each, dict) else None
+        if not isinstance(each, dict) or not isinstance(role, str) or role not in _ROLES:
             raise RequestRefused(
                 f"{where}: a role is one of {', '.join(_ROLES)}", code="invalid_messages"
             )
-        message: Message = {"role": _ROLES[each["role"]], "content": text_of(each, where)}
+        message: Message = {"role": _ROLES[role], "content": text_of(each, where)}
         if message["role"] == "assistant":
             if reasoning := each.get("reasoning") or each.get("reasoning_content"):
                 message["reasoning"] = str(reasoning)
-            if each.get("tool_calls"):
-                calls: list[Any] = [_tool_call(call, where) for call in each["tool_calls"]]
+            if said := each.get("tool_calls"):
+                if not isinstance(said, list):
+                    raise RequestRefused(
+                        f"{where}: tool_calls is not a list", code="invalid_messages"
+                    )
+                calls: list[Any] = [_tool_call(call, where) for call in said]
                 message["tool_calls"] = calls
                 names |= {call["id"]: call["function"]["name"] for call in calls}
         elif message["role"] == "tool":
@@ -244,6 +311,11 @@ def text_of(message: Mapping[str, Any], where: str) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
+    if content is not None and not isinstance(content, list):
+        raise RequestRefused(
+            f"{where}: content is a text or a list of parts, not {type(content).__name__}",
+            code="invalid_messages",
+        )
     texts = []
     for part in content or ():
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -253,24 +325,34 @@ def text_of(message: Mapping[str, Any], where: str) -> str:
     return "".join(texts)
 
 
-def read_tools(value: Any) -> list[ToolSpec]:
-    """Tools as chat templates take them: one without parameters has an empty object of them.
+def read_tools(value: list[Any] | None) -> tuple[list[ToolSpec], tuple[str, ...]]:
+    """Tools as chat templates take them, and the names of those that are no functions: the policy
+    runs no tools of a provider. One without parameters has an empty object of them.
 
     Raises:
-        RequestRefused: one is no function.
+        RequestRefused: one is malformed.
     """
     tools: list[ToolSpec] = []
+    others: list[str] = []
     for index, tool in enumerate(value or []):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and isinstance(kind, str) and kind != "function":
+            name = tool.get("name")
+            others.append(kind if name in (None, kind) else f"{kind} {name}")
+            continue
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not function.get("name"):
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
             raise RequestRefused(
-                f"tools[{index}]: only functions with a name are served, for the policy runs no "
-                "tools of a provider",
-                code="invalid_tools",
+                f"tools[{index}]: a function with a name is needed", code="invalid_tools"
             )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):
+            raise RequestRefused(
+                f"tools[{index}] ({name}): parameters are not an object", code="invalid_tools"
+            )
         tools.append({**tool, "function": {**function, "parameters": parameters}})
-    return tools
+    return tools, tuple(others)
 
 
 def read_arguments(value: Any, where: str) -> dict[str, Any]:

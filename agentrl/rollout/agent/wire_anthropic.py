@@ -5,32 +5,60 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from agentrl.rollout.agent.wire import (
     Answer,
     Call,
     RequestRefused,
     event,
+    read_limit,
     read_messages,
     read_tools,
+    require_shape,
     to_json,
 )
 
-_READ = {"model", "messages", "system", "tools", "tool_choice", "stream", "metadata", "betas"}
+_READ = {
+    *("model", "messages", "system", "tools", "tool_choice", "stream", "metadata", "betas"),
+    *("max_tokens", "stop_sequences", "output_config", "output_format"),
+}
+
+
+class _Body(TypedDict, total=False):
+    system: str | list[Any] | None
+    messages: list[Any]
+    tools: list[Any] | None
+    tool_choice: dict[str, Any] | None
+    stream: bool | None
+    max_tokens: int | None
+    stop_sequences: list[str] | None
+    output_config: dict[str, Any] | None
 
 
 class AnthropicMessages:
     def read(self, body: Mapping[str, Any]) -> Call:
+        require_shape(body, _Body)
         chosen = (body.get("tool_choice") or {}).get("type", "auto")
         replaced = [key for key in sorted(set(body) - _READ) if body[key] is not None]
+        forms = {
+            "output_format": body.get("output_format"),
+            "output_config.format": (body.get("output_config") or {}).get("format"),
+        }
+        tools, left_out = read_tools([_as_tool(each) for each in body.get("tools") or ()])
         messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         for index, message in enumerate(body.get("messages") or ()):
             messages += _as_chat(message, f"messages[{index}]")
         return Call(
             messages=read_messages(messages),
-            tools=read_tools([_as_tool(t) for t in body.get("tools") or ()] * (chosen != "none")),
+            tools=tools if chosen != "none" else [],
             model=str(body.get("model") or "policy"),
             stream=bool(body.get("stream")),
             replaced=(*replaced, *(["tool_choice"] if chosen in ("any", "tool") else [])),
+            unenforced=tuple(key for key, form in forms.items() if form),
+            left_out=left_out,
+            max_tokens=read_limit(body, "max_tokens"),
+            stop=tuple(each for each in body.get("stop_sequences") or () if each),
         )
 
     def reply(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -92,8 +120,8 @@ class AnthropicMessages:
 
 
 def _as_tool(tool: Any) -> Any:
-    """In the shape of chat completions; what runs at the provider is left for them to refuse."""
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+    """In the shape of chat completions, where it is one that the agent describes and runs."""
+    if not isinstance(tool, dict) or (tool.get("type") or "custom") != "custom":
         return tool
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
