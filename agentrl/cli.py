@@ -68,10 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     from agentrl.algo.cli import add_algo_commands
     from agentrl.data import add_data_commands
     from agentrl.env.cli import add_env_commands
+    from agentrl.server_command import add_inference_commands
 
     add_env_commands(commands)
     add_data_commands(commands)
     add_algo_commands(commands)
+    add_inference_commands(commands)
     # Environments bring commands of their own; agentrl names none of them.
     for entry_point in sorted(entry_points(group="agentrl.commands"), key=lambda each: each.name):
         entry_point.load()(commands)

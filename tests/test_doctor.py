@@ -162,3 +162,28 @@ def test_parity_with_the_trainers_model(capsys, tmp_path, same):
         assert re.search(r"fix .*parity: .*; serve the same model with --dtype float32", shown), (
             shown
         )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_gpus", "status", "said"),
+    [
+        ([], 1, "ok", "which training leaves"),
+        (["--gpu-memory-utilization", "0.2"], 1, "ok", "training leaves"),
+        (["--gpu-memory-utilization=0.92"], 1, "fix", "lower --gpu-memory-utilization"),
+        ([], 2, None, ""),
+    ],
+)
+def test_a_server_on_the_gpu_that_trains_has_to_fit(tmp_path, arguments, num_gpus, status, said):
+    from agentrl.config import load_config
+    from agentrl.doctor import _memory_of_servers
+    from agentrl.train import memory
+
+    config = load_config(Path(__file__).parents[1] / "examples" / "vllm_cpu" / "run.toml")
+    inference = config.inference.model_copy(update={"args": arguments})
+    config = config.model_copy(update={"inference": inference})
+    needed = memory.estimate(config, device_type="cuda", num_ranks=1).total
+    found = list(_memory_of_servers(config, 2 * needed, num_gpus))
+    assert [each[0] for each in found] == ([status] if status else [])
+    assert all(said in each[2] for each in found)
+    share = memory.share_for_servers(config, 2 * needed, device_type="cuda")
+    assert 0.38 <= share <= 0.4  # half is training's, a tenth stays free

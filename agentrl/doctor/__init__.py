@@ -114,6 +114,14 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
         return
     yield _model(config)
     yield _memory(config)
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            there = torch.cuda.mem_get_info()[1]
+            yield from _memory_of_servers(config, there, torch.cuda.device_count())
+    except ImportError:
+        pass
     yield from _servers(config)
 
 
@@ -173,6 +181,36 @@ def _memory(config: RunConfig) -> Finding:
         return "note", what, "not estimated: the model's layers cannot be counted without weights"
     said += "; no setting makes it fit: take a smaller model, or more devices"
     return "fix", what, f"{said} (train.parallel.data, started by torchrun)"
+
+
+def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator[Finding]:
+    """Whether training and the servers that a run starts fit the GPU that they share.
+
+    Args:
+        there: bytes of each GPU.
+        num_gpus: that this machine has; servers share the trainer's where it is the only one.
+    """
+    from agentrl.train import memory
+
+    inference, num_ranks = config.inference, config.train.parallel.data or 1
+    starts = inference.backend == "vllm" and not inference.urls
+    if not starts or num_gpus != 1 or num_ranks * config.train.parallel.context > 1:
+        return
+    what, each = "memory of servers", f"{inference.num_servers} on the GPU that trains"
+    left = memory.share_for_servers(config, there, device_type="cuda")
+    share = memory.share_in_arguments(inference.args)
+    if share is None:
+        said = f"{each}: {left:.2f} of it for each, which training leaves ({memory.SHARE_FLAG})"
+        yield ("ok" if left > 0.1 else "fix"), what, said
+    elif share > left:
+        yield (
+            "fix",
+            what,
+            f"{each}: {share:g} of it for each by inference.args, and training leaves {left:.2f}: "
+            f"lower {memory.SHARE_FLAG}, or leave it out",
+        )
+    else:
+        yield "ok", what, f"{each}: {share:g} of it for each, and training leaves {left:.2f}"
 
 
 async def _open_a_task(config: RunConfig) -> None:

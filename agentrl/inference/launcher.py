@@ -39,7 +39,8 @@ from agentrl.retry import retry
 logger = logging.getLogger(__name__)
 
 ASK_PLATFORM = (
-    "import vllm; from vllm.platforms import current_platform; print(current_platform.device_type)"
+    "import vllm, torch; from vllm.platforms import current_platform; "
+    "print(current_platform.device_type, torch.accelerator.device_count())"
 )
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.5
@@ -103,6 +104,7 @@ class VLLMLauncher:
         self._settings = settings
         self._environment = server_environment(settings)
         self._platform = ""
+        self._num_devices = 0
         self._servers: list[_Server] = []
         self._sockets_dir: str | None = None
         self._watchers: list[asyncio.Task[None]] = []
@@ -114,7 +116,7 @@ class VLLMLauncher:
             InferenceError: the interpreter has no vLLM, a server ended or did not answer in time;
                 with the last lines of its log and, where it is known, the remedy.
         """
-        self._platform = await self._require_vllm()
+        self._platform, self._num_devices = await self._require_vllm()
         if self._settings.aligns_rounding and self._platform == "cpu":
             self._environment["AGENTRL_ALIGN_ROUNDING"] = "1"
         log_dir = self._settings.log_dir
@@ -151,8 +153,8 @@ class VLLMLauncher:
             shutil.rmtree(self._sockets_dir, ignore_errors=True)
             self._sockets_dir = None
 
-    async def _require_vllm(self) -> str:
-        """The device that vLLM computes on: `cpu`, `cuda`, ..."""
+    async def _require_vllm(self) -> tuple[str, int]:
+        """Returns the device that vLLM computes on (`cpu`, `cuda`, ...) and how many it sees."""
         python = self._settings.python
         remedy = (
             "set --inference.python to the interpreter of a virtual environment that holds vLLM "
@@ -183,8 +185,8 @@ class VLLMLauncher:
             lines = stderr.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"status {process.returncode}"
             raise InferenceError(f"{python} cannot import vllm ({reason}); {remedy}")
-        lines = stdout.decode(errors="replace").split()
-        return lines[-1] if lines else ""
+        words = stdout.decode(errors="replace").split()[-2:]  # vLLM may print lines of its own
+        return (words[0], int(words[1])) if len(words) == 2 else ("", 0)
 
     def _spawn(self, server: _Server) -> None:
         assert self._sockets_dir is not None
@@ -192,6 +194,8 @@ class VLLMLauncher:
         command = server_command(settings, server.port, self._platform)
         environment = self._environment | {"VLLM_RPC_BASE_PATH": self._sockets_dir}
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        if not visible and self._platform == "cuda":
+            visible = ",".join(map(str, range(self._num_devices)))
         if visible and settings.num_servers > 1:
             environment["CUDA_VISIBLE_DEVICES"] = share_of_devices(
                 visible, server.number, settings.num_servers

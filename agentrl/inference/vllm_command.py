@@ -29,8 +29,7 @@ class ServerSettings:
     log_dir: Path
     """Gets `vllm-<n>.log` of every server, appended to by restarts."""
     num_servers: int = 1
-    """Each with the whole model. Where CUDA_VISIBLE_DEVICES is set they share its devices
-    evenly."""
+    """Each with the whole model. They share the visible GPUs evenly."""
     served_model_name: str = "policy"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_model_len: int | None = None
@@ -64,10 +63,14 @@ class ServerSettings:
         return self.align_rounding and self.dtype == "bfloat16" and self.plugin_dir is not None
 
 
-def server_command(settings: ServerSettings, port: int, platform: str) -> list[str]:
-    """
+def server_command(
+    settings: ServerSettings, port: int, platform: str, *, host: str = "127.0.0.1"
+) -> list[str]:
+    """Returns the command line of a server.
+
     Args:
         platform: what vLLM computes on: `cpu`, `cuda`, ...
+        host: address to listen on. The weight routes ask for no token.
     """
     path = Path(settings.model)
     adapter = settings.adapter
@@ -85,7 +88,7 @@ def server_command(settings: ServerSettings, port: int, platform: str) -> list[s
         "--enable-scale-out",
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
-        *("--host", "127.0.0.1"),
+        *("--host", host),
     ]
     if settings.dtype == "bfloat16":
         # Logits in float32, as the trainer computes them: rounded to bfloat16, a logit of 20 is
@@ -109,15 +112,28 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     environment = {
         **{name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)},
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB
+        **server_variables(settings, platform=""),
+    }
+    environment.pop("PYTHONHOME", None)
+    return environment
+
+
+def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
+    """Returns the environment variables that a server needs beside those of its machine.
+
+    Args:
+        platform: what vLLM computes on; empty where that is not known yet.
+    """
+    aligned = settings.aligns_rounding and platform == "cpu"
+    return {
         "VLLM_NO_USAGE_STATS": "1",
         # The weight routes. They are open to everyone who can connect: loopback only.
         "VLLM_SERVER_DEV_MODE": "1",
+        **({"AGENTRL_ALIGN_ROUNDING": "1"} if aligned else {}),
         **settings.env,
         # This interpreter's packages are not the server's.
         "PYTHONPATH": "" if settings.plugin_dir is None else str(settings.plugin_dir.resolve()),
     }
-    environment.pop("PYTHONHOME", None)
-    return environment
 
 
 def share_of_devices(visible: str, number: int, num_servers: int) -> str:
@@ -130,8 +146,8 @@ def share_of_devices(visible: str, number: int, num_servers: int) -> str:
     share = len(devices) // num_servers
     if share * num_servers != len(devices):
         raise InferenceError(
-            f"CUDA_VISIBLE_DEVICES names {len(devices)} devices, which {num_servers} servers "
-            "cannot share evenly; change inference.num_servers or the variable"
+            f"{num_servers} servers cannot share {len(devices)} GPUs ({visible}) evenly; change "
+            "inference.num_servers or CUDA_VISIBLE_DEVICES"
         )
     return ",".join(devices[number * share : (number + 1) * share])
 

@@ -18,15 +18,16 @@ def write_plugin(directory: Path) -> Path:
     Returns:
         `directory`, for the PYTHONPATH of the server's process.
     """
-    metadata = directory / f"{MODULE}-{version('agentrl')}.dist-info"
+    metadata = directory / f"{MODULE}-{version('agentrl-gym')}.dist-info"
     package = directory / MODULE
     for folder in (metadata, package):
         folder.mkdir(parents=True, exist_ok=True)
     for source in files("agentrl.sync.vllm_plugin").iterdir():
         if source.name.endswith(".py"):
             (package / source.name).write_text(source.read_text("utf-8"), encoding="utf-8")
+    name = MODULE.replace("_", "-")
     (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {MODULE.replace('_', '-')}\nVersion: {version('agentrl')}\n",
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version('agentrl-gym')}\n",
         encoding="utf-8",
     )
     (metadata / "entry_points.txt").write_text(

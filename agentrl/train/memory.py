@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -39,6 +39,8 @@ BUDGET_STEP = 1024
 MAX_TOKEN_BUDGET = 65536
 """Of a rank. Of so many tokens the kernels are as fast as they get, and what ranks exchange once
 per micro-batch is small beside the work on it."""
+SHARE_FLAG = "--gpu-memory-utilization"
+"""vLLM's, for the share of a GPU's memory that a server takes when it starts; 0.92 by default."""
 USABLE = 0.9
 """Share of a device's memory; the rest is for what is not estimated."""
 # Enough that what does not grow with the tokens is small beside what does.
@@ -201,6 +203,34 @@ def fitting_token_budget(
         logger.info("train.token_budget: the model's layers cannot be counted without weights")
         return config.train.token_budget
     return BUDGET_STEP * (smallest + max(first - 1, 0))
+
+
+def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> float:
+    """Returns the share of a device's memory that training leaves to each server on the device:
+    what is estimated, and a tenth for contexts and fragmentation, are taken off. At least 0.05.
+
+    Args:
+        there: bytes of the device.
+    """
+    try:
+        needed = estimate(config, device_type=device_type, num_ranks=1).total
+    except (NotImplementedError, OSError, RuntimeError, ValueError):
+        logger.info("the model's layers cannot be counted: servers get a third of the memory")
+        return 0.33
+    left = (USABLE - needed / there) / config.inference.num_servers
+    return max(0.05, int(100 * left) / 100)
+
+
+def share_in_arguments(arguments: Sequence[str]) -> float | None:
+    """Returns what `--gpu-memory-utilization` says in a server's arguments, None where it is not
+    among them or no number."""
+    words = " ".join(arguments).replace("=", " ").split()
+    if SHARE_FLAG not in words[:-1]:
+        return None
+    try:
+        return float(words[words.index(SHARE_FLAG) + 1])
+    except ValueError:
+        return None
 
 
 def device_memory(device_type: str) -> int:

@@ -7,8 +7,10 @@ training step they get the weights through `agentrl.sync`, as a file or over NCC
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +35,15 @@ from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train import ranks
 from agentrl.train.logprobs import computing_device
 from agentrl.train.lora import add_adapter, base_of, is_adapter
+from agentrl.train.memory import (
+    SHARE_FLAG,
+    device_memory,
+    share_for_servers,
+    share_in_arguments,
+)
 from agentrl.train.model import load_model
+
+logger = logging.getLogger(__name__)
 
 BESIDE = Path(".venv-vllm/bin/python")
 """Where `make vllm` puts vLLM."""
@@ -129,6 +139,8 @@ async def start_serving(
             adapter = write_adapter(model, weights_dir / ADAPTER_FOLDER).parent
         # Whatever it is started with, the first push brings the trainer's weights.
         start, _ = servable(config.model.path, run_dir / "served")
+        must_be_others = transfer.backend == "nccl" or is_sharded(model)
+        devices, extra = _servers_devices(config, computing_device(model), must_be_others)
         launcher = launcher_of(
             config,
             start,
@@ -136,10 +148,8 @@ async def start_serving(
             plugin_dir=run_dir / "plugin",
             transfer_backend=transfer.backend,
             adapter=adapter,
-            env=_other_gpus(computing_device(model))
-            if transfer.backend == "nccl"
-            or (is_sharded(model) and computing_device(model).type == "cuda")
-            else None,
+            env=devices,
+            extra_args=extra,
         )
         if not quiet:
             print(f"starting vLLM, half a minute or more; its log is in {run_dir / 'logs'}")
@@ -206,6 +216,36 @@ def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -
     return NCCLTransfer(Library())
 
 
+def _servers_devices(
+    config: RunConfig, trainers: torch.device, must_be_others: bool
+) -> tuple[dict[str, str] | None, list[str]]:
+    """Returns the environment variables that give servers their GPUs, and arguments that limit
+    their memory where they share the trainer's only GPU.
+
+    Raises:
+        ConfigError: they must be on other GPUs, and there are none.
+    """
+    if trainers.type != "cuda":
+        return None, []
+    if must_be_others or _num_visible() > 1:
+        return _other_gpus(trainers), []
+    if share_in_arguments(config.inference.args) is not None:
+        return None, []
+    share = share_for_servers(config, device_memory("cuda"), device_type="cuda")
+    logger.info(
+        "servers share the trainer's GPU: each gets %.2f of its memory, which training leaves; "
+        "inference.args = ['%s', '...'] sets another share",
+        share,
+        SHARE_FLAG,
+    )
+    return None, [SHARE_FLAG, f"{share:.2f}"]
+
+
+def _num_visible() -> int:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(named.split(",")) if named else torch.cuda.device_count()
+
+
 def _other_gpus(trainers: torch.device) -> dict[str, str]:
     """What leaves the servers all GPUs of this machine but those of its ranks."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -249,21 +289,51 @@ def launcher_of(
     transfer_backend: str = "agentrl",
     adapter: Path | None = None,
     env: dict[str, str] | None = None,
+    extra_args: Sequence[str] = (),
 ) -> VLLMLauncher:
-    """A launcher of servers for this run, not started yet.
+    """Returns a launcher of servers for this run, not started yet; `server_settings` says more."""
+    return VLLMLauncher(
+        server_settings(
+            config,
+            model_path,
+            log_dir=log_dir,
+            plugin_dir=None if plugin_dir is None else write_plugin(plugin_dir),
+            transfer_backend=transfer_backend,
+            adapter=adapter,
+            env=env,
+            extra_args=extra_args,
+        )
+    )
+
+
+def server_settings(
+    config: RunConfig,
+    model_path: str,
+    *,
+    log_dir: Path,
+    plugin_dir: Path | None,
+    transfer_backend: str = "agentrl",
+    adapter: Path | None = None,
+    env: dict[str, str] | None = None,
+    extra_args: Sequence[str] = (),
+    python: str | None = None,
+) -> ServerSettings:
+    """Returns how a run's vLLM servers are started.
 
     Args:
         plugin_dir: where the weight-transfer plugin is written for the servers to load; None for
-            servers whose weights never change.
+            servers whose weights never change, or that have agentrl installed.
         transfer_backend: see `Transfer.backend`.
         adapter: folder of the adapter that is trained.
         env: further environment variables of the servers.
+        extra_args: arguments before those of `inference.args`, which win.
+        python: the servers' interpreter; found as `inference.python` says when None.
 
     Raises:
         ConfigError: no interpreter with vLLM is named.
     """
     inference = config.inference
-    python = inference.python or os.environ.get("AGENTRL_VLLM_PYTHON")
+    python = python or inference.python or os.environ.get("AGENTRL_VLLM_PYTHON")
     if python is None and BESIDE.exists():
         python = str(BESIDE)
     if python is None:
@@ -272,7 +342,7 @@ def launcher_of(
             "with inference.python the interpreter of an environment that has vLLM (`make vllm` "
             f"makes {BESIDE.parents[1]}, which is found by itself)"
         )
-    settings = ServerSettings(
+    return ServerSettings(
         python=python,
         model=model_path,
         num_servers=inference.num_servers,
@@ -280,14 +350,13 @@ def launcher_of(
         dtype=config.model.dtype,
         max_model_len=config.rollout.max_context_tokens,
         log_dir=log_dir,
-        plugin_dir=None if plugin_dir is None else write_plugin(plugin_dir),
+        plugin_dir=plugin_dir,
         transfer_backend=transfer_backend,
         align_rounding=inference.align_rounding,
         adapter=adapter,
-        extra_args=inference.args,
+        extra_args=[*extra_args, *inference.args],
         env=env or {},
         startup_timeout_s=inference.startup_timeout_s,
         hung_after_s=inference.hung_after_s,
         seed=config.run.seed,
     )
-    return VLLMLauncher(settings)

@@ -360,9 +360,12 @@ def test_a_server_that_a_rank_starts_knows_nothing_of_the_ranks(tmp_path, monkey
     assert environment["HOME"] and "RANK" not in environment
 
 
-def test_servers_share_the_devices_that_are_visible(tmp_path):
+@pytest.mark.parametrize(
+    "env", [{"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {"FAKE_VLLM_DEVICES": "4"}], ids=["named", "all"]
+)
+def test_servers_share_the_devices_that_are_visible(tmp_path, env):
     async def go():
-        launcher = make_launcher(tmp_path, num_servers=2, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        launcher = make_launcher(tmp_path, num_servers=2, env=env)
         await launcher.start()
         environments = [
             Path(f"/proc/{server_pid(url)}/environ").read_text().split("\0")
