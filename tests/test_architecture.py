@@ -151,7 +151,11 @@ def test_torch_stays_in_its_rooms(module):
         assert not {name.split(".")[0] for name in names} & TORCH_MODULES
 
 
-@pytest.mark.parametrize("module", SOURCES)
+SANDBOXED = ("agentrl_rewards.code_sandbox", "agentrl_rewards.code_calls")
+"""Programs that run other people's code, behind the walls that the first one builds."""
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES.keys() - set(SANDBOXED)))
 def test_nothing_is_unpickled_or_evaluated(module):
     for node in ast.walk(ast.parse(SOURCES[module].read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):

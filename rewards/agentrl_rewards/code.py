@@ -9,10 +9,15 @@ Three kinds of test, told apart by the reference:
     {"inputs": ["2\\n"], "outputs": ["4\\n"]}              standard input and output
     {"inputs": [[2]], "outputs": [4], "fn_name": "f"}    arguments and result of a function
 
-The dictionaries are those of APPS and TACO and may also be given as their JSON text. The last two
-kinds compare outside the sandbox, where the code never sees the expected output. Asserts have to
-run beside the code they judge: leaving early, printing "passed" and endless loops do not help it,
-but code that looks for its own judge could find it, so prefer the other kinds where both exist.
+The dictionaries are those of APPS and TACO and may also be given as their JSON text; what they
+expect never enters the sandbox. Tests that are Python code run in an interpreter of their own,
+apart from the answer's process: they call the answer there and get plain data back (numbers, texts,
+lists, ...), so rebound builtins, objects that equal everything and swallowed lines buy nothing
+(`agentrl_rewards.code_calls` has the rules). Tests that derive a class from one of the answer's
+cannot run that way and are a `GraderError`.
+
+A program that reads standard input may end as programs do: its threads are waited for, its exit
+handlers run, and `os._exit(0)` is an end like any other.
 
 A wrong answer, an exception, too much time, memory or output are the code's own failures and score
 0. A sandbox that could not be set up is a `GraderError`. Linux only: the code sees no network, no
@@ -22,6 +27,7 @@ file but the standard library, no other process and an empty environment
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -31,6 +37,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, cast
 
@@ -124,17 +131,20 @@ def grade_code(
         return CodeGrade(0.0, (), "no closed code block")
     if len(code) > MAX_CODE_CHARS:
         return CodeGrade(0.0, (), f"more than {MAX_CODE_CHARS} characters of code")
-    request = {
+    cases, tests_text = tests.cases, b""
+    if tests.kind == "asserts":
+        cases, tests_text = _as_positions([str(case) for case in tests.cases])
+    request: dict[str, JSON] = {
         "code": code,
         "kind": tests.kind,
-        "cases": tests.cases,
+        "cases": cases,
         "function": tests.function,
         "deadline_s": deadline_s,
         "memory_bytes": memory_bytes,
         "max_threads": max_threads,
         "all_cases": partial,
     }
-    outcomes = _run_sandbox(json.dumps(request).encode(), deadline_s)
+    outcomes = _run_sandbox(request, tests_text, deadline_s)
     return _judge(outcomes, tests, partial)
 
 
@@ -183,11 +193,13 @@ def read_tests(reference: JSON) -> _Tests:
     if isinstance(reference, str) and reference.lstrip().startswith("{"):
         with suppress(ValueError):
             reference = json.loads(reference)
-    if isinstance(reference, str) and reference.strip():
-        return _Tests("asserts", [reference], [])
-    texts = reference if isinstance(reference, list) else []
-    if texts and all(isinstance(case, str) and case.strip() for case in texts):
-        return _Tests("asserts", texts, [])
+    texts = [reference] if isinstance(reference, str) else reference
+    if isinstance(texts, list) and texts:
+        sources = [case for case in texts if isinstance(case, str) and case.strip()]
+        if len(sources) == len(texts):
+            for source in sources:
+                _check_source(source)
+            return _Tests("asserts", texts, [])
     if isinstance(reference, Mapping):
         inputs, outputs = reference.get("inputs"), reference.get("outputs")
         function = reference.get("fn_name") or ""
@@ -208,11 +220,28 @@ def read_tests(reference: JSON) -> _Tests:
     )
 
 
+def _check_source(source: str) -> None:
+    """Raises GraderError when a test is not Python, or defines `check` and never calls it."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise GraderError(f"the test {source[:80]!r} is not Python: {error}") from error
+    defined = any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in tree.body)
+    calls = (each.func for each in ast.walk(tree) if isinstance(each, ast.Call))
+    if defined and not any(isinstance(each, ast.Name) and each.id == "check" for each in calls):
+        raise GraderError(
+            "the tests define check() and never call it, so they would pass for any answer; append "
+            "a line such as `check(name_of_the_function)`"
+        )
+
+
 def _judge(outcomes: list[dict[str, str]], tests: _Tests, partial: bool) -> CodeGrade:
     statuses: list[CaseStatus] = []
     message = ""
     for index, outcome in enumerate(outcomes):
         status = outcome["status"]
+        if status == "unusable":
+            raise GraderError(f"the tests cannot be run beside the answer: {outcome['output']}")
         if status == "ok":
             status = "passed" if _expected(tests, index, outcome["output"]) else "wrong"
         if status != "passed" and not message:
@@ -242,21 +271,37 @@ def _lines(output: str) -> list[str]:
     return [line.rstrip() for line in output.strip().splitlines()]
 
 
-def _run_sandbox(request: bytes, deadline_s: float) -> list[dict[str, str]]:
+def _as_positions(texts: list[str]) -> tuple[list[JSON], bytes]:
+    """The texts in one, and for each its position and length there."""
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    ends = [0, *accumulate(map(len, encoded))]
+    cases: list[JSON] = [[start, len(text)] for start, text in zip(ends, encoded, strict=False)]
+    return cases, b"".join(encoded)
+
+
+def _run_sandbox(
+    request: dict[str, JSON], tests_text: bytes, deadline_s: float
+) -> list[dict[str, str]]:
     if sys.platform != "linux":
         raise GraderError("the sandbox of the code reward needs Linux")
-    process = start_group(
-        # -I -S: no site packages, no user's files, nothing from the environment
-        [sys.executable, "-I", "-S", str(SANDBOX_FILE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-        cwd="/",
-    )
     late = False
+    # A file, because what the sandbox reads stands in the memory that the code starts with.
+    with open(os.memfd_create("tests"), "wb") as tests_file:
+        tests_file.write(tests_text)
+        tests_file.flush()
+        process = start_group(
+            # -I -S: no site packages, no user's files, nothing from the environment
+            [sys.executable, "-I", "-S", str(SANDBOX_FILE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            cwd="/",
+            pass_fds=[tests_file.fileno()],
+        )
+        sent = json.dumps(request | {"tests_fd": tests_file.fileno()}).encode()
     try:
-        data, _ = process.communicate(request, timeout=deadline_s + GRACE_S)
+        data, _ = process.communicate(sent, timeout=deadline_s + GRACE_S)
     except subprocess.TimeoutExpired:
         late, data = True, b""
     finally:

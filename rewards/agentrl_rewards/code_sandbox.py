@@ -4,6 +4,7 @@ Started by `agentrl_rewards.code` as a file (`python -I -S code_sandbox.py`), ne
 reads one JSON request from standard input, writes one JSON reply and ends.
 
     launcher (trusted)  --fork-->  init, pid 1 (trusted)  --fork per case-->  the answer's code
+                                                                              the tests (asserts)
 
 The launcher moves into new mount, network, pid and ipc namespaces, so the code finds no network
 interface, no file of the host except the interpreter's own (read-only), one small in-memory
@@ -15,7 +16,12 @@ process, whose address space is limited, and a system call filter (libseccomp) t
 memory outside of it: further processes, shared memory and message queues, memory files, larger
 pipes, passed descriptors, sockets other than local ones, io_uring, keyrings.
 
-    {"code": str, "kind": "asserts"|"stdin"|"function", "cases": [...], "function": str, limits}
+Tests that are Python code run in a process of their own, with nothing of the answer in it: they
+call it through `code_calls.py`. Their text comes in a file (`tests_fd`) that only this process
+reads, so that it stands nowhere in the memory that the answer's process is forked with.
+
+    {"code": str, "kind": "asserts"|"stdin"|"function", "cases": [...], "function": str,
+     "tests_fd": int, limits}          the cases of asserts are [position, length] in that file
     -> {"cases": [{"status": str, "output": str}, ...]}    one per case that was run
     -> {"error": str}                                      the sandbox could not be set up
 
@@ -24,18 +30,24 @@ Linux only. Expected outputs never come here: they are compared by the caller.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import errno
+import fcntl
+import gc
+import importlib.util
 import json
 import os
 import resource
-import runpy
 import select
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
@@ -65,6 +77,19 @@ DENIED_CALLS = """
 """
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+def load_calls() -> ModuleType:
+    """Load `code_calls.py` by its path: this program sees no package."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "code_calls.py")
+    spec = importlib.util.spec_from_file_location("code_calls", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+code_calls = load_calls()
 
 
 class SetupError(Exception):
@@ -225,8 +250,9 @@ def make_call_filter() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
 
 def set_limits(request: dict, user: int) -> None:
     memory, cpu_s = request["memory_bytes"], int(request["deadline_s"]) + 1
-    # Of the user namespace of a caller that is not root, this launcher and pid 1 are part too.
-    num_others = 2 if user == NOBODY else 1
+    # Of the user namespace of a caller that is not root, this launcher and pid 1 are part too; and
+    # asserts have a process beside the answer's.
+    num_others = (2 if user == NOBODY else 1) + (request["kind"] == "asserts")
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu_s),
@@ -247,47 +273,87 @@ NO_FILTER = b"no filter"
 """Written before the code has run, where only a token may stand."""
 
 
-def run_case(request: dict, case: object, result_fd: int) -> None:
-    """Run the code and one case in this process; report on `result_fd`. Never returns normally."""
+def run_case(
+    request: dict, case: object, result_fd: int | None, calls: tuple[int, int] | None
+) -> None:
+    """Run the code and one case in this process; report on `result_fd`. Never returns normally.
+
+    Asserts are reported by the process that runs them: this one only answers their calls, until
+    they have ended.
+    """
     token = os.urandom(16).hex()
-    os.write(result_fd, token.encode() + b"\n")  # before the code has had a chance to write
-    output = ""
+    output, status = "", "ok"
     builtins.exit = builtins.quit = sys.exit  # as without -S
     os.environ["TMPDIR"] = "/work"
+    atexit._clear()
+    kind = request["kind"]
+    if result_fd is not None:
+        os.write(result_fd, token.encode() + b"\n")  # before the code has had a chance to write
     try:
-        kind = request["kind"]
-        if kind == "asserts":
-            # One file, so that the tests see the answer's names. The token is written only when
-            # its last line was reached: leaving early is no way to pass.
-            write_file("answer.py", f"{request['code']}\n{case}\n")
-            runpy.run_path("answer.py", run_name="answer")
-        elif kind == "stdin":
-            write_file("answer.py", request["code"])
-            sys.argv = ["answer.py"]
-            try:
-                runpy.run_path("answer.py", run_name="__main__")
-            except SystemExit as stop:
-                if stop.code not in (None, 0):
-                    raise
-        else:
-            write_file("answer.py", request["code"])
-            names = runpy.run_path("answer.py", run_name="answer")
+        names, failure = run_code(request["code"], "__main__" if kind == "stdin" else "answer")
+        if calls is not None:
+            sys.set_int_max_str_digits(0)
+            code_calls.Peer(*calls, names, failure).serve()
+            os._exit(0)
+        if failure is not None and not (
+            kind == "stdin" and isinstance(failure, SystemExit) and failure.code in (None, 0)
+        ):
+            raise failure
+        if kind == "function":
             name = request["function"]
             function = names[name] if name in names else getattr(names["Solution"](), name)
             output = json.dumps(function(*case))  # type: ignore[misc]
-        status = "ok"
-    except MemoryError:
-        status = "memory"
+        else:
+            finish_program(names)
     # The answer's own mistakes, SystemExit and KeyboardInterrupt included, are what is judged.
     except BaseException as error:
-        status = "memory" if isinstance(error, OSError) and error.errno == errno.ENOMEM else "error"
+        no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        status = "memory" if no_memory or isinstance(error, MemoryError) else "error"
         output = f"{type(error).__name__}: {error}"[:500]
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    report = json.dumps({"token": token, "status": status, "output": output}).encode()
-    while report:
-        report = report[os.write(result_fd, report) :]
+    flush()
+    if result_fd is not None:
+        with suppress(OSError):  # the code may have closed it
+            report = {"token": token, "status": status, "output": output}
+            write_all(result_fd, json.dumps(report).encode())
+    os._exit(0 if status == "ok" else 1)
+
+
+def run_code(code: str, name: str) -> tuple[dict, BaseException | None]:
+    """Run the answer's code as a module of that name; its names, and what it raised."""
+    write_file("answer.py", code)
+    sys.argv = ["answer.py"]
+    module = ModuleType(name)
+    module.__file__ = "answer.py"
+    sys.modules[name] = module
+    try:
+        exec(compile(code, "answer.py", "exec"), vars(module))
+    except BaseException as error:  # the caller judges it
+        return vars(module), error
+    return vars(module), None
+
+
+def finish_program(names: dict) -> None:
+    """What an interpreter does at its end: wait for threads, run exit handlers, close files."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    flush()
+    names.clear()
+    gc.collect()
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def run_tests(case: object, result_fd: int, calls: tuple[int, int], tests_fd: int) -> None:
+    """Run the tests of one case against the answer's process; report on `result_fd`."""
+    position, length = case  # pyright: ignore[reportGeneralTypeIssues]
+    source = os.pread(tests_fd, length, position).decode("utf-8", "surrogatepass")
+    os.close(tests_fd)
+    report = code_calls.judge(source, code_calls.Peer(*calls, None))
+    write_all(result_fd, b"-\n" + json.dumps(report | {"token": "-"}).encode())
     os._exit(0)
 
 
@@ -296,10 +362,40 @@ def write_file(name: str, text: str) -> None:
         file.write(text)
 
 
+def start(
+    fds: dict[int, int], call_filter: tuple[ctypes.CDLL, ctypes.c_void_p], run: Callable[[], None]
+) -> int:
+    """Fork a process that has these descriptors alone, by the number it sees, and runs `run`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        moved = {target: fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for target, fd in fds.items()}
+        for target, fd in moved.items():
+            os.dup2(fd, target)
+        null = os.open("/dev/null", os.O_RDWR)
+        for target in {0, 1, 2} - fds.keys():
+            os.dup2(null, target)
+        os.closerange(max(*fds, 2) + 1, 64)
+        # Not closed by what the code does with its streams.
+        source = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
+        sink = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.stdin = sys.__stdin__ = source
+        sys.stdout = sys.__stdout__ = sink
+        library, rules = call_filter
+        if library.seccomp_load(rules) == 0:
+            run()
+        else:
+            os.write(3, NO_FILTER)
+    finally:
+        os._exit(1)
+
+
 def judge_case(
     request: dict, case: object, end: float, call_filter: tuple[ctypes.CDLL, ctypes.c_void_p]
 ) -> dict:
-    """Fork a process for one case and follow it to its end or to `end` (monotonic seconds)."""
+    """Fork the processes of one case and follow them to the end or to `end` (monotonic seconds)."""
     text = case if request["kind"] == "stdin" and isinstance(case, str) else ""
     stdin_fd = os.memfd_create("stdin")
     with open(os.dup(stdin_fd), "wb") as file:
@@ -307,70 +403,65 @@ def judge_case(
     os.lseek(stdin_fd, 0, os.SEEK_SET)
     result_read, result_write = os.pipe()
     stdout_read, stdout_write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            os.dup2(stdin_fd, 0)
-            os.dup2(stdout_write, 1)
-            os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-            os.dup2(result_write, 3)
-            os.closerange(4, 64)
-            sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
-            sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
-            library, rules = call_filter
-            if library.seccomp_load(rules) == 0:
-                run_case(request, case, 3)
-            else:
-                os.write(3, NO_FILTER)
-        finally:
-            os._exit(1)
-    for fd in (stdin_fd, stdout_write, result_write):
+    own_fds = [stdin_fd, stdout_write, result_write]
+    if request["kind"] == "asserts":
+        asked_read, asked_write = os.pipe()
+        reply_read, reply_write = os.pipe()
+        own_fds += asked_read, asked_write, reply_read, reply_write
+        tests = {3: result_write, 4: reply_read, 5: asked_write, 6: request["tests_fd"]}
+        reporter = start(tests, call_filter, lambda: run_tests(case, 3, (4, 5), 6))
+        answer = {0: stdin_fd, 1: stdout_write, 3: asked_read, 4: reply_write}
+        start(answer, call_filter, lambda: run_case(request, case, None, (3, 4)))
+    else:
+        answer = {0: stdin_fd, 1: stdout_write, 3: result_write}
+        reporter = start(answer, call_filter, lambda: run_case(request, case, 3, None))
+    for fd in own_fds:
         os.close(fd)
     collected = {result_read: b"", stdout_read: b""}
+    ended = os.pidfd_open(reporter)
     poll = select.poll()
-    for fd in collected:
+    for fd in (*collected, ended):
         poll.register(fd, select.POLLIN)
-    waiting, status = set(collected), ""
-    # The result pipe alone says that the case is over: a grandchild may hold the other one open.
-    while result_read in waiting:
+    status, exit_code = "", None
+    while exit_code is None and not report_complete(collected[result_read]):
         left_s = end - time.monotonic()
         events = poll.poll(left_s * 1000) if left_s > 0 else []
         if not events:
             status = "timeout"
             break
         for fd, _ in events:
-            chunk = os.read(fd, 65536)
-            collected[fd] += chunk
-            if not chunk:
+            if fd == ended:
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(reporter, 0)[1])
+            elif chunk := os.read(fd, 65536):
+                collected[fd] += chunk
+            else:
                 poll.unregister(fd)
-                waiting.discard(fd)
         if max(map(len, collected.values())) > MAX_OUTPUT_BYTES:
             status = "output_limit"
             break
-        if report_complete(collected[result_read]):
-            break
-    while not status and stdout_read in waiting:  # what was printed before the report
-        if not select.select([stdout_read], [], [], 0)[0]:
-            break
-        chunk = os.read(stdout_read, 65536)
-        collected[stdout_read] += chunk
-        if not chunk or len(collected[stdout_read]) > MAX_OUTPUT_BYTES:
-            break
+    for fd in collected:  # what was written before the end
+        while not status and select.select([fd], [], [], 0)[0]:
+            chunk = os.read(fd, 65536)
+            collected[fd] += chunk
+            if not chunk:
+                break
+            if len(collected[fd]) > MAX_OUTPUT_BYTES:
+                status = "output_limit"
     kill_everyone()
-    os.close(result_read)
-    os.close(stdout_read)
+    for fd in (result_read, stdout_read, ended):
+        os.close(fd)
     if status:
         return {"status": status, "output": ""}
     if collected[result_read] == NO_FILTER:
         raise SetupError("the kernel refuses a system call filter")
     report = report_complete(collected[result_read])
+    if report is None and request["kind"] == "stdin" and exit_code == 0:
+        report = {"status": "ok"}  # by os._exit(0), which many programs end with
     if report is None:
         return {"status": "exited", "output": "the code ended the process before its tests did"}
-    output = report["output"]
     if request["kind"] == "stdin" and report["status"] == "ok":
-        output = collected[stdout_read].decode("utf-8", "replace")
-    return {"status": report["status"], "output": output}
+        return {"status": "ok", "output": collected[stdout_read].decode("utf-8", "replace")}
+    return {"status": report["status"], "output": report["output"]}
 
 
 def report_complete(data: bytes) -> dict | None:
@@ -385,7 +476,7 @@ def report_complete(data: bytes) -> dict | None:
         return None
     if not isinstance(report, dict) or report.get("token") != token.decode("ascii", "replace"):
         return None
-    is_whole = report.get("status") in ("ok", "error", "memory")
+    is_whole = report.get("status") in ("ok", "error", "memory", "exited", "unusable")
     return report if is_whole and isinstance(report.get("output"), str) else None
 
 
