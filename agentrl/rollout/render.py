@@ -14,6 +14,7 @@ that fails is rendered whole for every turn instead, and a changed past forks a 
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -21,6 +22,7 @@ import msgspec
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.dialects.choose import NAME, SENTINEL, TOOL, Template
+from agentrl.rollout.guard import Guard
 from agentrl.types import JSON, Action, Message, ParseStatus, ToolSpec
 
 HistoryMode = Literal["append_only", "fork"]
@@ -41,9 +43,11 @@ _AWKWARD = (
     "\n\n<information>x</information>\n\n",
     "<think>\nx\n</think>\n\n<tool_response>\ny\n</tool_response><tool_call>",
     '{"json": ["{{ x }}", "{% if y %}", null]}',
-    "ünïcode \u4f60\u597d & <b>&amp;</b> 'quotes' \"double\" \\ back",
+    "ÜnïCode \u4f60\u597d & <b>&amp;</b> 'quotes' \"double\" \\ back",
+    "a long text " * 999,
 )
-"""Contents that templates are known to treat specially: trimmed, split, looked into, escaped."""
+"""Contents that templates are known to treat specially: trimmed, split, looked into, escaped, or
+cut."""
 
 
 class Tokenizer(Protocol):
@@ -107,14 +111,21 @@ class Renderer:
             else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )
         self._decode = (tokenizer if backend is None else backend).decode
+        source = str(self.template_kwargs.get("chat_template", tokenizer.chat_template))
         self.template = Template(
             self._render,
-            str(self.template_kwargs.get("chat_template", tokenizer.chat_template)),
+            source,
             dialect=dialect,
             response=getattr(tokenizer, "response_template", None),
         )
         self.dialect = self.template.dialect
         self._text = self.template.text
+        marks = "".join(self.dialect.marks)
+        self._guard = Guard(tokenizer, self._encode, source + marks)
+        # A demonstration may hold calls and thoughts as the model is to write them.
+        self._taught = frozenset(each for each in self._guard.spellings if each in marks)
+        # One text to us, it is still the template that looks for thoughts in it.
+        self._spared = frozenset(() if self.dialect.think else ("<think>", "</think>"))
         self._prompts: dict[bytes | None, list[int]] = {}
         # A template that writes today's date has to be asked every day.
         self._keeps_prompts = "strftime_now" not in str(tokenizer.chat_template)
@@ -133,6 +144,7 @@ class Renderer:
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         special = frozenset(each for each, token in added if token.special)
         self._frame_ids = special - frozenset(self._encode(marks))
+        self._require_own_tokens()
         self.history: HistoryMode = history if history != "auto" else self._self_test()
 
     def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
@@ -144,7 +156,8 @@ class Renderer:
         key = self._prompt_key(messages, tools)
         ids = self._prompts.pop(key, None)
         if ids is None:
-            ids = self._encode(self._text(messages, tools, True))
+            guarded, offered, mark = self._guard.guard(messages, tools, spared=self._spared)
+            ids = self._guard.encode(self._text(guarded, offered, True), mark)
         if key is not None:
             self._prompts[key] = ids  # as the newest; the oldest goes first
             if len(self._prompts) > MAX_PROMPTS:
@@ -158,7 +171,8 @@ class Renderer:
             closed_by: the stop token that the sampled turn ended with; None: it was cut by length.
                 Unless it is the one that the template writes, the template's comes first.
         """
-        return self._behind(closed_by, self._tail(observation))
+        observation, _, mark = self._guard.guard(observation, [], spared=self._spared)
+        return self._behind(closed_by, self._tail(observation), mark)
 
     def continuation(
         self,
@@ -184,6 +198,7 @@ class Renderer:
         foreign = any(message["role"] == "assistant" for message in observation)
         if self.history == "append_only" and not foreign:
             return self.suffix(observation, closed_by=closed_by)
+        messages, tools, mark = self._guard.guard(messages, tools, spared=self._spared)
         asked = self._text(messages[: num_answered - 1], tools, True)
         with_turn = self._text(messages[:num_answered], tools, False)
         whole = self._text(messages, tools, True)
@@ -193,26 +208,29 @@ class Renderer:
         end = max(ends)
         if end < 0 or with_turn[end:].strip() not in self._end_texts:
             end = len(with_turn)  # the message behind the turn ends it
-        return self._behind(closed_by, whole[end:])
+        return self._behind(closed_by, whole[end:], mark)
 
-    def _behind(self, closed_by: int | None, tail: str) -> list[int]:
-        ids = self._encode(tail)
+    def _behind(self, closed_by: int | None, tail: str, mark: str) -> list[int]:
+        ids = self._guard.encode(tail, mark)
         # A template may leave the turn open, for messages that belong inside it.
         return ids[1:] if closed_by is not None and ids[:1] == [closed_by] else ids
 
     def assistant_turn(self, message: Message) -> list[int]:
         """The ids a policy would have sampled for this assistant message, close token included.
 
+        The marks of the dialect are its tokens here, wherever the message spells them.
+
         Raises:
             ValueError: the template renders nothing between the two ends of the turn.
         """
         before = self._text([_ASKED], [], True)
+        (message,), _, mark = self._guard.guard([message], [], spared=self._taught)
         whole = self._text([_ASKED, message], [], False)
         if not whole.startswith(before):
             raise ValueError(
                 "the chat template does not put an assistant turn behind its generation prompt"
             )
-        ids = self._encode(whole[len(before) :])
+        ids = self._guard.encode(whole[len(before) :], mark)
         end = next((at for at, each in enumerate(ids) if each in self.stop_token_ids), None)
         if end is None:  # the template leaves the end of a turn to the message behind it
             return [*ids, self._call_close_id if message.get("tool_calls") else self.close_token_id]
@@ -334,9 +352,12 @@ class Renderer:
         answers = [message for message in observation if message["role"] == "tool"]
         if answers:  # some templates name the call that is answered, or refuse an answer to none
             turn: Message = {"role": "assistant", "content": ""}
-            turn["tool_calls"] = [self._dummy_call(*each) for each in enumerate(answers)]
+            word = SENTINEL
+            while any(word in str(message["content"]) for message in observation):
+                word += "-"  # or the answer would be cut where it says the word
+            turn["tool_calls"] = [self._dummy_call(*each, word) for each in enumerate(answers)]
             text = self._text([_ASKED, turn, *observation], [TOOL], True)
-            _, found, rest = text.rpartition(SENTINEL)
+            _, found, rest = text.rpartition(word)
             ends = [at for end in self._end_texts if (at := rest.find(end)) >= 0]
             if found and ends:
                 return rest[min(ends) :]
@@ -345,13 +366,13 @@ class Renderer:
         )
         return text[text.index(_SENTINEL) + len(_SENTINEL) :]
 
-    def _dummy_call(self, index: int, answer: Message) -> JSON:
+    def _dummy_call(self, index: int, answer: Message, word: str) -> JSON:
         name = answer.get("name") or NAME
         call_id = self.dialect.call_id.format(turn=0, index=index, name=name)
         return {
             "id": answer.get("tool_call_id") or call_id,
             "type": "function",
-            "function": {"name": name, "arguments": {"word": SENTINEL}},
+            "function": {"name": name, "arguments": {"word": word}},
         }
 
     def _one_special_token(self, text: str) -> int | None:
@@ -373,6 +394,45 @@ class Renderer:
                 "<|im_end|>"
             )
         return ids[0]
+
+    def _require_own_tokens(self) -> None:
+        """Looks whether the template makes its own token of a text that only nearly spells it.
+
+        Raises:
+            ConfigError: it does, so that no text can be kept apart from its tokens.
+        """
+        from jinja2.exceptions import TemplateError
+
+        token = self._end_texts[self.stop_token_ids.index(self.close_token_id)]
+        cut = [f"{token[:3]}{inside}{token[3:]}" for inside in ("<b>", "</think>", "\n", " ", "\\")]
+        edited = [token.swapcase(), token.upper(), html.escape(token), *cut]
+        hostile = " ".join([token, *edited])
+        harmless = "".join("x" if each in token else each for each in hostile)
+        call: dict[str, Any] = {"id": self.dialect.call_id.format(turn=0, index=0, name=NAME)}
+        call |= {"type": "function"}
+
+        def num_tokens(role: str, said: str) -> int:
+            call["function"] = {"name": NAME, "arguments": {"word": said}}
+            turn: Any = {"role": "assistant", "content": said, "reasoning": said}
+            if role == "tool":
+                turn = {**turn, "content": "", "tool_calls": [call]}
+            answer: Any = {"role": role, "content": said}
+            if role == "tool":
+                answer |= {"tool_call_id": call["id"], "name": NAME}
+            messages, tools, _ = self._guard.guard([_ASKED, turn, answer], [TOOL])
+            return len(self._guard.find(self._text(messages, tools, True)))
+
+        for role in ("user", "tool"):
+            try:
+                makes = num_tokens(role, hostile) > num_tokens(role, harmless)
+            except TemplateError:
+                continue  # some take no answers of tools
+            if makes:
+                raise ConfigError(
+                    f"the chat template makes its own token {token!r} of a message that only "
+                    "nearly spells it: it changes letters or takes something out of contents, so "
+                    "a text could end a turn; use a template that writes contents as they are"
+                )
 
     def _self_test(self) -> HistoryMode:
         from jinja2.exceptions import TemplateError

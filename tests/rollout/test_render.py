@@ -1,4 +1,5 @@
 import pytest
+from dialect_templates import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, DROPS_THINKING, NO_CLOSE_TOKEN, make_tokenizer
@@ -168,3 +169,15 @@ def test_prompts_that_cannot_be_kept_are_rendered_every_time():
     messages = [{"role": "user", "content": "x"}]
     assert dated.prompt(messages, []) != dated.prompt(messages, [])
     assert None not in dated._prompts and None not in CHATML_RENDERER._prompts
+
+
+def test_an_answer_may_hold_the_words_of_the_dummy_turn():
+    for name in ("llama_json", "hermes", "mistral"):
+        renderer = Renderer(FAMILIES[name].tokenizer(), history="append_only")
+        call_id = renderer.dialect.call_id.format(turn=0, index=0, name="look")
+        for said in ("agentrl-dummy-argument", "agentrl-dummy-argument-", "agentrl-dummy-turn"):
+            content = f"before {said} after"
+            answer = {"role": "tool", "content": content, "tool_call_id": call_id, "name": "look"}
+            suffix = renderer.suffix([answer], closed_by=None)
+            assert content in renderer._decode(suffix, skip_special_tokens=False)
+            assert content in renderer._render_tail([answer])

@@ -67,6 +67,11 @@ class Dialect:
     """(turn, end of its prompt) -> parts, for a dialect that no delimiters describe. Its turns
     come with the token that ended them."""
 
+    @property
+    def marks(self) -> list[str]:
+        """All that stands around thoughts and calls."""
+        return [mark for mark in (*(self.think or ()), *(self.call or ()), *self.inside) if mark]
+
     def read_turn(
         self, text: str, tools: list[ToolSpec], *, turn_id: int, prompt_end: str = ""
     ) -> tuple[Action, ParseStatus]:
