@@ -90,6 +90,7 @@ async def _serve(
             config.agent.port,
             ended_by_request=True,
             leaves_out_tools=config.agent.leave_out_provider_tools,
+            roles=config.agent.roles,
         )
         agents = await stack.enter_async_context(aclosing(Agents(server, Announced())))
         await agents.start()

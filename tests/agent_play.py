@@ -85,6 +85,7 @@ async def play_groups(
     max_context_tokens=4096,
     split_size=None,
     host="127.0.0.1",
+    roles=(),
 ):
     """The batch. `runner`: an async function (task, base_url, api_key), a runner, or None for the
     driver's own episodes."""
@@ -92,7 +93,7 @@ async def play_groups(
     if runner is not None:
         if callable(runner):
             runner = CallableRunner(runner)
-        agents = Agents(AgentServer(host), runner)
+        agents = Agents(AgentServer(host, roles=roles), runner)
         await agents.start()
     env = connect()
     scheduler = GroupScheduler(

@@ -7,6 +7,7 @@ closest valid key. This package imports no torch, so that `--help` and `--dry-ru
 from agentrl.config.load import CHANGEABLE, apply_overrides, load_config, valid_keys, with_change
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import (
+    AgentRole,
     AgentSection,
     CriticSection,
     EnvSection,
@@ -25,6 +26,7 @@ from agentrl.config.sections import (
 
 __all__ = [
     "CHANGEABLE",
+    "AgentRole",
     "AgentSection",
     "CriticSection",
     "EnvSection",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -192,6 +193,29 @@ class RolloutSection(Section):
         return self
 
 
+class AgentRole(Section):
+    """A rule about an agent's calls: all patterns that it has (regular expressions, found anywhere
+    and in any case) have to match."""
+
+    model: str | None = None
+    """The name of the model that the call asks for."""
+    system: str | None = None
+    """Its system prompt."""
+    header: str | None = None
+    """One of its headers, as a line `name: value`."""
+    role: Literal["trained", "served"]
+    """`trained`, or `served`: the policy answers, and does not learn from it."""
+
+    @model_validator(mode="after")
+    def _patterns(self) -> AgentRole:
+        for key in ("model", "system", "header"):
+            try:
+                re.compile(getattr(self, key) or "")
+            except re.error as error:
+                raise ValueError(f"{key} is not a regular expression: {error}") from None
+        return self
+
+
 class AgentSection(Section):
     """An agent of your own that plays the episodes; without any, the policy itself does."""
 
@@ -220,6 +244,9 @@ class AgentSection(Section):
     this machine, and nothing beyond it."""
     memory_mb: PositiveInt = 2048
     """Of each container, swap included."""
+    roles: list[AgentRole] = Field(default_factory=list)
+    """Which calls are trained; the first rule that matches decides. Where none does, calls are
+    trained, except those without tools whose system prompt no call with tools has."""
     host: str | None = None
     """Address of the endpoint. Every call needs a key, so others than loopback are allowed. When
     not given 127.0.0.1, or with `container` this machine's address in the containers' network."""

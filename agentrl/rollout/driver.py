@@ -103,10 +103,12 @@ class AgentOutcome:
 
     answer: str | None
     """For the environment to grade; None: what the policy said last."""
-    reward: float | None
-    """Of an agent that grades itself."""
+    rewards: dict[int | None, float] | None
+    """By turn, of an agent that grades itself; None stands for the newest turn."""
     cut: StopReason | None
     """The limit that one of its calls ran into."""
+    last: int | None = None
+    """The newest turn that is trained, which the answer is of; None for the newest."""
 
 
 class AgentPlayer(Protocol):
@@ -190,10 +192,10 @@ async def play_agent(
     now = now or Progress(episode.trajectory_id)
 
     async def run(trajectory: Trajectory, session: EnvSession) -> None:
-        async def step(action: Action, last: bool = False) -> StepResult:
+        async def step(action: Action, last: bool = False, of: int = -1) -> StepResult:
             started = time.perf_counter()
             result = await session.step(action, timeout_s=limits.step_timeout_s, last=last)
-            turn = trajectory.turns[-1] if trajectory.turns else None
+            turn = trajectory.turns[of] if trajectory.turns else None
             if turn is not None:
                 turn.step_s += time.perf_counter() - started
             _add_result(trajectory, turn, result)
@@ -207,13 +209,17 @@ async def play_agent(
                 "the agent ended without a call to the policy; give it the base URL and the key "
                 "that it is started with"
             )
-        turn, ended = trajectory.turns[-1], trajectory.stop_reason  # by one of its own steps
+        last = -1 if outcome.last is None else outcome.last
+        turn, ended = trajectory.turns[last], trajectory.stop_reason  # by one of its own steps
         now.enter("step")
-        if outcome.reward is not None:
-            _add_result(trajectory, turn, StepResult([], reward=outcome.reward))
+        if outcome.rewards is not None:
+            for number, reward in outcome.rewards.items():
+                rewarded = trajectory.turns[last if number is None else number]
+                _add_result(trajectory, rewarded, StepResult([], reward=reward))
         elif ended is None:
-            said = trajectory.messages[turn.message]["content"]
-            await step(Action(said if outcome.answer is None else outcome.answer), last=True)
+            said = trajectory.branches[turn.branch].messages[turn.message]["content"]
+            graded = Action(said if outcome.answer is None else outcome.answer)
+            await step(graded, last=True, of=last)
         # It ended because it was done, whether or not the environment would have gone on.
         trajectory.stop_reason = ended or outcome.cut or StopReason.TERMINATED
 

@@ -206,6 +206,8 @@ def _agent(agent: AgentSection) -> dict[str, JSON]:
     who = agent.model_dump(mode="json", include={"run", "command", "container"})
     if agent.answer != "last_line":
         who["answer"] = agent.answer
+    if agent.roles:
+        who["roles"] = [role.model_dump(mode="json") for role in agent.roles]
     return {"agent": who} if agent.is_on else {}
 
 

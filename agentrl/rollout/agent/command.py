@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentError, ConfigError
 from agentrl.inference import guard
-from agentrl.types import Message, ToolSpec
+from agentrl.types import JSON, Message, ToolSpec
 
 logger = logging.getLogger("agentrl.rollout")
 
@@ -47,6 +47,9 @@ class AgentTask:
     tools_url: str = ""
     """And as plain HTTP: GET lists them, POST to `<tools_url>/<name>` with the arguments as a JSON
     object calls one."""
+    metadata: dict[str, JSON] = field(default_factory=dict)
+    """`env_id`, `seed`, `trajectory_id` and `group_id` of the episode. What the environment keeps
+    with its task may hold the solution, and does not leave it."""
 
 
 class CommandRunner:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -25,16 +26,20 @@ from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError, ConfigError
 from agentrl.rollout.agent.command import GRACE_S, AgentTask, CommandRunner
 from agentrl.rollout.agent.recorder import Recorder
-from agentrl.rollout.agent.server import AgentServer
+from agentrl.rollout.agent.roles import leave_untrained, served_turns
+from agentrl.rollout.agent.server import AgentServer, Live, is_rewards
 from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.driver import AgentOutcome, Limits, Progress
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.types import Action, StepResult, Trajectory
 
+Result = str | float | dict[str, float] | None
+
 
 class Runner(Protocol):
-    async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """The agent's answer, or its reward where it is a number.
+    async def run(self, task: AgentTask, base_url: str, api_key: str) -> Result:
+        """The agent's answer, or its reward where it is a number, or rewards by the ids of
+        responses.
 
         Raises:
             Exception: whatever went wrong in the agent.
@@ -92,6 +97,12 @@ class Agents:
                 session.tools,
                 mcp_url=f"{root}/mcp",
                 tools_url=f"{root}/tools",
+                metadata={
+                    "env_id": trajectory.env_id,
+                    "seed": trajectory.seed,
+                    "trajectory_id": trajectory.trajectory_id,
+                    "group_id": trajectory.group_id,
+                },
             )
             agent = asyncio.ensure_future(self.runner.run(task, live.url, live.key))
             try:
@@ -104,6 +115,9 @@ class Agents:
                     agent.cancel()
                     await asyncio.wait((agent,), timeout=2 * GRACE_S)
             await tools.settle()
+            served = served_turns(live.asked_by_turn)
+            leave_untrained(trajectory, served)
+            last = max(set(range(len(trajectory.turns))) - set(served), default=None)
             if live.failure.done():
                 now.enter("generate")
                 live.failure.result()
@@ -122,13 +136,31 @@ class Agents:
                 answer = agent.result()
             elif live.cut is not None or tools.is_over:
                 answer = ""  # it could not go on
-            elif trajectory.turns and trajectory.turns[-1].finish_reason == "length":
+            elif last is not None and trajectory.turns[last].finish_reason == "length":
                 answer = None  # some give up over a turn that was cut, which is the run's limit
             else:
                 raise AgentError(str(error)) if isinstance(error, TimeoutError) else error
+        if last is None and trajectory.turns:
+            raise AgentError("agent.roles leaves no call of the episode to train; change its rules")
         if isinstance(answer, str | None):
-            return AgentOutcome(answer, None, live.cut)
-        return AgentOutcome(None, float(answer), live.cut)
+            return AgentOutcome(answer, None, live.cut, last)
+        if isinstance(answer, dict):
+            return AgentOutcome(None, _by_turn(answer, live), live.cut, last)
+        return AgentOutcome(None, {last: float(answer)}, live.cut, last)
+
+
+def _by_turn(rewards: dict[str, float], live: Live) -> dict[int | None, float]:
+    """
+    Raises:
+        AgentError: an id is that of no response of the episode.
+    """
+    result: dict[int | None, float] = {}
+    for name, reward in rewards.items():
+        turn = live.turn_of.get(re.sub("^(chatcmpl-|resp_|msg_)", "", name))
+        if turn is None:
+            raise AgentError(f"the agent rewards {name!r}, which is no response of its episode")
+        result[turn] = result.get(turn, 0.0) + float(reward)
+    return result
 
 
 def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
@@ -151,7 +183,10 @@ def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
     else:
         runner = CommandRunner(config.command, answer=config.answer, home=config.home)
     server = AgentServer(
-        config.host or host, config.port, leaves_out_tools=config.leave_out_provider_tools
+        config.host or host,
+        config.port,
+        leaves_out_tools=config.leave_out_provider_tools,
+        roles=config.roles,
     )
     return Agents(server, runner)
 
@@ -166,7 +201,7 @@ class CallableRunner:
         )
         self._thread.start()
 
-    async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
+    async def run(self, task: AgentTask, base_url: str, api_key: str) -> Result:
         call = self._call(task, base_url, api_key)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
@@ -176,7 +211,7 @@ class CallableRunner:
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join, GRACE_S)
 
-    async def _call(self, *arguments: Any) -> str | float | None:
+    async def _call(self, *arguments: Any) -> Result:
         try:
             if self._is_async:
                 result: Any = await self._solve(*arguments)
@@ -186,10 +221,11 @@ class CallableRunner:
                     result = await result
         except SystemExit as error:  # would end the thread of all agents
             raise AgentError(f"the agent exited with {error.code}") from None
-        if result is not None and not isinstance(result, str | int | float):
+        if not (result is None or isinstance(result, str | int | float) or is_rewards(result)):
             raise AgentError(
                 f"the agent returned {type(result).__name__}; return its answer as a text, a "
-                "reward as a number, or None for what the policy said last"
+                "reward as a number, rewards as a dict by the ids of responses, or None for what "
+                "the policy said last"
             )
         return result
 

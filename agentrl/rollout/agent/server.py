@@ -29,7 +29,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,9 +37,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from agentrl.config import AgentRole
 from agentrl.errors import ConfigError
 from agentrl.rollout.agent import mcp_tools
 from agentrl.rollout.agent.recorder import Place, Recorder
+from agentrl.rollout.agent.roles import Asked, asked_by
 from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, RequestRefused, Wire
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
@@ -68,7 +70,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Request:
     """A request and those who wait for its answer: the client, and its retries."""
 
     task: asyncio.Task[Answer]
@@ -87,7 +89,7 @@ class Live:
     turn_timeout_s: float
     failure: asyncio.Future[None]
     """Raises what ends the episode from the engine's side."""
-    ended: asyncio.Future[str | float | None]
+    ended: asyncio.Future[str | float | dict[str, float] | None]
     """What came of the episode, where it is ended by a request."""
     on_turn: Callable[[], None]
     """Called after each turn."""
@@ -97,7 +99,10 @@ class Live:
     num_asked: int = 0
     """Turns that were sampled or are under way."""
     under_way: set[asyncio.Task[Answer]] = field(default_factory=set)
-    asked: dict[bytes, _Asked] = field(default_factory=dict)
+    asked_by_turn: list[Asked] = field(default_factory=list)
+    turn_of: dict[str, int] = field(default_factory=dict)
+    """By the id of the answer."""
+    asked: dict[bytes, _Request] = field(default_factory=dict)
     """By the digest of the body, the newest request."""
     wires: dict[str, Wire] = field(
         default_factory=lambda: {path: make() for path, make in WIRES.items()}
@@ -118,7 +123,7 @@ class Live:
             told = "others"
         counts[told] = counts.get(told, 0) + 1
 
-    def ask(self, call: Call) -> asyncio.Task[Answer]:
+    def ask(self, call: Call, asked: Asked) -> asyncio.Task[Answer]:
         """Begin a turn. What it takes (a request id, one of the turns, the engine's attention) is
         taken at once, before another call can be placed, and given back if it fails.
 
@@ -145,12 +150,12 @@ class Live:
                 if error is not None and not self.failure.done():  # it ends the episode
                     self.failure.set_exception(error)
 
-        task = asyncio.create_task(self._answer(place, call))
+        task = asyncio.create_task(self._answer(place, call, asked))
         self.under_way.add(task)
         task.add_done_callback(ended)
         return task
 
-    async def _answer(self, place: Place, call: Call) -> Answer:
+    async def _answer(self, place: Place, call: Call, asked: Asked) -> Answer:
         """Sample a turn and write it down; a call that is cancelled leaves nothing."""
         recorder = self.recorder
         policy = recorder.policy
@@ -167,6 +172,8 @@ class Live:
             ids = place.prompt.token_ids
             generation = await policy.sample(place.request_id, ids)
         action = recorder.write(place, generation, call.stop)
+        self.turn_of[place.request_id] = len(self.asked_by_turn)
+        self.asked_by_turn.append(asked)
         turn = recorder.trajectory.turns[-1]
         turn.generate_s = time.perf_counter() - started
         self.on_turn()
@@ -231,6 +238,7 @@ class AgentServer:
         *,
         ended_by_request: bool = False,
         leaves_out_tools: bool = True,
+        roles: Sequence[AgentRole] = (),
     ) -> None:
         """
         Args:
@@ -241,9 +249,10 @@ class AgentServer:
                 agents that nothing else starts or ends: whoever has the key could pay itself.
             leaves_out_tools: a call that offers tools which a provider would run is served without
                 them, else it is refused.
+            roles: which calls are trained.
         """
         self.host, self.port = host, port
-        self._leaves_out_tools = leaves_out_tools
+        self._leaves_out_tools, self._roles = leaves_out_tools, roles
         self._secret = secrets.token_bytes(32)
         self._live: dict[str, Live] = {}
         self._warned: set[str] = set()
@@ -378,18 +387,21 @@ class AgentServer:
     async def _end(self, request: web.Request) -> web.Response:
         """The body may hold an `answer`, which the environment grades, or a `reward`."""
         live = self._attributed(request)
-        answer: str | float | None
+        answer: str | float | dict[str, float] | None
         match _object(await request.read() or b"{}"):
             case {"answer": str(answer), **rest} if not rest:
                 pass
             case {"reward": bool() | int() | float() as answer, **rest} if not rest:
                 answer = float(answer)
+            case {"rewards": dict(answer), **rest} if not rest and is_rewards(answer):
+                pass
             case {**rest} if not rest:
                 answer = None
             case _:
                 raise RequestRefused(
                     'the body is {"answer": TEXT} for the environment to grade, {"reward": NUMBER} '
-                    "instead of its grade, or empty for what the policy said last",
+                    'or {"rewards": {RESPONSE_ID: NUMBER}} instead of its grade, or empty for what '
+                    "the policy said last",
                     code="invalid_end",
                 )
         if not live.ended.done():
@@ -412,7 +424,9 @@ class AgentServer:
         digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
         asked = live.asked.get(digest) if marked else None
         if asked is None or (asked.task.done() and _failed(asked.task)):
-            asked = live.asked[digest] = _Asked(live.ask(call))
+            asked = live.asked[digest] = _Request(
+                live.ask(call, asked_by(call, request.headers, self._roles))
+            )
         asked.num_waiting += 1
         try:
             return await self._reply(request, wire, call, asked.task)
@@ -523,6 +537,13 @@ class AgentServer:
         path = request.match_info.get("wire", "")
         wire = WIRES.get(path.removesuffix("/count_tokens"), ChatCompletions)()
         return web.json_response(wire.error(refused), status=refused.status, headers=_NO_RETRY)
+
+
+def is_rewards(value: Any) -> bool:
+    """Rewards by the ids of responses."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(reward, int | float) for name, reward in value.items()
+    )
 
 
 def _key_of(request: web.Request) -> str:

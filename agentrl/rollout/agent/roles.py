@@ -1,0 +1,79 @@
+"""Which of an agent's calls are trained, and which are merely served by the policy.
+
+A rule of the run file decides, the first that matches. Without one, a call is served where it has
+no tools and a system prompt that no call with tools has: agents ask so for titles and summaries,
+which the task's reward says nothing about. In an episode without any tools every call is trained.
+
+The tokens of a served call stay in their row as context, and its turn in the trajectory; only its
+loss mask is 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.config import AgentRole
+from agentrl.rollout.agent.wire import Call
+from agentrl.types import Trajectory
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """What of a turn's call its role depends on."""
+
+    role: str | None
+    """What a rule says; None where none matched."""
+    system: str
+    has_tools: bool
+
+
+def asked_by(call: Call, headers: Mapping[str, str], rules: Sequence[AgentRole]) -> Asked:
+    system = system_of(call)
+    lines = "\n".join(f"{name}: {value}" for name, value in headers.items())
+    texts = {"model": call.model, "system": system, "header": lines}
+    for rule in rules:
+        patterns = {name: getattr(rule, name) for name in texts}
+        if all(
+            pattern is None or re.search(pattern, texts[name], re.IGNORECASE | re.MULTILINE)
+            for name, pattern in patterns.items()
+        ):
+            return Asked(rule.role, system, bool(call.tools))
+    return Asked(None, system, bool(call.tools))
+
+
+def system_of(call: Call) -> str:
+    """The system prompt: the messages of that role in front of all others."""
+    texts = []
+    for message in call.messages:
+        if message["role"] != "system":
+            break
+        texts.append(message["content"])
+    return "\n\n".join(texts)
+
+
+def served_turns(asked: Sequence[Asked]) -> list[int]:
+    """Those that are not trained, of the turns of a whole episode."""
+    working = {each.system for each in asked if each.has_tools}
+    return [
+        turn
+        for turn, each in enumerate(asked)
+        if each.role == "served"
+        or (each.role is None and working and not each.has_tools and each.system not in working)
+    ]
+
+
+def leave_untrained(trajectory: Trajectory, turns: Sequence[int]) -> None:
+    """Make what was sampled in these turns context, as if somebody else had written it."""
+    for turn_id in turns:
+        turn = trajectory.turns[turn_id]
+        row, end = trajectory.branches[turn.branch], turn.start + turn.num_tokens
+        if row.kept_ids:
+            first = sum(row.loss_mask[: turn.start])
+            del row.kept_ids[first : first + turn.num_tokens]
+        row.loss_mask[turn.start : end] = [0] * turn.num_tokens
+        row.rollout_logprobs[turn.start : end] = [0.0] * turn.num_tokens
+        row.policy_versions[turn.start : end] = [-1] * turn.num_tokens
+    if turns:
+        trajectory.info["served_turns"] = list(turns)
