@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -43,6 +44,13 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        # A file that cannot be read or written is the caller's to mend; a socket would be a bug.
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"agentrl: error: {where}{error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,8 +144,14 @@ def _add_run_command(
 
         resume = ["--run.resume=true"] if getattr(arguments, "resume", False) else []
         config = load_config(arguments.run_file, arguments.overrides + resume)
+        if "id" not in config.env.model_fields_set:
+            print(
+                f"agentrl: the run file names no environment, so it is env.id = {config.env.id!r} "
+                "(agentrl env list)",
+                file=sys.stderr,
+            )
         if arguments.dry_run:
-            print(config.to_toml(), _dialect_of(config), sep="\n")
+            print(config.to_toml(), _env_of(config), _dialect_of(config), sep="\n")
             return 0
         return run(config, arguments)
 
@@ -145,8 +159,23 @@ def _add_run_command(
     return command
 
 
+def _env_of(config: RunConfig) -> str:
+    """Returns, as a comment, whether the environment takes its configuration.
+
+    Raises:
+        ConfigError: there is no such environment, or it has no such key or value.
+    """
+    if config.env.url:
+        return f"# env: asked of {', '.join(config.env.url)} when the run starts"
+    from agentrl.env.base import load_config
+    from agentrl.env.registry import resolve
+
+    load_config(resolve(config.env.id), config.env.config)
+    return f"# env: {config.env.id} takes this configuration"
+
+
 def _dialect_of(config: RunConfig) -> str:
-    """As a comment.
+    """Returns, as a comment, the dialect that calls are read in.
 
     Raises:
         ConfigError: the dialect does not fit the chat template.
@@ -480,5 +509,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     # No positional of argparse's: it would take the value of an override for the run file.
     rest = arguments.overrides
-    run_file = Path(rest.pop(0)) if rest and not rest[0].startswith("--") else None
+    named = rest and not rest[0].startswith("--") and "=" not in rest[0]
+    run_file = Path(rest.pop(0)) if named else None
     return doctor(run_file, rest)

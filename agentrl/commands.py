@@ -21,11 +21,12 @@ def evaluate_command(
     config: RunConfig, *, checkpoint: str | None, out: Path | None, as_json: bool
 ) -> int:
     """`agentrl eval`: evaluate, print a table or JSON, optionally keep the trajectories."""
+    log = None if out is None else TrajectoryLog(out)  # refused before anything is played
     with _progress("eval") as show:
         evaluation = api.evaluate(config, checkpoint=checkpoint, on_progress=show)
     result = evaluation.to_json()
-    if out is not None:
-        TrajectoryLog(out).append(0, evaluation.trajectories)
+    if out is not None and log is not None:
+        log.append(0, evaluation.trajectories)
         (out / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
     if as_json:
         print(json.dumps(result))

@@ -7,10 +7,11 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError, first_line
 
 files: dict[str, Path] = {}
 """By name, the modules that were imported from a file."""
@@ -74,5 +75,11 @@ def _from_file(name: str) -> ModuleType:
             raise ConfigError(f"{path} needs '{error.name}', which is not installed") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
+        if isinstance(error, Exception) and not isinstance(error, AgentRLError):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(
+                f"{path} cannot be imported: {last.filename}, line {last.lineno}: {said}"
+            ) from error
         raise
     return module

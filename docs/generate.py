@@ -31,7 +31,10 @@ def configuration() -> str:
         "# Configuration",
         "",
         "A run is one TOML file, and every key of it can be set on the command line as",
-        "`--section.key value`. `agentrl train RUN.toml --dry-run` prints the resolved file.",
+        "`--section.key value` or `section.key=value`. Lists and tables are JSON or TOML:",
+        "`--env.config '{\"digits\": 2}'` sets the same as `--env.config.digits 2`, and leaves the",
+        "file's other keys. `agentrl train RUN.toml --dry-run` prints the resolved file, refusing",
+        "what the run would: keys, `env.id`, `env.config` and the dialect.",
         "The keys of `[objective]` are explained with their formulas in",
         "[algorithms.md](algorithms.md).",
     ]

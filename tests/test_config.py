@@ -58,7 +58,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
     ("text", "overrides", "expected"),
     [
         ("[rollout]\ngroup_sise = 4\n", [], ["run.toml: rollout.group_sise", "rollout.group_size"]),
-        ("[rolout]\ngroup_size = 4\n", [], ["rolout", "did you mean rollout"]),
+        ("[rolout]\ngroup_size = 4\n", [], ["rolout", "did you mean [rollout]?"]),
         ("", ["--train.learningrate", "1"], ["--train.learningrate", "train.learning_rate"]),
         ("", ["--learning_rate", "1"], ["--learning_rate", "train.learning_rate"]),
         ("", ["--train.lr", "1"], ["--train.lr", "did you mean train.learning_rate?"]),

@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvSection
 from agentrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CHANGEABLE = (
     "train.learning_rate",
@@ -51,6 +57,10 @@ def load_config(
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name a run file, such as run.toml") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return _validated(data, str(path), list(overrides), beside=path)
@@ -93,49 +103,67 @@ def _validated(
             flags = [
                 f"--{key}" for key in sorted(from_command_line) if key.startswith(f"{dotted}.")
             ]
+            flags = [flag for flag in flags if flag[2:] in problem["msg"]] or flags
             file = f"{source} with {', '.join(flags)}" if flags else source
             where = f"--{dotted}" if typed else f"{file}: {dotted}" if dotted else file
-            lines.append(f"{where}: {_explain(problem, dotted)}")
+            lines.append(f"{where}: {_explain(problem, dotted, typed=typed)}")
         raise ConfigError("\n".join(lines)) from None
 
 
 def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
     """`apply_overrides`, where another `env.id` leaves the file's `[env.config]` out: another
     environment has other keys."""
-    section = data.get("env")
-    if not isinstance(section, dict):
-        return apply_overrides(data, overrides)
-    named, of_file = section.get("id"), section.pop("config", None)
-    keys = apply_overrides(data, overrides)
-    own = section.get("config", {})
-    if of_file is not None and section.get("id") == named:
-        if isinstance(of_file, dict) and isinstance(own, dict):
-            of_file = {**of_file, **own}
-        section["config"] = of_file
+    typed: dict[str, JsonValue] = {}
+    keys = apply_overrides(typed, overrides)
+    own, section = typed.get("env"), data.get("env")
+    if isinstance(own, dict) and isinstance(section, dict) and "id" in own:
+        other = own["id"] != section.get("id", EnvSection.model_fields["id"].default)
+        if other and section.pop("config", None):
+            logger.warning("--env.id %s: the file's [env.config] is left out", own["id"])
+    _merge(data, typed)
     return keys
 
 
-def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
-    """Write `--a.b value` and `--a.b=value` pairs into `data`; returns the dotted keys set.
+def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Write a table over another, key by key; an empty table leaves nothing of the other."""
+    for key, value in source.items():
+        if isinstance(value, dict) and value and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value
 
-    Values are read as TOML where they are valid TOML (numbers, booleans, lists), else as text.
-    A bare `--a.b` means true.
+
+def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
+    """Write `--a.b value`, `--a.b=value` and `a.b=value` into `data`; returns the dotted keys set.
+
+    Values are read as TOML or JSON where they are valid (numbers, booleans, lists, tables), else as
+    text. A table sets its keys one by one. A bare `--a.b` means true.
+
+    Raises:
+        ConfigError: an argument is no override, or a key without a value needs one.
     """
     keys: set[str] = set()
     position = 0
     while position < len(overrides):
         argument = overrides[position]
         position += 1
+        if _ASSIGNMENT.match(argument):
+            argument = f"--{argument}"
         if not argument.startswith("--") or len(argument) < 3:
             raise ConfigError(f"unexpected argument {argument!r}; overrides look like --run.seed 2")
         key, has_value, text = argument[2:].partition("=")
+        key = key.replace("-", "_")
+        if not all(key.split(".")):
+            raise ConfigError(f"unexpected argument {argument!r}; overrides look like --run.seed 2")
+        type_ = _type_of(key)
         if not has_value:
             if position < len(overrides) and not overrides[position].startswith("--"):
                 text = overrides[position]
                 position += 1
-            else:
+            elif type_ is Any or bool in (type_, *get_args(type_)):
                 text = "true"
-        key = key.replace("-", "_")
+            else:
+                raise ConfigError(f"--{key} needs a value{_example(key, type_)}")
         target = data
         *parents, last = key.split(".")
         for parent in parents:
@@ -143,7 +171,10 @@ def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str
             if not isinstance(inner, dict):
                 raise ConfigError(f"--{key}: {parent} is not a section")
             target = inner
-        target[last] = _parse_value(text)
+        value = _parse_value(text, type_)
+        if _is_table(type_) and not isinstance(value, dict):
+            raise ConfigError(f"--{key}: {text!r} is not a table{_example(key, type_)}")
+        _merge(target, {last: value})
         keys.add(key)
     return keys
 
@@ -162,11 +193,63 @@ def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
     return keys
 
 
-def _parse_value(text: str) -> JsonValue:
+_ASSIGNMENT = re.compile(r"[A-Za-z][\w-]*(\.[\w-]+)+=")
+"""`a.b=value`, as other programs write overrides."""
+
+
+def _type_of(key: str) -> Any:
+    """Returns the annotation of a dotted key; Any within tables of free keys, and if unknown."""
+    type_: Any = RunConfig
+    for name in key.split("."):
+        if not (isinstance(type_, type) and issubclass(type_, BaseModel)):
+            return Any
+        field = type_.model_fields.get(name)
+        if field is None:
+            return Any
+        type_ = field.annotation
+    return type_
+
+
+def _is_table(type_: Any) -> bool:
+    return get_origin(type_) is dict or (isinstance(type_, type) and issubclass(type_, BaseModel))
+
+
+def _example(key: str, type_: Any) -> str:
+    """Returns how a key is set on the command line, to end a message with."""
+    if isinstance(type_, type) and issubclass(type_, BaseModel):
+        name = next(iter(type_.model_fields))
+        return (
+            f"; set its keys, such as --{key}.{name}, or give JSON: --{key} '{{\"{name}\": ...}}'"
+        )
+    if get_origin(type_) is dict:
+        return f"; give JSON or TOML, such as --{key} '{{\"name\": 1}}', or one key: --{key}.name 1"
+    if get_origin(type_) is list and get_args(type_)[0] in (str, int, float):
+        items = '"a", "b"' if get_args(type_)[0] is str else "1, 2"
+        return f"; give JSON or TOML, such as --{key} '[{items}]'"
+    if get_origin(type_) is list:
+        return f"; give JSON or TOML, such as --{key} '[{{\"kind\": ...}}]'"
+    return f", such as --{key} {_EXAMPLES.get(type_, 'VALUE')}"
+
+
+_EXAMPLES: dict[Any, str] = {int: "10", float: "0.5", str: "NAME"}
+
+
+def _parse_value(text: str, type_: Any) -> JsonValue:
+    """Returns the value as TOML, else as JSON, else as text; always as text where the key holds
+    nothing else, so that a name may be 7 or a date."""
+    value: Any = text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
+        value = table["value"] if len(table) == 1 else text
     except tomllib.TOMLDecodeError:
-        return text
+        if text.lstrip()[:1] in ("{", "["):
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                return text
+    only_text = type_ is str or set(get_args(type_)) == {str, type(None)}
+    is_json = isinstance(value, str | bool | int | float | list | dict)
+    return text if not is_json or (only_text and not isinstance(value, str)) else value
 
 
 def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
@@ -198,15 +281,36 @@ def _beside(text: JsonValue, folder: Path) -> JsonValue:
     return f"{folder / name}{colon}{function}" if moved else text
 
 
-def _explain(problem: ErrorDetails, dotted: str) -> str:
+def _explain(problem: ErrorDetails, dotted: str, *, typed: bool) -> str:
+    """
+    Args:
+        typed: the key stands on the command line.
+    """
     kind, message = problem["type"], problem["msg"]
+    if kind == "extra_forbidden" and "." not in dotted and isinstance(problem["input"], dict):
+        return f"unknown section; {_closest_section(dotted, list(problem['input']))}"
     if kind == "extra_forbidden":
         return f"unknown key; {_closest(dotted)}"
+    if kind in ("list_type", "dict_type", "model_type"):
+        shown = json.dumps(problem["input"], default=str)
+        what = "list" if kind == "list_type" else "table"
+        key = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+        return f"{shown} is not a {what}" + (_example(key, _type_of(key)) if typed else "")
     if kind == "missing":
         return "missing; this key has no default"
     if message.startswith("Input should") and isinstance(problem["input"], str | int | float):
         return f"{message}, and it is {json.dumps(problem['input'])}"
     return message.removeprefix("Value error, ")
+
+
+def _closest_section(name: str, keys: list[str]) -> str:
+    sections = list(RunConfig.model_fields)
+    if close := difflib.get_close_matches(name, sections, n=1, cutoff=0.5):
+        return f"did you mean [{close[0]}]?"
+    holding = (s for s in sections if keys and all(_type_of(f"{s}.{k}") is not Any for k in keys))
+    if section := next(holding, None):
+        return f"did you mean [{section}]? It has {', '.join(keys)}"
+    return f"sections are {', '.join(sections)} (see agentrl train --help)"
 
 
 def _closest(dotted: str) -> str:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,13 +24,27 @@ Seconds = Annotated[float, annotated_types.Gt(0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        frozen=True,
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool) and info.field_name is not None:
+            type_ = cls.model_fields[info.field_name].annotation
+            if {int, float} & {type_, *get_args(type_)} and bool not in (type_, *get_args(type_)):
+                raise ValueError(f"{str(value).lower()} is not a number")
+        return value
 
 
 class RunSection(Section):
     name: str = "run"
-    """Names the run directory `runs/<name>` and the run in experiment trackers."""
+    """Names the run directory `runs/<name>` and the run in experiment trackers. It stays below
+    `runs/`; `dir` names any other place."""
     dir: Path | None = None
     """Run directory; `runs/<name>` when not given."""
     seed: NonNegativeInt = 1
@@ -48,6 +70,26 @@ class RunSection(Section):
     @property
     def path(self) -> Path:
         return self.dir or Path("runs") / self.name
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder_of_runs(cls, value: str) -> str:
+        parts = value.split("/")
+        if not all(part.strip() for part in parts) or {".", ".."} & set(parts):
+            raise ValueError(
+                f"{value!r} does not name a folder below runs/; give a name such as 'first', or "
+                "the whole directory as run.dir"
+            )
+        if "\0" in value or any(len(part.encode()) > 200 for part in parts):
+            raise ValueError("a folder cannot have this name; give one of at most 200 bytes")
+        return value
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _names_a_directory(cls, value: object) -> object:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("it is empty; name a directory, or leave it out for runs/<run.name>")
+        return value
 
 
 class LoraSection(Section):
@@ -164,6 +206,21 @@ class RolloutSection(Section):
     to end too; then they are cancelled and the group goes without them. Needs backend `vllm`."""
     straggler_timeout_s: Seconds | None = None
     """See `min_group_size`. Cutting stragglers biases training to short episodes."""
+
+    @field_validator("stop_strings", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _a_turn_fits_the_context(self) -> RolloutSection:
+        if self.max_context_tokens < self.max_turn_tokens:
+            raise ValueError(
+                f"rollout.max_context_tokens = {self.max_context_tokens} is less than "
+                f"rollout.max_turn_tokens = {self.max_turn_tokens}, and it holds the prompt as "
+                "well; raise the first or lower the second"
+            )
+        return self
 
     @property
     def is_truncated(self) -> bool:
@@ -283,8 +340,8 @@ class InferenceSection(Section):
     `vllm`: token ids over HTTP from vLLM servers, `urls` or started by this run.
     `openai`: any chat server, for `agentrl eval` and `agentrl rollout`."""
     urls: Annotated[list[str], Field(default_factory=list)]
-    """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`. Empty with
-    `vllm`: the run starts its own."""
+    """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`; refused with
+    `embedded`. Empty with `vllm`: the run starts its own."""
     model: str = "policy"
     """Name under which those servers know the model."""
     token: str | None = Field(default=None, repr=False)
@@ -328,6 +385,11 @@ class InferenceSection(Section):
     def _chat_servers_have_urls(self) -> InferenceSection:
         if self.backend == "openai" and not self.urls:
             raise ValueError("backend 'openai' needs inference.urls")
+        if self.backend == "embedded" and self.urls:
+            raise ValueError(
+                "inference.urls names servers, and backend 'embedded' asks none; set "
+                "inference.backend = 'vllm' (or 'openai', for eval and rollout), or remove the urls"
+            )
         return self
 
 

@@ -112,7 +112,10 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
         yield "fix", f"environment {config.env.id}", str(error)
     if config.inference.backend == "openai":
         return
-    yield _model(config)
+    model = _model(config)
+    yield model
+    if model[0] == "fix":
+        return  # what follows would ask for it again, and a hub out of reach for long
     yield _memory(config)
     try:
         import torch
@@ -240,7 +243,7 @@ def _config_without_a_file(overrides: list[str]) -> RunConfig:
     given = apply_overrides({}, overrides)
     if not given & {"inference.urls", "inference"}:
         raise ConfigError("without a run file only servers are checked: give --inference.urls")
-    defaults = {"model.path": "", "inference.backend": "vllm"}
+    defaults = {"model.path": "", "inference.backend": "vllm", "rollout.max_turn_tokens": "1"}
     extra = [f"--{key}={value}" for key, value in defaults.items() if key not in given]
     return load_config(Path(os.devnull), overrides + extra)
 

@@ -53,6 +53,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ConfigError: nothing there, no tokenizer in it, or a tokenizer without a chat template.
     """
     _require_model_files(path)
+    if Path(path).is_dir() and not any(
+        file.name.startswith(("tokenizer", "vocab", "tekken")) or file.suffix in (".model", ".spm")
+        for file in Path(path).iterdir()
+    ):
+        raise ConfigError(
+            f"model directory {path} has no tokenizer; save one into it with "
+            "tokenizer.save_pretrained"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -51,6 +51,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALL_REPORT_ROWS = 40
+MOST_FAILED = 0.75
+"""Share of a step's trajectories that fail for one cause where something is broken."""
+FAILING_STEPS = 3
+"""As many such steps in a row end the run: what an outage takes away may come back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +75,8 @@ class Run:
     saver: Saver
     stream: GroupStream | None = None
     """Plays ahead of the trainer; None with the embedded engine, which plays when it is asked."""
+    failing_steps: int = 0
+    """Steps in a row in which most trajectories failed for one cause."""
 
     @property
     def config(self) -> RunConfig:
@@ -396,17 +402,28 @@ def _stall_report(scheduler: GroupScheduler) -> str:
     return "\n".join(lines)
 
 
-def require_some_success(rollouts: RolloutBatch, step: int) -> None:
-    """Stop when nothing at all could be played: that is a broken setup, not a bad policy.
+def require_some_success(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
+    """Stop when next to nothing can be played: that is a broken setup, not a bad policy.
 
     Raises:
-        TrainingError: every trajectory of the step failed; names the most common reason.
+        TrainingError: every trajectory of the step failed, or MOST_FAILED of each of FAILING_STEPS
+            steps in a row did for one cause; names it.
     """
+    total = len(rollouts.trajectories)
     failed = [t for t in rollouts.trajectories if t.error is not None]
-    if failed and len(failed) == len(rollouts.trajectories):
-        code, count = error_codes(failed).most_common(1)[0]
-        example = next(t.error for t in failed if t.error and t.error.code == code)
-        raise TrainingError(
-            f"all {len(failed)} trajectories of step {step} failed, {count} of them during "
-            f"{example.stage} with {code}: {example.message}"
-        )
+    codes = error_codes(failed).most_common(1)
+    code, count = codes[0] if codes else ("", 0)
+    if not total or (count < MOST_FAILED * total and len(failed) < total):
+        run.failing_steps = 0
+        return
+    run.failing_steps += 1
+    example = next(t.error for t in failed if t.error and t.error.code == code)
+    how_many = "all" if len(failed) == total else f"{len(failed)} of the"
+    said = (
+        f"{how_many} {total} trajectories of step {step} failed, {count} of them during "
+        f"{example.stage} with {code}: {example.message}"
+    )
+    if len(failed) == total or run.failing_steps >= min(FAILING_STEPS, run.config.run.num_steps):
+        more = "" if run.failing_steps == 1 else f", and in {run.failing_steps} steps in a row"
+        raise TrainingError(f"{said}{more}; mend it, then continue with --resume")
+    display.note(f"{said}; the run stops after {FAILING_STEPS} such steps in a row")

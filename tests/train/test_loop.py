@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config import load_config
 from agentrl.errors import CheckpointError, ConfigError, TrainingError
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.tracking import read_metrics, read_status
 from agentrl.train import loop
 from agentrl.train.batch import _say_what_is_lost
 from agentrl.train.loop import train
@@ -376,6 +376,36 @@ def test_a_resumed_run_never_starts_afresh_and_names_what_changed(finished, tmp_
         run(finished)
 
 
+FAILING = """
+from agentrl.env import Environment, Task
+
+class Failing(Environment):
+    episodes = 0
+
+    def splits(self):
+        return {"train": 8, "test": 8}
+
+    def get(self, split, index):
+        return Task(str(index), "What is 1 + 1?")
+
+    def step(self, action):
+        Failing.episodes += 1
+        self.finish(1.0 if Failing.episodes % 12 == 0 else "good")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_episodes_fail_for_one_cause_says_so_and_stops(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    env = ["--env.id", f"{tmp_path / 'failing.py'}:Failing", "--run.num_steps", "5"]
+    with pytest.raises(TrainingError) as stopped:
+        run(tmp_path / "run", *env)
+    for part in ("11 of the 12 trajectories of step 3", "finish(reward=)", "3 steps in a row"):
+        assert part in str(stopped.value)
+    assert read_status(tmp_path / "run")["state"] == "failed"
+    assert len(read_metrics(tmp_path / "run")) == 2
+
+
 def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.delenv("AGENTRL_VLLM_PYTHON", raising=False)
     cases = [
@@ -390,7 +420,12 @@ def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
             "does not exist",
         ),
         (["--objective.reward.weights.speed", "1"], ConfigError, "components are correct"),
-        (["--rollout.max_context_tokens", "8"], TrainingError, "max_context_tokens = 8"),
+        (
+            ["--rollout.max_context_tokens", "8", "--rollout.max_turn_tokens", "8"],
+            TrainingError,
+            "max_context_tokens = 8",
+        ),
+        (["--rollout.max_context_tokens", "8"], ConfigError, "max_turn_tokens = 24"),
         (["--inference.backend", "openai", "--inference.urls", "x"], ConfigError, "embedded"),
         (["--inference.backend", "vllm"], ConfigError, "inference.python"),
         (["--rollout.max_staleness", "1"], ConfigError, "inference.backend"),

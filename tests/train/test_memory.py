@@ -189,6 +189,7 @@ def test_remedies_make_it_smaller_one_after_another(tmp_path):
 
 def test_bfloat16_is_no_remedy_where_it_takes_more(tmp_path):
     short = ("--train.token_budget", "64", "--rollout.max_context_tokens", "64")
+    short += ("--rollout.max_turn_tokens", "64")
     config = config_of(tmp_path, "--model.gradient_checkpointing", "true", *short)
     lower = config.model_copy(
         update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}

@@ -83,7 +83,11 @@ class LoadedEnvironment:
             return await self.host.get(split, indices)
         assert self.instance is not None
         get = self.instance.get
-        return await self.workers.run(lambda: [get(split, index) for index in indices])
+        tasks = await self.workers.run(lambda: [get(split, index) for index in indices])
+        for task in tasks:
+            if not isinstance(task, Task):
+                raise EnvError(f"get() returned {type(task).__name__}, not a Task")
+        return tasks
 
     async def runner(self) -> Runner:
         """A fresh instance, where `Environment.isolation` says."""
