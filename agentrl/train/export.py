@@ -36,7 +36,10 @@ def export(checkpoint: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = read_shards(checkpoint / stem, lambda name: torch.empty(0))
+    tensors = read_shards(
+        checkpoint / stem,
+        lambda saved: {name: torch.empty_like(each, device="cpu") for name, each in saved.items()},
+    )
     # transformers reads the "format" entry of the header.
     save_file(tensors, partial / f"{stem}.safetensors", metadata={"format": "pt"})
     for name in names:

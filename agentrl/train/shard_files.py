@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.tensor import DTensor
 
 from agentrl.train import ranks
 from agentrl.types import JSON
@@ -68,36 +67,38 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, JSON]
 
 
 def read_shards(
-    folder: Path, live: Callable[[str], Tensor | None], names: Iterable[str] | None = None
+    folder: Path,
+    targets: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+    names: Iterable[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a folder, of each the part that this rank needs; every rank calls it.
+    """Read the tensors of a folder in place, of each the part that this rank holds; every rank
+    calls it.
 
     Args:
-        live: the tensor of this run that a saved one is for. If it is sharded and of the same shape
-            this rank reads its shard, else the whole tensor; None: it is not read, and is returned
-            without data.
+        targets: gets the saved tensors, without data, by name. It returns what they are read into,
+            of the same shape and dtype; a sharded one receives this rank's shard. What it leaves
+            out is not read.
         names: of the files to read; all by default.
+
+    Returns:
+        The targets, and the tensors without data of what was not read.
     """
     reader = _Reader(folder, names)
-    tensors: dict[str, Tensor] = {}
-    for name, saved in reader.read_metadata().state_dict_metadata.items():
-        target, shape, dtype = live(name), saved.size, saved.properties.dtype  # pyright: ignore
-        if target is None:
-            tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-        elif isinstance(target, DTensor) and target.shape == shape:
-            tensors[name] = torch.zeros_like(target, dtype=dtype)
-        else:
-            tensors[name] = torch.empty(shape, dtype=dtype)
+    saved = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")  # pyright: ignore
+        for name, each in reader.read_metadata().state_dict_metadata.items()
+    }
+    read = dict(targets(saved))
     with warnings.catch_warnings():
         # That there is one process, which is what it is told.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(
-            {name: tensor for name, tensor in tensors.items() if not tensor.is_meta},
+            dict(read),
             storage_reader=reader,
             process_group=ranks.host_group(),
             no_dist=ranks.size() == 1,
         )
-    return tensors
+    return saved | read
 
 
 class _Reader(HuggingFaceStorageReader):

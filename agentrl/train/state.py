@@ -9,7 +9,7 @@ import base64
 import copy
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from agentrl.errors import CheckpointError
 from agentrl.sync.adapter import (
@@ -75,7 +75,7 @@ class TrainState:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`) -> name ->
     CPU tensor. Those of a model on the CPU, and shards, alias the live ones unless they were
-    copied: save before the next update."""
+    copied: save before the next update. Empty where `folder` holds them."""
     pretrained: dict[str, str] = field(default_factory=dict)
     """Further small text files of the folder, e.g. config.json, by name."""
     tokenizer: Tokenizer | None = None
@@ -132,10 +132,13 @@ def restore_state(state: TrainState, *, policy: Trained, critic: Trained | None 
         CheckpointError: names, shapes or dtypes do not fit; names the file and the tensor.
     """
     for trained, stem, optimizer_stem in _parts(policy, critic):
-        if state.folder is not None:
-            state.tensors |= _read_parts(state.folder, trained, stem, optimizer_stem)
-        _load_tensors(trained, state.tensors.get(stem, {}), f"{stem}.safetensors")
-        _load_optimizer(trained, state, optimizer_stem)
+        if state.folder is None:
+            _load_tensors(trained, state.tensors.get(stem, {}), f"{stem}.safetensors")
+            moments = state.tensors.get(optimizer_stem, {})
+        else:
+            _read_weights(state.folder, trained, stem)
+            moments = _read_moments(state.folder, trained, optimizer_stem)
+        _load_optimizer(trained, state, optimizer_stem, moments)
         trained.cast()
     # Last, because building and loading may draw random numbers.
     restore_rng(state.rng)
@@ -175,22 +178,45 @@ def _named_tensors(trained: Trained) -> dict[str, Tensor]:
     return named
 
 
-def _read_parts(
-    folder: Path, trained: Trained, stem: str, optimizer_stem: str
-) -> dict[str, dict[str, Tensor]]:
-    """What this rank needs of the weights and moments in a checkpoint's folder."""
-    weights, updated = _named_tensors(trained), _updated_parameters(trained)
+@torch.no_grad()
+def _read_weights(folder: Path, trained: Trained, stem: str) -> None:
+    """Read them in place: there is no room for a second copy of what fills a device."""
 
-    def moment_of(name: str) -> Tensor | None:
-        return updated.get(name.partition("/")[2])
+    def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return _fitting(trained, saved, f"{stem}.safetensors")
 
-    tensors = {}
-    for part, live in ((stem, weights.get), (optimizer_stem, moment_of)):
-        if (folder / part).is_dir():
-            tensors[part] = read_shards(folder / part, live)
-        elif (folder / f"{part}.safetensors").is_file():
-            tensors[part] = read_shards(folder, live, [f"{part}.safetensors"])
-    return tensors
+    if not _read(folder, stem, targets):
+        targets({})  # raises
+
+
+def _read_moments(folder: Path, trained: Trained, stem: str) -> dict[str, Tensor]:
+    """Each in memory of its own, where its parameter is; what fits no parameter is not read."""
+    updated = _updated_parameters(trained)
+
+    def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in saved.items():
+            kind, _, parameter_name = name.partition("/")
+            parameter = updated.get(parameter_name)
+            if parameter is not None and parameter.shape == tensor.shape and kind != "step":
+                like = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
+                found[name] = like
+            elif parameter is not None:
+                found[name] = torch.empty_like(tensor, device="cpu")
+        return found
+
+    return _read(folder, stem, targets)
+
+
+def _read(
+    folder: Path, stem: str, targets: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What `read_shards` reads of a network or an optimizer, whoever wrote it."""
+    if (folder / stem).is_dir():
+        return read_shards(folder / stem, targets)
+    if (folder / f"{stem}.safetensors").is_file():
+        return read_shards(folder, targets, [f"{stem}.safetensors"])
+    return {}
 
 
 def _to_cpu(tensor: Tensor, copied: bool) -> Tensor:
@@ -251,6 +277,16 @@ def _optimizer_groups(trained: Trained) -> list[JSON]:
 
 @torch.no_grad()
 def _load_tensors(trained: Trained, saved: Mapping[str, Tensor], file: str) -> None:
+    for name, target in _fitting(trained, saved, file).items():
+        target.copy_(saved[name])
+
+
+def _fitting(trained: Trained, saved: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
+    """The tensors of this run that saved ones are for, by name.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ.
+    """
     live = _named_tensors(trained)
     _compare_names(live.keys(), saved.keys(), file)
     for name, target in live.items():
@@ -261,11 +297,12 @@ def _load_tensors(trained: Trained, saved: Mapping[str, Tensor], file: str) -> N
                 f"{target.dtype} {tuple(target.shape)}; start a new run with its folder as "
                 "model.path"
             )
-    for name, target in live.items():
-        target.copy_(_like(saved[name], target))
+    return live
 
 
-def _load_optimizer(trained: Trained, state: TrainState, key: str) -> None:
+def _load_optimizer(
+    trained: Trained, state: TrainState, key: str, tensors: Mapping[str, Tensor]
+) -> None:
     file, optimizer = f"{key}.safetensors", trained.optimizer
     saved_groups = state.optimizer_groups.get(key)
     names = _parameter_names(trained)
@@ -286,7 +323,7 @@ def _load_optimizer(trained: Trained, state: TrainState, key: str) -> None:
     parameters = _updated_parameters(trained)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     loaded: dict[Tensor, dict[str, Any]] = {}
-    for name, tensor in state.tensors.get(key, {}).items():
+    for name, tensor in tensors.items():
         kind, _, parameter_name = name.partition("/")
         parameter = parameters.get(parameter_name)
         if parameter is None:
@@ -304,7 +341,10 @@ def _load_optimizer(trained: Trained, state: TrainState, key: str) -> None:
         elif kind.startswith(("qmap", "absmax")):  # of 8-bit moments
             loaded.setdefault(parameter, {})[kind] = tensor.to(parameter.device)
         elif tensor.shape == parameter.shape:
-            loaded.setdefault(parameter, {})[kind] = _like(tensor.clone(), parameter)
+            # What was read is there already; a state in memory keeps its own.
+            loaded.setdefault(parameter, {})[kind] = tensor.to(
+                parameter.device, copy=state.folder is None
+            )
         else:
             raise CheckpointError(
                 f"{file}: {name} has shape {tuple(tensor.shape)}, its parameter "
@@ -318,19 +358,6 @@ def _load_optimizer(trained: Trained, state: TrainState, key: str) -> None:
                 # JSON has no tuples, and optimizers compare and unpack betas as one.
                 is_tuple = isinstance(group.get(option), tuple) and isinstance(value, list)
                 group[option] = tuple(value) if is_tuple else value
-
-
-def _like(tensor: Tensor, target: Tensor) -> Tensor:
-    """`tensor` on the device of `target` and, if that one is sharded, this rank's shard."""
-    if isinstance(tensor, DTensor):
-        return tensor
-    if isinstance(target, DTensor):
-        parts = distribute_tensor(tensor, target.device_mesh, target.placements)
-        like = torch.empty_like(target, dtype=tensor.dtype)  # perhaps in host memory
-        assert isinstance(like, DTensor)
-        like.to_local().copy_(parts.to_local())
-        return like
-    return tensor.to(target.device)
 
 
 def _compare_names(live, saved, file: str) -> None:

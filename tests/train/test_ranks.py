@@ -188,3 +188,23 @@ def test_a_push_needs_memory_for_two_tensors(tmp_path, dtype):
     assert max(result["peaks"]) <= 2.2
     written = load_file(tmp_path / "weights.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_trains_can_be_resumed(tmp_path, num_ranks):
+    """On no rank a restore needs more memory than an update, and it is bit for bit."""
+    worker = WORKER.with_name("restore_worker.py")
+    said = {}
+    for mode in ("save", "restore"):
+        command = [*TORCHRUN, str(num_ranks), str(worker), str(tmp_path), mode]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        said[mode] = [
+            json.loads((tmp_path / f"{mode}-{rank}.json").read_text()) for rank in range(num_ranks)
+        ]
+    for update, restore in zip(said["save"], said["restore"], strict=True):
+        print(f"bytes a parameter: {update['peak']:.1f} in an update, {restore['peak']:.1f} after")
+        assert update["peak"] > 14, "weights, gradients and moments are 16"
+        assert restore["peak"] <= 1.05 * update["peak"]
+        assert restore["digest"] == update["digest"]
