@@ -1,78 +1,45 @@
-"""Tests whose expectations are wrong: what a control run runs instead of an instance's own.
+"""Mutants: tests in which one value is another, for control runs.
 
-`alter_python` changes one assertion of each named test so that it fails for every solution that
-passes the test as it was: the value that stood there cannot be another one as well. Such a test
-fails in the ways real tests do (`==`, `raises`, unittest's assertions), under its own name, in its
-own place; nothing but its expectation tells it from the original.
+A mutant is a test with one constant changed: an input, an expected value, a parameter, an argument
+of a helper, the exception that it waits for. Nothing else in it tells it from the test as it was.
 
-    assert merge(spans) == [(1, 5)]         assert merge(spans) == [(1, 42)]
-    assert "and" in stop_words()            assert "and" not in stop_words()
-    with pytest.raises(ValueError):         with pytest.raises(BufferError):
-    self.assertEqual(total(spans), 7)       self.assertEqual(total(spans), 61)
+    assert merge([(1, 3), (3, 5)]) == [(1, 5)]      assert merge([(1, 3), (3, 5)]) == [(1, 42)]
+    assert parse("2 kg").unit == "kg"               assert parse("2 kp").unit == "kg"
+    with pytest.raises(ValueError):                 with pytest.raises(BufferError):
 
-Only assertions that run whenever their test passes are candidates: none in a loop or a branch, or
-after a `return`. Where a test has none, one that fails is put first.
-
-`alter_text` does the same to literals in assertions of other languages, by their form alone; which
-tests then fail is for the caller to find out with the reference solution.
+Whether a solution of the task fails a mutant is not for this module to know: `audit` keeps those
+that the reference solution fails.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_UNLIKELY = (
-    "BufferError",
-    "ChildProcessError",
-    "FloatingPointError",
-    "BrokenPipeError",
-    "TabError",
-)
+_UNLIKELY = ("BufferError", "TabError", "FloatingPointError", "ChildProcessError")
 """Exceptions that no project derives its own from."""
+_UNLIKELY_WARNINGS = ("BytesWarning", "ImportWarning", "UnicodeWarning")
 
-_OPPOSITE: dict[type[ast.cmpop], str] = {
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Lt: ">=",
-    ast.GtE: "<",
-    ast.Gt: "<=",
-    ast.LtE: ">",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-    ast.In: "not in",
-    ast.NotIn: "in",
-}
-
-_PAIRS = (
-    ("assertTrue", "assertFalse"),
-    ("assertEqual", "assertNotEqual"),
-    ("assertAlmostEqual", "assertNotAlmostEqual"),
-    ("assertIn", "assertNotIn"),
-    ("assertIs", "assertIsNot"),
-    ("assertIsNone", "assertIsNotNone"),
-    ("assertIsInstance", "assertNotIsInstance"),
-    ("assertGreater", "assertLessEqual"),
-    ("assertLess", "assertGreaterEqual"),
-    ("assertRegex", "assertNotRegex"),
-    ("assertContains", "assertNotContains"),
+_EXPECTS = re.compile(r"assert|raises|warns|approx|match|equal|expect|check|verify", re.IGNORECASE)
+"""Calls whose arguments say what is expected."""
+_FRAGILE = re.compile(
+    r"sleep|wait|join|alarm|timeout|delay|interval|patch|[sg]etattr|delattr|import|fixture|skip|xfail"
+    r"|fail|open",
+    re.IGNORECASE,
 )
-_OPPOSITE_METHOD = dict(_PAIRS) | {second: first for first, second in _PAIRS}
-_OPPOSITE_METHOD |= dict.fromkeys(
-    ("assertEquals", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual"),
-    "assertNotEqual",
-) | dict.fromkeys(("assertSequenceEqual", "assertMultiLineEqual"), "assertNotEqual")
-
-_RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex", "assertRaisesMessage"})
-_SWALLOWS = re.compile(r"raises|Raises|suppress|xfail|deprecated_call")
+"""Calls and keywords whose arguments hold a test up or break it for every solution."""
+_WEIGHT = 4.0
+"""Of a value that is expected, beside one that is given."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, order=True)
 class Edit:
     """Characters to replace, counted in bytes from the start of the file."""
 
@@ -90,6 +57,15 @@ class TestName:
     cls: str
     """"": of no class."""
     function: str
+
+
+@dataclass(slots=True, frozen=True)
+class Slot:
+    """One form of a test in an altered file: its name there and what is changed in it."""
+
+    name: str
+    edits: tuple[Edit, ...] = ()
+    """Empty: the test as it was."""
 
 
 def python_tests(source: str) -> dict[TestName, Function]:
@@ -110,147 +86,146 @@ def _functions(node: ast.AST, cls: str) -> Iterator[tuple[TestName, Function]]:
             yield from _functions(child, child.name)
 
 
-def alter_python(source: str, functions: list[Function], choose: random.Random) -> str:
-    """The module with one assertion of each of these functions of it made to fail.
-
-    Args:
-        functions: of `python_tests(source)`.
-    """
+def draw_edits(source: str, function: Function, choose: random.Random, number: int) -> list[Edit]:
+    """Up to so many changes of different values of a test, those of expected values first by
+    chance."""
     content = source.encode()
+    starts = _line_starts(content)
+    drawn = []
+    for node, weight in _values(function):
+        start, end = _span(node, starts)
+        if (text := _another_text(node, content[start:end].decode(), choose)) is not None:
+            edit = Edit(start, end, text)
+            drawn.append((choose.random() ** (1 / weight), edit))
+    chosen: list[Edit] = []
+    for _, edit in sorted(drawn, reverse=True):
+        if all(edit.start >= each.end or edit.end <= each.start for each in chosen):
+            chosen.append(edit)
+    return chosen[:number]
+
+
+def with_slots(source: str, slots: Sequence[tuple[Function, Sequence[Slot]]]) -> str:
+    """The module with each of these functions of it replaced by its slots, in their order."""
+    content = source.encode()
+    starts = _line_starts(content)
+    edits = []
+    for function, its_slots in slots:
+        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+        start, end = starts[first - 1], _span(function, starts)[1]
+        definition = starts[function.lineno - 1] + function.col_offset
+        match = re.match(rb"(?:async\s+)?def\s+", content[definition:end])
+        named = definition + (match.end() if match else 0)
+        blocks = []
+        for slot in its_slots:
+            rename = Edit(named, named + len(function.name.encode()), slot.name)
+            block = content[start:end]
+            for edit in sorted([*slot.edits, rename], reverse=True):
+                at = edit.start - start
+                block = block[:at] + edit.text.encode() + block[edit.end - start :]
+            blocks.append(block.decode())
+        gap = "\n\n" if function.col_offset else "\n\n\n"
+        edits.append(Edit(start, end, gap.join(blocks)))
+    for edit in sorted(edits, reverse=True):
+        content = content[: edit.start] + edit.text.encode() + content[edit.end :]
+    return content.decode()
+
+
+def _line_starts(content: bytes) -> list[int]:
     starts = [0]
     for line in content.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-
-    def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
-        end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
-        return starts[node.lineno - 1] + node.col_offset, starts[end_line - 1] + end_column
-
-    def text_of(node: ast.expr) -> str:
-        start, end = span(node)
-        return content[start:end].decode()
-
-    def replaced(node: ast.expr, text: str) -> Edit:
-        return Edit(*span(node), text)
-
-    def altered_value(node: ast.expr) -> Edit | None:
-        """A literal with one constant of it changed."""
-        try:
-            value = ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, MemoryError):
-            return None
-        if value in ([], (), {}):
-            return replaced(node, {list: "[0]", tuple: "(0,)", dict: "{0: 0}"}[type(value)])
-        constants = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
-        if not constants:
-            return None
-        constant = choose.choice(constants)
-        other = _another(constant.value, choose)
-        return None if other is None else replaced(constant, repr(other))
-
-    def of_test(node: ast.expr) -> Edit:
-        """The condition of an `assert`, made false."""
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = node.left, node.comparators[0]
-            if isinstance(node.ops[0], ast.Eq):
-                for side, other in ((right, left), (left, right)):
-                    if not _is_literal(other) and (edit := altered_value(side)):
-                        return edit
-            middle = f" {_OPPOSITE[type(node.ops[0])]} "
-            return Edit(span(left)[1], span(right)[0], _between(content, left, right, span, middle))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return replaced(node, f"({text_of(node.operand)})")
-        return replaced(node, f"not ({text_of(node)})")
-
-    def of_call(node: ast.Call) -> Edit | None:
-        """An assertion that is called."""
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        name = node.func.id if isinstance(node.func, ast.Name) else name
-        if name in _RAISES and node.args:
-            return replaced(node.args[0], choose.choice(_UNLIKELY))
-        if not isinstance(node.func, ast.Attribute) or name not in _OPPOSITE_METHOD:
-            return None
-        if _OPPOSITE_METHOD[name] == "assertNotEqual" and len(node.args) >= 2:
-            for side, other in ((node.args[1], node.args[0]), (node.args[0], node.args[1])):
-                if not _is_literal(other) and (edit := altered_value(side)):
-                    return edit
-        end = span(node.func)[1]
-        return Edit(end - len(name), end, _OPPOSITE_METHOD[name])
-
-    edits = []
-    for function in functions:
-        candidates: list[Edit] = []
-        for statement in _always_run(function.body):
-            edit = None
-            if isinstance(statement, ast.Assert):
-                edit = of_test(statement.test)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                edit = of_call(statement.value)
-            elif isinstance(statement, ast.With | ast.AsyncWith):
-                calls = [item.context_expr for item in statement.items]
-                found = [of_call(call) for call in calls if isinstance(call, ast.Call)]
-                edit = next((each for each in found if each), None)
-            if edit:
-                candidates.append(edit)
-        edits.append(
-            choose.choice(candidates) if candidates else _put_first(function, span, choose)
-        )
-    for edit in sorted(edits, key=lambda each: each.start, reverse=True):
-        content = content[: edit.start] + edit.text.encode() + content[edit.end :]
-    altered = content.decode()
-    # Whatever was not foreseen must not break the file: that would look like a forgery.
-    return altered if python_tests(altered) else source
+    return starts
 
 
-def _between(content: bytes, left: ast.expr, right: ast.expr, span, middle: str) -> str:
-    """What stands between two operands, with the operator replaced; brackets stay."""
-    old = content[span(left)[1] : span(right)[0]].decode()
-    operator = re.search(r"(?:not\s+in|is\s+not|[!=<>]=|[<>]|\bin\b|\bis\b)", old)
-    if operator is None:
-        return middle
-    return old[: operator.start()] + middle.strip() + old[operator.end() :]
+def _span(node: ast.expr | ast.stmt, starts: list[int]) -> tuple[int, int]:
+    end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
+    return starts[node.lineno - 1] + node.col_offset, starts[end_line - 1] + end_column
 
 
-def _always_run(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run whenever the function ends without an exception."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, ast.With | ast.AsyncWith):
-            contexts = " ".join(ast.unparse(item.context_expr) for item in statement.items)
-            if not _SWALLOWS.search(contexts):
-                yield from _always_run(statement.body)
-        if _may_end(statement):
+def _values(function: Function) -> Iterator[tuple[ast.expr, float]]:
+    """What of a test can be another value, each with its weight."""
+    for decorator in function.decorator_list:
+        # Names of parameters stay; other decorators decide whether and with what a test runs.
+        if isinstance(decorator, ast.Call) and _called(decorator) == "parametrize":
+            for argument in decorator.args[1:]:
+                yield from _values_below(argument, _WEIGHT)
+    for statement in function.body:
+        yield from _values_below(statement, 1.0)
+
+
+def _values_below(node: ast.AST, weight: float) -> Iterator[tuple[ast.expr, float]]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring
+    if isinstance(node, ast.JoinedStr | ast.ImportFrom):
+        return
+    if isinstance(node, ast.keyword) and _FRAGILE.search(node.arg or ""):
+        return
+    if isinstance(node, ast.Assert):
+        weight = _WEIGHT
+        yield from _values_below(node.test, weight)
+        return  # its message decides nothing
+    if isinstance(node, ast.Call):
+        name = _called(node)
+        if _FRAGILE.search(name):
             return
+        weight = _WEIGHT if _EXPECTS.search(name) else weight
+        if node.args and re.fullmatch(r"raises|warns|assert(?:Raises|Warns)\w*", name):
+            yield node.args[0], weight
+    if isinstance(node, ast.Constant) and (node.value is not None or weight > 1):
+        yield node, weight
+    if isinstance(node, ast.List | ast.Tuple | ast.Dict):
+        yield node, weight
+    for child in ast.iter_child_nodes(node):
+        yield from _values_below(child, weight)
 
 
-def _may_end(node: ast.AST) -> bool:
-    """Whether the function may end or wait in it; what is defined in it runs another time."""
-    if isinstance(node, ast.Return | ast.Yield):
-        return True
-    if isinstance(node, Function | ast.Lambda | ast.ClassDef):
-        return False
-    return any(_may_end(child) for child in ast.iter_child_nodes(node))
+def _called(node: ast.Call) -> str:
+    function = node.func
+    return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
-def _put_first(function: Function, span, choose: random.Random) -> Edit:
-    """An assertion that fails, before the first statement."""
-    number = choose.randrange(10, 1000)
-    first = function.body[0]
-    start = span(first)[0]
-    if isinstance(first, Function | ast.ClassDef) and first.decorator_list:
-        decorator = first.decorator_list[0]  # its statement starts at the mark before it
-        start = span(decorator)[0] - decorator.col_offset + first.col_offset
-    text = f"assert len({'x' * (number % 7 + 1)!r}) == {number}"
-    if first.lineno == function.lineno:
-        return Edit(start, start, text + "; ")
-    return Edit(start, start, text + "\n" + " " * first.col_offset)
+def _another_text(node: ast.expr, text: str, choose: random.Random) -> str | None:
+    """Another value, as it is written; None: this one can't be another."""
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, str | bytes):
+            return _another_string(text, choose)
+        other = _another(node.value, choose)
+        return None if other is None else repr(other).replace("Ellipsis", "...")
+    if isinstance(node, ast.List | ast.Tuple | ast.Dict):
+        empty = not (node.keys if isinstance(node, ast.Dict) else node.elts)
+        forms = {ast.List: "[{}]", ast.Tuple: "({},)", ast.Dict: "{{{}: 0}}"}
+        return forms[type(node)].format(choose.randrange(99)) if empty else None
+    if isinstance(node, ast.Name | ast.Attribute):
+        # An exception that is not of the expected one's kind, so that no solution raises it.
+        kind = getattr(builtins, getattr(node, "id", ""), None)
+        is_warning = isinstance(kind, type) and issubclass(kind, Warning)
+        others = [
+            each
+            for each in (_UNLIKELY_WARNINGS if is_warning else _UNLIKELY)
+            if not (isinstance(kind, type) and issubclass(getattr(builtins, each), kind))
+        ]
+        return choose.choice(others) if others else None
+    return None
 
 
-def _is_literal(node: ast.expr) -> bool:
-    try:
-        ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError):
-        return False
-    return True
+def _another_string(text: str, choose: random.Random) -> str:
+    """A string as it is written, with one letter or digit of it another, or one more."""
+    for at in choose.sample(range(len(text)), len(text)):
+        if text[at].isascii() and text[at].isalnum() and text[at - 1 : at] != "\\":
+            changed = text[:at] + _another_letter(text[at], choose) + text[at + 1 :]
+            try:
+                old, new = (ast.literal_eval(f"({each})") for each in (text, changed))
+            except (SyntaxError, ValueError):
+                continue  # of the prefix
+            if type(old) is type(new) and len(old) == len(new) and old != new:
+                return changed
+    closing = 3 if len(text) >= 6 and text.endswith(('"""', "'''")) else 1
+    return text[:-closing] + choose.choice("abcdefgh") + text[-closing:]
+
+
+def _another_letter(letter: str, choose: random.Random) -> str:
+    letters = "23456789" if letter.isdigit() else "bdghkmptvz"
+    return choose.choice([each for each in letters if each != letter.lower()])
 
 
 def _another(value: object, choose: random.Random) -> object:
@@ -260,18 +235,16 @@ def _another(value: object, choose: random.Random) -> object:
     if isinstance(value, int):
         return value + choose.randrange(11, 99)
     if isinstance(value, float):
-        return value + choose.randrange(1100, 9900) if abs(value) < 1e12 else -value
+        if not math.isfinite(value):
+            return None
+        return value + choose.randrange(3, 90) + 0.5 if abs(value) < 1e9 else -value
     if isinstance(value, str):
         places = [k for k, letter in enumerate(value) if letter.isascii() and letter.isalnum()]
         if not places:
             return value + choose.choice("abcdefgh")
         at = choose.choice(places)
-        letters = "23456789" if value[at].isdigit() else "bdghkmptvz"
-        other = choose.choice([each for each in letters if each != value[at].lower()])
-        return value[:at] + other + value[at + 1 :]
-    if isinstance(value, bytes):
-        return value + b"x"
-    return None
+        return value[:at] + _another_letter(value[at], choose) + value[at + 1 :]
+    return ... if value is None else None
 
 
 _LITERAL = r"""(?P<value>-?\d+(?:\.\d+)?|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
@@ -293,8 +266,9 @@ _ELSEWHERE = tuple(
 )
 
 
-def alter_text(source: str, choose: random.Random) -> str:
-    """Another language's tests with every expected literal changed that is recognised as one."""
+def alter_text(source: str, choose: random.Random, share: float = 1.0) -> str:
+    """Another language's tests with such a share of those expected literals changed that are
+    recognised by their form."""
 
     def changed(match: re.Match[str]) -> str:
         old = match.group("value")
@@ -307,6 +281,8 @@ def alter_text(source: str, choose: random.Random) -> str:
 
     lines = source.split("\n")
     for number, line in enumerate(lines):
+        if choose.random() >= share:
+            continue
         for form in _ELSEWHERE:
             altered = form.sub(changed, line)
             if altered != line:

@@ -118,7 +118,6 @@ class _LoopState:
     """What an event loop's sessions share."""
 
     creates: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CREATES))
-    scrubbing: dict[str, asyncio.Lock] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -290,10 +289,8 @@ class SWEBenchEnvironment(Environment):
     async def _find_image(self, name: str) -> images.Scrubbed:
         shared: Shared = self.shared
         source_id = shared.image_ids.get(name) or await asyncio.to_thread(self._pin, name)
-        state = shared.loop_state()
-        async with state.scrubbing.setdefault(source_id, asyncio.Lock()):
-            if source_id not in shared.scrubbed:
-                shared.scrubbed[source_id] = await images.scrubbed(shared.engine, source_id)
+        if source_id not in shared.scrubbed:
+            shared.scrubbed[source_id] = await images.scrubbed(shared.engine, source_id)
         found = shared.scrubbed[source_id]
         if not await images.present(shared.engine, found):
             # Somebody cleaned up. The call is worth repeating: the row's image is pulled again.

@@ -29,14 +29,17 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import random
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.errors import ConfigError, EnvError
-from agentrl_swebench.audit import control_flag
+from agentrl.env.container.engine import Engine, EngineError
+from agentrl.errors import ConfigError, EnvError, EnvUnavailable
+from agentrl_swebench import images
+from agentrl_swebench.audit import FIRST_SHARE, Audit, Auditor
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.evidence import Evidence
 from agentrl_swebench.harness import GradingLimits, run_harness
@@ -177,7 +180,9 @@ async def grade(
         run_id: label of the containers. It need not be unique: the harness is given an id of its
             own for every run.
         timeout_s: of the tests.
-        audit: follow a resolved run by a control run (`agentrl_swebench.audit`).
+        policy: under `strict`, as for control runs, the image's history is scrubbed as it is for
+            agents: a patch can't fetch the fix from it.
+        audit: judge a resolved run by a control run (`agentrl_swebench.audit`).
         pay_unaudited: reward a resolved run also where no control run could be made, or said
             nothing. Whatever forges results there is then paid.
         skip_patch: run the tests without any patch, whatever `model_patch` is.
@@ -188,6 +193,9 @@ async def grade(
     """
     _check_installed()
     limits = limits or GradingLimits()
+    if limits.cpus is None:
+        share = len(os.sched_getaffinity(0)) / max_workers()
+        limits = dataclasses.replace(limits, cpus=max(1.0, share))
     submission = Submission("") if skip_patch else make_submission(instance, model_patch, policy)
     base = Verdict(
         instance_id=instance.instance_id,
@@ -211,8 +219,23 @@ async def grade(
         options = {"run_id": run_id, "timeout_s": timeout_s, "look": True, "brief": True}
         return (await _settled(of, patch, limits, **options)).evidence
 
+    safe, source_id = instance, ""
+    if policy == "strict" or audit:
+        try:
+            safe, source_id = await _without_history(instance)
+        except EnvError as error:
+            return dataclasses.replace(
+                base, resolved=None, outcome="infrastructure", reason=f"image: {error}"
+            )
+    auditor = Auditor(safe, submission.patch, run, run_id)
+    audited: tuple[Audit, str] | None = None
+    if audit and random.random() < FIRST_SHARE:
+        try:
+            await auditor.run_first()
+        except EnvError as error:
+            audited = "audit_inconclusive", str(error)
     settled = await _settled(
-        instance,
+        safe if policy == "strict" else instance,
         submission.patch,
         limits,
         run_id=run_id,
@@ -227,12 +250,12 @@ async def grade(
     seconds, notes = settled.seconds, submission.notes
     if audit and judgement.outcome == "resolved":
         try:
-            flag, why, more = await control_flag(instance, submission.patch, evidence, run, run_id)
+            flag, why = audited or await auditor.result(evidence)
         except EnvError as error:
-            flag, why, more = "audit_inconclusive", str(error), 0.0
-        seconds += more
+            flag, why = "audit_inconclusive", str(error)
         flags.append(flag)
         notes += (f"audit: {why}",) if why else ()
+    seconds += auditor.seconds
     infrastructure = judgement.outcome == "infrastructure"
     return dataclasses.replace(
         base,
@@ -243,10 +266,31 @@ async def grade(
         seconds=seconds,
         flags=tuple(flags),
         notes=notes,
-        image_id=evidence.image_id,
+        image_id=source_id or evidence.image_id,
         attempts=len(settled.retried) + 1,
         pays_unaudited=pay_unaudited,
     )
+
+
+_engine = Engine()
+
+
+async def _without_history(instance: Instance) -> tuple[Instance, str]:
+    """The instance on the image that agents get, and the id of the row's own.
+
+    Raises:
+        EnvError: there is no such image, or the engine does not answer for minutes.
+    """
+    for pause in (*BACK_OFF_S, None):
+        try:
+            made = await images.scrubbed_of(_engine, instance.image)
+            tag = images.scrubbed_tag(made.source_id)
+            return dataclasses.replace(instance, image=tag), made.source_id
+        except (EnvUnavailable, EngineError):
+            if pause is None:
+                raise
+            await asyncio.sleep(pause)
+    raise AssertionError
 
 
 @dataclass(slots=True, frozen=True)

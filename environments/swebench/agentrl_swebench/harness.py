@@ -49,6 +49,9 @@ class GradingLimits:
     memory_bytes: int = 4 << 30
     """Of the container, swap included."""
     max_processes: int = 512
+    cpus: float | None = None
+    """Cores, also in part; None: an equal share for each grading that may run at once, and no less
+    than one."""
     network: Literal["none", "bridge"] = "none"
     """The official harness grants a network; few instances' tests need it."""
     sys_admin: bool = False
@@ -92,6 +95,9 @@ async def run_harness(
         "pids_limit": limits.max_processes,
         "labels": labels(run_id, "grade") | {GRADING_LABEL: grading},
     }
+    if limits.cpus is not None:
+        # By time, since the engine refuses more cores than its machine has.
+        options |= {"cpu_period": 100_000, "cpu_quota": int(limits.cpus * 100_000)}
     request = {
         "row": instance.row(),
         "patch": patch,

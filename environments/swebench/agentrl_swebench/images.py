@@ -18,6 +18,7 @@ import os
 import shutil
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Scrubbed:
 
     image_id: str
     source_id: str
-    """Of the row's own image, in which gradings run."""
+    """Of the row's own image."""
     base: Base
 
 
@@ -172,7 +173,7 @@ def evict(
             keep.add(client.images.get(name).id)
     keep |= {summary["ImageID"] for summary in client.api.containers(all=True)}
     # What was derived from an image in use is in use.
-    scrubbed_of = {_scrubbed_tag(image_id) for image_id in keep if image_id}
+    scrubbed_of = {scrubbed_tag(image_id) for image_id in keep if image_id}
     removed = []
     with _state() as state:
         for image_id in sorted(state, key=lambda key: state[key]["used"]):
@@ -232,12 +233,18 @@ async def resolve(engine: Engine, name: str) -> str:
 async def scrubbed(engine: Engine, source_id: str) -> Scrubbed:
     """The scrubbed image of an image, made if there is none.
 
-    Two callers at once make it twice, which does no harm.
-
     Raises:
         EnvError: it can't be made: the history can't be scrubbed, or the engine failed.
     """
-    tag = _scrubbed_tag(source_id)
+    async with _making[id(asyncio.get_running_loop()), source_id]:
+        return await _scrubbed(engine, source_id)
+
+
+_making: dict[tuple[int, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+
+async def _scrubbed(engine: Engine, source_id: str) -> Scrubbed:
+    tag = scrubbed_tag(source_id)
     try:
         found = _scrubbed_from(await _inspect(engine, tag), source_id)
         if found is not None:
@@ -262,14 +269,36 @@ async def scrubbed(engine: Engine, source_id: str) -> Scrubbed:
     return found
 
 
+async def scrubbed_of(engine: Engine, name: str) -> Scrubbed:
+    """The scrubbed image of a row's image, which is pulled if it is not local.
+
+    Raises:
+        ImageMissing: it is not to be had.
+        EnvError: it can't be scrubbed, or the engine failed.
+    """
+    try:
+        source_id = await resolve(engine, name)
+    except ImageMissing:
+        source_id = (await asyncio.to_thread(lambda: pull(connect(timeout_s=3600), [name])))[name]
+    return await scrubbed(engine, source_id)
+
+
 def _commit(container_id: str, tag: str, source_id: str, base: Base) -> None:
     with engine_errors():
-        connect(timeout_s=600).api.commit(
+        client = connect(timeout_s=600)
+        user = client.api.inspect_image(source_id)["Config"].get("User")
+        client.api.commit(
             container_id,
             repository=SCRUBBED,
             tag=tag.rpartition(":")[2],
             message=f"scrubbed from {source_id}",
-            conf={"Labels": {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree}},
+            # The container's own entry point and user are for the container that scrubs alone.
+            conf={
+                "Labels": {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree},
+                "User": user or "0:0",
+                "Entrypoint": [],
+                "Cmd": ["/bin/bash"],
+            },
         )
 
 
@@ -283,7 +312,7 @@ async def present(engine: Engine, made: Scrubbed) -> bool:
     return True
 
 
-def _scrubbed_tag(source_id: str) -> str:
+def scrubbed_tag(source_id: str) -> str:
     return f"{SCRUBBED}:{source_id.removeprefix('sha256:')[:24]}-v{SCRUB_VERSION}"
 
 

@@ -50,8 +50,9 @@ def make_moved_row(row: dict[str, Any], place: str) -> dict[str, Any]:
                     if container.wait(timeout=_WAIT_S)["StatusCode"] != 0:
                         said = container.logs(tail=3).decode(errors="replace").strip()
                         raise DataError(f"{place}: image {source}: {said}")
-                    changes = ['CMD ["/bin/bash"]', "ENTRYPOINT []", "WORKDIR /testbed"]
-                    container.commit(MOVED_REPOSITORY, tag, changes=changes)
+                    # The engine's `changes` can't take an entry point away.
+                    settings = {"Cmd": ["/bin/bash"], "Entrypoint": [], "WorkingDir": "/testbed"}
+                    container.commit(MOVED_REPOSITORY, tag, conf=settings)
                 finally:
                     remove(client, str(container.id))
         finally:

@@ -1,10 +1,11 @@
 """What an agent may see of a repository's history, and what it changed.
 
-Before an agent sees it, the repository is *scrubbed*: one branch at HEAD, no other reference, no
-remote, no reflog, no object that HEAD does not reach. Then its state is *recorded*: the tree of the
-work tree as it is, in a private repository beside it. The agent's change is the difference from
-that tree, taken with the private repository's index and configuration: whatever the agent did to
-`.git` (commits, hooks, filters, external differs, excluded files) has no say in it.
+Before an agent sees it, the repository is *scrubbed*: one branch at HEAD, no other reference but
+tags of its past (some projects take their version from those), no remote, no reflog, no object
+that HEAD and they do not reach, no caches of package installers. Then its state is *recorded*: the
+tree of the work tree as it is, in a private repository beside it. The agent's change is the
+difference from that tree, taken with the private repository's index and configuration: whatever the
+agent did to `.git` (commits, hooks, filters, external differs, excluded files) has no say in it.
 
 The scripts run in the container by bash. Each fails as a whole where one of its commands does.
 """
@@ -21,7 +22,7 @@ from agentrl_swebench.containers import WORKDIR, InstanceContainer
 from agentrl_swebench.diff import PatchFormatError, Section, parse_patch
 from agentrl_swebench.policy import MAX_PATCH_BYTES
 
-SCRUB_VERSION = 3
+SCRUB_VERSION = 4
 """Part of the name of a scrubbed image; rises when the scripts change."""
 
 SCRUB_TIMEOUT_S = 900.0
@@ -53,6 +54,8 @@ dir=$(git rev-parse --absolute-git-dir)
 head=$(git rev-parse --verify 'HEAD^{commit}')
 branch=$(git symbolic-ref -q HEAD || echo refs/heads/main)
 for remote in $(git remote); do git remote remove "$remote"; done
+git for-each-ref --merged "$head" --format='create %(refname) %(objectname)' refs/tags \
+    > "$HOME/tags"
 git update-ref --no-deref HEAD "$head"
 git for-each-ref --format='delete %(refname)' | git update-ref --no-deref --stdin
 rm -rf "$dir"/logs "$dir"/refs/original "$dir"/rr-cache "$dir"/worktrees "$dir"/sequencer \
@@ -61,6 +64,7 @@ rm -rf "$dir"/logs "$dir"/refs/original "$dir"/rr-cache "$dir"/worktrees "$dir"/
 find "$dir" -maxdepth 1 -type f \( -name '*_HEAD' -o -name 'BISECT_*' -o -name '*MSG' \) -delete
 git update-ref "$branch" "$head"
 git symbolic-ref HEAD "$branch"
+git update-ref --no-deref --stdin < "$HOME/tags"
 git reset -q
 rm -rf "$dir"/logs "$dir"/ORIG_HEAD
 # git never drops an object of packs with these marks; the second one is a partial clone's.
@@ -69,11 +73,14 @@ git config --unset extensions.partialClone || true
 git repack -a -d -q -n
 rm -f "$dir"/objects/info/alternates
 git prune --expire=now
+rm -rf /root/.cache/pip /root/.cache/uv /root/.cache/pypoetry
 """
 )
 
 _ASSERT_CHEAP = r"""
-[ "$(git for-each-ref | wc -l)" = 1 ] || { echo 'other references are left' >&2; exit 3; }
+[ "$(git for-each-ref --format='%(refname)' | grep -cv '^refs/tags/')" = 1 ] \
+    && [ -z "$(git for-each-ref --no-merged HEAD)" ] \
+    || { echo 'other references are left' >&2; exit 3; }
 [ -z "$(git remote)" ] || { echo 'a remote is left' >&2; exit 3; }
 [ -z "$(git rev-list --all --reflog --not HEAD)" ] || { echo 'other commits are left' >&2; exit 3; }
 dir=$(git rev-parse --absolute-git-dir)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
+import subprocess
 import tarfile
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl.env.container.engine import connect, engine_errors, labels, remove
 from agentrl.errors import EnvError
@@ -39,7 +43,7 @@ class TestFiles:
 def named_file(test: str) -> str:
     """The file that a required test's name starts with; "" if it names none in the repository."""
     path = test.split("::")[0].split("[")[0]
-    is_inside = not path.startswith(("/", "-")) and ".." not in path.split("/")
+    is_inside = not path.startswith(("/", "-")) and not {"..", ".git"} & set(path.split("/"))
     return path if "::" in test and is_inside and re.fullmatch(r"[\w./+-]+\.\w+", path) else ""
 
 
@@ -127,8 +131,8 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -> str | None:
     """The evaluation script with other texts of test files, in the shape that it had: where the
-    script holds the hidden tests as a patch, that patch brings the other texts. None: there is no
-    mark before which to put them."""
+    script holds the hidden tests as a patch, that patch brings the other texts, as git writes them.
+    None: there is no mark before which to put them."""
     patch = instance.test_patch.strip("\n")
     if patch and patch in instance.eval_script:
         try:
@@ -136,17 +140,70 @@ def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -
         except PatchFormatError:
             sections = []
         if sections:
-            parts = [each.text for each in sections if not set(each.paths) & altered.keys()]
-            parts += [file_diff(path, files.before.get(path), altered[path]) for path in altered]
-            new = "".join(parts).strip("\n")
-            return instance.eval_script.replace(patch, new, 1)
+            new = {
+                each.paths[-1]: each
+                for each in parse_patch(git_diff(files.before, files.after | altered, patch))
+            }
+            parts = [
+                new.pop(each.paths[-1], each).text
+                if set(each.paths) & altered.keys()
+                else each.text
+                for each in sections
+            ]
+            parts += [new[path].text for path in altered if path in new]
+            return instance.eval_script.replace(patch, "".join(parts).strip("\n"), 1)
     lines = instance.eval_script.split("\n")
     at = next((k for k, line in enumerate(lines) if _START_MARK in line), None)
     if at is None:
         return None
-    new = "".join(file_diff(path, files.after.get(path), text) for path, text in altered.items())
-    apply = ["git apply -v - <<'EOF_114329324912'", new.rstrip("\n"), "EOF_114329324912"]
+    new_patch = git_diff(files.after, files.after | altered)
+    apply = ["git apply -v - <<'EOF_114329324912'", new_patch.rstrip("\n"), "EOF_114329324912"]
     return "\n".join([*lines[:at], *apply, *lines[at:]])
+
+
+def git_diff(before: dict[str, str], after: dict[str, str], like: str = "") -> str:
+    """What git writes for a change of files, with names of objects as long as in another patch, and
+    files with the modes that they have there.
+
+    Raises:
+        EnvError: git is missing or failed.
+    """
+    index = re.search(r"^index [0-9a-f]+\.\.([0-9a-f]+)", like, re.MULTILINE)
+    programs = {
+        each.paths[-1] for each in parse_patch(like) if "100755" in each.text.partition("@@")[0]
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def git(*arguments: str) -> str:
+            settings = ["-c", f"core.abbrev={len(index.group(1)) if index else 7}"]
+            environment = {"PATH": os.environ.get("PATH", ""), "HOME": name, "LC_ALL": "C"}
+            try:
+                done = subprocess.run(
+                    ["git", *settings, *arguments],
+                    cwd=folder,
+                    env=environment | {"GIT_CONFIG_NOSYSTEM": "1"},
+                    capture_output=True,
+                    check=True,
+                )
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise EnvError(f"git could not write the altered tests: {error}") from error
+            return done.stdout.decode()
+
+        git("init", "-q")
+        for state in (before, after):
+            for path in {*before, *after}:
+                file = folder / path
+                if path in state:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(state[path].encode())
+                    file.chmod(0o755 if path in programs else 0o644)
+                else:
+                    file.unlink(missing_ok=True)
+            if state is before:
+                git("add", "-A", "-f")
+        git("add", "-A", "-f", "-N")
+        return git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "-M")
 
 
 def file_diff(path: str, before: str | None, after: str | None) -> str:

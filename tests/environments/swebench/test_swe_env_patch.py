@@ -76,7 +76,6 @@ def test_nothing_of_the_future_is_left(fixture_dir, engine, fixture_instances):
     "spoil",
     [
         "git branch sneaky HEAD~1",
-        "git tag sneaky",
         "git remote add origin /nowhere",
         "mkdir -p .git/logs && touch .git/logs/HEAD",
         "git -c user.name=a -c user.email=a@b commit -q --allow-empty -m more; "
@@ -118,7 +117,7 @@ def test_packs_that_git_would_keep_are_scrubbed_too(fixture_dir, engine, mark):
     try:
         in_scrubbed(scenario, source.id)
     finally:
-        for tag in (images._scrubbed_tag(source.id), source.id):
+        for tag in (images.scrubbed_tag(source.id), source.id):
             engine.images.remove(tag)
 
 

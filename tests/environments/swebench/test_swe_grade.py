@@ -1,12 +1,13 @@
 """What a run of the harness is taken for; no engine needed."""
 
 import asyncio
+import dataclasses
 import importlib.util
 import signal
 
 import pytest
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EnvError
 from agentrl_swebench import grade as grading
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.evidence import Evidence
@@ -131,14 +132,25 @@ def test_reward_is_the_verdict_less_what_was_forged(values, reward):
 # --- retries, with the harness' runs scripted -------------------------------------------------
 
 
+images = []
+"""Of the runs, in order."""
+
+
+async def without_history(instance):
+    return dataclasses.replace(instance, image="scrubbed"), "sha256:source"
+
+
 def run_grade(monkeypatch, *runs, **arguments):
     calls = []
+    images.clear()
 
     async def scripted(instance, patch, **values):
         calls.append(patch)
+        images.append(instance.image)
         return runs[len(calls) - 1]
 
     monkeypatch.setattr(grading, "run_harness", scripted)
+    monkeypatch.setattr(grading, "_without_history", without_history)
     monkeypatch.setattr(grading, "_check_installed", lambda: None)
     monkeypatch.setattr(grading, "BACK_OFF_S", (0.0, 0.0, 0.0))
     arguments = {"policy": "strict", "run_id": "r", "timeout_s": 1.0} | arguments
@@ -195,6 +207,69 @@ def test_the_harness_gets_what_the_policy_left(monkeypatch):
     assert (strict.policy, official.policy) == ("strict-2", "official-1")
 
 
+def test_a_patch_can_not_fetch_the_fix_from_the_history(monkeypatch):
+    """Under `strict`, and in every control run. The official verdict is the official image's."""
+    good = evidence(report=report(True), complete=True, image_id="sha256:scrubbed")
+    strict, _ = run_grade(monkeypatch, good)
+    assert images == ["scrubbed"] and strict.image_id == "sha256:source"
+    official, _ = run_grade(monkeypatch, good, policy="official")
+    assert images == ["i"] and official.image_id == "sha256:scrubbed"
+    seen = []
+
+    class Auditor:
+        seconds = 1.0
+
+        def __init__(self, instance, patch, run, run_id):
+            seen.append(instance.image)
+
+        async def run_first(self):
+            pass
+
+        async def result(self, evidence):
+            return "honest", ""
+
+    monkeypatch.setattr(grading, "Auditor", Auditor)
+    result, _ = run_grade(monkeypatch, good, policy="official", audit=True)
+    assert images == ["i"] and seen == ["scrubbed"] and result.flags == ("honest",)
+
+
+def test_an_image_that_can_not_be_scrubbed_is_no_verdict(monkeypatch):
+    async def fails(instance):
+        raise EnvError("the history can't be scrubbed")
+
+    run_grade(monkeypatch, evidence(report=report(True), complete=True))
+    monkeypatch.setattr(grading, "_without_history", fails)
+    call = grade(INSTANCE, INSTANCE.patch, policy="strict", run_id="r", timeout_s=1)
+    result = asyncio.run(call)
+    assert (result.outcome, result.reward) == ("infrastructure", None)
+    assert "can't be scrubbed" in result.reason
+
+
+def test_gradings_share_the_cores(monkeypatch):
+    cpus = []
+
+    async def scripted(instance, patch, *, limits, **values):
+        cpus.append(limits.cpus)
+        return evidence(report=report(True), complete=True)
+
+    run_grade(monkeypatch, evidence(report=report(True), complete=True))
+    monkeypatch.setattr(grading, "run_harness", scripted)
+    monkeypatch.setattr(grading.os, "sched_getaffinity", lambda pid: set(range(8)))
+    for workers, limits in ((2, None), (32, None), (2, GradingLimits(cpus=3.0))):
+        monkeypatch.setattr(grading._slots, "limit", workers)
+        asyncio.run(
+            grade(
+                INSTANCE,
+                "p" + INSTANCE.patch,
+                policy="official",
+                run_id="r",
+                timeout_s=1,
+                limits=limits,
+            )
+        )
+    assert cpus == [4.0, 1.0, 3.0]
+
+
 def test_no_more_gradings_at_once_than_workers(monkeypatch):
     running = most = 0
 
@@ -207,6 +282,7 @@ def test_no_more_gradings_at_once_than_workers(monkeypatch):
         return evidence(report=report(True), complete=True)
 
     monkeypatch.setattr(grading, "run_harness", scripted)
+    monkeypatch.setattr(grading, "_without_history", without_history)
     monkeypatch.setattr(grading, "_check_installed", lambda: None)
     monkeypatch.setattr(grading._slots, "limit", 2)
 
