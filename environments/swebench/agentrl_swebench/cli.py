@@ -258,15 +258,31 @@ def _progress() -> Progress:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from agentrl.env.container.engine import connect
     from agentrl_swebench.dataset import load_predictions
 
     limits = _limits(arguments)
     instances = _load(arguments)
-    connect(10)  # without an engine every instance would be tried in vain, twice
+    _clear_engine()
     predictions = load_predictions(arguments.predictions, instances)
     arguments.out.mkdir(parents=True, exist_ok=True)
     return _grade(arguments, instances, predictions, limits)
+
+
+def _clear_engine() -> None:
+    """Remove what earlier runs left on the engine, and see to it that this one leaves nothing.
+
+    Raises:
+        EnvUnavailable: no engine answers; every instance would be tried in vain, several times.
+    """
+    from agentrl.env.container.engine import connect, reap
+    from agentrl_swebench.watchdog import start_watchdog
+
+    client = connect(10)
+    try:
+        reap(client)
+    finally:
+        client.close()
+    start_watchdog()
 
 
 def _grade(
@@ -328,7 +344,6 @@ def _grade(
 def _validate(arguments: argparse.Namespace) -> int:
     import json
 
-    from agentrl.env.container.engine import connect
     from agentrl.errors import ConfigError
     from agentrl_swebench.evaluate import Validation, validate
     from agentrl_swebench.grade import UNAUDITED
@@ -337,7 +352,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats {arguments.repeats} must be positive")
     limits = _limits(arguments)
     instances = _load(arguments)
-    connect(10)
+    _clear_engine()
     with _progress() as progress:
         task = progress.add_task("validating", total=len(instances), state="")
 

@@ -20,10 +20,10 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError, DataError, EnvError
 from agentrl_swebench.dataset import Instance, Prediction
@@ -37,6 +37,8 @@ from agentrl_swebench.grade import (
     max_workers,
 )
 from agentrl_swebench.policy import POLICY_VERSIONS, Policy
+
+T = TypeVar("T")
 
 SCHEMA_VERSION = 1
 _REPORT_TIMEOUT_S = 600.0
@@ -121,7 +123,7 @@ async def evaluate(
         progress(verdict)
         return verdict
 
-    verdicts = list(await asyncio.gather(*(one(prediction) for prediction in predictions)))
+    verdicts = await _all([one(prediction) for prediction in predictions])
     graded = [
         Prediction(verdict.instance_id, model, verdict.graded_patch).row() for verdict in verdicts
     ]
@@ -143,6 +145,22 @@ async def evaluate(
     ours = make_report(verdicts, run_id=run_id, model=model, policy=policy, audit=audit)
     _write(audit_report, ours | {"limits": dataclasses.asdict(limits), "timeout_s": timeout_s})
     return Evaluation(verdicts, report, audit_report, reused)
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all calls return. Where one fails or this is cancelled, the others are, and have ended:
+    a call that is still cleaning up when its loop ends leaves a container."""
+    tasks = [asyncio.create_task(each) for each in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()  # once: a second time would end what it cleans up
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    return [task.result() for task in tasks]
 
 
 def make_report(
@@ -313,11 +331,9 @@ async def validate(
             graded(instance, instance.patch, audit=audit and number == 0, skip_patch=False)
             for number in range(repeats)
         ]
-        *gold, empty = await asyncio.gather(
-            *golds, graded(instance, "", audit=False, skip_patch=True)
-        )
+        *gold, empty = await _all([*golds, graded(instance, "", audit=False, skip_patch=True)])
         validation = Validation(instance.instance_id, tuple(gold), empty, keep_unaudited)
         progress(validation)
         return validation
 
-    return list(await asyncio.gather(*(one(instance) for instance in instances)))
+    return await _all([one(instance) for instance in instances])

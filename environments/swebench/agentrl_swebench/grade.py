@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import random
@@ -272,7 +273,9 @@ async def grade(
     )
 
 
-_engine = Engine()
+@functools.cache
+def _engine(address: str | None) -> Engine:
+    return Engine()
 
 
 async def _without_history(instance: Instance) -> tuple[Instance, str]:
@@ -283,7 +286,7 @@ async def _without_history(instance: Instance) -> tuple[Instance, str]:
     """
     for pause in (*BACK_OFF_S, None):
         try:
-            made = await images.scrubbed_of(_engine, instance.image)
+            made = await images.scrubbed_of(_engine(os.environ.get("DOCKER_HOST")), instance.image)
             tag = images.scrubbed_tag(made.source_id)
             return dataclasses.replace(instance, image=tag), made.source_id
         except (EnvUnavailable, EngineError):

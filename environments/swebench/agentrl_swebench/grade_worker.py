@@ -75,7 +75,10 @@ def _work(folder: str, connection: int) -> None:
     """Grade in a process that was just forked, and end it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    os.chdir(folder)
+    try:
+        os.chdir(folder)
+    except FileNotFoundError:
+        os._exit(1)  # given up before it began
     log = os.open(LOG_FILE, os.O_WRONLY | os.O_CREAT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, file in enumerate((nothing, log, log)):

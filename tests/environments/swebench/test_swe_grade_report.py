@@ -1,6 +1,7 @@
 """Our report, validation and the commands; no engine needed."""
 
 import argparse
+import asyncio
 import dataclasses
 import json
 
@@ -8,11 +9,12 @@ import pytest
 
 from agentrl.errors import DataError
 from agentrl_swebench import attacks
+from agentrl_swebench import evaluate as evaluation
 from agentrl_swebench.__main__ import main
 from agentrl_swebench.attack_rows import STATED
 from agentrl_swebench.bench_grade import harness_seconds
 from agentrl_swebench.cli import add_swebench_commands
-from agentrl_swebench.dataset import parse_row
+from agentrl_swebench.dataset import Instance, Prediction, parse_row
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.evaluate import Validation, _read_verdict, make_report
 from agentrl_swebench.grade import Verdict
@@ -101,6 +103,46 @@ def test_a_verdict_on_disk_counts_for_the_same_input_only(tmp_path):
     path.write_text("{")
     with pytest.raises(DataError, match="damaged"):
         _read_verdict(path, "d")
+
+
+def test_an_interrupted_evaluation_waits_for_those_that_clean_up(tmp_path, monkeypatch):
+    """One call ends at once when it is cancelled; another still removes its container."""
+    cleaned = []
+
+    async def slow(instance, *arguments, **options):
+        try:
+            started.append(1)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.shield(clean_up())
+
+    async def clean_up():
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        cleaned.append(1)
+
+    async def interrupted(work):
+        task = asyncio.create_task(work)
+        while len(started) < 2:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(cleaned)
+
+    monkeypatch.setattr(evaluation, "grade", slow)
+    monkeypatch.setattr(evaluation, "max_workers", lambda: 2)
+    row = dict.fromkeys(Instance.__dataclass_fields__, "")
+    lists = {"fail_to_pass": (), "pass_to_pass": ()}
+    instances = [Instance(**row | lists | {"instance_id": f"i-{k}"}) for k in range(4)]
+    predictions = [Prediction(each.instance_id, "m", "p") for each in instances]
+    for work in (
+        evaluation.evaluate(instances, predictions, run_id="r", out=tmp_path, dataset="d"),
+        evaluation.validate(instances, run_id="r"),
+    ):
+        started: list[int] = []
+        cleaned.clear()
+        assert asyncio.run(interrupted(work)) == 2
 
 
 def test_seconds_of_a_harness_log(tmp_path):

@@ -143,6 +143,25 @@ def test_of_a_killed_grader_nothing_is_left(fixture_dir, engine, tmp_path, watch
         print(f"eight containers of a killed grader were gone after {seconds:.2f} s")
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.5, 2.0])
+def test_an_interrupted_evaluation_leaves_nothing(fixture_dir, engine, tmp_path, wait_s):
+    run_id = f"interrupted-{os.getpid()}-{wait_s:g}"
+
+    words = ["--dataset", fixture_dir / "dataset.jsonl", "--predictions", "gold"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl_swebench", "eval", *words, "--run-id", run_id],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: of_run(engine, "grade", run_id), 60)
+    time.sleep(wait_s)  # another moment of the grading
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert of_run(engine, "grade", run_id) == [] and process.returncode != 0
+    assert "grade_worker.py" not in errors
+
+
 def test_reaping_takes_what_is_nobodys_and_nothing_else(fixture_dir, engine):
     me = current_owner()
     gone = Owner(me.boot_id, me.pid_namespace, 2**30, 1)
