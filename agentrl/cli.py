@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_doctor(commands)
     _add_examples(commands)
+    _add_agent(commands)
     from agentrl.algo.cli import add_algo_commands
     from agentrl.data import add_data_commands
     from agentrl.env.cli import add_env_commands
@@ -290,6 +291,47 @@ def _proxy(config: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.proxy import proxy_command
 
     return proxy_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
+
+
+def _add_agent(commands: argparse._SubParsersAction) -> None:
+    agent = commands.add_parser(
+        "agent", help="try an agent of your own", description="Try an agent of your own."
+    )
+    command = agent.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser(
+        "check",
+        help="say what becomes of an agent's calls",
+        description="Let an agent play scripted episodes, without a model: rows of tokens per "
+        "call, the first message that it sends back as another one, refused requests, tools that "
+        "the policy does not see, and what to set. Its tools are called, with made-up arguments. "
+        "Exit status 1 if anything is to be changed.",
+    )
+    command.add_argument(
+        "agent",
+        nargs="+",
+        metavar="FUNCTION|CMD",
+        help="file.py:function or module:function, or a program and its arguments, behind -- where "
+        "they begin with a dash; {prompt} and the like are filled in",
+    )
+    command.add_argument("--prompt", default="What is 6 times 7?", help="the task; %(default)s")
+    command.add_argument("--model", help="whose chat template; a tiny one's when not given")
+    command.add_argument("--answer", default="last_line", help="agent.answer; %(default)s")
+    command.add_argument("--home", default="private", help="agent.home; %(default)s")
+    command.add_argument(
+        "--timeout-s", type=float, default=120.0, help="of each episode; %(default)s"
+    )
+    command.set_defaults(handler=_agent_check)
+
+
+def _agent_check(arguments: argparse.Namespace) -> int:
+    from agentrl.agent_check import check_command
+
+    return check_command(
+        arguments.agent,
+        model=arguments.model,
+        prompt=arguments.prompt,
+        timeout_s=arguments.timeout_s,
+        keys={"answer": arguments.answer, "home": arguments.home},
+    )
 
 
 def _add_sft(commands: argparse._SubParsersAction) -> None:
