@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError, first_line
 from agentrl.inference.embedded_lengths import within_reach
@@ -92,6 +89,7 @@ def packing_of(model: PreTrainedModel) -> int:
 def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
     """How log-probs of packed segments differ from the family's own; None if by rounding only."""
     first, second = _probe_ids(model)
+    logit_shape(model)  # now, not while its own forward pass would be counted
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -159,6 +157,8 @@ def _probe_ids(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The text model without its head, whose last hidden state has been through the final norm."""
     decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # of ModernBERT it is the head
+        return model.base_model  # pyright: ignore[reportReturnType]
     if decoder.get_output_embeddings() is not None:  # of Llama 4 it is the model itself
         decoder = decoder.model
     return decoder
@@ -236,7 +236,7 @@ def logprobs_and_routing(
     returned: of what stands in an argument a sharded model sees copies."""
     router_logits: list[torch.Tensor] | None = [] if with_routing else None
     head = head_of(model)
-    factor, cap = _logit_factor_and_cap(model.config.get_text_config())
+    factor, cap = logit_shape(model)
     together = context.of(model)
     whole, micro = micro, context.own_part(micro, together)
     hidden = backbone_hidden(model, micro, router_logits=router_logits)
@@ -289,19 +289,57 @@ def head_of(model: PreTrainedModel) -> torch.nn.Linear:
     return head
 
 
-def _logit_factor_and_cap(config: PretrainedConfig) -> tuple[float, float | None]:
-    """What the family multiplies its logits with after the head, and where it caps them then."""
-    factor = getattr(config, "logit_scale", None)  # Cohere
-    if factor is None:
-        factor = getattr(config, "lm_head_multiplier", None)  # Falcon-H1
-    if factor is None:
-        factor = getattr(config, "logits_scaling", 1.0)  # HyperCLOVA X; Granite divides by it
-        if config.model_type.startswith("granite"):
-            factor = 1.0 / factor
-        elif config.model_type == "minicpm3":
-            factor = config.dim_model_base / config.hidden_size
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    return factor, cap or getattr(config, "logits_soft_cap", None)  # RecurrentGemma
+def logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
+    """What the family multiplies its logits with, before the head or after, and where it caps them.
+
+    Measured once: the model's forward pass runs with known numbers in place of what its decoder and
+    its head say.
+    """
+    if (known := getattr(model, "logit_shape", None)) is None:
+        known = model.logit_shape = _measured_logit_shape(model)  # pyright: ignore
+    return known
+
+
+@torch.no_grad()
+def _measured_logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
+    head = head_of(model)
+    given = torch.tensor([2.0**-10, 1.0, 8.0, 2.0**20], device=model.device)
+    entered: list[torch.Tensor] = []
+
+    def leave(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = torch.ones_like(output.last_hidden_state, dtype=torch.float32)
+        return output
+
+    def enter(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        entered.append(inputs[0].double())
+        return inputs[0].to(head.weight.dtype)
+
+    def answer(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return given[None, :, None].expand(output.shape)
+
+    handles = [
+        decoder_of(model).register_forward_hook(leave),
+        head.register_forward_pre_hook(enter),
+        head.register_forward_hook(answer),
+    ]
+    try:
+        ids = torch.full((1, len(given)), 3, device=model.device)
+        logits = model(ids, use_cache=False).logits[0].double()  # (4, V)
+    finally:
+        for handle in handles:
+            handle.remove()
+    before = entered[0].flatten()[0].item()
+    smallest, *_, largest = (got := logits[:, 0]).tolist()
+    factor = smallest / given[0].item()
+    uncapped = given.double() * factor
+    cap = None if largest > 0.999 * uncapped[-1] else largest
+    expected = uncapped if cap is None else cap * torch.tanh(uncapped / cap)
+    if not (
+        torch.allclose(entered[0], torch.full_like(entered[0], before), rtol=1e-4)
+        and torch.allclose(logits, expected[:, None].expand_as(logits), rtol=1e-4)
+    ):
+        raise ValueError(f"makes {got.tolist()} of {given.tolist()} behind its head")
+    return before * factor, cap
 
 
 def _bare_sample(token_ids: np.ndarray) -> Sample:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from agentrl.config import LoraSection
 from agentrl.errors import ConfigError
 from agentrl.sync.adapter import CONFIG_FILE, has_adapter
+from agentrl.train.logprobs import decoder_of
 
+logger = logging.getLogger(__name__)
+
+_FUSED_FAMILIES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_FUSED = re.compile(r"(^|\.)(out_proj|conv1d)$")
+# Mamba's step sizes, routers that multiply by their weight, and what chooses keys by their rank.
+_READ_BY_WEIGHT = re.compile(r"(mamba|mixer)\.dt_proj$|router\.classifier$|\.indexer\.")
 _MISSING = "low-rank adapters need the peft package: pip install 'agentrl-gym[lora]'"
 
 
@@ -40,10 +50,12 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
             f"own: `agentrl merge {path} --out DIR` makes one"
         )
     targets = section.targets
+    left_out = _without_adapter(model)
     adapter = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=left_out or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
@@ -55,6 +67,33 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
     if any(p.requires_grad for p in head.parameters()):
         raise ConfigError("model.lora.targets names the language-model head; leave it out")
     model.eval()
+
+
+def _without_adapter(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers that get no adapter, whatever the targets: those that do not learn,
+    and those whose weight the family reads itself, past the layer that PEFT puts in its place."""
+    text = {id(module) for module in decoder_of(model).modules()}
+    # PEFT's own list of families whose fused kernels read a projection's weight.
+    fused = model.config.get_text_config().model_type in _FUSED_FAMILIES
+    left_out: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        reads_weight = _READ_BY_WEIGHT.search(name) or (fused and _FUSED.search(name))
+        # A router that is a linear layer answers with more than one tensor.
+        routes = "router" in type(module).__name__.lower()
+        if id(module) not in text or reads_weight or routes:
+            left_out.append(name)
+    heads = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+    found = [name for name in left_out if id(model.get_submodule(name)) not in heads]
+    if kinds := sorted({name.rpartition(".")[2] for name in found}):
+        logger.warning(
+            "model.lora: %d linear layers get no adapter, because they do not learn or their "
+            "weight is read past it: %s",
+            len(found),
+            ", ".join(kinds),
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -54,10 +54,12 @@ def load_model(
         model = models.load_model(path, dtype=torch.float32, device="cpu", max_tokens=max_tokens)
         if context.current().size > 1:
             context.require_position_free(model.config)
-        ranks.share(model.config._attn_implementation)
+        ranks.share([model.config._attn_implementation, *logprobs.logit_shape(model)])
     else:
         model = models.empty_model(path, max_tokens)
-        model.set_attn_implementation(str(ranks.share()))
+        found: Any = ranks.share()
+        model.set_attn_implementation(found[0])
+        model.logit_shape = tuple(found[1:])  # pyright: ignore[reportArgumentType]
     return model
 
 

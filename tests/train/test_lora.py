@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import tiny_model
 from transformers import AutoModelForCausalLM
 
 from agentrl.cli import main
@@ -14,9 +15,9 @@ from agentrl.config import LoraSection, TrainSection
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.sync.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
 from agentrl.train import checkpoint
-from agentrl.train.logprobs import sample_logprobs
+from agentrl.train.logprobs import probe_rows, require_exact, sample_logprobs
 from agentrl.train.lora import add_adapter, without_adapter
-from agentrl.train.model import load_model
+from agentrl.train.model import freeze_all_but_text, load_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.serving import servable
@@ -239,3 +240,21 @@ def test_targets_are_checked(model):
         adapted(
             load_model(QUICKSTART, dtype=torch.float32, device="cpu"), targets=["lm_head", "q_proj"]
         )
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "nemotron_h", "qwen3_vl", "jamba"])
+def test_all_linear_is_all_that_can_learn(model_type, caplog):
+    """A router that answers with a pair, fused kernels, a frozen tower, a weight that is read."""
+    model = tiny_model(model_type)
+    freeze_all_but_text(model)
+    require_exact(model)
+    micro = probe_rows(model)
+    before = sample_logprobs(model, micro, temperature=1.0)[0].detach()
+    add_adapter(model, LoraSection(rank=2), path="x")
+    assert "linear layers get no adapter" in caplog.text
+    after, _ = sample_logprobs(model, micro, temperature=1.0)
+    assert (after - before).abs().max() < 1e-5
+    after.sum().backward()
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert learning and all("lora" in name for name in learning)
+    assert all(parameter.grad is not None for parameter in learning.values())

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from families import tiny_model
 from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -23,7 +24,13 @@ from transformers import (
 
 from agentrl.errors import ConfigError
 from agentrl.train.attention import SHARED_ATTENTION_NAME
-from agentrl.train.logprobs import backbone_hidden, require_exact, sample_logprobs, trained_matrix
+from agentrl.train.logprobs import (
+    backbone_hidden,
+    logit_shape,
+    require_exact,
+    sample_logprobs,
+    trained_matrix,
+)
 from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
 from agentrl.train.plan import pack
 from agentrl.types import Sample
@@ -342,3 +349,29 @@ def test_older_architectures_work_without_dropout(tmp_path):
     samples = make_samples()
     logprobs, _ = sample_logprobs(model, pack(samples, [0, 1, 2]), temperature=1.0)
     torch.testing.assert_close(logprobs, plain_logprobs(model, samples)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "shape"),
+    [
+        ("qwen3", {}, (1.0, None)),
+        ("granite", {"logits_scaling": 8.0}, (0.125, None)),
+        ("gemma2", {"final_logit_softcapping": 5.0}, (1.0, 5.0)),
+        ("minicpm3", {}, (0.5, None)),
+        # What other families multiply by, and this one does not read.
+        ("qwen3", {"logit_scale": 3.0, "logits_scaling": 7.0}, (1.0, None)),
+    ],
+)
+def test_what_stands_behind_the_head_is_measured(model_type, changes, shape):
+    model = tiny_model(model_type)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+        setattr(model, name, value)
+    factor, cap = logit_shape(model)
+    assert (factor, cap) == (pytest.approx(shape[0]), shape[1] and pytest.approx(shape[1]))
+    require_exact(model)
+
+
+def test_a_head_of_more_than_one_layer_is_refused_in_words():
+    with pytest.raises(ConfigError, match="ModernBertDecoderForCausalLM cannot be trained on"):
+        require_exact(tiny_model("modernbert-decoder"))
