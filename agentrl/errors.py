@@ -11,6 +11,7 @@
     ├── InferenceError       the inference engine failed or answered nonsense
     │   └── WeightSyncError  an engine does not hold the weights it was sent
     ├── AgentError           an agent program failed before it gave its answer
+    ├── HistoryError         a chat template edits what the policy has read
     ├── TrainingError        the optimiser cannot go on (repeated non-finite gradients)
     └── StallError           no episode moved for run.stall_timeout_s              (exit 75)
 
@@ -106,6 +107,11 @@ class InferenceError(AgentRLError):
 
 class AgentError(AgentRLError):
     """An agent program failed before it gave its answer: its trajectory ends with this error."""
+
+
+class HistoryError(AgentRLError):
+    """A chat template edits a dialogue's past where its self-test did not: the policy read tokens
+    that the template would not have written, so its trajectory ends with this error."""
 
 
 class TrainingError(AgentRLError):

@@ -9,21 +9,26 @@ That is exact only where the template itself is append-only. Some edit the past 
 template that drops earlier reasoning). `Renderer` tests its template once, at start-up: it builds
 dialogues of turns that think, call and speak, both ways and compares the ids. A template
 that fails is rendered whole for every turn instead, and a changed past forks a new branch
-(see `rollout.driver`).
+(see `rollout.driver`). What only begins later, in a longer dialogue or with other contents, is
+found by an audit: one turn of a hundred, and each that is longer than all before it, is compared
+with the whole render.
 """
 
 from __future__ import annotations
 
 import html
+import logging
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, HistoryError
 from agentrl.rollout.dialects.choose import NAME, SENTINEL, TOOL, Template
 from agentrl.rollout.guard import Guard
 from agentrl.types import JSON, Action, Message, ParseStatus, ToolSpec
+
+logger = logging.getLogger("agentrl.rollout")
 
 HistoryMode = Literal["append_only", "fork"]
 
@@ -34,6 +39,10 @@ _CONTENT = "agentrl-dummy-content"
 
 PROMPT_END_TOKENS = 512
 """Tokens before a turn that may say whether the prompt opened a thought."""
+LONG_TEST = 8
+"""Turns of the self-test's long dialogues."""
+AUDIT_EVERY = 100
+"""Turns of which one has its whole dialogue audited."""
 MAX_FRAMES = 4096
 MAX_PROMPTS = 256
 
@@ -72,7 +81,8 @@ class Renderer:
             stops there; it stays in the row, with mask 1, because the policy sampled it.
         stop_token_ids: tokens that end a turn: the close token, the dialect's and the tokenizer's
             end token.
-        history: `append_only` or `fork`, what the self-test found.
+        history: `append_only` or `fork`, what the self-test found, or later an audit.
+        num_audited: turns that an audit compared with the whole render.
     """
 
     def __init__(
@@ -146,6 +156,12 @@ class Renderer:
         self._frame_ids = special - frozenset(self._encode(marks))
         self._require_own_tokens()
         self.history: HistoryMode = history if history != "auto" else self._self_test()
+        # Who forces append_only wants what the template would not write.
+        self._audits = history == "auto"
+        self.num_audited = 0
+        self._num_continued = 0
+        # Most messages and longest content that an audit saw, without tools and with.
+        self._seen = [(0, 0), (0, 0)]
 
     def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         """The whole dialogue as token ids, ending where the assistant is to begin.
@@ -191,24 +207,94 @@ class Renderer:
         Args:
             messages: the dialogue, ending with an assistant turn and `num_observed` messages.
             closed_by: as in `suffix`.
+
+        Raises:
+            HistoryError: an audit found that the template edits the past. It is rendered whole
+                from then on.
         """
-        num_answered = len(messages) - num_observed
-        observation = messages[num_answered:]
+        turn = len(messages) - num_observed - 1
+        observation = messages[turn + 1 :]
         # The self-test has seen no turns that the policy did not take.
         foreign = any(message["role"] == "assistant" for message in observation)
         if self.history == "append_only" and not foreign:
+            if self._audits:
+                self._audit(messages, turn, tools)
             return self.suffix(observation, closed_by=closed_by)
         messages, tools, mark = self._guard.guard(messages, tools, spared=self._spared)
-        asked = self._text(messages[: num_answered - 1], tools, True)
-        with_turn = self._text(messages[:num_answered], tools, False)
+        tail = self._tail_in(messages, turn, tools, self._text(messages[:turn], tools, True))
+        return None if tail is None else self._behind(closed_by, tail, mark)
+
+    def _tail_in(
+        self, messages: list[Message], turn: int, tools: list[ToolSpec], asked: str
+    ) -> str | None:
+        """What the template writes behind a turn; None if that changes what stands before it.
+
+        Args:
+            asked: how the dialogue before the turn is rendered.
+        """
+        with_turn = self._text(messages[: turn + 1], tools, False)
         whole = self._text(messages, tools, True)
-        if not (with_turn.startswith(asked) and whole.startswith(with_turn)):
+        end = self._without_ends(
+            with_turn
+        )  # perhaps all of it: the message behind the turn ends it
+        if not (with_turn.startswith(asked) and whole.startswith(with_turn[:end])):
             return None
-        ends = [with_turn.rfind(end, len(asked)) for end in self._end_texts]
-        end = max(ends)
-        if end < 0 or with_turn[end:].strip() not in self._end_texts:
-            end = len(with_turn)  # the message behind the turn ends it
-        return self._behind(closed_by, whole[end:], mark)
+        return whole[end:]
+
+    def _without_ends(self, text: str) -> int:
+        """Where the tokens begin that end the rendered text."""
+        end = len(text)
+        while ends := [each for each in self._end_texts if text[:end].rstrip().endswith(each)]:
+            end = len(text[:end].rstrip()) - len(ends[0])
+        return end
+
+    def _audit(self, messages: list[Message], newest: int, tools: list[ToolSpec]) -> None:
+        """Compares what the policy read with the template's own render, if it is time to.
+
+        Raises:
+            HistoryError: they differ.
+        """
+        self._num_continued += 1
+        longest = max(len(message["content"]) for message in messages)
+        most_seen, longest_seen = self._seen[bool(tools)]
+        if self._num_continued % AUDIT_EVERY == 0:
+            first = 0
+        elif len(messages) > most_seen or longest > 2 * longest_seen:
+            self._seen[bool(tools)] = max(len(messages), most_seen), max(longest, longest_seen)
+            first = newest  # as long as this no dialogue was
+        else:
+            return
+        self.num_audited += 1
+        if (end := self._first_edit(messages, tools, first)) is not None:
+            self.history = "fork"
+            reason = (
+                f"the chat template writes the past of a dialogue of {end} messages otherwise than "
+                "the policy read it, which its self-test did not show; set rollout.history = "
+                '"fork"'
+            )
+            logger.warning("%s. Every turn is rendered whole from now on", reason)
+            raise HistoryError(reason)
+
+    def _first_edit(self, messages: list[Message], tools: list[ToolSpec], first: int) -> int | None:
+        """How many messages make the template edit what stands before them, if any do.
+
+        Compares texts: each whole render with the one before it and the suffix.
+
+        Args:
+            first: turns before this message are not looked at.
+        """
+        messages, tools, _ = self._guard.guard(messages, tools, spared=self._spared)
+        turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
+        for turn, end in zip(turns, [*turns[1:], len(messages)], strict=True):
+            if turn < first or end == turn + 1:
+                continue
+            shown, asked = (self._text(messages[:at], tools, False) for at in (end, turn))
+            tail = self._tail_in(messages[:end], turn, tools, asked[: self._without_ends(asked)])
+            if tail != self._tail(messages[turn + 1 : end]) or not self._text(
+                messages[:end], tools, True
+            ).startswith(shown[: self._without_ends(shown)]):
+                return end
+        return None
 
     def _behind(self, closed_by: int | None, tail: str, mark: str) -> list[int]:
         ids = self._guard.encode(tail, mark)
@@ -437,7 +523,8 @@ class Renderer:
     def _self_test(self) -> HistoryMode:
         from jinja2.exceptions import TemplateError
 
-        for calls in ((False, False, False), (True, True, True), (True, False, True)):
+        short = (False, False, False), (True, True, True), (True, False, True)
+        for calls in (*short, (False,) * LONG_TEST, (True, False) * (LONG_TEST // 2)):
             try:
                 appends = self._append_only(calls)
             except TemplateError:
@@ -455,6 +542,9 @@ class Renderer:
         row = self.prompt(messages, tools)
         for turn, with_call in enumerate(calls):
             assistant, observation = self._example_turn(turn, with_call)
+            if len(calls) == LONG_TEST:  # texts are enough, and ids take their time
+                messages += [assistant, observation]
+                continue
             ids = self._encode(self._text([*messages, assistant], tools, False))
             if ids[: len(row)] != row:
                 return False
@@ -466,23 +556,25 @@ class Renderer:
             messages += [assistant, observation]
             if row != self.prompt(messages, tools):
                 return False
-        return True
+        return len(calls) < LONG_TEST or self._first_edit(messages, tools, 0) is None
 
     def _example_turn(self, turn: int, with_call: bool) -> tuple[Message, Message]:
-        """An assistant turn that thinks, and what follows it: a tool's answer or a user's."""
+        """An assistant turn that thinks, and what follows it: a tool's answer or a user's. The
+        later ones are long."""
+        more = " and more" * min(4**turn, 400) if turn > 2 else ""
         said: Message = {
             "role": "assistant",
-            "content": f"Part {turn}.",
+            "content": f"Part {turn}{more}.",
             "reasoning": f"step {turn}",
         }
         if not with_call:
-            return said, {"role": "user", "content": f"And then {turn}?"}
+            return said, {"role": "user", "content": f"And then {turn}{more}?"}
         call_id = self.dialect.call_id.format(turn=turn, index=0, name=NAME)
         function: JSON = {"name": NAME, "arguments": {"word": f"w{turn}"}}
         said["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         return said, {
             "role": "tool",
-            "content": f"found {turn}",
+            "content": f"found {turn}{more}",
             "tool_call_id": call_id,
             "name": NAME,
         }
