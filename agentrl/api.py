@@ -12,6 +12,7 @@ Importing this module loads no torch.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config import CHANGEABLE, RunConfig, load_config
 from agentrl.evaluate import Progress, play
+from agentrl.rollout.episodes import Shard
 from agentrl.rollout.evaluation import summarise
 from agentrl.rollout.log import TrajectoryLog, read_trajectories
 from agentrl.rollout.metrics import error_codes, rollout_metrics
@@ -127,20 +129,34 @@ def train(
 
 
 def evaluate(
-    config: RunConfig, *, checkpoint: str | None = None, on_progress: Progress | None = None
+    config: RunConfig,
+    *,
+    checkpoint: str | None = None,
+    on_progress: Progress | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    shard: Shard | None = None,
 ) -> Evaluation:
-    """Measure a policy on the tasks of `[eval]`, as `agentrl eval` does. Writes nothing.
+    """Measure a policy on the tasks of `[eval]`, as `agentrl eval` does.
 
     Args:
         checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or whom the
             servers of `[inference]` hold.
         on_progress: called with (episodes ended, episodes dispatched).
+        out: a folder that gets every episode when it ends, and `eval.json`; None writes nothing.
+        resume: play only what the folder does not hold, or holds as failed for a reason that may
+            have passed.
+        shard: the part of the tasks that is played, into a folder of its own below `out`.
 
     Raises:
         AgentRLError: with the reason and the remedy.
     """
-    played = play(config, checkpoint, on_progress)
-    return Evaluation(played.groups, played.trajectories, summarise(played, config))
+    played = play(config, checkpoint, on_progress, out=out, resume=resume, shard=shard)
+    result = Evaluation(played.groups, played.trajectories, summarise(played, config))
+    if out is not None:
+        folder = out / str(shard) if shard else out
+        (folder / "eval.json").write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    return result
 
 
 def rollout(

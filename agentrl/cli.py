@@ -65,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_eval(commands)
     _add_rollout(commands)
+    _add_regrade(commands)
+    _add_compare(commands)
     _add_proxy(commands)
     _add_sft(commands)
     _add_merge(commands)
@@ -240,7 +242,22 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         f"confidence intervals. {_WHOSE_EPISODES}",
     )
     _add_checkpoint(command)
-    command.add_argument("--out", type=Path, help="write result and trajectories to this directory")
+    command.add_argument(
+        "--out", type=Path, help="keep every episode in this directory as it ends, and the result"
+    )
+    command.add_argument(
+        "--resume",
+        dest="go_on",
+        action="store_true",
+        help="go on with the evaluation in --out: play what is missing there, or failed for a "
+        "reason that may have passed; shards are taken over",
+    )
+    command.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="play every N-th task from the I-th on, into a folder of its own below --out; several "
+        "processes do one evaluation, which --resume without --shard concludes",
+    )
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -248,8 +265,54 @@ def _eval(config: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.commands import evaluate_command
 
     return evaluate_command(
-        config, checkpoint=arguments.checkpoint, out=arguments.out, as_json=arguments.json
+        config,
+        checkpoint=arguments.checkpoint,
+        out=arguments.out,
+        resume=arguments.go_on,
+        shard=arguments.shard,
+        as_json=arguments.json,
     )
+
+
+def _add_regrade(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "regrade",
+        help="grade an evaluation's episodes again with other reward functions",
+        description="Run reward functions over the episodes that `agentrl eval --out DIR` kept, "
+        "without playing them again, and show which verdicts changed. Keys of the evaluation's "
+        "configuration are options, such as --reward.functions math. Writes DIR/regrade.json and "
+        "leaves the old verdicts as they are.",
+        allow_abbrev=False,
+    )
+    command.add_argument("folder", type=Path, metavar="DIR", help="of agentrl eval --out")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(handler=_regrade, takes_overrides=True)
+
+
+def _regrade(arguments: argparse.Namespace) -> int:
+    from agentrl.regrade import regrade_command
+
+    return regrade_command(arguments.folder, arguments.overrides, as_json=arguments.json)
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "compare",
+        help="compare two evaluations of the same tasks",
+        description="The difference between two evaluations that `agentrl eval --out` kept, task "
+        "by task: its interval, a permutation test, the smallest difference that so many tasks "
+        "would show, and the tasks that changed most.",
+    )
+    command.add_argument("first", type=Path, metavar="A", help="a folder of agentrl eval --out")
+    command.add_argument("second", type=Path, metavar="B", help="another one")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(handler=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from agentrl.compare import compare_command
+
+    return compare_command(arguments.first, arguments.second, as_json=arguments.json)
 
 
 def _add_rollout(commands: argparse._SubParsersAction) -> None:

@@ -13,21 +13,36 @@ from rich.table import Table
 
 from agentrl import api
 from agentrl.config import RunConfig
-from agentrl.rollout.log import TrajectoryLog
+from agentrl.errors import ConfigError
+from agentrl.rollout.episodes import Shard
 from agentrl.rollout.metrics import error_codes
 
 
 def evaluate_command(
-    config: RunConfig, *, checkpoint: str | None, out: Path | None, as_json: bool
+    config: RunConfig,
+    *,
+    checkpoint: str | None,
+    out: Path | None,
+    resume: bool,
+    shard: str | None,
+    as_json: bool,
 ) -> int:
-    """`agentrl eval`: evaluate, print a table or JSON, optionally keep the trajectories."""
-    log = None if out is None else TrajectoryLog(out)  # refused before anything is played
+    """`agentrl eval`: evaluate, print a table or JSON, optionally keep the trajectories.
+
+    Raises:
+        ConfigError: `shard` cannot be read.
+    """
+    if resume and out is None:
+        raise ConfigError("--resume continues the evaluation in a folder: give --out DIR")
+    try:
+        part = Shard.parse(shard) if shard else None
+    except ValueError as error:
+        raise ConfigError(f"--shard: {error}") from None
     with _progress("eval") as show:
-        evaluation = api.evaluate(config, checkpoint=checkpoint, on_progress=show)
+        evaluation = api.evaluate(
+            config, checkpoint=checkpoint, on_progress=show, out=out, resume=resume, shard=part
+        )
     result = evaluation.to_json()
-    if out is not None and log is not None:
-        log.append(0, evaluation.trajectories)
-        (out / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
     if as_json:
         print(json.dumps(result))
     else:

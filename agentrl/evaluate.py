@@ -14,6 +14,7 @@ from agentrl import event_loop
 from agentrl.config import RunConfig
 from agentrl.env.client import connect
 from agentrl.errors import ConfigError
+from agentrl.rollout.episodes import EpisodeLog, Shard
 from agentrl.rollout.evaluation import evaluate
 from agentrl.rollout.policy import Policy
 from agentrl.rollout.render import Renderer
@@ -27,22 +28,50 @@ Progress = Callable[[int, int], None]
 """Called with (episodes ended, episodes dispatched)."""
 
 
-def play(config: RunConfig, checkpoint: str | None, on_progress: Progress | None) -> RolloutBatch:
-    """
+def play(
+    config: RunConfig,
+    checkpoint: str | None,
+    on_progress: Progress | None,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    shard: Shard | None = None,
+) -> RolloutBatch:
+    """Plays the tasks of `[eval]`.
+
     Args:
         checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or whom the
             servers of `[inference]` hold.
+        out: a folder that gets every episode when it ends; None keeps them in memory alone.
+        resume: play only what the folder does not hold, or holds as failed for a reason that may
+            have passed.
+        shard: the part of the tasks that is played.
 
     Raises:
-        ConfigError: there is no such checkpoint, or a package is missing.
+        ConfigError: there is no such checkpoint, a package is missing, or the folder holds
+            another evaluation.
         AgentRLError: see `agentrl.rollout.evaluation.evaluate`.
     """
-    return event_loop.run(_play(config, checkpoint, on_progress))
+    if shard and out is None:
+        raise ConfigError("--shard writes episodes for others to take over: give --out DIR")
+    return event_loop.run(_play(config, checkpoint, on_progress, out, resume, shard))
 
 
 async def _play(
-    config: RunConfig, checkpoint: str | None, on_progress: Progress | None
+    config: RunConfig,
+    checkpoint: str | None,
+    on_progress: Progress | None,
+    out: Path | None,
+    resume: bool,
+    shard: Shard | None,
 ) -> RolloutBatch:
+    log = None
+    if out is not None:
+        path = model_path(config, checkpoint)
+        model = config.model.model_copy(update={"path": path})
+        log = EpisodeLog(
+            out, config.model_copy(update={"model": model}), resume=resume, shard=shard
+        )
     async with AsyncExitStack() as stack:
         env = await stack.enter_async_context(
             aclosing(connect(config.env.url or None, token=config.env.token))
@@ -50,7 +79,9 @@ async def _play(
         agents = await stack.enter_async_context(running_agents(config))
         for_agents = config.agent.is_on
         policy = await policy_of(config, checkpoint, stack, for_agents=for_agents)
-        return await evaluate(config, policy, env, agents=agents, on_progress=on_progress)
+        return await evaluate(
+            config, policy, env, agents=agents, on_progress=on_progress, log=log, shard=shard
+        )
 
 
 async def policy_of(
@@ -63,22 +94,10 @@ async def policy_of(
     """
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
-    from agentrl.train.checkpoint import latest_checkpoint
     from agentrl.train.model import load_tokenizer
     from agentrl.train.sampling import evaluation_sampling
-    from agentrl.train.setup import newest_run
 
-    path = config.model.path
-    if checkpoint == "latest":
-        newest = newest_run(config)
-        found = latest_checkpoint(newest) if newest is not None else None
-        if found is None:
-            raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
-        path = str(found)
-    elif checkpoint is not None:
-        if not Path(checkpoint).is_dir():
-            raise ConfigError(f"--checkpoint {checkpoint}: no such directory")
-        path = checkpoint
+    path = model_path(config, checkpoint)
     renderer = Renderer(
         load_tokenizer(path),
         history=config.rollout.history,
@@ -90,6 +109,28 @@ async def policy_of(
         print(said, file=sys.stderr)
     engine = await _engine(config, path, stack, for_agents=for_agents)
     return token_policy(config, engine, renderer, sampling)
+
+
+def model_path(config: RunConfig, checkpoint: str | None) -> str:
+    """Returns the path of the model that plays.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    if checkpoint is None:
+        return config.model.path
+    if checkpoint != "latest":
+        if not Path(checkpoint).is_dir():
+            raise ConfigError(f"--checkpoint {checkpoint}: no such directory")
+        return checkpoint
+    from agentrl.train.checkpoint import latest_checkpoint
+    from agentrl.train.setup import newest_run
+
+    newest = newest_run(config)
+    found = latest_checkpoint(newest) if newest is not None else None
+    if found is None:
+        raise ConfigError(f"no checkpoint under {config.run.path}; train first, or name one")
+    return str(found)
 
 
 async def _engine(

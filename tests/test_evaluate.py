@@ -1,5 +1,10 @@
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +12,8 @@ from chat_server import chat_server
 
 from agentrl.cli import main
 from agentrl.rollout import read_trajectories
+from agentrl.rollout.log import TrajectoryLog
+from agentrl.types import TrajectoryError
 
 ROOT = Path(__file__).parents[1]
 RUN = str(ROOT / "examples" / "quickstart" / "run.toml")
@@ -121,3 +128,151 @@ def test_rollouts_are_kept_with_metrics_and_a_report_that_shows_tokens(capsys, t
     assert "\\u003c|im_start|>" in (out / "report.html").read_text()
     assert main(["rollout", RUN, *few, "--out", str(out)]) == 2, "nothing is overwritten"
     assert "already holds" in capsys.readouterr().err
+
+
+def played(folder: Path) -> dict[str, tuple]:
+    """What counts of each episode: its tokens and its reward."""
+    return {
+        t.trajectory_id: (t.reward, [row.token_ids for row in t.branches])
+        for _, t in read_trajectories(folder)
+    }
+
+
+def test_an_evaluation_that_is_there_is_not_played_again(capsys, tmp_path):
+    folder = str(tmp_path / "e")
+    first = evaluate(capsys, RUN, *FEW, "--out", folder)
+    before = played(tmp_path / "e")
+    assert main(["eval", RUN, *FEW, "--out", folder]) == 2
+    assert "continue it with --resume" in capsys.readouterr().err
+    assert main(["eval", RUN, *FEW, "--out", folder, "--resume", "--eval.temperature", "0.5"]) == 2
+    assert "eval.temperature differ" in capsys.readouterr().err
+    assert main(["eval", RUN, *FEW, "--resume"]) == 2
+    assert "give --out DIR" in capsys.readouterr().err
+    assert evaluate(capsys, RUN, *FEW, "--out", folder, "--resume") == first
+    assert played(tmp_path / "e") == before
+    # More tasks: only those are played.
+    more = evaluate(capsys, RUN, *FEW, "--out", folder, "--resume", "--eval.num_tasks", "8")
+    assert more["num_samples"] == 32
+    assert before.items() <= played(tmp_path / "e").items()
+
+
+def test_shards_make_one_evaluation(capsys, tmp_path):
+    whole = evaluate(capsys, RUN, *FEW, "--out", str(tmp_path / "whole"))
+    parts = tmp_path / "parts"
+    counts = [
+        evaluate(capsys, RUN, *FEW, "--out", str(parts), "--shard", f"{number}/4")["num_samples"]
+        for number in (1, 2, 3, 4)
+    ]
+    assert counts == [8, 8, 4, 4]
+    assert evaluate(capsys, RUN, *FEW, "--out", str(parts), "--resume") == whole
+    assert played(parts).keys() == played(tmp_path / "whole").keys()
+    for wrong in ("0/2", "3/2", "two"):
+        assert main(["eval", RUN, "--out", str(parts), "--shard", wrong]) == 2
+        assert "write 1/3, 2/3 and 3/3" in capsys.readouterr().err
+
+
+def test_failed_episodes_are_played_again_and_a_torn_record_is_cut(capsys, tmp_path):
+    folder = tmp_path / "e"
+    first = evaluate(capsys, RUN, *FEW, "--out", str(folder))
+    trajectories = [t for _, t in read_trajectories(folder)]
+    for trajectory, code in zip(
+        trajectories, ("unavailable", "turn_timeout", "env_error"), strict=False
+    ):
+        trajectory.error = TrajectoryError("step", code, "planted")
+    shutil.rmtree(folder / "trajectories")
+    TrajectoryLog(folder).append(0, trajectories[:-2])
+    (log,) = (folder / "trajectories").glob("step_*")
+    log.write_bytes(log.read_bytes()[:-7])  # a kill in the middle of a record
+    again = evaluate(capsys, RUN, *FEW, "--out", str(folder), "--resume")
+    assert again["errors"] == {"env_error": 1}, "what failed for good stays"
+    assert again["num_samples"] == first["num_samples"]
+    same = {t.trajectory_id: t.reward for t in trajectories[3:]}
+    assert same.items() <= {i: reward for i, (reward, _) in played(folder).items()}.items()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("num_kills", "reward"),
+    [(8, []), (3, ["--reward.functions", "math", "--env.config.report_reference", "true"])],
+    ids=["own", "functions"],
+)
+def test_a_killed_evaluation_goes_on_where_it_stopped(capsys, tmp_path, num_kills, reward):
+    """After many SIGKILLs each episode is on disk once, and the result is the undisturbed one."""
+    size = [
+        "--eval.num_tasks",
+        "40",
+        "--eval.samples_per_task",
+        "4",
+        "--rollout.max_concurrent",
+        "8",
+    ]
+    undisturbed = evaluate(capsys, RUN, *size, *reward, "--out", str(tmp_path / "whole"))
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "agentrl", "eval", RUN, *size, *reward, "--out", str(folder)]
+    kills = 0
+    while not (folder / "eval.json").exists():
+        process = subprocess.Popen(
+            [*command, "--json", *(["--resume"] if (folder / "config.toml").exists() else [])],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        before = log_bytes(folder)
+        # Killed once it wrote something new, at another moment each time.
+        while kills < num_kills and process.poll() is None and log_bytes(folder) <= before:
+            time.sleep(0.01)
+        if kills < num_kills:
+            time.sleep(0.03 * kills)
+            process.kill()
+        _, said = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), said.decode()[-1500:]
+        kills += process.returncode != 0
+    assert kills == num_kills
+    assert json.loads((folder / "eval.json").read_text()) == undisturbed
+    assert played(folder) == played(tmp_path / "whole")
+
+
+def log_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("trajectories/step_*"))
+
+
+def test_two_evaluations_of_the_same_tasks_are_compared(capsys, tmp_path):
+    cold, hot = tmp_path / "cold", tmp_path / "hot"
+    evaluate(capsys, RUN, *FEW, "--out", str(cold), "--eval.temperature", "0")
+    evaluate(capsys, RUN, *FEW, "--out", str(hot), "--eval.temperature", "1.2")
+    assert main(["compare", str(cold), str(hot), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_tasks"] == 6 and found["low"] <= found["value"] <= found["high"]
+    assert found["value"] == pytest.approx(found["second"] - found["first"])
+    assert main(["compare", str(cold), str(cold)]) == 0
+    shown = capsys.readouterr().out
+    assert "B - A +0.000" in shown and "p = 1" in shown and "better" not in shown
+    evaluate(capsys, RUN, *FEW, "--out", str(tmp_path / "one"), "--eval.num_tasks", "1")
+    assert main(["compare", str(cold), str(tmp_path / "one")]) == 2
+    assert "1 tasks in common" in capsys.readouterr().err
+
+
+def test_regrading_needs_no_playing_and_shows_what_changed(capsys, tmp_path):
+    folder = tmp_path / "e"
+    reported = ["--env.config.report_reference", "true"]
+    evaluate(capsys, RUN, *FEW, *reported, "--out", str(folder))
+    before = played(folder)
+    # The same rule by another way: nothing changes.
+    assert main(["regrade", str(folder), "--reward.functions", "math", "--json"]) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert same["changed"] == [] and same["after"] == same["before"]
+    rule = tmp_path / "rules.py"
+    rule.write_text("def always(text, reference):\n    return 1.0\n")
+    assert main(["regrade", str(folder), "--reward.functions", f"{rule}:always", "--json"]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert changed["after"] == 1.0
+    assert {each["trajectory_id"] for each in changed["changed"]} == {
+        i for i, (reward, _) in before.items() if reward != 1.0
+    }
+    assert json.loads((folder / "regrade.json").read_text()) == changed
+    assert played(folder) == before, "the old verdicts stay"
+    assert main(["regrade", str(folder)]) == 2
+    assert "--reward.functions NAME" in capsys.readouterr().err
+    assert main(["regrade", str(tmp_path)]) == 2
+    assert "agentrl eval --out" in capsys.readouterr().err

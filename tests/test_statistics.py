@@ -13,6 +13,7 @@ from agentrl.statistics import (
     Estimate,
     evaluation_statistics,
     mean_estimate,
+    paired_difference,
     pass_at_k,
     proportion_estimate,
     student_t_quantile,
@@ -224,3 +225,41 @@ def test_what_cannot_be_summarised_is_refused(rewards, ks, message):
 def test_importing_it_loads_no_torch():
     code = "import sys, agentrl.statistics; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------- paired comparison
+
+
+def test_a_paired_difference_by_hand():
+    found = paired_difference([(0.0, 1.0), (0.5, 0.5), (0.25, 0.75)])
+    assert (found.num_tasks, found.first, found.second) == (3, 0.25, 0.75)
+    assert found.value == pytest.approx(0.5)
+    error = 0.5 / math.sqrt(3)  # the differences 1, 0 and 0.5 have a standard deviation of 0.5
+    assert found.low == pytest.approx(0.5 - 4.302653 * error, rel=1e-5)
+    # Of the four signs of 1 and 0.5, two have a sum as large as 1.5.
+    assert found.p_value == 0.5
+    assert paired_difference([(0.5, 0.5), (1.0, 1.0)]).p_value == 1.0
+    with pytest.raises(DataError, match="at least two tasks"):
+        paired_difference([(0.0, 1.0)])
+
+
+@pytest.mark.parametrize("num_tasks", [12, 40])
+def test_the_paired_test_errs_as_often_as_it_says_and_finds_what_it_says(num_tasks):
+    generator = np.random.default_rng(num_tasks)
+
+    def rejected(effect: float) -> tuple[float, float]:
+        """Shares of simulated comparisons with p <= 0.05, and with the effect in the interval."""
+        small = covered = 0
+        for _ in range(400):
+            difficulty = generator.uniform(0, 1, num_tasks)
+            first = generator.binomial(8, difficulty * 0.8) / 8
+            second = generator.binomial(8, difficulty * 0.8 + effect) / 8
+            found = paired_difference(list(zip(first, second, strict=True)), num_draws=2000)
+            small += found.p_value <= 0.05
+            covered += found.low <= effect <= found.high
+        return small / 400, covered / 400
+
+    size, coverage = rejected(0.0)
+    assert 0.02 <= size <= 0.085 and 0.92 <= coverage <= 0.98
+    power, coverage = rejected(0.15)
+    assert power > (0.35 if num_tasks == 12 else 0.85) and 0.92 <= coverage <= 0.98

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
+from agentrl.rollout.episodes import EpisodeLog, Shard
 from agentrl.rollout.metrics import error_codes
 from agentrl.rollout.policy import Policy
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource
@@ -30,6 +31,8 @@ async def evaluate(
     capacity: asyncio.Semaphore | None = None,
     agents: Agents | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    log: EpisodeLog | None = None,
+    shard: Shard | None = None,
 ) -> RolloutBatch:
     """Play `eval.num_tasks` tasks of `eval.split`, `eval.samples_per_task` times each.
 
@@ -37,6 +40,8 @@ async def evaluate(
         capacity: that of training rollouts which go on meanwhile.
         agents: play instead of the policy, and call it.
         on_progress: called with (episodes ended, episodes dispatched).
+        log: its episodes are not played again; it gets those that are.
+        shard: the part of the tasks that is played.
     """
     size = await split_size(env, config, config.eval.split)
     scheduler = make_scheduler(
@@ -51,7 +56,11 @@ async def evaluate(
         agents=agents,
     )
     num_tasks = config.eval.num_tasks if size is None else min(size, config.eval.num_tasks)
-    return await scheduler.collect(num_tasks, on_progress=on_progress)
+    takes = shard.has if shard else lambda position: True
+    batch = await scheduler.collect(num_tasks, on_progress=on_progress, log=log, takes=takes)
+    if log is not None:
+        log.finish(batch.trajectories)
+    return batch
 
 
 def summarise(rollouts: RolloutBatch, config: RunConfig) -> EvalStatistics | None:

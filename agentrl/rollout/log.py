@@ -221,6 +221,19 @@ def _records(path: Path, start: int) -> Iterator[tuple[int, int, dict[str, Any]]
             yield file.tell() - length, length, record
 
 
+def cut_torn_record(path: Path) -> None:
+    """Cuts what a kill left of the last record, so that others can be appended.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    with path.open("rb+") as file:
+        end = 0
+        while read_frame(file, path) is not None:
+            end = file.tell()
+        file.truncate(end)
+
+
 def frame(payload: bytes) -> bytes:
     """A payload below its header."""
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload

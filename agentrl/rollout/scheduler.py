@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,15 @@ from agentrl.types import JSON, Group, Trajectory
 
 KeepGroup = Callable[[Group], str | None]
 """Returns None to keep a group, or the reason for which it is dropped."""
+
+
+class Log(Protocol):
+    """Keeps episodes that ended; `rollout.episodes.EpisodeLog`."""
+
+    done: dict[str, Trajectory]
+
+    def add(self, trajectories: list[Trajectory]) -> None: ...
+
 
 Score = Callable[[list[Trajectory]], Awaitable[None]]
 """Rewards the trajectories of one group in place, errors included."""
@@ -146,6 +156,8 @@ class GroupScheduler:
         keep: KeepGroup | None = None,
         max_waves: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
+        log: Log | None = None,
+        takes: Callable[[int], bool] = lambda position: True,
     ) -> RolloutBatch:
         """Play groups until `num_groups` passed the filter.
 
@@ -154,16 +166,20 @@ class GroupScheduler:
             max_waves: how often dropped groups are replaced by new ones, the first play included.
                 With 1 a batch may come back smaller.
             on_progress: called with (episodes ended, episodes dispatched).
+            log: its episodes are not played again; it gets those that are.
+            takes: whether the task at a position is played; the others count as played.
         """
         batch = RolloutBatch([], [])
         for _ in range(max_waves):
+            positions = [self.source.take() for _ in range(num_groups - len(batch.groups))]
             episodes = [
                 episode
-                for _ in range(num_groups - len(batch.groups))
-                for episode in self.group_at(self.source.take())
+                for position in positions
+                if takes(position)
+                for episode in self.group_at(position)
             ]
             trajectories = await self._play_all(
-                episodes, self.policy, on_progress, num_before=len(batch.trajectories)
+                episodes, self.policy, on_progress, num_before=len(batch.trajectories), log=log
             )
             batch.trajectories += trajectories
             groups = [
@@ -171,8 +187,6 @@ class GroupScheduler:
                 for start in range(0, len(trajectories), self.group_size)
                 if (members := trajectories[start : start + self.group_size])
             ]
-            if self.score is not None:
-                await asyncio.gather(*(self.score(group.trajectories) for group in groups))
             for group in groups:
                 reason = keep(group) if keep else None
                 if reason is None:
@@ -201,10 +215,7 @@ class GroupScheduler:
             for position in positions
             for episode in self.group_at(position, size=1, id_prefix=id_prefix)
         ]
-        trajectories = await self._play_all(episodes, policy)
-        if self.score is not None:
-            await asyncio.gather(*(self.score([trajectory]) for trajectory in trajectories))
-        return trajectories
+        return await self._play_all(episodes, policy)
 
     def take_restarts(self) -> int:
         """Episodes started over since this was last asked."""
@@ -263,15 +274,40 @@ class GroupScheduler:
         policy: Policy,
         on_progress: Callable[[int, int], None] | None = None,
         num_before: int = 0,
+        log: Log | None = None,
     ) -> list[Trajectory]:
-        """Play the episodes; the result is in their order, whatever order they ended in."""
-        waiting = deque(episodes)
-        ended: dict[str, Trajectory] = {}
+        """Play the episodes, and score a group once its last one ended.
+
+        Returns:
+            Their trajectories in their order, whatever order they ended in.
+        """
+        ended = {
+            e.trajectory_id: log.done[e.trajectory_id]
+            for e in episodes
+            if log and e.trajectory_id in log.done
+        }
+        waiting = deque(e for e in episodes if e.trajectory_id not in ended)
+        missing = Counter(episode.group_id for episode in waiting)
+        scoring: list[asyncio.Task[None]] = []
 
         def record(trajectory: Trajectory) -> None:
             ended[trajectory.trajectory_id] = trajectory
             if on_progress:
                 on_progress(num_before + len(ended), num_before + len(episodes))
+            missing[trajectory.group_id] -= 1
+            if self.score is not None and not missing[trajectory.group_id]:
+                cancelled = trajectory.error is not None and trajectory.error.code == "cancelled"
+                if not cancelled:
+                    scoring.append(asyncio.create_task(conclude(trajectory.group_id)))
+            elif self.score is None and log is not None:
+                log.add([trajectory])
+
+        async def conclude(group_id: str) -> None:
+            assert self.score is not None
+            group = [ended[e.trajectory_id] for e in episodes if e.group_id == group_id]
+            await self.score(group)
+            if log is not None:
+                log.add(group)
 
         async def worker() -> None:
             # A worker's reservation at the engine passes from one episode to the next, so that
@@ -284,12 +320,19 @@ class GroupScheduler:
             finally:
                 policy.release()
 
-        num_workers = min(self.max_concurrent, await self._num_sessions(), len(episodes))
+        if not waiting:
+            return [ended[episode.trajectory_id] for episode in episodes]
+        num_workers = min(self.max_concurrent, await self._num_sessions(), len(waiting))
         policy.reserve(num_workers)
         self.last_end = time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(num_workers):
-                tasks.create_task(worker())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(num_workers):
+                    tasks.create_task(worker())
+            await asyncio.gather(*scoring)
+        finally:
+            for task in scoring:
+                task.cancel()
         return [ended[episode.trajectory_id] for episode in episodes]
 
     async def _num_sessions(self) -> int:

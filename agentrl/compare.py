@@ -1,0 +1,73 @@
+"""`agentrl compare`: two evaluations of the same tasks, with what their difference is worth."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl.errors import DataError
+from agentrl.rollout.episodes import read_evaluation
+from agentrl.statistics import PairedDifference, paired_difference
+from agentrl.types import Trajectory
+
+
+def compare(
+    first: Sequence[Trajectory], second: Sequence[Trajectory]
+) -> tuple[PairedDifference, dict[str, tuple[float, float]]]:
+    """Compares the mean rewards of the tasks that both evaluations have.
+
+    Returns:
+        The difference, second less first, and both means of each task.
+
+    Raises:
+        DataError: they have fewer than two tasks in common.
+    """
+    left, right = _means(first), _means(second)
+    shared = {task: (left[task], right[task]) for task in left if task in right}
+    if len(shared) < 2:
+        raise DataError(
+            f"the evaluations have {len(shared)} tasks in common: a comparison needs the same "
+            "tasks in both (eval.split, eval.num_tasks, env.config)"
+        )
+    return paired_difference(list(shared.values())), shared
+
+
+def compare_command(first: Path, second: Path, *, as_json: bool) -> int:
+    """`agentrl compare`: print the difference and the tasks that changed most."""
+    (_, one), (_, other) = read_evaluation(first), read_evaluation(second)
+    difference, tasks = compare(one, other)
+    if as_json:
+        print(json.dumps(asdict(difference) | {"tasks": tasks}))
+        return 0
+    print(f"A = {first}, B = {second}: {difference.num_tasks} tasks in both")
+    print(f"A {difference.first:.3f}, B {difference.second:.3f}")
+    print(
+        f"B - A {difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], "
+        f"p = {difference.p_value:.3g} (signs of the tasks' differences exchanged)"
+    )
+    print(
+        f"with so many tasks a difference of {difference.detectable:.3f} is found in four of five "
+        "evaluations; one of half that size needs four times as many"
+    )
+    left_out = len(_means(one)) + len(_means(other)) - 2 * difference.num_tasks
+    if left_out:
+        print(f"{left_out} tasks that only one of them has are left out")
+    for name, sign in (("B", 1), ("A", -1)):
+        gains = sorted(
+            ((sign * (b - a), task, a, b) for task, (a, b) in tasks.items()), reverse=True
+        )
+        shown = [f"{task} ({a:.2f}, {b:.2f})" for gain, task, a, b in gains[:5] if gain > 0]
+        if shown:
+            print(f"{name} is better at {', '.join(shown)}")
+    return 0
+
+
+def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.trainable:
+            rewards[trajectory.task_id].append(trajectory.reward)
+    return {task: sum(values) / len(values) for task, values in sorted(rewards.items())}

@@ -1,0 +1,204 @@
+"""The episodes of an evaluation on disk as they end, so that a killed one goes on where it stopped.
+
+`DIR/config.toml` says what is played, `DIR/trajectories/` holds what was, in the order in which
+episodes ended and, once all have, in that of the tasks. A shard has a folder of its own,
+`DIR/shard_2_of_3/`; whoever opens `DIR` with `resume` finds the episodes of all shards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config import RunConfig, load_config
+from agentrl.errors import ConfigError, DataError
+from agentrl.rollout.log import (
+    INDEX_FILE,
+    TrajectoryLog,
+    cut_torn_record,
+    read_trajectories,
+    step_file,
+    step_files,
+)
+from agentrl.types import Trajectory
+
+CONFIG_FILE = "config.toml"
+# Of a task or its grader: playing it again would fail again.
+_FAILED_FOR_GOOD = {"env_error", "grader_error", "no_reference"}
+# What may differ when an evaluation goes on: where things run, how patiently, and how much of it.
+_MAY_DIFFER = {
+    "run": {"name", "dir", "resume", "force_resume", "stall_timeout_s"},
+    "env": {"url", "token"},
+    "inference": {"urls", "token", "python", "num_servers", "args", "weights_dir"},
+    "rollout": {"max_concurrent", "turn_timeout_s", "step_timeout_s", "episode_timeout_s"},
+    "eval": {"num_tasks", "pass_k", "success_threshold"},
+    "track": {"sinks"},
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Shard:
+    """Every `count`-th task, beginning with the `number`-th; counted from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Reads `2/3`.
+
+        Raises:
+            ValueError: it is not of this form, or the number is above the count.
+        """
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"{text!r} is no shard: write 1/3, 2/3 and 3/3 for three of them")
+        return cls(int(found[1]), int(found[2]))
+
+    def has(self, position: int) -> bool:
+        """Whether a task belongs to this shard."""
+        return position % self.count == self.number - 1
+
+    def __str__(self) -> str:
+        return f"shard_{self.number}_of_{self.count}"
+
+
+class EpisodeLog:
+    """What an evaluation played so far, and where it writes what it plays."""
+
+    def __init__(
+        self, folder: Path, config: RunConfig, *, resume: bool = False, shard: Shard | None = None
+    ) -> None:
+        """Opens a folder, which is made where it is missing.
+
+        Args:
+            config: of the evaluation; `model.path` is the checkpoint that plays.
+            resume: go on with the episodes that the folder holds.
+
+        Raises:
+            ConfigError: the folder holds an evaluation, and `resume` was not asked for or its
+                configuration is another; or it cannot be written.
+            DataError: a record is damaged.
+        """
+        self.done: dict[str, Trajectory] = {}
+        """Episodes that need not be played again, by trajectory id."""
+        self.num_again = 0
+        """Episodes that failed for a reason that may have passed, and are played again."""
+        self._whole_groups = bool(config.reward.functions)
+        self._size = config.eval.samples_per_task
+        self.folder = folder / str(shard) if shard else folder
+        if (self.folder / CONFIG_FILE).exists():
+            if not resume:
+                raise ConfigError(
+                    f"{self.folder} already holds an evaluation: continue it with --resume, or "
+                    "choose another --out"
+                )
+            _require_same(self.folder / CONFIG_FILE, config)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(self.folder / CONFIG_FILE, config.to_toml())
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written: {error.strerror}") from error
+        folders = [self.folder] if shard else [folder, *sorted(folder.glob("shard_*_of_*"))]
+        for each in folders:
+            if each != self.folder:
+                _require_same(each / CONFIG_FILE, config)
+            self._take_over(each)
+        self._log = TrajectoryLog(self.folder)
+
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        """Appends episodes that ended; those that were stopped with this process are left out."""
+        ended = [t for t in trajectories if t.error is None or t.error.code != "cancelled"]
+        if ended:
+            self._log.append(0, ended)
+
+    def finish(self, trajectories: list[Trajectory]) -> None:
+        """Writes the log again in this order, each episode once. A kill leaves the old log or the
+        new one."""
+        directory = self.folder / "trajectories"
+        scratch = self.folder / ".finished"
+        shutil.rmtree(scratch, ignore_errors=True)
+        TrajectoryLog(scratch).append(0, trajectories)
+        # Without an index it is made from the records, so it goes first and comes last.
+        (directory / INDEX_FILE).unlink(missing_ok=True)
+        os.replace(step_file(scratch / "trajectories", 0), step_file(directory, 0))
+        os.replace(scratch / "trajectories" / INDEX_FILE, directory / INDEX_FILE)
+        shutil.rmtree(scratch)
+
+    def _take_over(self, folder: Path) -> None:
+        if not (folder / "trajectories").is_dir():
+            return
+        for path, _ in step_files(folder / "trajectories"):
+            cut_torn_record(path)
+        groups: dict[str, list[Trajectory]] = defaultdict(list)
+        newest = {t.trajectory_id: t for _, t in read_trajectories(folder)}  # the last one counts
+        for trajectory in newest.values():
+            if trajectory.error is None or trajectory.error.code in _FAILED_FOR_GOOD:
+                groups[trajectory.group_id].append(trajectory)
+            else:
+                self.num_again += 1
+        for members in groups.values():
+            # Reward functions compare the members of a group, so it is scored as a whole.
+            if not self._whole_groups or len(members) == self._size:
+                self.done |= {t.trajectory_id: t for t in members}
+
+
+def read_evaluation(folder: Path) -> tuple[RunConfig, list[Trajectory]]:
+    """Returns what an evaluation's folder holds: its configuration and its episodes.
+
+    Raises:
+        DataError: there is none, or a record is damaged.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise DataError(f"{folder}: no {CONFIG_FILE}; name a folder of agentrl eval --out")
+    trajectories = {
+        t.trajectory_id: t
+        for each in (folder, *sorted(folder.glob("shard_*_of_*")))
+        if (each / "trajectories").is_dir()
+        for _, t in read_trajectories(each)
+    }
+    return load_config(folder / CONFIG_FILE, []), list(trajectories.values())
+
+
+def _require_same(file: Path, config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: the file's evaluation is another one.
+    """
+    before, now = load_config(file, []).to_json(), config.to_json()
+    other = [
+        f"{section}.{key}"
+        for section, keys in now.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if key not in _MAY_DIFFER.get(section, ()) and value != _at(before, section, key)
+    ]
+    if other:
+        raise ConfigError(
+            f"{file.parent} holds another evaluation; {', '.join(other)} differ: evaluate into "
+            "another --out"
+        )
+
+
+def _at(data: dict, section: str, key: str) -> object:
+    found = data.get(section)
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def by_group(trajectories: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Yields the trajectories of each group, in the order of the groups' first ones."""
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    yield from groups.values()
