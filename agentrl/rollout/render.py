@@ -450,7 +450,10 @@ class Renderer:
         text = self._text(
             [_ASKED, {"role": "assistant", "content": _SENTINEL}, *observation], [], True
         )
-        return text[text.index(_SENTINEL) + len(_SENTINEL) :]
+        rest = text[text.index(_SENTINEL) + len(_SENTINEL) :]
+        for mark in self.dialect.answer:
+            rest = rest.removeprefix(mark)  # the policy wrote it
+        return rest
 
     def _dummy_call(self, index: int, answer: Message, word: str) -> JSON:
         name = answer.get("name") or NAME

@@ -7,7 +7,7 @@ as text) and leave out everything else.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers_for_tests import make_tokenizer
 
@@ -168,6 +168,33 @@ def gemma_call(name, arguments):
 
 def python_call(name, arguments):
     return f"{name}({', '.join(f'{k}={dumps(v)}' for k, v in arguments.items())})"
+
+
+COHERE = "<|START_OF_TURN_TOKEN|>"
+QUOTED_KEY = '"KEY"'
+
+
+def json_family(around, *, between="", think=("<think>\n", "\n</think>\n\n")):
+    """ChatML with calls as JSON in a frame, each in its own or all in one list."""
+    call = '{"name": "$name", "arguments": $args}'
+    one_list = bool(between)
+    frame = ("", "") if one_list else around
+    return Family(
+        build(
+            **CHATML,
+            calls=each(frame[0] + call + frame[1], between, around if one_list else ("", "")),
+            think="{% if m.reasoning_content %}"
+            + f"{think[0]}{{{{ m.reasoning_content }}}}{think[1]}{{% endif %}}",
+        ),
+        joined(
+            lambda n, a: f'{frame[0]}{{"name": "{n}", "arguments": {dumps(a)}}}{frame[1]}',
+            between,
+            around if one_list else ("", ""),
+        ),
+        JSON_BROKEN,
+        IM,
+        think=think,
+    )
 
 
 FAMILIES = {
@@ -549,4 +576,219 @@ FAMILIES = {
         ("count=3", "count="),
         IM,
     ),
+    "seed_oss": Family(
+        build(
+            "<seed:bos>{{ m.role }}\n@<seed:eos>",
+            "<seed:bos>assistant\n@<seed:eos>",
+            "<seed:bos>tool\n@<seed:eos>",
+            "<seed:bos>assistant\n",
+            calls=each(
+                "<seed:tool_call>\n<function=$name>\n"
+                + parameters("<parameter=KEY>VALUE</parameter>\n")
+                + "</function>\n</seed:tool_call>"
+            ),
+            think="{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}</seed:think>"
+            "{% endif %}",
+        ),
+        joined(
+            lambda n, a: (
+                f"<seed:tool_call>\n<function={n}>\n"
+                f"{tags('<parameter=KEY>VALUE</parameter>' + chr(10))(a)}</function>\n"
+                "</seed:tool_call>"
+            )
+        ),
+        ("3</parameter>", "3"),
+        ("<seed:eos>", "<seed:bos>", "<seed:tool_call>", "</seed:tool_call>", "<seed:think>"),
+        think=("<seed:think>", "</seed:think>"),
+    ),
+    "functiongemma": Family(
+        build(
+            "<start_of_turn>{{ m.role }}\n@<end_of_turn>\n",
+            "{% if messages[loop.index0 - 1].role != 'tool' %}<start_of_turn>model\n{% endif %}@"
+            "{% if not m.tool_calls %}<end_of_turn>\n{% endif %}",
+            "<start_function_response>response:{{ m.name }}{{ '{' }}value:<escape>@<escape>}"
+            "<end_function_response>",
+            "{% if messages[-1].role != 'tool' %}<start_of_turn>model\n{% endif %}",
+            calls=each(
+                "<start_function_call>call:$name{{ '{' }}"
+                + GEMMA_VALUE.replace('<|"|>', "<escape>")
+                + "{{ '}' }}<end_function_call>"
+            ),
+        ),
+        joined(
+            lambda n, a: (
+                gemma_call(n, a)
+                .replace('<|"|>', "<escape>")
+                .replace("<|tool_call>", "<start_function_call>")
+                .replace("<tool_call|>", "<end_function_call>")
+            )
+        ),
+        ("count:3", "count:"),
+        (
+            "<end_of_turn>",
+            "<start_of_turn>",
+            "<start_function_call>",
+            "<end_function_call>",
+            "<start_function_response>",
+            "<end_function_response>",
+            "<escape>",
+        ),
+        call_end="<start_function_response>",
+    ),
+    "cohere": Family(
+        build(
+            COHERE + "<|USER_TOKEN|>@<|END_OF_TURN_TOKEN|>",
+            COHERE + "<|CHATBOT_TOKEN|>"
+            "{% if m.reasoning %}<|START_THINKING|>{{ m.reasoning }}<|END_THINKING|>{% endif %}"
+            "{% if m.tool_calls %}"
+            + each(
+                '{"tool_call_id": "$id", "tool_name": "$name", "parameters": $args}',
+                between=", ",
+                around=("<|START_ACTION|>[", "]<|END_ACTION|>"),
+            )
+            + "{% else %}<|START_RESPONSE|>@<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>",
+            COHERE + "<|SYSTEM_TOKEN|><|START_TOOL_RESULT|>@<|END_TOOL_RESULT|>"
+            "<|END_OF_TURN_TOKEN|>",
+            COHERE + "<|CHATBOT_TOKEN|>",
+            calls="",
+            think="",
+        ),
+        lambda calls: (
+            "<|START_ACTION|>["
+            + ", ".join(
+                f'{{"tool_call_id": "{i}", "tool_name": "{n}", "parameters": {dumps(a)}}}'
+                for i, (n, a) in enumerate(calls)
+            )
+            + "]<|END_ACTION|>"
+        ),
+        JSON_BROKEN,
+        (
+            "<|END_OF_TURN_TOKEN|>",
+            "<|START_OF_TURN_TOKEN|>",
+            "<|USER_TOKEN|>",
+            "<|CHATBOT_TOKEN|>",
+            "<|SYSTEM_TOKEN|>",
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+            "<|START_ACTION|>",
+            "<|END_ACTION|>",
+            "<|START_RESPONSE|>",
+            "<|END_RESPONSE|>",
+            "<|START_TOOL_RESULT|>",
+            "<|END_TOOL_RESULT|>",
+        ),
+        think=("<|START_THINKING|>", "<|END_THINKING|>"),
+        final=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    "step3": Family(
+        build(
+            "<|BOT|>{{ m.role }}\n@<|EOT|>",
+            "<|BOT|>assistant\n@<|EOT|>",
+            "<|BOT|>tool_response\n@<|EOT|>",
+            "<|BOT|>assistant\n",
+            calls=each(
+                "<｜tool_call_begin｜>function<｜tool_sep｜>$name\n"
+                + '<steptml:invoke name="$name">'
+                + parameters('<steptml:parameter name="KEY">VALUE</steptml:parameter>')
+                + "</steptml:invoke><｜tool_call_end｜>",
+                between="<｜tool_sep｜>",
+                around=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+            ),
+        ),
+        joined(
+            lambda n, a: (
+                f'<｜tool_call_begin｜>function<｜tool_sep｜>{n}\n<steptml:invoke name="{n}">'
+                f"{tags('<steptml:parameter name=' + QUOTED_KEY + '>VALUE</steptml:parameter>')(a)}"
+                "</steptml:invoke><｜tool_call_end｜>"
+            ),
+            "<｜tool_sep｜>",
+            ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+        ),
+        ("3</steptml:parameter>", "3"),
+        (
+            "<|EOT|>",
+            "<|BOT|>",
+            "<｜tool_calls_begin｜>",
+            "<｜tool_calls_end｜>",
+            "<｜tool_call_begin｜>",
+            "<｜tool_call_end｜>",
+            "<｜tool_sep｜>",
+        ),
+    ),
+    "longcat": json_family(
+        ("\n<longcat_tool_call>", "</longcat_tool_call>"),
+        think=("<longcat_think>", "</longcat_think>"),
+    ),
+    "apertus": Family(
+        build(
+            "<|user_start|>@<|user_end|>",
+            "<|assistant_start|>@<|assistant_end|>",
+            "<|user_start|>@<|user_end|>",
+            "<|assistant_start|>",
+            calls=each(
+                '{"$name": $args}', between=", ", around=("<|tools_prefix|>[", "]<|tools_suffix|>")
+            ),
+            think="{% if m.reasoning %}<|inner_prefix|>{{ m.reasoning }}<|inner_suffix|>"
+            "{% endif %}",
+        ),
+        joined(
+            lambda n, a: f'{{"{n}": {dumps(a)}}}', ", ", ("<|tools_prefix|>[", "]<|tools_suffix|>")
+        ),
+        JSON_BROKEN,
+        (
+            "<|assistant_end|>",
+            "<|assistant_start|>",
+            "<|user_start|>",
+            "<|user_end|>",
+            "<|tools_prefix|>",
+            "<|tools_suffix|>",
+            "<|inner_prefix|>",
+            "<|inner_suffix|>",
+        ),
+        think=("<|inner_prefix|>", "<|inner_suffix|>"),
+    ),
+    "nemotron_v2": json_family(("<TOOLCALL>[", "]</TOOLCALL>"), between=", "),
+    "jamba": json_family(("<tool_calls>[", "]</tool_calls>"), between=", "),
+    "minicpm5": Family(
+        build(
+            **CHATML,
+            calls=each(
+                '<function name="$name">'
+                + parameters('<param name="KEY">VALUE</param>')
+                + "</function>"
+            ),
+        ),
+        joined(
+            lambda n, a: (
+                f'<function name="{n}">'
+                f"{tags('<param name=' + QUOTED_KEY + '>VALUE</param>')(a)}</function>"
+            )
+        ),
+        ("3</param>", "3"),
+        IM,
+    ),
+    "granite3": json_family(("<|tool_call|>[", "]"), between=", "),
+    "xlam": Family(
+        build(
+            **{
+                **CHATML,
+                "assistant": "<|im_start|>assistant\n{% if m.tool_calls %}"
+                + each('{"name": "$name", "arguments": $args}', between=", ", around=("[", "]"))
+                + "{% else %}@{% endif %}<|im_end|>\n",
+            },
+            calls="",
+            think="",
+        ),
+        joined(lambda n, a: f'{{"name": "{n}", "arguments": {dumps(a)}}}', ", ", ("[", "]")),
+        JSON_BROKEN,
+        IM,
+        text_beside_calls=False,
+    ),
 }
+FAMILIES["deepseek_v4"] = replace(
+    FAMILIES["deepseek_v32"],
+    template=FAMILIES["deepseek_v32"].template.replace("｜function_calls", "｜tool_calls"),
+    calls=lambda calls: (
+        FAMILIES["deepseek_v32"].calls(calls).replace("｜function_calls", "｜tool_calls")
+    ),
+)

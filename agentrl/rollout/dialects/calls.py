@@ -32,17 +32,30 @@ class Call(NamedTuple):
 
 _FIRST_OBJECT = json.JSONDecoder()
 _LITERALS = {"true": True, "false": False, "null": None}
-_GEMMA_STRING_OR_KEY = re.compile(r'<\|"\|>(.*?)<\|"\|>|([A-Za-z_][\w.-]*)(?=\s*:)', re.DOTALL)
 
 
 def json_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
     """`{"name": ..., "arguments": {...}}`, or a list of them. `parameters` is another name for
-    `arguments`, and `id` is kept."""
+    `arguments`, and an id is kept. Cohere says `tool_name` and `tool_call_id`."""
     value = _json(text)
     items = value if isinstance(value, list) else [value]
     if not items:
         raise Unreadable("an empty list of calls")
     return [_call_of_json(item) for item in items]
+
+
+def keyed_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
+    """Apertus': a JSON list of `{name: {argument: value}}`."""
+    items = _json(text)
+    if not isinstance(items, list) or not items:
+        raise Unreadable("not a JSON list of calls")
+    calls = []
+    for item in items:
+        if not isinstance(item, dict) or len(item) != 1:
+            raise Unreadable("a call is written {name: {argument: value}}")
+        ((name, arguments),) = item.items()
+        calls.append(Call(_name(name), _object(arguments, "the arguments are not an object")))
+    return calls
 
 
 def json_sequence(text: str, tools: list[ToolSpec]) -> list[Call]:
@@ -132,8 +145,8 @@ def pythonic_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
     return [_call_of_python(value) for value in values]
 
 
-def gemma_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
-    """Gemma 4's `call:name{key:value}`: JSON with bare keys and `<|"|>` for quotes."""
+def gemma_calls(text: str, tools: list[ToolSpec], *, quote: str = '<|"|>') -> list[Call]:
+    """Gemma's `call:name{key:value}`: JSON with bare keys and a mark for quotes."""
     name, brace, body = text.strip().removeprefix("call:").partition("{")
     if not brace or not text.strip().startswith("call:"):
         raise Unreadable("a call is written call:name{key:value}")
@@ -141,7 +154,9 @@ def gemma_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
     def quoted(match: re.Match[str]) -> str:
         return json.dumps(match[2] if match[1] is None else match[1])
 
-    arguments = _json(brace + _GEMMA_STRING_OR_KEY.sub(quoted, body))
+    mark = re.escape(quote)
+    pattern = rf"{mark}(.*?){mark}|([A-Za-z_][\w.-]*)(?=\s*:)"
+    arguments = _json(brace + re.sub(pattern, quoted, body, flags=re.DOTALL))
     return [Call(_name(name.strip()), _object(arguments, "the arguments are not an object"))]
 
 
@@ -155,9 +170,9 @@ def _json(text: str) -> JSON:
 def _call_of_json(value: JSON) -> Call:
     call = _object(value, "not a JSON object")
     arguments = call.get("arguments", call.get("parameters", {}))
-    call_id = call.get("id")
+    call_id = call.get("id", call.get("tool_call_id"))
     return Call(
-        _name(call.get("name")),
+        _name(call.get("name", call.get("tool_name"))),
         _object(arguments, '"arguments" is not a JSON object'),
         call_id if isinstance(call_id, str) else None,
     )

@@ -20,6 +20,7 @@ from agentrl.rollout.dialects.calls import (
     gemma_calls,
     json_calls,
     json_sequence,
+    keyed_calls,
     pythonic_calls,
     xml_calls,
 )
@@ -57,6 +58,8 @@ class Dialect:
     think: tuple[str, str] | None = ("<think>", "</think>")
     thought: re.Pattern[str] | None = None
     """What opens a thought, where `think` is not the only text that does."""
+    answer: tuple[str, ...] = ()
+    """Marks around the text of a turn, which are no part of it."""
     ends: tuple[str, ...] = ()
     """Tokens that end a turn where the template does not show it: the first ends a turn of text,
     the last one with calls. Empty: the template's own close token."""
@@ -70,7 +73,11 @@ class Dialect:
     @property
     def marks(self) -> list[str]:
         """All that stands around thoughts and calls."""
-        return [mark for mark in (*(self.think or ()), *(self.call or ()), *self.inside) if mark]
+        return [
+            mark
+            for mark in (*(self.think or ()), *(self.call or ()), *self.inside, *self.answer)
+            if mark
+        ]
 
     def read_turn(
         self, text: str, tools: list[ToolSpec], *, turn_id: int, prompt_end: str = ""
@@ -86,6 +93,8 @@ class Dialect:
         parts = split(text, prompt_end)
         reasoning = "\n\n".join(each.strip() for each in parts.reasoning if each.strip())
         written = "".join(parts.text)
+        for mark in self.answer:
+            written = written.replace(mark, "")
         whole = (written + "".join(parts.calls)).strip()
         if parts.problem is not None:
             return Action(whole, (), parts.problem, reasoning), "malformed"
@@ -227,7 +236,7 @@ _XML = partial(
     xml_calls,
     pattern=_compile(r"<function=(?P<name>[^>\n]+)>(?P<parameters>.*?)</function>"),
     parameter=_compile(r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>"),
-    openers=("<tool_call>", "<function=", "<parameter="),
+    openers=("<tool_call>", "<seed:tool_call>", "<function=", "<parameter="),
     trim_newlines=True,
 )
 _INVOKE = partial(
@@ -252,6 +261,26 @@ _ARG_KEYS = partial(
     pattern=_compile(r"\A\s*(?P<name>[^\s<]+)(?P<parameters>.*)\Z"),
     parameter=_compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
     openers=("<tool_call>", "<arg_key>", "<arg_value>"),
+)
+_STEP = partial(
+    xml_calls,
+    pattern=_compile(
+        r"(?:<｜tool_sep｜>\s*)?<｜tool_call_begin｜>\s*(?:function<｜tool_sep｜>[^<]*)?"
+        r'<steptml:invoke name="(?P<name>[^"\n]+)">(?P<parameters>.*?)</steptml:invoke>'
+        r"\s*<｜tool_call_end｜>"
+    ),
+    parameter=_compile(
+        r'<steptml:parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</steptml:parameter>'
+    ),
+    openers=("<｜tool_call", "<steptml:"),
+)
+_FUNCTION_NAME = partial(
+    xml_calls,
+    pattern=_compile(r'\A"(?P<name>[^"\n]+)">(?P<parameters>.*)\Z'),
+    parameter=_compile(
+        r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?(?P<value>.*?)(?:\]\]>)?</param>'
+    ),
+    openers=("<function name=", "<param name=", "<![CDATA["),
 )
 _MISTRAL = partial(
     framed_calls,
@@ -319,6 +348,13 @@ DIALECTS = {
             inside=("<｜DSML｜", "</｜DSML｜"),
         ),
         Dialect(
+            "deepseek_v4",
+            "DeepSeek V4",
+            _DSML,
+            call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+            inside=("<｜DSML｜", "</｜DSML｜"),
+        ),
+        Dialect(
             "deepseek_v3",
             "DeepSeek V3, R1",
             partial(
@@ -378,10 +414,74 @@ DIALECTS = {
             pythonic_calls,
             call=("<|tool_call_start|>", "<|tool_call_end|>"),
         ),
+        Dialect(
+            "seed_oss",
+            "Seed-OSS",
+            _XML,
+            call=("<seed:tool_call>", "</seed:tool_call>"),
+            inside=("<function=", "<parameter=", "</function>"),
+            think=("<seed:think>", "</seed:think>"),
+        ),
+        Dialect(
+            "functiongemma",
+            "FunctionGemma",
+            partial(gemma_calls, quote="<escape>"),
+            call=("<start_function_call>", "<end_function_call>"),
+            inside=("<escape>",),
+            ends=("<end_of_turn>", "<start_function_response>"),
+        ),
+        Dialect(
+            "cohere",
+            "Command R7B, Command A",
+            call=("<|START_ACTION|>", "<|END_ACTION|>"),
+            think=("<|START_THINKING|>", "<|END_THINKING|>"),
+            answer=(
+                "<|START_RESPONSE|>",
+                "<|END_RESPONSE|>",
+                "<|START_TEXT|>",
+                "<|END_TEXT|>",
+            ),
+            ends=("<|END_OF_TURN_TOKEN|>",),
+        ),
+        Dialect(
+            "step3",
+            "Step 3",
+            _STEP,
+            call=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+            inside=("<｜tool_call_begin｜>", "<steptml:", "<｜tool_call_end｜>"),
+        ),
+        Dialect(
+            "longcat",
+            "LongCat-Flash",
+            call=("<longcat_tool_call>", "</longcat_tool_call>"),
+            think=("<longcat_think>", "</longcat_think>"),
+        ),
+        Dialect(
+            "apertus",
+            "Apertus",
+            keyed_calls,
+            call=("<|tools_prefix|>", "<|tools_suffix|>"),
+            think=("<|inner_prefix|>", "<|inner_suffix|>"),
+        ),
+        Dialect("nemotron_v2", "Nemotron Nano v2", call=("<TOOLCALL>", "</TOOLCALL>")),
+        Dialect(
+            "jamba",
+            "Jamba, Hunyuan A13B",
+            call=("<tool_calls>", "</tool_calls>"),
+            answer=("<answer>", "</answer>"),
+        ),
+        Dialect(
+            "minicpm5",
+            "MiniCPM 5",
+            _FUNCTION_NAME,
+            call=("<function name=", "</function>"),
+            inside=("<param name=", "</param>"),
+        ),
         Dialect("phi4", "Phi-4-mini", call=("<|tool_call|>", "<|/tool_call|>")),
+        Dialect("granite3", "Granite 3", call=("<|tool_call|>", None)),
         Dialect(
             "hermes",
-            "Qwen2.5, Qwen3, Granite 4, SmolLM3, Hermes",
+            "Qwen2.5, Qwen3, Granite 4, SmolLM3, Ernie 4.5, Hermes",
             call=("<tool_call>", "</tool_call>"),
         ),
         Dialect(
@@ -398,6 +498,11 @@ DIALECTS = {
             pythonic_calls,
             inside=("<|python_start|>",),
             bare=_compile(r"\s*(?:<\|python_start\|>|\[\s*[A-Za-z_][\w.]*\()"),
+        ),
+        Dialect(
+            "xlam",
+            "xLAM 2",
+            bare=_compile(r'\s*\[\s*\{\s*"(?:name|arguments)"\s*:'),
         ),
         Dialect("text", "any: every turn is one text", think=None),
     )
