@@ -563,14 +563,17 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         help="write report.html of a run again",
         description="Write a run's self-contained report.html from its metrics and trajectories.",
     )
-    command.add_argument("run_dir", type=Path)
+    command.add_argument("run_dir", type=Path, help="what `agentrl train` wrote")
+    command.add_argument(
+        "--text", action="store_true", help="print the diagnosis instead, what matters most first"
+    )
     command.set_defaults(handler=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from agentrl.view.report import report_run
+    from agentrl.view.report import report_run, report_text
 
-    print(report_run(arguments.run_dir))
+    print(report_text(arguments.run_dir) if arguments.text else report_run(arguments.run_dir))
     return 0
 
 

@@ -53,6 +53,8 @@ METRICS: dict[str, str] = {
     "env/<name>": "A metric of the environment, mean over trajectories with a reward. "
     "`tool_calls`, `tool_errors` (a tool raised or ran out of time) and `invalid_calls` "
     "(unreadable, of an unknown tool, or with wrong arguments) are counted for every environment.",
+    "env/unseen_tools": "Tools on offer that the first prompt does not name, as some chat "
+    "templates leave them out; absent where there are none.",
     # the policy
     "policy/entropy": "Mean entropy of the policy at trained tokens, in nats. A fall to nearly 0 "
     "within a few steps is entropy collapse: groups stop to differ.",
@@ -106,12 +108,16 @@ METRICS: dict[str, str] = {
     "train/grad_norm": "Norm of the gradient before clipping, mean over the step's updates. Far "
     "above `train.max_grad_norm` every step is cut to that length.",
     "train/learning_rate": "Learning rate of the step's last update.",
+    "train/relative_update": "How far the step moved the weights: the norm of an update over the "
+    "norm of the trained weights, summed over the step's updates. About 1e-5 to 1e-3 where a "
+    "pretrained model learns; below 1e-7 float32 rounds it away. Large tensors are sampled.",
     # the critic
     "critic/updates": "As `train/updates`, of the critic.",
     "critic/skipped_updates": "As `train/skipped_updates`, of the critic.",
     "critic/skipped_updates_in_all": "As `train/skipped_updates_in_all`, of the critic.",
     "critic/grad_norm": "As `train/grad_norm`, of the critic.",
     "critic/learning_rate": "As `train/learning_rate`, of the critic.",
+    "critic/relative_update": "As `train/relative_update`, of the critic.",
     "critic/value_mean": "Mean value that the critic gives trained tokens.",
     "critic/return_mean": "Mean return that it is to learn.",
     "critic/squared_error": "Mean squared difference of the two.",

@@ -77,6 +77,8 @@ class TrajectoryEntry(msgspec.Struct, gc=False):
     """Of the policy's most surprising token, at sampling."""
     preview: str
     """The beginning of what was said last."""
+    env_id: str = ""
+    """Empty in the index of an older run."""
 
 
 def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> TrajectoryEntry:
@@ -107,6 +109,7 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
         newest_version=max((version for _, version in sampled), default=None),
         lowest_logprob=min((logprob for logprob, _ in sampled), default=None),
         preview=next((text for text in said if text.strip()), "")[:PREVIEW_CHARS],
+        env_id=trajectory.env_id,
     )
 
 

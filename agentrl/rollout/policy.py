@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentrl.inference.base import Generation, InferenceEngine, SamplingParams
 from agentrl.rollout.render import Renderer
@@ -103,6 +103,13 @@ class TokenPolicy:
         parent = len(trajectory.turns) - 1 if trajectory.turns else None
         prompt = self.prompt(trajectory, parent, observation, tools, tools_changed=tools_changed)
         row = trajectory.branches[self._append_prompt(trajectory, prompt)]
+        if parent is None and tools:
+            # Some chat templates leave them out without a word.
+            told = self.renderer.tokenizer.decode(row.token_ids)
+            names: list[Any] = [tool["function"] for tool in tools]
+            unseen = sum(each["name"] not in told for each in names)
+            if unseen:
+                trajectory.metrics["unseen_tools"] = float(unseen)
         if parent is None and len(row) >= self.max_context_tokens:
             raise ValueError(
                 f"the prompt has {len(row)} tokens, which leaves no room within "

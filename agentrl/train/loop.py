@@ -60,7 +60,7 @@ from agentrl.train.setup import interruptible, newest_run, resolve_device
 from agentrl.train.signals import StepSignals
 from agentrl.types import Group, Sample
 from agentrl.view.display import Display, loading
-from agentrl.view.report import report_run
+from agentrl.view.report import first_sentence, report_run
 
 
 def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False) -> Path:
@@ -125,6 +125,7 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
                     if run.stream is not None:
                         await run.stream.aclose()
     report = report_run(run.run_dir)
+    print(first_sentence(run.run_dir))
     print(f"run directory {run.run_dir}, report {report}")
     return run.run_dir
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config import TrainSection
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.train import ranks
+from agentrl.train.movement import relative_update
 from agentrl.types import JSON
 
 
@@ -34,6 +35,8 @@ class Update:
     grad_norm: float
     """Before clipping; not finite when not applied."""
     learning_rate: float
+    moved: float | None = None
+    """Norm of what was added to the weights over their own; None where it is not known."""
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -131,11 +134,12 @@ class Learner(Generic[Model]):
         # Of shards it is one that each rank knows its part of.
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         rate = learning_rate(self.config, self.num_updates, self.total_updates)
-        applied = math.isfinite(norm)
+        applied, moved = math.isfinite(norm), None
         if applied:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            moved = relative_update(self.optimizer)
             self.cast()
             self.num_updates += 1
             self.num_skipped_in_a_row = 0
@@ -148,7 +152,7 @@ class Learner(Generic[Model]):
                 f"{self.num_skipped_in_a_row} gradients in a row were not finite; lower "
                 f"{self.section}.learning_rate or inspect the saved batch"
             )
-        return Update(applied, norm, rate)
+        return Update(applied, norm, rate, moved)
 
     def counters(self) -> dict[str, JSON]:
         """What a checkpoint holds besides weights and moments."""

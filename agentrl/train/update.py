@@ -288,4 +288,7 @@ def _update_metrics(updates: list[Update], learner: Learner, section: str) -> di
     if updates:
         metrics[f"{section}/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
         metrics[f"{section}/learning_rate"] = updates[-1].learning_rate
+        moved = [update.moved for update in updates if update.moved is not None]
+        if moved:
+            metrics[f"{section}/relative_update"] = sum(moved)
     return metrics

@@ -1,18 +1,22 @@
-"""Why does it not learn? Rules over a run's numbers, each with examples to look at.
+"""Why does it not learn? Rules over a run's numbers, causes before symptoms.
 
-A rule looks at the last steps, WINDOW of them, and says what it found in the run's own numbers, or
-that the run did not record them. Thresholds are rules of thumb; each finding shows its number.
+Most rules look at the last steps, WINDOW of them; those about the policy's movement and the reward
+look at the whole curve, and name the step. What only began when the reward fell follows from that
+and is ranked behind it. A rule says what it found in the run's own numbers, or that the run did not
+record them. Thresholds are rules of thumb; each finding shows its number.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.rollout.log import TrajectoryEntry
+from agentrl.view.changes import Change, fall
 from agentrl.view.curves import REWARD, number, series, short_number
 from agentrl.view.groups import Group, grouped
 from agentrl.view.runs import RunFiles
@@ -26,6 +30,8 @@ class Finding:
     """What was seen, with its numbers."""
     query: dict[str, Any] | None = None
     """Of the page of groups, for examples; none where the curve is the example."""
+    step: int | None = None
+    """Where it began; None where that is not known."""
 
 
 @dataclass(slots=True)
@@ -34,6 +40,7 @@ class Evidence:
 
     metrics: list[dict[str, Any]]
     groups: list[Group]
+    config: dict[str, Any] = field(default_factory=dict)
     recent: list[Group] = field(default_factory=list)
     """Of the last WINDOW steps that have any."""
     steps: list[int] = field(default_factory=list)
@@ -43,6 +50,13 @@ class Evidence:
         recent = set(self.steps)
         self.recent = [group for group in self.groups if group.step in recent]
 
+    def before(self, step: int) -> Evidence:
+        return Evidence(
+            [row for row in self.metrics if row["step"] < step],
+            [group for group in self.groups if group.step < step],
+            self.config,
+        )
+
     def entries(self) -> list[TrajectoryEntry]:
         return [entry for group in self.recent for entry in group.entries]
 
@@ -50,7 +64,8 @@ class Evidence:
         return [v for row in self.metrics[lines] if (v := number(row.get(key))) is not None]
 
     def last(self, *keys: str) -> float | None:
-        """The sum of the keys' means over the last steps; None where the run has none of them."""
+        """Returns the sum of the keys' means over the last steps; None where the run has none of
+        them."""
         found = [_mean(self.values(key, slice(-WINDOW, None))) for key in keys]
         known = [value for value in found if value is not None]
         return math.fsum(known) if known else None
@@ -58,36 +73,80 @@ class Evidence:
     def first(self, key: str) -> float | None:
         return _mean(self.values(key, slice(WINDOW)))
 
+    def fall(self) -> Change | None:
+        """Returns where the reward fell and did not come back."""
+        rewards = series(self.metrics, REWARD)
+        noise = [
+            number(row.get("reward/std")) or 0.0
+            for row in self.metrics
+            if number(row.get(REWARD)) is not None
+        ]
+        counts = self.values("rollout/trajectories", slice(None))
+        return fall(rewards, noise=noise, count=_mean(counts) or 1.0)
+
 
 Verdict = Finding | str | None
 """A finding; a sentence that says what was seen instead; None where the numbers are missing."""
 
 
 def diagnose(run: RunFiles) -> dict[str, Any]:
-    """Every rule's verdict, findings first."""
-    evidence = Evidence(run.metrics(), grouped(run))
+    """Returns every rule's verdict, findings first and causes before what follows from them, and
+    one sentence for all of them."""
+    evidence = Evidence(run.metrics(), grouped(run), run.config())
+    fallen = evidence.fall()
+    before = evidence.before(fallen.step) if fallen else None
     results = []
     for rule in RULES:
         verdict = rule.check(evidence) if evidence.metrics or evidence.groups else None
-        found = isinstance(verdict, Finding)
+        found = verdict if isinstance(verdict, Finding) else None
+        follows = found is not None and _follows(rule, found, fallen, before)
         results.append(
             {
                 "id": rule.id,
                 "title": rule.title,
                 "state": "found" if found else "unknown" if verdict is None else "clear",
-                "text": verdict.text if isinstance(verdict, Finding) else verdict or NOT_RECORDED,
+                "text": found.text if found else verdict or NOT_RECORDED,
+                "follows": follows,
+                "remedy": rule.remedy if found else "",
                 "advice": rule.advice if found else "",
                 "metric": rule.metric,
-                "query": verdict.query if isinstance(verdict, Finding) else None,
+                "query": found.query if found else None,
+                "step": found.step if found else None,
             }
         )
-    order = {"found": 0, "unknown": 2, "clear": 1}
-    results.sort(key=lambda result: order[result["state"]])
+    order = {"found": 0, "clear": 2, "unknown": 3}
+    results.sort(key=lambda each: order[each["state"]] + each["follows"])
     last = evidence.metrics[-1]["step"] if evidence.metrics else None
-    return {"rules": results, "step": last, "window": WINDOW}
+    return {
+        "sentence": _sentence(results, last),
+        "rules": results,
+        "step": last,
+        "window": WINDOW,
+    }
 
 
 NOT_RECORDED = "the run did not record what this rule needs"
+
+
+def _follows(rule: Rule, found: Finding, fallen: Change | None, before: Evidence | None) -> bool:
+    """Whether a finding is what a fallen policy shows, and was not there before the fall."""
+    if fallen is None or before is None or not rule.of_policy:
+        return False
+    return not isinstance(rule.check(before), Finding)
+
+
+def _sentence(results: list[dict[str, Any]], last: int | None) -> str:
+    """Returns what to know first: what happened, its first cause and what to do."""
+    found = [each for each in results if each["state"] == "found" and not each["follows"]]
+    if not found:
+        if all(each["state"] == "unknown" for each in results):
+            return "There is nothing to judge yet."
+        return f"Nothing wrong was found in {last} steps." if last else "Nothing wrong was found."
+    cause = found[0]
+    fell = next((each for each in found if each["id"] == "reward_fell"), cause)
+    what = cause["text"] if fell is cause else f"{fell['text']}; {cause['text']}"
+    sentence = f"{what}: {cause['remedy']}."
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _all_equal(seen: Evidence) -> Verdict:
@@ -155,8 +214,11 @@ def _mismatch(seen: Evidence) -> Verdict:
     gap = seen.last("policy/rollout_train_logprob_diff_mean")
     if gap is None:
         return None
-    text = f"sampler and trainer differ by {short_number(gap)} nats per token"
-    return Finding(text, {"sort": "surprising"}) if gap >= 0.05 else text
+    dtype = str(_at(seen.config, "model", "dtype") or "float32")
+    stale = (seen.last("rollout/staleness_mean") or 0.0) >= 0.5
+    limit = MISMATCH["float32"] if dtype == "float32" and not stale else MISMATCH["bfloat16"]
+    text = f"sampler and trainer differ by {short_number(gap)} nats per token in {dtype}"
+    return Finding(f"{text}, above {limit}", {"sort": "surprising"}) if gap >= limit else text
 
 
 def _staleness(seen: Evidence) -> Verdict:
@@ -236,6 +298,136 @@ def _one_component(seen: Evidence) -> Verdict:
     return Finding(f"{text}: all of it is {name}", {"sort": "best"}) if one else text
 
 
+def _one_environment(seen: Evidence) -> Verdict:
+    entries = seen.entries()
+    names = sorted({entry.env_id for entry in entries})
+    if len(names) < 2:
+        return "the run has one environment" if names else None
+    shares = {}
+    for name in names:
+        mine = [entry for entry in entries if entry.env_id == name]
+        shares[name] = sum(entry.error is not None for entry in mine) / len(mine)
+    text = "failed trajectories: " + ", ".join(f"{n} {share:.0%}" for n, share in shares.items())
+    worst = max(names, key=lambda name: shares[name])
+    if shares[worst] < 0.2 or min(shares.values()) >= 0.5 * shares[worst]:
+        return text
+    failed = [entry for entry in entries if entry.env_id == worst and entry.error]
+    code = Counter(entry.error for entry in failed).most_common(1)[0][0]
+    return Finding(f"environment {worst} fails; {text}", {"show": "failed", "error": code})
+
+
+def _unseen_tools(seen: Evidence) -> Verdict:
+    unseen = seen.last("env/unseen_tools")
+    if unseen is None:
+        return "no prompt lacks a tool" if seen.metrics else None
+    text = f"{short_number(unseen)} of the tools on offer do not stand in the prompt"
+    return Finding(text, {"sort": "newest"}) if unseen > 0 else text
+
+
+def _refused_calls(seen: Evidence) -> Verdict:
+    refused = seen.last("rollout/refused_calls")
+    if not seen.metrics:
+        return None
+    if refused is None:
+        return "no call of an agent was refused"
+    trajectories = seen.last("rollout/trajectories") or 1.0
+    text = f"{short_number(refused)} calls of agents a step were refused"
+    return Finding(text) if refused >= 0.1 * trajectories else text
+
+
+def _too_far(seen: Evidence) -> Verdict:
+    moved = series(seen.metrics, MOVED)
+    if not moved:
+        return None
+    fallen = seen.fall()
+    rewards = [value for _, value in series(seen.metrics, REWARD)]
+    most = max(value for _, value in moved)
+    usual = statistics.median(value for _, value in moved)
+    if rewards and fallen is None and rewards[-1] > rewards[0]:
+        return f"a step moves the weights by {most:.2g} of their norm at most, and the reward rose"
+    # Of a step that the reward fell after, less is needed to suspect it.
+    limit = FAR if fallen is None else FAR_BEFORE_A_FALL
+    for step, value in moved:
+        text = f"step {step} moved the weights by {value:.2g} of their norm"
+        if fallen is not None and step >= fallen.step:
+            break
+        if len(moved) >= 4 and value >= max(FAR_FOR_ONE, 10 * usual):
+            usually = f"{value / usual:.0f} times as far as is usual in this run"
+            return Finding(f"{text}, {usually}", {"step": step}, step)
+        if value >= limit:
+            return Finding(f"{text}, where {limit:g} is far", {"step": step}, step)
+    return f"a step moves the weights by {usual:.2g} of their norm, {most:.2g} at most"
+
+
+def _not_moving(seen: Evidence) -> Verdict:
+    moved = [value for _, value in series(seen.metrics, MOVED)]
+    rates = [value for _, value in series(seen.metrics, "train/learning_rate")]
+    if not moved and not rates:
+        return None
+    norms = seen.values("train/grad_norm", slice(None))
+    if norms and max(norms) < 1e-8:
+        return "there is no gradient to move along"
+    if moved:
+        text = f"a step moves the weights by at most {max(moved):.2g} of their norm"
+        if max(moved) < ROUNDED_AWAY:
+            return Finding(f"{text}, which float32 rounds away (6e-8)")
+        return text
+    text = f"the learning rate is at most {max(rates):.2g}"
+    return Finding(text) if max(rates) < 1e-9 else text
+
+
+def _parted(seen: Evidence) -> Verdict:
+    key = next((k for row in seen.metrics for k in row if k.startswith("eval/avg@")), None)
+    if key is None:
+        return "the run was not evaluated" if seen.metrics else None
+    evals = series(seen.metrics, key)
+    train = [value for _, value in series(seen.metrics, REWARD)]
+    if len(evals) < 4 or len(train) < 8:
+        return "there are too few evaluations to compare"
+    third = max(2, len(evals) // 3)
+    before, after = (_mean([v for _, v in part]) or 0.0 for part in (evals[:third], evals[-third:]))
+    part = max(2, len(train) // 4)
+    first, last = _mean(train[:part]) or 0.0, _mean(train[-part:]) or 0.0
+    text = (
+        f"on training tasks the reward went from {short_number(first)} to {short_number(last)}, "
+        f"on test tasks from {short_number(before)} to {short_number(after)}"
+    )
+    gain = last - first
+    if gain >= 0.15 * max(abs(first), abs(last)) and gain > 0.05 and after - before <= 0.2 * gain:
+        best = max(evals, key=lambda point: point[1])
+        return Finding(f"{text}, best at step {best[0]}", None, best[0])
+    return text
+
+
+def _reward_fell(seen: Evidence) -> Verdict:
+    if len(series(seen.metrics, REWARD)) < 2:
+        return None
+    change = seen.fall()
+    if change is None:
+        return "the reward did not fall for good"
+    text = (
+        f"the reward fell from {short_number(change.before)} to {short_number(change.after)} "
+        f"at step {change.step}"
+    )
+    return Finding(text, {"step": change.step}, change.step)
+
+
+MOVED = "train/relative_update"
+FAR = 0.03
+"""Of the weights' norm: a pretrained model that moves as far in a step is another model."""
+FAR_BEFORE_A_FALL = 0.01
+FAR_FOR_ONE = 0.001
+"""From here on one step that is far beyond the others is told."""
+ROUNDED_AWAY = 1e-7
+MISMATCH = {"float32": 0.005, "bfloat16": 0.05}
+"""Mean difference of log-probabilities, in nats, above which the dtype does not explain it."""
+
+
+def _at(config: dict[str, Any], section: str, key: str) -> Any:
+    table = config.get(section)
+    return table.get(key) if isinstance(table, dict) else None
+
+
 def _over(seen: Evidence, key: str, limit: float, what: str) -> Verdict:
     """For runs that kept no trajectories."""
     share = seen.last(key)
@@ -253,114 +445,218 @@ def _mean(values: Iterable[float]) -> float | None:
 class Rule:
     id: str
     title: str
+    """What is so where nothing is found."""
+    remedy: str
+    """What to do, in a few words."""
     advice: str
     metric: str
     """Whose curve shows it."""
     check: Callable[[Evidence], Verdict]
+    of_policy: bool
+    """A policy that has fallen apart shows it, too."""
 
 
 RULES = [
     Rule(
-        "never_rewarded",
-        "No reward was ever seen",
-        "Nothing can be learned from rewards that are all 0. Look whether the best answers deserve "
-        "one (`agentrl env check` plays the gold answers), begin with easier tasks, or give the "
-        "model demonstrations first (`agentrl sft`).",
-        "reward/mean",
-        _never_seen,
-    ),
-    Rule(
-        "equal_rewards",
-        "All rewards of a group are equal",
-        "Equal rewards give advantage 0 and no gradient: tasks are too hard, too easy, or the "
-        "reward is too coarse. Mix difficulties, raise rollout.group_size, or drop such groups "
-        "and play others (rollout.drop_zero_variance with max_waves of 4).",
-        "reward/std",
-        _all_equal,
-    ),
-    Rule(
-        "truncation",
-        "Episodes are cut short",
-        "Answers that are cut earn nothing whatever they would have said. Raise "
-        "rollout.max_turn_tokens, max_context_tokens or max_turns, whichever is named, or leave "
-        "cut episodes out (objective.reward.truncated = 'mask').",
-        "rollout/truncated_fraction",
-        _truncation,
-    ),
-    Rule(
-        "malformed_calls",
-        "Tool calls cannot be read",
-        "Look at what the model writes: rollout.dialect may be another than the model's, or "
-        "rollout.max_turn_tokens cuts calls. `agentrl train --dry-run` says which dialect is read.",
-        "rollout/malformed_fraction",
-        _malformed,
+        "one_environment",
+        "Every environment works",
+        "mend that environment, or take it out of the run",
+        "Its trajectories are left out of the gradient, so the policy learns from the others "
+        "alone. The error's message stands in the trajectory; `agentrl env check` plays it by "
+        "itself.",
+        "rollout/error_fraction",
+        _one_environment,
+        of_policy=False,
     ),
     Rule(
         "errors",
-        "Tools or graders fail",
+        "Tools and graders work",
+        "read the error in the examples and mend the tool or grader",
         "A failed trajectory is left out of the gradient, and a failing tool teaches the wrong "
         "thing. The error's message stands in the trajectory.",
         "rollout/error_fraction",
         _errors,
+        of_policy=False,
+    ),
+    Rule(
+        "unseen_tools",
+        "The prompt names every tool",
+        "use a chat template that writes tools, or name them in the prompt",
+        "The chat template leaves out the tools, so the model cannot know them. Choose a model "
+        "whose template writes tools, or describe them in the environment's first message.",
+        "env/unseen_tools",
+        _unseen_tools,
+        of_policy=False,
+    ),
+    Rule(
+        "refused_calls",
+        "Agents' calls are answered",
+        "read the reasons in the log and mend the agent",
+        "The endpoint refused calls of the agent, so its episode ended early or went on without "
+        "an answer. The log has each reason once, a trajectory's info its own (docs/agents.md).",
+        "rollout/refused_calls",
+        _refused_calls,
+        of_policy=False,
+    ),
+    Rule(
+        "malformed_calls",
+        "Tool calls can be read",
+        "look whether the dialect is the model's and whether calls are cut",
+        "Look at what the model writes: rollout.dialect may be another than the model's, or "
+        "rollout.max_turn_tokens cuts calls. `agentrl train --dry-run` says which dialect is "
+        "read.",
+        "rollout/malformed_fraction",
+        _malformed,
+        of_policy=True,
     ),
     Rule(
         "mismatch",
-        "Sampler and trainer disagree",
+        "Sampler and trainer agree",
+        "give both the same dtype, temperature and stop strings",
         "The trainer learns from probabilities that the sampler did not use. Check the dtype of "
         "both, rollout.temperature and stop strings; correct what is left with "
         "objective.off_policy (docs/precision.md).",
         "policy/rollout_train_logprob_diff_mean",
         _mismatch,
+        of_policy=False,
     ),
     Rule(
         "staleness",
-        "Samples are old",
-        "Lower rollout.max_staleness, add inference capacity, or train faster; an effective sample "
-        "far below the batch means that its correction uses up the data.",
+        "Samples are fresh",
+        "lower rollout.max_staleness",
+        "Lower rollout.max_staleness, add inference capacity, or train faster; an effective "
+        "sample far below the batch means that its correction uses up the data.",
         "rollout/staleness_mean",
         _staleness,
+        of_policy=False,
     ),
     Rule(
-        "entropy_collapse",
-        "The policy stopped exploring",
-        "It is sure of answers that do not pay. Lower train.learning_rate, raise the upper clip "
-        "(objective.surrogate.high), add objective.entropy.coef or a KL, or raise the temperature.",
-        "policy/entropy",
-        _entropy,
+        "too_far",
+        "The policy moves in small steps",
+        "lower train.learning_rate",
+        "One update changed the model so much that what it had learned is gone. Go back to a "
+        "checkpoint before that step with a train.learning_rate ten times lower, or warm up "
+        "(train.warmup_steps).",
+        MOVED,
+        _too_far,
+        of_policy=False,
+    ),
+    Rule(
+        "not_moving",
+        "The policy moves",
+        "raise train.learning_rate",
+        "Updates are smaller than what a weight can hold, so the model stays what it was. Raise "
+        "train.learning_rate: 1e-6 to 1e-5 is usual for a pretrained model, 1e-4 to 1e-3 for a "
+        "tiny one or an adapter.",
+        MOVED,
+        _not_moving,
+        of_policy=False,
+    ),
+    Rule(
+        "truncation",
+        "Episodes end by themselves",
+        "raise the limit that is named",
+        "Answers that are cut earn nothing whatever they would have said. Raise "
+        "rollout.max_turn_tokens, max_context_tokens or max_turns, whichever is named, or leave "
+        "cut episodes out (objective.reward.truncated = 'mask').",
+        "rollout/truncated_fraction",
+        _truncation,
+        of_policy=True,
+    ),
+    Rule(
+        "one_component",
+        "Every part of the reward is earned",
+        "look whether the best answers deserve the other parts",
+        "Look whether the best answers deserve the others: a grader that never pays looks the "
+        "same (`agentrl env check` plays the gold answers). If they do not, the policy earns its "
+        "reward without the task: lower that component's weight, or pay it only where the others "
+        "are earned.",
+        "reward/mean",
+        _one_component,
+        of_policy=True,
     ),
     Rule(
         "clipping",
-        "Ratios are clipped",
+        "Ratios stay within the clip",
+        "lower train.learning_rate, train.num_epochs or num_minibatches",
         "The policy moves further within a step than the clip allows. Lower train.learning_rate, "
         "train.num_epochs or num_minibatches.",
         "policy/clip_fraction_high",
         _clipping,
+        of_policy=True,
+    ),
+    Rule(
+        "entropy_collapse",
+        "The policy explores",
+        "lower train.learning_rate, or raise objective.surrogate.high",
+        "It is sure of answers that do not pay. Lower train.learning_rate, raise the upper clip "
+        "(objective.surrogate.high), add objective.entropy.coef or a KL, or raise the "
+        "temperature.",
+        "policy/entropy",
+        _entropy,
+        of_policy=True,
+    ),
+    Rule(
+        "length_explosion",
+        "Answers keep their length",
+        "average over all tokens, or add a penalty for length",
+        "Look whether the longest say anything new. An average over each answer favours long "
+        "ones: objective.aggregate over all tokens (dapo) or a constant (dr_grpo) does not; a "
+        "penalty for length helps too.",
+        "rollout/tokens_per_trajectory",
+        _length,
+        of_policy=True,
+    ),
+    Rule(
+        "never_rewarded",
+        "A reward was seen",
+        "begin with easier tasks or with demonstrations, and check the grader",
+        "Nothing can be learned from rewards that are all 0. Look whether the best answers "
+        "deserve one (`agentrl env check` plays the gold answers), begin with easier tasks, or "
+        "give the model demonstrations first (`agentrl sft`).",
+        "reward/mean",
+        _never_seen,
+        of_policy=True,
+    ),
+    Rule(
+        "equal_rewards",
+        "Rewards differ within a group",
+        "mix difficulties, or raise rollout.group_size",
+        "Equal rewards give advantage 0 and no gradient: tasks are too hard, too easy, or the "
+        "reward is too coarse. Mix difficulties, raise rollout.group_size, or drop such groups "
+        "and play others (rollout.drop_zero_variance with max_waves of 4).",
+        "reward/std",
+        _all_equal,
+        of_policy=True,
     ),
     Rule(
         "dead_gradients",
-        "There is no gradient",
+        "There is a gradient",
+        "look for groups without variance and for masked tokens",
         "Every advantage is 0, every token is masked, or the gradient is not finite. See the "
         "groups without variance, policy/trained_fraction and train/skipped_updates.",
         "train/grad_norm",
         _dead_gradients,
+        of_policy=True,
     ),
     Rule(
-        "length_explosion",
-        "Answers grow and grow",
-        "Look whether the longest say anything new. An average over each answer favours long ones: "
-        "objective.aggregate over all tokens (dapo) or a constant (dr_grpo) does not; "
-        "a penalty for length helps too.",
-        "rollout/tokens_per_trajectory",
-        _length,
-    ),
-    Rule(
-        "one_component",
-        "One component carries the reward",
-        "Look whether the best answers deserve the others: a grader that never pays looks the same "
-        "(`agentrl env check` plays the gold answers). If they do not, the policy earns its reward "
-        "without the task: lower that component's weight, or pay it only where the others are "
-        "earned.",
+        "parted",
+        "Train and test rise together",
+        "train on more tasks, or take the checkpoint of the best evaluation",
+        "The policy learns its training tasks by heart. Train on more tasks, stop at the best "
+        "evaluation, or add a KL to the reference (objective.kl.coef).",
         "reward/mean",
-        _one_component,
+        _parted,
+        of_policy=False,
+    ),
+    Rule(
+        "reward_fell",
+        "The reward holds",
+        "compare the groups before and after that step",
+        "Compare the groups of that step with those before it, and the curves at it: entropy, the "
+        "gradient's norm and train/relative_update.",
+        "reward/mean",
+        _reward_fell,
+        of_policy=False,
     ),
 ]

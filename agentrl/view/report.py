@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -41,9 +42,7 @@ def report_run(run_dir: str | Path) -> Path:
         DataError: there are no metrics, or a file is damaged.
     """
     folder = Path(run_dir)
-    if not (folder / "metrics.jsonl").exists():
-        raise DataError(f"{folder}/metrics.jsonl does not exist: is {folder} a run directory?")
-    page = report_html(RunFiles(folder))
+    page = report_html(_run(folder))
     path, temporary = folder / "report.html", folder / ".report.html.tmp"
     with temporary.open("w", encoding="utf-8") as file:
         file.write(page)
@@ -51,6 +50,44 @@ def report_run(run_dir: str | Path) -> Path:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     return path
+
+
+def report_text(run_dir: str | Path) -> str:
+    """Returns the diagnosis for a terminal: its first sentence, then what was found, in order.
+
+    Raises:
+        DataError: there are no metrics, or a file is damaged.
+    """
+    diagnosis = diagnose(_run(run_dir))
+    lines = [diagnosis["sentence"]]
+    for rule in diagnosis["rules"]:
+        if rule["state"] == "found":
+            since = " (since the reward fell)" if rule["follows"] else ""
+            lines.append(f"* not so: {rule['title']}{since}. {_capital(rule['text'])}.")
+            lines.append(f"  {rule['advice']}")
+    counts = Counter(rule["state"] for rule in diagnosis["rules"])
+    lines.append(f"{counts['clear']} rules hold, {counts['unknown']} cannot be told")
+    return plain("\n".join(lines))
+
+
+def first_sentence(run_dir: str | Path) -> str:
+    """Returns what the diagnosis says first.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    return plain(diagnose(RunFiles(Path(run_dir)))["sentence"])
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _run(run_dir: str | Path) -> RunFiles:
+    folder = Path(run_dir)
+    if not (folder / "metrics.jsonl").exists():
+        raise DataError(f"{folder}/metrics.jsonl does not exist: is {folder} a run directory?")
+    return RunFiles(folder)
 
 
 def report_html(run: RunFiles) -> str:
@@ -116,7 +153,8 @@ def _links(run: RunFiles, diagnosis: dict[str, Any]) -> list[tuple[str, dict[str
     if steps:
         links += [("first step", {"step": min(steps)}), ("last step", {"step": max(steps)})]
         links += [("worst", {"sort": "worst"}), ("best", {"sort": "best"})]
-    links += [(rule["title"], rule["query"]) for rule in diagnosis["rules"] if rule["query"]]
+    found = [rule for rule in diagnosis["rules"] if rule["query"]]
+    links += [(f"not so: {rule['title']}", rule["query"]) for rule in found]
     return links
 
 

@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.config import TrainSection
 from agentrl.errors import CheckpointError, ConfigError, TrainingError
 from agentrl.train.checkpoint import load_checkpoint, load_latest, save_checkpoint
+from agentrl.train.movement import relative_update
 from agentrl.train.optimizer import Learner, learning_rate
 from agentrl.train.state import capture_state, restore_state
 
@@ -252,3 +253,24 @@ def test_without_its_package_8_bit_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'agentrl-gym\[8bit\]'"):
         make_learner(optimizer="adamw_8bit")
     make_learner(optimizer="adamw_cpu")
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"betas": (0.9, 0.95)}])
+def test_how_far_an_update_moves_the_weights_is_measured(settings):
+    learner = make_learner(learning_rate=0.01, **settings)
+    for scale in (1.0, -0.3, 2.0):
+        before = torch.cat([p.detach().flatten().clone() for p in learner.model.parameters()])
+        backward(learner, scale)
+        update = learner.step()
+        after = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+        assert update.moved == pytest.approx(float((after - before).norm() / after.norm()), 1e-3)
+
+
+def test_of_a_large_tensor_every_so_many_entries_are_looked_at(monkeypatch):
+    learner = make_learner()
+    backward(learner)
+    whole = learner.step().moved
+    monkeypatch.setattr("agentrl.train.movement.SAMPLE", 3)
+    assert relative_update(learner.optimizer) == pytest.approx(whole, rel=0.5)
+    learner.optimizer.state[learner.optimizer.param_groups[0]["params"][0]].pop("exp_avg")
+    assert relative_update(learner.optimizer) is None

@@ -45,9 +45,40 @@ FAULTS = {
     "clipping": {"metrics": {"policy/clip_fraction_high": 0.31, "policy/clip_fraction_low": 0.12}},
     "dead_gradients": {"metrics": {"train/grad_norm": 0.0}},
     "length_explosion": {"length": lambda step: 6 + step * 4},
+    "one_environment": {"envs": ["math", "search"], "env_failed": ("search", 0.5)},
+    "unseen_tools": {"metrics": {"env/unseen_tools": 2.0}},
+    "refused_calls": {"metrics": {"rollout/refused_calls": 9}},
+    "too_far": {
+        "reward": lambda step, rng: float(step == 1 and rng.random() < 0.45),
+        "moved": lambda step: 0.6 if step == 1 else 0.4,
+        "truncated": lambda step: 0.9 * (step > 1),
+        "malformed": lambda step: 0.9 * (step > 1),
+    },
+    "not_moving": {"moved": lambda step: 5e-11},
+    "parted": {
+        "reward": lambda step, rng: float(rng.random() < 0.2 + step / 32),
+        "metrics": {"eval/avg@1": 0.25},
+    },
+    "reward_fell": {"reward": lambda step, rng: float(rng.random() < (0.7 if step < 14 else 0.1))},
     "one_component": {"components": lambda reward: {"correct": 0.0, "format": reward}},
 }
 """Rule -> what is planted for it."""
+
+HEALTHY = {
+    "steady": {},
+    "rising": {"reward": lambda step, rng: float(rng.random() < 0.1 + step / 30)},
+    "noisy": {"reward": lambda step, rng: rng.gauss(0.3, 0.5)},
+    "solved": {"reward": lambda step, rng: float(rng.random() < 0.6 + step / 80)},
+    "evaluated": {
+        "reward": lambda step, rng: float(rng.random() < 0.2 + step / 32),
+        "metrics_of": lambda step: {"eval/avg@1": 0.2 + step / 40},
+    },
+}
+"""Runs that differ and have nothing wrong with them."""
+
+
+def at(step: int, share) -> float:
+    return share(step) if callable(share) else share
 
 
 def trajectory(step: int, group: int, member: int, rng: random.Random, fault: dict) -> Trajectory:
@@ -64,13 +95,14 @@ def trajectory(step: int, group: int, member: int, rng: random.Random, fault: di
     row.append_context([1, 2, 3], 0)
     logprobs = [-rng.expovariate(2) for _ in range(length)]
     row.append_sampled([10 + rng.randrange(80) for _ in logprobs], logprobs, [step - 1] * length, 0)
-    cut = rng.random() < fault.get("truncated", 0)
-    bad = rng.random() < fault.get("malformed", 0)
+    cut = rng.random() < at(step, fault.get("truncated", 0))
+    bad = rng.random() < at(step, fault.get("malformed", 0))
+    env_id = rng.choice(fault.get("envs", ["math"]))
     status = "malformed" if bad else "text"
     made = Trajectory(
         trajectory_id=f"s{step}-g{group}-m{member}",
         group_id=f"s{step}-g{group}",
-        env_id="math",
+        env_id=env_id,
         task_id=f"train/{(step * GROUPS + group) % 50}",
         seed=step,
         branches=[row],
@@ -80,7 +112,8 @@ def trajectory(step: int, group: int, member: int, rng: random.Random, fault: di
         stop_reason=StopReason.CONTEXT_LENGTH if cut else StopReason.TERMINATED,
         total_s=0.5,
     )
-    if rng.random() < fault.get("failed", 0):
+    name, share = fault.get("env_failed", ("", 0))
+    if rng.random() < (share if env_id == name else fault.get("failed", 0)):
         made.stop_reason = StopReason.ERROR
         made.error = TrajectoryError("grade", "grader_timeout", "the grader did not answer in 60 s")
     return made
@@ -112,7 +145,7 @@ def signals_of(groups: list[Group]) -> list[RowSignals]:
 
 def plant(run_dir: Path, rule: str | None = None, *, steps: int = STEPS) -> Path:
     """A run with the fault that `rule` should find; without one, a healthy run."""
-    fault = FAULTS[rule] if rule else {}
+    fault = (FAULTS | HEALTHY)[rule] if rule else {}
     rng = random.Random(rule or "healthy")
     run_dir.mkdir(parents=True)
     (run_dir / "config.toml").write_text(CONFIG.format(steps=steps))
@@ -150,10 +183,12 @@ def plant(run_dir: Path, rule: str | None = None, *, steps: int = STEPS) -> Path
                     "rollout/staleness_mean": 0.0,
                     "train/grad_norm": abs(rng.gauss(0.5, 0.1)),
                     "train/skipped_updates": 0,
+                    "train/relative_update": at(step, fault.get("moved", rng.gauss(1e-3, 1e-4))),
                     "advantage/mean": float(advantages.mean(dtype=np.float64)),
                     "time/step_s": abs(rng.gauss(2, 0.3)),
                 }
-                | fault.get("metrics", {}),
+                | fault.get("metrics", {})
+                | fault.get("metrics_of", lambda step: {})(step),
             )
             status.step = step
     return run_dir

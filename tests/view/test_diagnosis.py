@@ -1,9 +1,11 @@
+import re
 from pathlib import Path
 
 import pytest
-from planted import FAULTS, plant
+from planted import FAULTS, HEALTHY, STEPS, plant
 
 from agentrl.tracking import MetricsWriter
+from agentrl.view.changes import fall
 from agentrl.view.diagnosis import RULES, diagnose
 from agentrl.view.groups import Query, find_groups
 from agentrl.view.runs import RunFiles
@@ -14,7 +16,7 @@ def found(run_dir: Path) -> dict[str, dict]:
 
 
 def test_every_rule_has_a_planted_fault():
-    assert {rule.id for rule in RULES} == set(FAULTS) and len(RULES) == 12
+    assert {rule.id for rule in RULES} == set(FAULTS)
 
 
 @pytest.mark.parametrize("rule", FAULTS)
@@ -22,9 +24,14 @@ def test_a_planted_fault_is_found_first_and_its_examples_show_it(tmp_path, rule)
     run_dir = plant(tmp_path / rule, rule)
     findings = found(run_dir)
     assert rule in findings
-    # Without any reward, rewards are equal and there is nothing to learn from as well.
-    implied = {"never_rewarded": {"equal_rewards"}}
+    # What follows from it is found as well, and ranked behind it.
+    implied = {
+        "never_rewarded": {"equal_rewards"},
+        "one_environment": {"errors"},
+        "too_far": {"reward_fell", "truncation", "malformed_calls", "equal_rewards"},
+    }
     assert set(findings) - {rule} <= implied.get(rule, set())
+    assert next(iter(findings)) == rule
     query = findings[rule]["query"]
     assert findings[rule]["text"] and findings[rule]["advice"]
     if query is not None:
@@ -43,8 +50,55 @@ def test_a_planted_fault_is_found_first_and_its_examples_show_it(tmp_path, rule)
             assert all(group["zero_variance"] for group in shown["groups"])
 
 
-def test_a_healthy_run_has_no_finding(tmp_path):
-    assert found(plant(tmp_path / "healthy")) == {}
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_run_has_no_finding(tmp_path, kind):
+    run_dir = plant(tmp_path / kind, kind)
+    assert found(run_dir) == {}
+    assert diagnose(RunFiles(run_dir))["sentence"] == f"Nothing wrong was found in {STEPS} steps."
+
+
+def test_the_first_sentence_names_the_fall_its_step_its_cause_and_the_remedy(tmp_path):
+    diagnosis = diagnose(RunFiles(plant(tmp_path / "run", "too_far")))
+    sentence = diagnosis["sentence"]
+    fell = r"The reward fell from 0\.\d+ to 0 at step 2; step 1 moved the weights by 0\.6 "
+    assert re.match(fell, sentence)
+    assert sentence.endswith(": lower train.learning_rate.")
+    found = [rule for rule in diagnosis["rules"] if rule["state"] == "found"]
+    first = [(rule["id"], rule["step"]) for rule in found[:2]]
+    assert first == [("too_far", 1), ("reward_fell", 2)]
+    behind = {rule["id"] for rule in found if rule["follows"]}
+    assert {"truncation", "malformed_calls"} <= behind
+
+
+def test_the_limit_of_the_mismatch_is_that_of_the_dtype(tmp_path, monkeypatch):
+    gap = {"metrics": {"policy/rollout_train_logprob_diff_mean": 0.02}}
+    monkeypatch.setitem(FAULTS, "gap", gap)
+    run_dir = plant(tmp_path / "gap", "gap")
+    assert "in float32, above 0.005" in found(run_dir)["mismatch"]["text"]
+    config = run_dir / "config.toml"
+    config.write_text(config.read_text().replace("[model]", "[model]\ndtype = 'bfloat16'"))
+    assert found(run_dir) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "step"),
+    [
+        ([0.8] * 30 + [0.2] * 5, 31),
+        ([0.41] + [0.0] * 11, 2),
+        ([0.02 * i for i in range(40)] + [0.1] * 20, 41),
+        ([0.8 - 0.006 * i for i in range(100)], range(20, 80)),
+        ([0.8] * 20 + [0.1] * 5 + [0.8] * 20, None),
+        ([0.5 + 0.1 * (i % 3) for i in range(40)], None),
+        ([0.0] * 20, None),
+        ([-0.2] * 12 + [-0.9] * 12, 13),
+    ],
+)
+def test_a_fall_is_placed_at_its_step(values, step):
+    points = list(enumerate(values, start=1))
+    change = fall(points, noise=[0.3] * len(points), count=64)
+    assert (change is None) if step is None else change is not None
+    if change is not None and step is not None:
+        assert change.step in (step if isinstance(step, range) else [step])
 
 
 def test_where_next_to_nothing_was_earned_no_component_carries_it(tmp_path, monkeypatch):

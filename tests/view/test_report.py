@@ -10,11 +10,12 @@ import pytest
 from attacks import ATTACKS
 from planted import plant
 
+from agentrl.cli import main
 from agentrl.errors import DataError
 from agentrl.rollout import TrajectoryLog
 from agentrl.tracking import MetricsWriter
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
-from agentrl.view.report import report_run
+from agentrl.view.report import first_sentence, report_run
 from agentrl.view.runs import RunFiles
 
 
@@ -89,7 +90,7 @@ def test_every_link_that_it_keeps_has_an_answer(tmp_path):
     _, stored = report_of(run_dir)
     base = f"api/runs/{RunFiles(run_dir).id}"
     names = [name for name, _ in stored["groups"]]
-    assert names == ["first step", "last step", "worst", "best", "Tool calls cannot be read"]
+    assert names == ["first step", "last step", "worst", "best", "not so: Tool calls can be read"]
     for _, query in stored["groups"]:
         asked = "&".join(f"{key}={value}" for key, value in query.items())
         groups = stored[f"{base}/groups?{asked}"]["groups"]
@@ -131,3 +132,14 @@ def test_long_messages_and_rows_are_kept_in_part(tmp_path):
     assert message["content_left_out"] == 30_000
     assert stored[f"{path}/tokens?row=0&start=0&count=1024"]["num_tokens"] == 200_001
     assert len(source) < 300_000
+
+
+def test_the_terminal_gets_the_first_sentence_and_the_findings_in_order(tmp_path, capsys):
+    run_dir = plant(tmp_path / "run", "too_far")
+    assert main(["report", str(run_dir), "--text"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == first_sentence(run_dir) and "lower train.learning_rate" in first
+    titles = [line for line in others if line.startswith("* not so: ")]
+    assert titles[0].startswith("* not so: The policy moves in small steps.")
+    assert any("since the reward fell" in line for line in titles[2:])
+    assert not (run_dir / "report.html").exists()

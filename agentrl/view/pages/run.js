@@ -110,7 +110,8 @@ async function diagnosisPage(page, id) {
   const found = diagnosis.rules.filter((rule) => rule.state === "found");
   page.append(
     runHeader(run, "/diagnosis"),
-    el("p", {}, found.length ? `${plural(found.length, "finding")} in the last ${diagnosis.window} steps.` : `Nothing found in the last ${diagnosis.window} steps.`, el("span.faint", {}, " Thresholds are rules of thumb; each line shows its number.")),
+    el("p.sentence", {}, diagnosis.sentence),
+    el("p.faint", {}, found.length ? `${plural(found.length, "finding")}, causes before what follows from them. ` : "", "Thresholds are rules of thumb; each line shows its number."),
     el(
       "div.rules",
       {},
@@ -118,10 +119,11 @@ async function diagnosisPage(page, id) {
         el(
           "section.card.rule." + rule.state,
           { "data-rule": rule.id },
-          el("div.row", {}, el("span.mark." + rule.state, { "aria-hidden": "true" }, { found: "!", clear: "✓", unknown: "?" }[rule.state]), el("h2", {}, rule.title), el("span.faint", {}, { found: "found", clear: "not found", unknown: "cannot tell" }[rule.state])),
+          el("div.row", {}, el("span.mark." + rule.state, { "aria-hidden": "true" }, { found: "!", clear: "✓", unknown: "?" }[rule.state]), el("h2", {}, rule.title), el("span.faint", {}, rule.follows ? "not so, since the reward fell" : { found: "not so", clear: "holds", unknown: "cannot tell" }[rule.state])),
           el("p", {}, rule.text),
           rule.advice && el("p.faint", {}, rule.advice),
-          rule.query && el("a.button", { href: address(`run/${id}/groups`, rule.query) }, "examples"),
+          rule.query && el("a.button", { href: address(`run/${id}/groups`, rule.query) }, rule.step === null ? "examples" : "groups of step " + rule.step),
+          rule.query && rule.step > 1 && !stored && el("a.button", { href: address(`run/${id}/groups`, { step: rule.step - 1 }) }, "and of the step before"),
           rule.state === "found" && el("a.button", { href: address("", { runs: id, metric: rule.metric }) }, "curve: " + rule.metric),
         ),
       ),

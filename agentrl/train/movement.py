@@ -1,0 +1,55 @@
+"""How far an update moves the weights, told from what AdamW keeps anyway."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from agentrl.train import ranks
+
+SAMPLE = 2**18
+"""Entries of a tensor that are looked at: of a larger one every so many, so that this costs next to
+nothing beside the update."""
+
+
+@torch.no_grad()
+def relative_update(optimizer: torch.optim.Optimizer) -> float | None:
+    """Returns the norm of AdamW's last update over the norm of the weights, over all ranks; None
+    for an optimizer that keeps its moments in another form."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    shared = torch.zeros(2, dtype=torch.float64)
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for weight in group["params"]:
+            state = optimizer.state.get(weight)
+            if not state:
+                continue  # it had no gradient yet
+            if "exp_avg" not in state:
+                return None
+            num_updates = float(state["step"])
+            mean = _sampled(state["exp_avg"]) / (1 - beta1**num_updates)
+            square = _sampled(state["exp_avg_sq"]) / (1 - beta2**num_updates)
+            values = _sampled(weight)
+            moved = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * values
+            pair = torch.stack([moved.square().sum() * group["lr"] ** 2, values.square().sum()])
+            scale = _local(weight).numel() / max(1, values.numel())
+            (shared if isinstance(weight, DTensor) else sums).add_(pair.double().cpu() * scale)
+    # Each rank knows its part of what is in shards.
+    parts: list[Any] = ranks.gather(shared.tolist())
+    moved_by, size = (
+        a + sum(b) for a, b in zip(sums.tolist(), zip(*parts, strict=True), strict=True)
+    )
+    return math.sqrt(moved_by / size) if size else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    flat = _local(tensor).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].float()
