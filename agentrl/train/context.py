@@ -121,7 +121,8 @@ def of_all(micro: MicroBatch, own: Tensor, context: Context) -> Tensor:
     """(Q,) of all trained tokens from what each rank has of its `own_part`, with gradient there."""
     if context.group is None:
         return own
-    here = torch.from_numpy(np.flatnonzero(_is_own(micro, context))).to(own.device)
+    here = torch.from_numpy(np.flatnonzero(_is_own(micro, context)))
+    here = here.to(own.device, non_blocking=True)
     values = own.new_zeros(micro.num_trained)
     values[here] = own.detach()
     dist.all_reduce(values, group=context.group)

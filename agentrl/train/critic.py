@@ -39,7 +39,7 @@ class Critic(nn.Module):
         together = context.of(self.backbone)
         part = context.own_part(micro, together)
         hidden = backbone_hidden(self.backbone, part)
-        hidden = hidden[torch.from_numpy(part.trained_index).to(hidden.device)]
+        hidden = hidden[torch.from_numpy(part.trained_index).to(hidden.device, non_blocking=True)]
         return context.of_all(micro, self.value_head(hidden.float()).squeeze(1), together)
 
 

@@ -181,12 +181,12 @@ def backbone_hidden(
     decoder = decoder_of(model)
     wanted = {} if router_logits is None else {"output_router_logits": True}
     device = computing_device(model)
-    input_ids = torch.from_numpy(micro.input_ids)[None].to(device)
+    input_ids = torch.from_numpy(micro.input_ids)[None].to(device, non_blocking=True)
     if decoder.config._attn_implementation not in PACKED:
         segments = input_ids.split(micro.segment_lengths, dim=1)
         outputs = [decoder(input_ids=ids, use_cache=False, **wanted) for ids in segments]
     else:
-        position_ids = torch.from_numpy(micro.position_ids)[None].to(device)
+        position_ids = torch.from_numpy(micro.position_ids)[None].to(device, non_blocking=True)
         segments = micro.segment_lengths, micro.branch_ends.tolist(), context.of(model)
         with packed_segments(*segments):
             outputs = [
@@ -243,11 +243,11 @@ def logprobs_and_routing(
     kept = None
     if micro.kept is not None:
         ids, starts = torch.from_numpy(micro.kept.ids), torch.from_numpy(micro.kept.starts)
-        kept = ids.to(hidden.device), starts.to(hidden.device)
+        kept = ids.to(hidden.device, non_blocking=True), starts.to(hidden.device, non_blocking=True)
     logprobs, entropy = trained_logprobs(
-        hidden[torch.from_numpy(micro.trained_index).to(hidden.device)],
+        hidden[torch.from_numpy(micro.trained_index).to(hidden.device, non_blocking=True)],
         head.weight,
-        torch.from_numpy(micro.targets).to(hidden.device),
+        torch.from_numpy(micro.targets).to(hidden.device, non_blocking=True),
         bias=head.bias,
         temperature=temperature / factor,
         softcap=None if cap is None else cap / temperature,
@@ -276,7 +276,9 @@ def trained_matrix(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
     """Values (Q,) of trained tokens as a matrix (num_rows, max_trained), padded with 0."""
     matrix = values.new_zeros(micro.num_rows, micro.max_trained)
     index = (torch.from_numpy(micro.row_of), torch.from_numpy(micro.column_of))
-    return matrix.index_put(tuple(part.to(values.device) for part in index), values)
+    return matrix.index_put(
+        tuple(part.to(values.device, non_blocking=True) for part in index), values
+    )
 
 
 def head_of(model: PreTrainedModel) -> torch.nn.Linear:

@@ -82,6 +82,8 @@ class Learner(Generic[Model]):
         self.num_skipped_in_a_row = 0
         exact = {} if weights is None else dict(weights.named_parameters())
         self.masters: dict[Tensor, Tensor] = {}
+        self._coming: dict[Tensor, tuple[Tensor, torch.Event]] = {}
+        """Of masters in host memory, gradients on their way there, and when they have arrived."""
         for name, parameter in model.named_parameters():
             device = torch.device("cpu") if config.optimizer == "adamw_cpu" else parameter.device
             if not parameter.requires_grad or (
@@ -112,17 +114,32 @@ class Learner(Generic[Model]):
         """Move a micro-batch's gradient to the master weights, as soon as it is complete."""
         master, gradient = self.masters[parameter], parameter.grad
         assert gradient is not None
-        if master.grad is None:
-            master.grad = gradient.to(master.device, master.dtype)
-        else:
-            master.grad.add_(gradient.to(master.device))
         parameter.grad = None
+        if gradient.device == master.device:
+            _accumulate(master, gradient)
+            return
+        # The host does not wait: it adds up what the micro-batch before has sent.
+        self._take_in(master)
+        copy = gradient.to(master.device, non_blocking=True)
+        arrived = torch.Event(gradient.device)
+        arrived.record()
+        self._coming[master] = copy, arrived
+
+    def _take_in(self, master: Tensor) -> None:
+        if master in self._coming:
+            gradient, arrived = self._coming.pop(master)
+            arrived.synchronize()
+            _accumulate(master, gradient)
 
     @torch.no_grad()
     def cast(self) -> None:
         """Give the model the master weights, rounded to its dtype."""
         for parameter, master in self.masters.items():
-            parameter.copy_(master)
+            if parameter.device == master.device:
+                parameter.copy_(master)
+            else:
+                rounded = torch.empty_like(master, dtype=parameter.dtype, pin_memory=True)
+                parameter.copy_(rounded.copy_(master), non_blocking=True)
 
     def step(self) -> Update:
         """Apply the accumulated gradients and clear them.
@@ -130,6 +147,8 @@ class Learner(Generic[Model]):
         Raises:
             TrainingError: `max_nonfinite_steps` gradients in a row were not finite.
         """
+        for master in list(self._coming):
+            self._take_in(master)
         total = nn.utils.clip_grad_norm_(self._trained, self.config.max_grad_norm)
         # Of shards it is one that each rank knows its part of.
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -166,6 +185,13 @@ class Learner(Generic[Model]):
         self.num_updates = counters["num_updates"]
         self.num_skipped = counters["num_skipped"]
         self.num_skipped_in_a_row = counters["num_skipped_in_a_row"]
+
+
+def _accumulate(master: Tensor, gradient: Tensor) -> None:
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
 
 
 def require_optimizer(config: TrainSection) -> None:

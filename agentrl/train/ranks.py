@@ -36,6 +36,8 @@ _control: dist.ProcessGroup | None = None
 """Ranks above 0 wait here while rank 0 plays, which may take hours: a group without a deadline."""
 _host: dist.ProcessGroup | None = None
 """For what lies in host memory, whatever the ranks were started with."""
+_everywhere: dist.ProcessGroup | None = None
+"""For what lies in host memory or on the device; None: the default group does both."""
 _saving: dist.ProcessGroup | None = None
 """For those who write a checkpoint, which may be a thread of each rank beside its work."""
 _launch: Store | None = None
@@ -74,7 +76,7 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     Raises:
         ConfigError: `train.parallel` asks for another number of them, or they do not meet.
     """
-    global _attempt, _control, _host, _saving, _watchdog
+    global _attempt, _control, _everywhere, _host, _saving, _watchdog
     _attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % parallel.context:
@@ -96,15 +98,16 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
     deadline = datetime.timedelta(seconds=2 * parallel.deadline_s + 60)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():  # else by whoever started the ranks, as Ray Train does
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        # By whoever started the ranks, as Ray Train does: on GPUs for the device alone.
+        group: Any = dist.new_group(backend=backend, timeout=deadline)
+        _everywhere = group
+    else:
         store, own_rank, world_size = _meet()
         store.set_timeout(deadline)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=own_rank,
-            world_size=world_size,
-            timeout=deadline,
+            backend, store=store, rank=own_rank, world_size=world_size, timeout=deadline
         )
     # A connection of its own, while the other one waits.
     store: Any = dist.distributed_c10d._get_default_store()
@@ -246,6 +249,11 @@ def host_group() -> dist.ProcessGroup | None:
     return _host
 
 
+def everywhere() -> dist.ProcessGroup | None:
+    """A group for tensors on the host and on the device; None where that is the default one."""
+    return _everywhere
+
+
 def saving_group() -> dist.ProcessGroup | None:
     """The group of those who write a checkpoint; None for a single rank."""
     return _saving
@@ -310,14 +318,14 @@ def gather(value: JSON, group: dist.ProcessGroup | None = None) -> list[JSON]:
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, in place."""
     if size() > 1:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=_everywhere)
     return tensor
 
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
     """The elementwise maximum over all ranks, in place."""
     if size() > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_everywhere)
     return tensor
 
 

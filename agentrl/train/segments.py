@@ -28,8 +28,8 @@ class _Pieces:
     def of(cls, spans: list[tuple[int, int]], device: torch.device) -> _Pieces:
         borders = [0, *accumulate(stop - start for start, stop in spans)]
         return cls(
-            index=torch.cat([torch.arange(*span) for span in spans]).to(device),
-            borders=torch.tensor(borders, dtype=torch.int32, device=device),
+            index=_sent(torch.cat([torch.arange(*span) for span in spans]), device),
+            borders=_sent(torch.tensor(borders, dtype=torch.int32), device),
             longest=max(stop - start for start, stop in spans),
         )
 
@@ -79,7 +79,7 @@ class SegmentMask:
     def borders(self) -> torch.Tensor:
         """(S + 1,) int32: where each segment begins; the last entry is N."""
         starts = [0, *accumulate(self.lengths)]
-        return torch.tensor(starts, dtype=torch.int32, device=self._device)
+        return _sent(torch.tensor(starts, dtype=torch.int32), self._device)
 
     @functools.cached_property
     def levels(self) -> list[Level]:
@@ -121,21 +121,27 @@ class SegmentMask:
             & (query + BLOCK_SIZE <= padded.amin(1))
             & (query - key < window - BLOCK_SIZE + 1)
         )
-        last = last.to(self._device)
+        last = _sent(last, self._device)
 
         def sees(batch, head, query, key):
             return (key <= query) & (query - key < window) & (query < last[key])
 
         return BlockMask.from_kv_blocks(
-            *_listed(seen & ~whole),
-            *_listed(whole),
+            *_listed(seen & ~whole, self._device),
+            *_listed(whole, self._device),
             BLOCK_SIZE=BLOCK_SIZE,
             mask_mod=sees,
             seq_lengths=(total, total),
-        ).to(self._device)
+        )
 
 
-def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """How many blocks each row of (rows, columns) bool has, and their columns before all others."""
     columns = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], columns.int()[None, None]
+    numbers = blocks.sum(1, dtype=torch.int32)
+    return _sent(numbers[None, None], device), _sent(columns.int()[None, None], device)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device, which the host does not wait for."""
+    return tensor.to(device, non_blocking=True)

@@ -92,7 +92,10 @@ def shard(
     if ranks.size() == 1:
         return module
     values = dict(module.named_parameters()) if ranks.rank() == 0 else {}
-    mesh = init_device_mesh(device.type, (ranks.size(),), mesh_dim_names=("data",))
+    if (group := ranks.everywhere()) is None:
+        mesh = init_device_mesh(device.type, (ranks.size(),), mesh_dim_names=("data",))
+    else:
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
     offload = OffloadPolicy()
     if optimizer == "adamw_cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -155,4 +158,4 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         parts = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         local.copy_(parts.to_local())
     for buffer in module.buffers():
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0, group=ranks.everywhere())

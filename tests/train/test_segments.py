@@ -82,3 +82,6 @@ def test_nothing_of_the_size_of_all_pairs_is_built():
         mask = SegmentMask(lengths, None, CPU).blocks
     assert 0 < largest.numel <= max(total, (total // BLOCK_SIZE) * (total // BLOCK_SIZE + 1))
     assert mask.sparsity() > 90, "the work is that of the segments"
+    with Largest() as largest:
+        create_block_mask(mask.mask_mod, None, None, 1024, 1024, device="cpu")
+    assert largest.numel >= 1024 * 1024, "torch's own is of that size"

@@ -1,0 +1,185 @@
+"""`agentrl train` and what goes with it on one pretended GPU and on two: nothing raises."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from launch import QUICKSTART, ends_well, train
+from launch import agentrl as command
+from pretended import waits_counted
+
+# Imported once, for all that is forked.
+import agentrl.train.loop
+import agentrl.train.sft  # noqa: F401
+from agentrl.algo.presets import PRESET_DATA
+from agentrl.tracking import read_metrics
+from agentrl.train import signals, update
+
+MODEL = QUICKSTART / "model"
+BFLOAT16 = ("--model.dtype", "bfloat16")
+TEACHER = ("--objective.preset", "opd", "--teacher.path", MODEL)
+LORA = ("--model.lora.rank", "4")
+KL = ("--objective.preset", "search_r1")
+CRITIC = ("--objective.preset", "ppo", "--train.num_minibatches", "2")
+CASES = {
+    "float32": ("--model.dtype", "float32"),
+    "adapter": (*BFLOAT16, *LORA),
+    "adapter with KL": (*BFLOAT16, *LORA, *KL),
+    "checkpointing": (*BFLOAT16, "--model.gradient_checkpointing", "true"),
+    "moments in host memory": (*BFLOAT16, "--train.optimizer", "adamw_cpu"),
+    "saved beside the work": (*BFLOAT16, "--run.async_save", "true"),
+    "several micro-batches": (*BFLOAT16, "--train.token_budget", "256"),
+    "epochs": (*BFLOAT16, "--train.num_epochs", "2"),
+    "truncated": (
+        *(*BFLOAT16, "--rollout.top_p", "0.9", "--rollout.truncated_sampling", "correct"),
+    ),
+    "evaluated": (*BFLOAT16, "--run.eval_every", "1", "--eval.num_tasks", "2"),
+}
+ON_TWO = {
+    "bfloat16": BFLOAT16,
+    "float32": CASES["float32"],
+    "KL": (*BFLOAT16, *KL),
+    "critic": (*BFLOAT16, *CRITIC),
+    "teacher": (*BFLOAT16, *TEACHER),
+    "adapter with KL": CASES["adapter with KL"],
+    "checkpointing": CASES["checkpointing"],
+    "moments in host memory": CASES["moments in host memory"],
+    "saved beside the work": CASES["saved beside the work"],
+    "shared rows": (*BFLOAT16, "--train.parallel.context", "2"),
+}
+
+
+def require_trained(run_dir: Path, step: int = 1) -> None:
+    """An update was made, and signals of it were written."""
+    assert read_metrics(run_dir)[-1]["step"] == step
+    assert read_metrics(run_dir)[-1]["train/updates"] >= 1
+    assert list((run_dir / "signals").glob("step_*"))
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "moments in host memory"])
+def test_ranks_train_that_somebody_else_brought_together(case, tmp_path):
+    """Ray Train does, and its group knows tensors of the device alone."""
+
+    def work() -> int:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
+        return train(tmp_path / "run", *ON_TWO[case])()
+
+    ends_well(work, tmp_path / "log", num_ranks=2)
+    require_trained(tmp_path / "run")
+
+
+def preset_arguments(preset: str) -> tuple:
+    return (*BFLOAT16, *(TEACHER if preset == "opd" else ("--objective.preset", preset)))
+
+
+@pytest.mark.parametrize("preset", PRESET_DATA)
+def test_every_preset_trains(preset, tmp_path):
+    ends_well(train(tmp_path / "run", *preset_arguments(preset)), tmp_path / "log")
+    require_trained(tmp_path / "run")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_gpu_trains(case, tmp_path):
+    ends_well(train(tmp_path / "run", *CASES[case]), tmp_path / "log")
+    require_trained(tmp_path / "run")
+
+
+@pytest.mark.parametrize("case", ON_TWO)
+def test_two_gpus_train(case, tmp_path):
+    ends_well(train(tmp_path / "run", *ON_TWO[case]), tmp_path / "log", num_ranks=2)
+    require_trained(tmp_path / "run")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("case", [BFLOAT16, CASES["adapter with KL"], CRITIC], ids=str)
+def test_a_run_is_resumed(case, num_ranks, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    ends_well(train(run_dir, *case), log, num_ranks=num_ranks)
+    again = train(run_dir, *case, "--run.num_steps", "2", "--resume")
+    ends_well(again, log, num_ranks=num_ranks)
+    require_trained(run_dir, step=2)
+
+
+def test_demonstrations_are_learned_and_a_policy_is_measured(tmp_path):
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    messages = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "4"}]
+    demonstrations.write_text(json.dumps({"messages": messages}) + "\n")
+    tuned = command(
+        *("sft", demonstrations, "--model", MODEL, "--out", tmp_path / "tuned", "--device", "cuda")
+    )
+    ends_well(tuned, tmp_path / "log")
+    measured = command(
+        *("eval", QUICKSTART / "run.toml", "--model.path", tmp_path / "tuned", "--eval.num_tasks"),
+        *("2", "--model.device", "cuda", *BFLOAT16),
+    )
+    ends_well(measured, tmp_path / "log")
+
+
+def test_shards_are_put_together(tmp_path):
+    ends_well(train(tmp_path / "run", *BFLOAT16), tmp_path / "log", num_ranks=2)
+    folder = tmp_path / "run/checkpoints/step_000001"
+    ends_well(command("export", folder, "--out", tmp_path / "whole"), tmp_path / "log")
+    assert (tmp_path / "whole/model.safetensors").is_file()
+
+
+OUTSIDE = (
+    *("_everywhere", "compute_advantages", "gather", "merge_metrics", "reduce_metrics", "step"),
+    "to_floats",
+)
+"""What waits before the first micro-batch or after the last one of an update."""
+KNOWN = "transformers/masking_utils.py"
+"""Once per forward pass it looks whether position ids are those of several rows."""
+WAITS = {
+    "plain": (*BFLOAT16, "--train.token_budget", "256"),
+    "critic": (*BFLOAT16, *CRITIC),
+    "KL": (*BFLOAT16, *KL),
+    "moments in host memory": CASES["moments in host memory"],
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_the_host_waits_nowhere_between_micro_batches(case, tmp_path):
+    """The device has always work queued: what it waits for is shown at the update alone."""
+
+    def counted() -> int:
+        with waits_counted(("update.py", "update_policy"), outside=OUTSIDE) as found:
+            status = train(tmp_path / "run", *WAITS[case])()
+        (tmp_path / "waits.json").write_text(json.dumps(found))
+        return status
+
+    ends_well(counted, tmp_path / "log")
+    waits = json.loads((tmp_path / "waits.json").read_text())
+    assert [place for place in waits if KNOWN not in place] == []
+
+
+# That the tier can fail -----------------------------------------------------------------------
+
+
+def test_values_of_the_device_in_a_matrix_of_the_host_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "_to_host", dict)
+    with pytest.raises(AssertionError, match="two devices, cuda:0 and cpu"):
+        ends_well(train(tmp_path / "run", *BFLOAT16), tmp_path / "log")
+
+
+def test_a_wait_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        signals, "_to_host", lambda tensors: {name: each.cpu() for name, each in tensors.items()}
+    )
+    with pytest.raises(AssertionError, match=r"train/signals\.py"):
+        test_the_host_waits_nowhere_between_micro_batches("plain", tmp_path)
+
+
+def test_a_gradient_of_another_dtype_is_found(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def frozen(model):
+        model.disable_adapters()
+        yield
+        model.enable_adapters()
+
+    monkeypatch.setattr(update, "without_adapter", frozen)
+    with pytest.raises(AssertionError, match=r"dtype .*BFloat16"):
+        ends_well(train(tmp_path / "run", *CASES["adapter with KL"]), tmp_path / "log", num_ranks=2)
