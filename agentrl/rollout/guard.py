@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -18,6 +19,8 @@ from agentrl.types import Message, ToolSpec
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Unicode's noncharacters: never exchanged, and nothing to any template."""
+_REMOVED = re.compile(r"""replace\(\s*(['"])([^'"\\]+)\1\s*,\s*(''|"")\s*\)""")
+"""What a template takes out of contents, such as Nemotron's `/think`."""
 
 
 class Guard:
@@ -26,6 +29,7 @@ class Guard:
 
     Attributes:
         spellings: texts of the tokens that are guarded.
+        removed: texts that the template takes out of contents.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Guard:
         self._encode = encode
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._plain: Callable[[str], list[int]] | None = None
+        self.removed = sorted({found[2] for found in _REMOVED.finditer(template_source)})
         self._first = "".join({spelling[0] for spelling in self._ids})
         self._prefixes = {s[:end] for s in self._ids for end in range(1, len(s))}
         self._longest = max(map(len, self._ids), default=0)
@@ -108,7 +113,15 @@ class Guard:
     def _is_suspect(self, text: str) -> bool:
         if not any(first in text for first in self._first):
             return False
-        return bool(self._in_content.encode(text).ids) or self._may_go_on(text)
+        return (
+            self._is_taken_apart(text)
+            or bool(self._in_content.encode(text).ids)
+            or self._may_go_on(text)
+        )
+
+    def _is_taken_apart(self, text: str) -> bool:
+        """Whether a spelling may only come about when the template takes something out."""
+        return any(each in text for each in self.removed)
 
     def _may_go_on(self, text: str) -> bool:
         """Whether the text ends with the beginning of a spelling, which the template's next words
@@ -119,6 +132,9 @@ class Guard:
     def _break(self, text: str, mark: str, spared: Set[str]) -> str:
         if not any(first in text for first in self._first):
             return text
+        if self._is_taken_apart(text):
+            taken = "|".join(map(re.escape, self.removed))
+            text = re.sub(f"(?!{taken})[{re.escape(self._first)}]", rf"\g<0>{mark}", text)
         while behind := [
             start + 1
             for start, stop in self._in_content.encode(text).offsets

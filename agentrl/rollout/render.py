@@ -493,7 +493,8 @@ class Renderer:
         from jinja2.exceptions import TemplateError
 
         token = self._end_texts[self.stop_token_ids.index(self.close_token_id)]
-        cut = [f"{token[:3]}{inside}{token[3:]}" for inside in ("<b>", "</think>", "\n", " ", "\\")]
+        removed = ("<b>", "</think>", "\n", " ", "\\", *self._guard.removed)
+        cut = [f"{token[:3]}{inside}{token[3:]}" for inside in removed]
         edited = [token.swapcase(), token.upper(), html.escape(token), *cut]
         hostile = " ".join([token, *edited])
         harmless = "".join("x" if each in token else each for each in hostile)

@@ -463,7 +463,12 @@ DIALECTS = {
             call=("<|tools_prefix|>", "<|tools_suffix|>"),
             think=("<|inner_prefix|>", "<|inner_suffix|>"),
         ),
-        Dialect("nemotron_v2", "Nemotron Nano v2", call=("<TOOLCALL>", "</TOOLCALL>")),
+        Dialect(
+            "nemotron_v2",
+            "Nemotron Nano v2",
+            call=("<TOOLCALL>", "</TOOLCALL>"),
+            ends=("<SPECIAL_12>",),
+        ),
         Dialect(
             "jamba",
             "Jamba, Hunyuan A13B",
