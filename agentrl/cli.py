@@ -188,7 +188,7 @@ def _dialect_of(config: RunConfig) -> str:
     path, wanted = config.model.path, config.rollout.dialect
     if config.inference.backend == "openai":
         said = f"{named_dialect(wanted).name}, where the server leaves calls in the text"
-    elif template := read_template(path, config.rollout.template, wanted):
+    elif template := read_template(path, config.rollout.template, wanted, config.rollout.tools):
         said = f"{template.dialect.name}, {template.note}"
     else:
         said = f"{wanted}; {path} has no chat template on this disk to ask"
@@ -457,6 +457,12 @@ def _add_sft(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--dialect", default="auto", help="as rollout.dialect of a run file (default: %(default)s)"
     )
+    command.add_argument(
+        "--tools",
+        default="template",
+        choices=["template", "prompt", "hidden"],
+        help="as rollout.tools of a run file (default: %(default)s)",
+    )
     command.set_defaults(handler=_sft)
 
 
@@ -476,6 +482,7 @@ def _sft(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         save_dtype=arguments.save_dtype,
         dialect=arguments.dialect,
+        tools=arguments.tools,
         seed=arguments.seed,
     )
     print(

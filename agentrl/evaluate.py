@@ -16,10 +16,10 @@ from agentrl.env.client import connect
 from agentrl.errors import ConfigError
 from agentrl.rollout.episodes import EpisodeLog, Shard
 from agentrl.rollout.evaluation import evaluate
-from agentrl.rollout.policy import Policy
+from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.rollout.setup import running_agents, token_policy
+from agentrl.rollout.setup import require_shown_tools, running_agents, token_policy
 
 if TYPE_CHECKING:
     from agentrl.inference.base import InferenceEngine
@@ -79,6 +79,8 @@ async def _play(
         agents = await stack.enter_async_context(running_agents(config))
         for_agents = config.agent.is_on
         policy = await policy_of(config, checkpoint, stack, for_agents=for_agents)
+        if isinstance(policy, TokenPolicy):
+            await require_shown_tools(env, config, policy.renderer)
         return await evaluate(
             config, policy, env, agents=agents, on_progress=on_progress, log=log, shard=shard
         )
@@ -103,6 +105,7 @@ async def policy_of(
         history=config.rollout.history,
         template_kwargs=config.rollout.template,
         dialect=config.rollout.dialect,
+        tools=config.rollout.tools,
     )
     sampling, said = evaluation_sampling(config, path)
     if said is not None:

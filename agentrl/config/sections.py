@@ -175,6 +175,9 @@ class RolloutSection(Section):
     """How later turns are rendered; `auto` follows the chat template's self-test."""
     template: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra variables for the chat template, such as `enable_thinking`."""
+    tools: Literal["template", "prompt", "hidden"] = "template"
+    """Who tells the model of its tools: the chat template, or the system message in `hermes`' words
+    (`prompt`), for a template that shows none. `hidden`: the task's own text does."""
     dialect: str = "auto"
     """How the model writes reasoning and tool calls: a name in docs/dialects.md, or `text` for
     neither; `auto` asks the chat template. `--dry-run` says which it is."""

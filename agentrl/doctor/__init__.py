@@ -130,6 +130,7 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
 
 def _model(config: RunConfig) -> Finding:
     try:
+        from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
         from agentrl.rollout.render import Renderer
         from agentrl.train.model import load_tokenizer
         from agentrl.train.optimizer import require_optimizer
@@ -137,12 +138,19 @@ def _model(config: RunConfig) -> Finding:
         require_optimizer(config.train)
         tokenizer = load_tokenizer(config.model.path)
         rollout = config.rollout
-        renderer = Renderer(tokenizer, template_kwargs=rollout.template, dialect=rollout.dialect)
+        renderer = Renderer(
+            tokenizer,
+            template_kwargs=rollout.template,
+            dialect=rollout.dialect,
+            tools=rollout.tools,
+        )
         how = {
             "append_only": "its chat template never edits the past: one token row per episode",
             "fork": "its chat template edits the past, so token rows fork (rollout.history)",
         }[renderer.history]
         how += f"; dialect {renderer.dialect.name}, {renderer.template.note}"
+        if rollout.tools == "template" and renderer.template.hides_tools:
+            return "note", f"model {config.model.path}", f"{how}; {HIDDEN_TOOLS}"
         return "ok", f"model {config.model.path}", how
     except AgentRLError as error:
         return "fix", f"model {config.model.path}", str(error)

@@ -92,12 +92,14 @@ class Renderer:
         history: Literal["auto", "append_only", "fork"] = "auto",
         template_kwargs: dict[str, JSON] | None = None,
         dialect: str = "auto",
+        tools: str = "template",
     ) -> None:
         """
         Args:
             dialect: a name in `agentrl.rollout.dialects.table`, or `auto`.
             history: `auto` follows the self-test; the others force a mode. Forcing `append_only`
                 keeps what the template would have dropped in the model's context.
+            tools: who tells the model of its tools, as `rollout.tools`.
             template_kwargs: extra variables for the template, such as `enable_thinking`.
 
         Raises:
@@ -127,6 +129,7 @@ class Renderer:
             source,
             dialect=dialect,
             response=getattr(tokenizer, "response_template", None),
+            tools=tools,
         )
         self.dialect = self.template.dialect
         self._text = self.template.text

@@ -11,6 +11,7 @@ from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError
 from agentrl.inference.base import InferenceEngine, SamplingParams
+from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.rollout.render import Renderer
@@ -100,6 +101,18 @@ def scorer_of(config: RunConfig) -> Score | None:
     from agentrl_rewards.scoring import GroupScorer
 
     return GroupScorer(**config.reward.model_dump())
+
+
+async def require_shown_tools(env: EnvClient, config: RunConfig, renderer: Renderer) -> None:
+    """Raises:
+    ConfigError: the environment has tools, and the model would not be told of them.
+    """
+    if config.rollout.tools != "template" or not renderer.template.hides_tools:
+        return
+    info = await env.info(config.env.id, config.env.config)
+    if info.tools:
+        names = ", ".join(tool["function"]["name"] for tool in info.tools)
+        raise ConfigError(f"environment {config.env.id!r} has tools ({names}), and {HIDDEN_TOOLS}")
 
 
 async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | None:

@@ -27,7 +27,13 @@ from agentrl.rollout.metrics import error_codes
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource
-from agentrl.rollout.setup import make_scheduler, scorer_of, split_size, token_policy
+from agentrl.rollout.setup import (
+    make_scheduler,
+    require_shown_tools,
+    scorer_of,
+    split_size,
+    token_policy,
+)
 from agentrl.rollout.signals import SignalLog
 from agentrl.rollout.stream import GroupStream
 from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
@@ -122,7 +128,9 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
         history=rollout.history,
         template_kwargs=rollout.template,
         dialect=rollout.dialect,
+        tools=rollout.tools,
     )
+    await require_shown_tools(env, config, renderer)
     evaluation, said = evaluation_sampling(config, config.model.path)
     if said is not None and config.run.eval_every and not quiet:
         print(said)

@@ -16,7 +16,8 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from agentrl.config import TrainSection
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
+from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
 from agentrl.rollout.render import Renderer
 from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.model import load_model, load_tokenizer, require_empty, save_model
@@ -51,23 +52,28 @@ def sft(
     save_dtype: str = "float32",
     seed: int = 1,
     dialect: str = "auto",
+    tools: str = "template",
 ) -> SFTResult:
     """Tune a model on demonstrations and save it, tokenizer included, to `out`.
 
     Args:
         dialect: as `rollout.dialect`.
+        tools: as `rollout.tools`.
 
     Raises:
         DataError: the file is missing or empty, or a line of it is not a dialogue.
-        ConfigError: the model cannot be loaded.
+        ConfigError: the model cannot be loaded, or would not be shown the tools of a dialogue.
     """
     require_empty(out)
     dialogues = read_demonstrations(demonstrations)
     tokenizer = load_tokenizer(model_path)
-    renderer = Renderer(tokenizer, dialect=dialect)
+    renderer = Renderer(tokenizer, dialect=dialect, tools=tools)
+    has_tools = any(offered for _, offered in dialogues)
+    if has_tools and tools == "template" and renderer.template.hides_tools:
+        raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (of sft: --tools)")
     samples = [
-        dialogue_to_sample(renderer, messages, tools, f"dialogue-{number}")
-        for number, (messages, tools) in enumerate(dialogues, 1)
+        dialogue_to_sample(renderer, messages, offered, f"dialogue-{number}")
+        for number, (messages, offered) in enumerate(dialogues, 1)
     ]
     kept = [sample for sample in samples if len(sample) <= max_tokens]
     if not kept:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.dialects.table import DIALECTS, Dialect
+from agentrl.rollout.prompt_tools import Render, with_prompted_tools
 from agentrl.types import JSON, Message, ToolSpec
 
-Render = Callable[[list[Any], list[ToolSpec], bool], str]
-"""(messages, tools, whether a turn begins behind them) -> the template's text."""
+HIDDEN_TOOLS = (
+    "the chat template shows the model no tools, so it would never learn that there are any; set "
+    "rollout.tools = 'prompt', which describes them in the system message, or 'hidden' where the "
+    "task's own text does"
+)
 
 NAME, SENTINEL = "lookup", "agentrl-dummy-argument"
 TOOL: ToolSpec = {
@@ -61,10 +65,19 @@ class Template:
         note: why that dialect, for people.
     """
 
-    def __init__(self, render: Render, source: str, *, dialect: str, response: object) -> None:
+    def __init__(
+        self,
+        render: Render,
+        source: str,
+        *,
+        dialect: str,
+        response: object,
+        tools: str = "template",
+    ) -> None:
         """
         Args:
             source: of the template, all of it.
+            tools: as `rollout.tools`.
             dialect: a name, or `auto`.
             response: the tokenizer's response template, if it has one.
 
@@ -72,7 +85,8 @@ class Template:
             ConfigError: no such dialect, it does not read what the template writes, or (`auto`)
                 none does.
         """
-        self._render, self._source = render, source
+        self._render = with_prompted_tools(render) if tools == "prompt" else render
+        self._source = source
         self._arguments_as_text = self._reasoning_or_text = False
         self.dialect, self.note = self._choose(dialect, response)
         self._reasoning_key = self._find_reasoning_key()
@@ -83,6 +97,21 @@ class Template:
             for message in messages
         ]
         return self._render(written, tools, generation_prompt)
+
+    @functools.cached_property
+    def hides_tools(self) -> bool:
+        """Whether nothing of a tool that is offered stands in a prompt."""
+        from jinja2.exceptions import TemplateError
+
+        asked: Message = {"role": "user", "content": "x"}
+        system: Message = {"role": "system", "content": "y"}
+        for messages in ([asked], [system, asked]):
+            try:
+                if NAME in self._render([*messages], [TOOL], True):
+                    return False
+            except (TemplateError, TypeError):
+                continue
+        return True
 
     def _for_template(self, message: Message) -> dict[str, Any]:
         wanted: dict[str, Any] = {**message}
@@ -208,7 +237,9 @@ class Template:
         return None
 
 
-def read_template(model_path: str, render_kwargs: dict[str, JSON], dialect: str) -> Template | None:
+def read_template(
+    model_path: str, render_kwargs: dict[str, JSON], dialect: str, tools: str = "template"
+) -> Template | None:
     """The chat template of a model's directory, without its tokenizer, which loads torch.
 
     Returns:
@@ -247,7 +278,8 @@ def read_template(model_path: str, render_kwargs: dict[str, JSON], dialect: str)
         return rendered[0]
 
     response = config.get("response_template")
-    return Template(render, str(kwargs["chat_template"]), dialect=dialect, response=response)
+    source = str(kwargs["chat_template"])
+    return Template(render, source, dialect=dialect, response=response, tools=tools)
 
 
 def _reads(dialect: Dialect, written: str, arguments: dict[str, JSON]) -> bool:
