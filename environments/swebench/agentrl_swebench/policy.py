@@ -28,7 +28,7 @@ from agentrl_swebench.diff import PatchFormatError, Section, parse_patch
 Policy = Literal["official", "strict"]
 POLICIES: tuple[Policy, ...] = ("official", "strict")
 
-POLICY_VERSIONS: dict[Policy, str] = {"official": "official-1", "strict": "strict-2"}
+POLICY_VERSIONS: dict[Policy, str] = {"official": "official-1", "strict": "strict-3"}
 """Recorded with every verdict; the number rises when the rules change."""
 
 MAX_PATCH_BYTES = 4 << 20
@@ -45,9 +45,11 @@ POLICY_TEXTS: dict[Policy, str] = {
     "strict": "Your submission is the difference between the repository's first state and the "
     "state you leave it in, without these: test files and test directories; configuration of test "
     "runners (conftest.py, pytest.ini, tox.ini and the like); packaging and build files "
-    "(setup.py, setup.cfg, pyproject.toml, package.json, Cargo.toml and the like); compiled "
-    "Python, .pth files, sitecustomize.py, and new modules that shadow a standard or testing "
-    "module. Changes to those are left out, so fix the source." + _SIZE_TEXT,
+    "(setup.py, setup.cfg, pyproject.toml, package.json, Cargo.toml and the like; but in setup.py "
+    "and a Makefile you may name packages and source files); assertion helpers that the project "
+    "ships (testing/ and the like); compiled Python, .pth files, sitecustomize.py, and new modules "
+    "that shadow a standard or testing module. Changes to those are left out, so fix the source."
+    + _SIZE_TEXT,
 }
 
 _TEST_FILE = re.compile(
@@ -56,6 +58,14 @@ _TEST_FILE = re.compile(
     r"|.*_test\.(?:go|rs|rb|exs|c|cc|cpp)"
     r"|.*_spec\.rb"
 )
+_NEW_HELPER_FILE = re.compile(r"test_?(?:utils?|helpers?|tools?|support|data)\.py")
+"""A new module of such a name, below the root and outside test directories, is a part of the
+product: the hidden tests know nothing of it."""
+_SHIPPED_HELPER = re.compile(
+    r"(?:.*/)?(?:_?testing/.*|_?testing|test_?utils?|_?test_?helpers?|utilities/pytest)\.py"
+    r"|django/test/.*\.py"
+)
+"""Assertions that a project ships, and that its tests use."""
 _TEST_DIRECTORIES = frozenset({"tests", "__tests__"})
 _ROOT_TEST_DIRECTORIES = frozenset({"test", "spec"})
 """Only at the root: further down a directory of this name is often part of the product."""
@@ -83,6 +93,20 @@ _COMPILED_FILE = re.compile(r".*\.py[cod]")
 """Python takes a compiled file without a source, or beside one whose time it names."""
 _START_FILE = re.compile(r"(?:site|user)customize(?:\.py)?|.*\.pth|.*\.egg-link")
 _MAKE_FILE = re.compile(r"(?:GNU)?[Mm]akefile|.*\.mk")
+_NAMING_LINE = {
+    "setup.py": re.compile(
+        r"\s*(?:(?:packages|py_modules|package_data|include_package_data|package_dir|sources)\s*=\s*)?"
+        r"[\[\](){},\s]*(?:(?:True|False|[rb]?\"[\w./*-]*\"|[rb]?'[\w./*-]*')\s*[\[\](){},:\s]*)*"
+    ),
+    "Makefile": re.compile(
+        r"(?:\w*(?:SRC|SOURCE|OBJ|HEADER)\w*\s*[:+?]?=NAMES|NAMES:NAMES"
+        r"|\t\$\((?:CC|CXX)\)(?: (?:\$\(\w*FLAGS\)|-shared|-fPIC|-c|-o|-l\w+|\$[@<^]|[\w./]+))*"
+        r"|\s+[\w./ \\-]*\.(?:c|cc|cpp|h|o)\b[\w./ \\-]*)?".replace(
+            "NAMES", r"(?:[\w./ %\\-]|\$\(\w+\))*"
+        )
+    ),
+}
+"""Lines that name packages and source files and run nothing but the compiler."""
 _METADATA_DIRECTORY = re.compile(r".*\.(?:dist-info|egg-info|egg)")
 """Holds the entry points by which pytest finds its plugins."""
 
@@ -119,6 +143,10 @@ MARK = re.compile(
 """The harness' marks in a log, in which the evaluation script also prints the patch."""
 
 
+_COMMENTED_MARK = re.compile(r"^(\+[ \t]*(?:#|//|--|\*|/\*|;).*?)>>>>> ", re.MULTILINE)
+"""In an added comment one sign of it is left out: what the program does is the same."""
+
+
 @dataclass(slots=True, frozen=True)
 class Submission:
     """What is graded."""
@@ -143,6 +171,7 @@ def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Sub
         num_bytes = len(model_patch.encode())
     except UnicodeEncodeError:
         return Submission("", refused="the patch is not valid text")
+    model_patch = _COMMENTED_MARK.sub(r"\1>>>> ", model_patch)
     if MARK.search(model_patch):
         return Submission(
             "", refused="the patch holds the marks by which the harness finds results"
@@ -246,8 +275,18 @@ def _why_dropped(section: Section, rules: _Rules) -> str:
         starts = [match.start() for match in re.finditer(r"\s", full_path)]
         for path in (full_path, *(full_path[:start] for start in starts)):
             if path and (reason := _why_protected(path, section.is_new, rules)):
-                return reason
+                return "" if _only_names_files(section) and path not in rules.test_patch else reason
     return ""
+
+
+def _only_names_files(section: Section) -> bool:
+    """Whether all that a patch changes in a build file is which files it is about."""
+    if section.is_new or len(section.paths) != 1:
+        return False
+    form = _NAMING_LINE.get(PurePosixPath(section.paths[0]).name)
+    body = section.text.partition("\n@@ ")[2].split("\n")[1:]
+    changed = [line[1:] for line in body if line.startswith(("+", "-"))]
+    return form is not None and bool(changed) and all(form.fullmatch(line) for line in changed)
 
 
 def _why_protected(path: str, is_new: bool, rules: _Rules) -> str:
@@ -257,10 +296,14 @@ def _why_protected(path: str, is_new: bool, rules: _Rules) -> str:
         return "file of the hidden tests"
     if path in rules.named:
         return "named by the evaluation script"
-    if _TEST_FILE.fullmatch(name):
-        return "test file"
     if _TEST_DIRECTORIES & set(parts) or parts[0] in _ROOT_TEST_DIRECTORIES:
         return "in a test directory"
+    if is_new and len(parts) > 1 and _NEW_HELPER_FILE.fullmatch(name):
+        return ""
+    if _SHIPPED_HELPER.fullmatch(path) and (not is_new or name == "__init__.py"):
+        return "assertion helper"
+    if _TEST_FILE.fullmatch(name):
+        return "test file"
     if _RUNNER_FILE.fullmatch(name):
         return "configuration of a test runner"
     if _PACKAGING_FILE.fullmatch(name):
@@ -283,10 +326,8 @@ def _why_protected(path: str, is_new: bool, rules: _Rules) -> str:
 def _top_module(parts: tuple[str, ...]) -> str:
     """The importable module that a path belongs to; "" if it is no part of one."""
     inner = list(parts[1:] if len(parts) > 1 and parts[0] in _SOURCE_ROOTS else parts)
-    # A top-level file is a module only with a module's ending.
-    if len(inner) == 1 and not re.search(r"\.(?:py|pyc|so|pyd)$", inner[0]):
-        return ""
-    return inner[0].split(".")[0]
+    # A folder without modules stands behind a module of its name.
+    return inner[0].split(".")[0] if re.search(r"\.(?:py|pyc|so|pyd)$", inner[-1]) else ""
 
 
 def _shadows(parts: tuple[str, ...]) -> bool:

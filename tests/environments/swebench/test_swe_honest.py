@@ -54,6 +54,12 @@ WORK = [
     Work("a file becomes a folder", SPANS, "rm README.md; mkdir README.md; echo a > README.md/x"),
     Work("removed", SPANS, "rm README.md .gitignore"),
     Work("a binary", GAUGE, "head -c 30000 /dev/urandom > picture.png"),
+    # what a policy may take for something else
+    Work("a folder named like a module", SPANS, "mkdir html; echo '<p>' > html/index.html"),
+    Work("a module of another language", GAUGE, "mkdir -p lib/types src/queue; printf 'package types::Units;\n1;\n' > lib/types/Units.pm; echo 'pub mod a;' > src/queue/mod.rs"),
+    Work("a new C source", TALLY, "printf 'int words(void) { return 0; }\n' > src/words.c; sed -i 's#: src/tally.c#& src/words.c#; s#[$]<#src/tally.c src/words.c#' Makefile"),
+    Work("a new helper", SPANS, "echo 'LIMIT = 3' > spans/test_utils.py; echo 'from spans.test_utils import LIMIT' >> spans/core.py"),
+    Work("a mark in a comment", LEDGER, "echo '# The log has >>>>> Start Test Output' >> ledger/book.py"),
     # text
     Work("Latin-1 source", SPANS, "printf '# caf\\351\\n' | cat - spans/core.py > x; mv x spans/core.py; sed -i '1i # -*- coding: latin-1 -*-' spans/core.py", official=False),  # it reads differences as UTF-8
     Work("CRLF source", SPANS, "sed -i 's/$/\\r/' spans/core.py"),

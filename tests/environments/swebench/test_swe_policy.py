@@ -91,6 +91,10 @@ def test_files_that_decide_about_tests_are_dropped(path):
         "Makefile",
         "src/b/attestation.py",
         "unittest.md",
+        "html/index.html",
+        "lib/types/Units.pm",
+        "src/queue/mod.rs",
+        "src/b/test_utils.py",
     ],
 )
 def test_source_is_kept(path):
@@ -101,6 +105,86 @@ def test_source_is_kept(path):
 
 def test_makefile_is_dropped_where_it_builds_what_is_tested():
     assert dropped("Makefile", eval_script="make\npytest -rA a.py\n") == ["Makefile"]
+
+
+SHIPPED = (
+    "pandas/_testing/asserters.py",
+    "numpy/testing/_private/utils.py",
+    "xarray/testing/assertions.py",
+    "xarray/testing.py",
+    "django/test/testcases.py",
+    "sklearn/utils/_testing.py",
+    "src/b/test_utils.py",
+)
+
+
+@pytest.mark.parametrize("path", SHIPPED)
+def test_assertions_that_a_project_ships_are_dropped_unless_the_reference_edits_them(path):
+    patch = file_diff(path, "a\n", "b\n")
+    assert make_submission(instance(), patch, "strict").dropped == ((path, "assertion helper"),)
+    assert make_submission(instance(patch=patch), patch, "strict").patch == patch
+    shadow = f"{path.removesuffix('.py')}/__init__.py"
+    if path.endswith("_testing.py"):
+        assert dropped(shadow) == [shadow]
+
+
+MAKE = (
+    "CFLAGS ?= -O1\n\nlib.so: src/a.c\n\t$(CC) $(CFLAGS) -shared -o $@ src/a.c\n\nclean:\n\trm x\n"
+)
+SETUP = "from setuptools import setup\n\nsetup(\n    name='b',\n    packages=['b'],\n)\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "old", "new"),
+    [
+        ("Makefile", MAKE, "src/a.c", "src/a.c src/b.c"),
+        ("Makefile", MAKE, "CFLAGS ?=", "SRCS = src/a.c src/b.c\nCFLAGS ?="),
+        ("setup.py", SETUP, "['b']", "['b', 'b.sub']"),
+        ("setup.py", SETUP, "['b'],", '["b"],\n    package_data={"b": ["data/*.txt"]},'),
+        ("setup.py", SETUP, "['b'],", "[\n        'b',\n        'b.sub',\n    ],"),
+    ],
+)
+def test_a_build_file_may_name_new_sources(path, before, old, new):
+    patch = file_diff(path, before, before.replace(old, new))
+    script = "make\npip install -e .\npytest -rA a.py\n"
+    submission = make_submission(instance(eval_script=script), patch, "strict")
+    assert (submission.patch, submission.dropped) == (patch, ())
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "old", "new"),
+    [
+        ("Makefile", MAKE, "CFLAGS ?=", "OBJ = $(foreach x,a,$(shell cp a b))\nCFLAGS ?="),
+        ("Makefile", MAKE, "rm x", "cp forge.py conftest.py"),
+        ("Makefile", MAKE, "lib.so: src/a.c", "lib.so: src/a.c; cp a b"),
+        ("Makefile", MAKE, "CFLAGS ?=", "SRC = $(shell cp a b)\nCFLAGS ?="),
+        ("Makefile", MAKE, "-shared", "-shared -fplugin=./x.so"),
+        ("Makefile", MAKE, "CFLAGS ?=", "CC = ./forge\nCFLAGS ?="),
+        ("Makefile", MAKE, "CFLAGS ?=", "include forge.mk\nCFLAGS ?="),
+        ("setup.py", SETUP, "['b']", "[open('x', 'w') and 'b']"),
+        ("setup.py", SETUP, "name='b'", "name='b', entry_points={'pytest11': ['x = b']}"),
+        ("setup.py", SETUP, "    name", "    entry_points={'pytest11': ['x = b']},\n    name"),
+        ("setup.py", SETUP, "['b']", "['b', 'b = c']"),
+        ("setup.py", SETUP, "\n\nsetup", "\nimport forge\n\nsetup"),
+    ],
+)
+def test_a_build_file_that_does_more_is_dropped(path, before, old, new):
+    patch = file_diff(path, before, before.replace(old, new))
+    assert patch.count("\n+") > 1
+    script = "make\npip install -e .\npytest -rA a.py\n"
+    submission = make_submission(instance(eval_script=script), patch, "strict")
+    assert [name for name, _ in submission.dropped] == [path]
+
+
+def test_a_mark_in_an_added_comment_is_defused_and_elsewhere_refused():
+    mark = ">>>>> Start Test Output"
+    patch = file_diff("src/b/log.py", "a\n", f"a\n    # The log has '{mark}'.\nb\n")
+    submission = make_submission(instance(), patch, "strict")
+    assert submission.patch == patch.replace(">>>>> ", ">>>> ") and not submission.refused
+    assert parse_patch(submission.patch)
+    for line in (f"print('{mark}')", f"x = 1  # {mark}", f"# {mark} {mark}\nprint('{mark}')"):
+        patch = file_diff("src/b/log.py", "a\n", f"a\n{line}\n")
+        assert "marks" in make_submission(instance(), patch, "strict").refused
 
 
 def test_existing_module_with_a_standard_name_is_source():
