@@ -276,7 +276,7 @@ def drawn_for(instance=INSTANCE, files=FILES, *, copies=True, number=2):
     variants = {}
     for where in dict.fromkeys(tests.place.values()):
         edits = draw_edits(files.after[where[0]], tests.functions[where], random.Random(1), number)
-        variants[where] = [(edit,) for edit in edits] + ([tuple(edits)] if number > 1 else [])
+        variants[where] = edits
     return tests, Drawn(variants, copies, frozenset(instance.pass_to_pass))
 
 
@@ -338,6 +338,24 @@ def test_of_many_tests_a_random_part_is_altered_in_its_place():
         assert control.must_fail | control.must_pass == set(names)
         parts.add(control.must_fail)
     assert len(parts) > 8
+
+
+def test_every_one_of_many_tests_has_an_altered_form():
+    """Who forges but one of them must meet it."""
+    names = tuple(f"tests/test_m.py::test_{k}" for k in range(8))
+    patch = git_diff({}, {"tests/test_m.py": MANY})
+    instance = dataclasses.replace(
+        INSTANCE,
+        fail_to_pass=names,
+        test_patch=patch,
+        eval_script=INSTANCE.eval_script.replace(PATCH, patch),
+    )
+    control = control_of(instance, Files({}, {"tests/test_m.py": MANY}))
+    assert len(control.must_fail) == len(control.must_pass) == 8
+    for k in range(8):
+        forms = rf"tests/test_m\.py::test_{k}(_\d+)?"
+        for tests in (control.must_fail, control.must_pass):
+            assert sum(bool(re.fullmatch(forms, each)) for each in tests) == 1
 
 
 def test_where_the_script_has_no_patch_the_control_brings_one():
@@ -549,9 +567,7 @@ def test_mutants_that_the_reference_passes_are_not_used():
     tests = locate_tests(INSTANCE, FILES)
     assert asyncio.run(draw(INSTANCE, FILES, tests, only_here)) is None  # there is but one test
     drawn = asyncio.run(draw(INSTANCE, FILES, tests, lenient))
-    for (edits,) in [drawn.variants.values()]:
-        for variant in edits:
-            assert any(edit.text.isdigit() and edit.text != "3" for edit in variant)
+    assert drawn.copies and [edit.text != "3" for (edit,) in drawn.edits.values()] == [True]
 
     async def disturbed(of, patch):
         return seen(ended="crashed", report=None)
