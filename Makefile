@@ -11,8 +11,7 @@ RUN ?= examples/quickstart/run.toml
 # vLLM pins its own torch, so it has an environment of its own; agentrl speaks HTTP to it.
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
-# TRL, OpenEnv, verifiers and SWE-bench 4 bring much that agentrl does not need, and not the same
-# of it.
+# TRL, OpenEnv and SWE-bench 4 bring much that agentrl does not need, and not the same of it.
 ADAPTERS_VENV ?= .venv-adapters
 # Frameworks for agents, each with many packages of its own.
 AGENTS_VENV ?= .venv-agents
@@ -111,7 +110,6 @@ test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	tests="$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters"; \
 	$$tests || { $(RETRY); $$tests --last-failed; }
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
-	$(ADAPTERS_VENV)/verifiers/bin/python -m pytest tests/environments/adapters/test_adapter_verifiers.py
 	AGENTRL_SWEBENCH4_PYTHON=$(abspath $(ADAPTERS_VENV))/swebench4/bin/python \
 		$(BIN)/pytest tests/environments/swebench/test_swe_dataset.py -k old_rows
 
@@ -200,14 +198,12 @@ $(VLLM_VENV)/.vllm:
 $(ADAPTERS_VENV)/.adapters: pyproject.toml
 	@echo "making $(ADAPTERS_VENV) and installing the packages that agentrl adapts"
 	@mkdir -p $(ADAPTERS_VENV)
-	@$(PYTHON) -m venv $(ADAPTERS_VENV) && $(PYTHON) -m venv $(ADAPTERS_VENV)/verifiers
+	@$(PYTHON) -m venv $(ADAPTERS_VENV)
 	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
 		$(ADAPTERS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
-	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[gymnasium,reasoning-gym]' \
+	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[gymnasium,reasoning-gym,mcp]' \
 		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
-	@$(ADAPTERS_VENV)/verifiers/bin/python -m pip install --quiet --editable '.[verifiers]' \
-		'verifiers[ta]' $(ADAPTERS_TESTS)
 	@$(PYTHON) -m venv $(ADAPTERS_VENV)/swebench4
 	@$(ADAPTERS_VENV)/swebench4/bin/python -m pip install --quiet swebench==4.1.0
 	@touch $@

@@ -6,12 +6,12 @@ cd "$(dirname "$0")/.."
 kept=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${PYTHON:-python3}
 torch=${TORCH_VERSION:-2.13.0}
-# [all] is installed below; the tests run in [dev], and those of the adapters in [verifiers].
+# [all] is installed below; the tests run in [dev].
 extras=$("$python" -c '
 import tomllib
 extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
 installed = extras["all"][0].partition("[")[2].rstrip("]").split(",")
-print(*(set(extras) - {"all", "dev", "verifiers", *installed}))')
+print(*(set(extras) - {"all", "dev", *installed}))')
 
 echo "== the wheel"
 rm -rf build/dist

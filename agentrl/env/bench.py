@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.env.check.subject import STEP_TIMEOUT_S, Subject, load_subject
+from agentrl.env.check.subject import Subject, load_subject
 from agentrl.env.client import EnvClient, connect
 from agentrl.env.protocol import TOKEN_VARIABLE, TaskSpec
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action
 
+STEP_TIMEOUT_S = 60.0
 NUM_TASKS = 16
 """Different tasks that are played, again and again."""
 

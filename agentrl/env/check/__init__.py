@@ -45,8 +45,12 @@ __all__ = [
 
 TIMEOUT_S = 120.0
 """A check that takes longer than this has failed; with `thorough`, ten times as long."""
+HUNG = "did not finish"
 STOP_S = 5.0
 """How long a check that is told to stop is waited for."""
+
+_WITHOUT_EPISODES = ("tasks", "tools", "container")
+"""Checks that go on where an episode hangs."""
 
 CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "tasks": check_tasks,
@@ -104,7 +108,7 @@ def timeout_of(thorough: bool) -> float:
 
 def hung(name: str, seconds: float) -> CheckResult:
     """The result of a check that did not end."""
-    detail = f"did not finish within {seconds:g} s"
+    detail = f"{HUNG} within {seconds:.0f} s"
     remedy = "find the call that hangs with `agentrl env play`, and give it a deadline"
     return CheckResult(name, asserts(name), "fail", detail, remedy, seconds, detail)
 
@@ -129,6 +133,9 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
     status: Literal["pass", "fail", "skip"] = "pass"
     remedy, cause = "", ""
     timeout_s = timeout_of(subject.thorough)
+    if subject.hangs and name not in _WITHOUT_EPISODES:
+        detail = "a reset or step of this environment hangs, so that no other episode was played"
+        return CheckResult(name, asserts(name), "skip", detail, "", 0.0)
     check = asyncio.ensure_future(CHECKS[name](subject))
     await asyncio.wait({check}, timeout=timeout_s)
     if not check.done():

@@ -3,9 +3,13 @@ secret."""
 
 from __future__ import annotations
 
+import base64
+import codecs
 import dataclasses
 import json
+import re
 from typing import Any
+from urllib.parse import quote
 
 from agentrl.env.check.episodes import NO_OP, UNKNOWN_TOOL
 from agentrl.env.check.subject import MAX_TURNS, CheckFailed, CheckSkipped, Event, Subject
@@ -55,19 +59,63 @@ async def _look_for_reference(
     needles = _needles(task.reference, task.prompt)
     if not needles:
         return 0
+    written = {needle: _ways_to_write(needle) for needle in needles}
+    is_canary = task.reference == _canary(task.reference)  # which no text holds by chance
     num_texts = 0
     for actions in tries:
         own_words = [said(action) for action in actions]
         for event in await subject.play(transport, TaskSpec(inline=task), seed, actions):
             num_texts += 1
-            shown = event.get("detail") or json.dumps(event["observation"], ensure_ascii=False)
+            shown = event.get("detail") or json.dumps(
+                [event["observation"], event.get("tools")], ensure_ascii=False
+            )
             for needle in needles:
-                if needle in shown and not any(needle in each for each in own_words):
-                    raise CheckFailed(
-                        f"{place(spec)}: the reference {short(needle)} stands in {short(shown)}",
-                        "leave the reference out of prompts, observations and error messages",
-                    )
+                if any(needle in each for each in own_words):
+                    continue
+                for how, ways in written[needle].items():
+                    text = _plain(shown) if is_canary and how == "" else shown
+                    if any(way in text for way in ways):
+                        raise CheckFailed(
+                            f"{place(spec)}: the reference {short(needle)} stands{how} in "
+                            f"{_around(shown, ways)}",
+                            "leave the reference out of prompts, observations, tool "
+                            "specifications and error messages, in whatever form",
+                        )
     return num_texts
+
+
+def _plain(text: str) -> str:
+    """The text without case, blanks and separators."""
+    return re.sub(r"[\s,_*`|]", "", text).casefold()
+
+
+def _around(text: str, ways: list[str]) -> str:
+    """The place in a text where one of the ways stands, for the report."""
+    at = max((text.find(way) for way in ways), default=-1)
+    return short(text[max(at - 60, 0) :])
+
+
+def _ways_to_write(needle: str) -> dict[str, list[str]]:
+    """Texts that give a reference away, by how they stand for it."""
+    data = needle.encode()
+    rot13 = codecs.encode(needle, "rot13")
+    # Where other bytes come before it, base64 writes it in one of three ways; their ends differ.
+    padded = [base64.b64encode(b"x" * n + data).decode()[(0, 2, 3)[n] :] for n in range(3)]
+    encoded = [each.rstrip("=")[:-1] for each in padded]
+    return {
+        "": [needle, _plain(needle)],
+        " as base64": encoded + [each.replace("+", "-").replace("/", "_") for each in encoded],
+        " as hexadecimal digits": [data.hex(), data.hex().upper()],
+        " reversed": [needle[::-1]],
+        " as rot13": [rot13] if rot13 != needle else [],
+        " as escapes": ["".join(f"&#{ord(c)};" for c in needle), *_percent(needle)],
+        " as character codes": [", ".join(str(ord(c)) for c in needle)],
+    }
+
+
+def _percent(needle: str) -> list[str]:
+    quoted = quote(needle, safe="")
+    return [quoted] if quoted != needle else []
 
 
 def _fails(events: list[Event]) -> bool:
@@ -128,9 +176,10 @@ async def check_oracle(subject: Subject) -> str:
                     f"{place(spec)}: an agent that says nothing scores {nothing:g}",
                     "a grader must not take silence for an answer",
                 )
+            answer = _answer(task.reference, actions)
             scores = {
                 wrong: (await _score(subject, transport, spec, seed, guess))[0]
-                for wrong, guess in _wrong_guesses(task.reference, actions).items()
+                for wrong, guess in _guesses(_wrong(answer), answer, actions).items()
             }
             if scores and min(scores.values()) >= 1.0 - 1e-6:
                 raise CheckFailed(
@@ -139,24 +188,123 @@ async def check_oracle(subject: Subject) -> str:
                 )
             num_gold += 1
             num_wrong += len(scores)
+            if not scores or isinstance(task.reference, dict):
+                continue  # what in it is the answer, if it is one, is not certain
+            for flaw, wrong in _lenient(answer).items():
+                guesses = _guesses(wrong, answer, actions)
+                paid = [
+                    (await _score(subject, transport, spec, seed, each))[0]
+                    for each in guesses.values()
+                ]
+                num_wrong += len(paid)
+                if len(paid) == len(wrong) and min(paid) >= 1.0 - 1e-6:
+                    raise CheckFailed(
+                        f"{place(spec)}: {flaw}: {' and '.join(map(short, wrong))} score 1 as well "
+                        f"as {short(answer)}",
+                        "compare the whole answer with task.reference",
+                    )
     if not num_gold:
         raise CheckSkipped("the environment has no oracle(self) that returns the right actions")
     return f"{num_gold} tasks' gold answers, as many empty ones and {num_wrong} wrong ones"
 
 
-def _wrong_guesses(reference: JSON, gold: list[Action]) -> dict[str, list[Action]]:
-    """The oracle's actions with wrong answers in place of the reference, where they hold it."""
-    if isinstance(reference, bool) or not isinstance(reference, str | int | float):
-        return {}
-    text = str(reference)
+def _answer(reference: JSON, gold: list[Action]) -> str:
+    """The part of the reference that the oracle says: the longest that its actions hold, or else an
+    empty text."""
+    if isinstance(reference, dict):
+        found = [_answer(each, gold) for each in reference.values()]
+    elif isinstance(reference, list):
+        found = [_answer(each, gold) for each in reference]
+    elif isinstance(reference, bool) or reference is None:
+        found = []
+    else:
+        text = str(reference)
+        found = [text] if _guesses([_OTHER, "7", "8"], text, gold) else []
+    return max(found, key=len, default="")
+
+
+_OTHER = "qzx"
+"""A wrong answer."""
+
+
+def _number(text: str) -> float | None:
     try:
-        number = float(text.replace(",", ""))
-        wrong = [f"{number * 3 + 17:g}", f"{-number - 5:g}", "0" if number else "1"]
+        return float(text.replace(",", ""))
     except ValueError:
-        wrong = [f"not {text[::-1]} at all", "qzx", "8675309"]
+        return None
+
+
+def _wrong(answer: str) -> list[str]:
+    """Answers that are as wrong as can be."""
+    number = _number(answer)
+    if number is None:
+        return [f"not {answer[::-1]} at all", _OTHER, "8675309"]
+    return [f"{number * 3 + 17:g}", f"{-number - 5:g}", "0" if number else "1"]
+
+
+def _lenient(answer: str) -> dict[str, list[str]]:
+    """Wrong answers that a grader takes which compares only a part, by what is wrong with it. It
+    has to take all of a list."""
+    number = _number(answer)
+    whole = re.fullmatch(r"-?[1-9][0-9]*", answer) is not None
+    if number is not None and not whole:
+        return {}  # a tolerance takes others as well
+    others = [f"{int(answer) * 3 + 17}", f"{-int(answer) - 5}"] if whole else [_OTHER, "blorp"]
+    # Whoever reads the first of several answers, or the last, takes one of the two.
+    either = {
+        "an answer among others is taken": [
+            f"{answer} or {others[0]} or {others[1]}",
+            f"{others[0]} or {others[1]} or {answer}",
+        ]
+    }
+    if whole:
+        return either | {
+            "a longer number is taken": [f"{answer}7", f"{answer}70"],
+            "the sign does not matter": [f"{-int(answer)}"],
+            **(
+                {"the order of the digits does not matter": [_rotated(answer)]}
+                if abs(int(answer)) > 9 and len(set(answer)) > 1
+                else {}
+            ),
+        }
+    if len(answer) < 4 or re.match(r"(?i)\(?[a-z0-9][.):]", answer):
+        return either  # a choice may be given by its letter
+    half = len(answer) // 2 - (answer[len(answer) // 2 - 1].isspace())
+    flaws = {
+        "a part of the answer is taken": [answer[half], answer[half - 1 : half + 1]],
+        "the beginning of the answer is taken": [answer[:half]],
+        "only the beginning is compared": [answer[:half] + _OTHER, answer[:half] + "8675309"],
+        "only the end is compared": [_OTHER + answer[half:], "8675309" + answer[half:]],
+        "what follows the answer does not matter": [f"{answer}{_OTHER}", f"{answer}8675309"],
+        "any answer of this length is taken": [_shifted(answer)],
+    }
+    if answer.isalnum() and len(set(answer)) > 1:
+        flaws["the order of the letters does not matter"] = [_rotated(answer)]
+    return either | flaws
+
+
+def _shifted(text: str) -> str:
+    """Another text of the same length and kind."""
+    return "".join(
+        chr(ord(c) + 1)
+        if c in "abcdefghijklmnopqrstuvwxyABCDEFGHIJKLMNOPQRSTUVWXY012345678"
+        else {"z": "a", "Z": "A", "9": "0"}.get(c, c)
+        for c in text
+    )
+
+
+def _rotated(text: str) -> str:
+    """The same characters in another order."""
+    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
+    turns = (digits[n:] + digits[:n] for n in range(1, len(digits)))
+    return sign + next((each for each in turns if each != digits and each[0] != "0"), digits + "1")
+
+
+def _guesses(wrong: list[str], answer: str, gold: list[Action]) -> dict[str, list[Action]]:
+    """The oracle's actions with wrong answers in place of the right one, where they hold it."""
     guesses = {}
-    for each in wrong:
-        actions = [_replaced(action, text, each) for action in gold]
+    for each in wrong if answer else []:
+        actions = [_replaced(action, answer, each) for action in gold]
         if actions != gold:
             guesses[each] = actions
     return guesses
@@ -173,8 +321,11 @@ def _replaced(action: Action, old: str, new: str) -> Action:
 def _swap(value: JSON, old: str, new: str) -> JSON:
     if isinstance(value, str):
         return value.replace(old, new)
+    if isinstance(value, list):
+        return [_swap(each, old, new) for each in value]
     if isinstance(value, int | float) and not isinstance(value, bool) and str(value) == old:
-        return type(value)(float(new))
+        number = _number(new)
+        return value if number is None else type(value)(number)
     return value
 
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 from agentrl.env.base import Environment
+from agentrl.env.check.fresh import FreshRun
 from agentrl.env.check.sampling import rare_calls, sample_calls
 from agentrl.env.check.subject import (
     CLOSE_TIMEOUT_S,
@@ -18,8 +19,8 @@ from agentrl.env.check.subject import (
     CheckSkipped,
     Event,
     Subject,
+    first_event,
     is_over,
-    step_event,
 )
 from agentrl.env.check.words import describe, difference, place, short, which_check
 from agentrl.env.episode import start_episode, take_turn
@@ -51,9 +52,10 @@ async def check_close(subject: Subject) -> str:
     ):
         instance = subject.instance()
         try:
-            await start_episode(instance, await subject.task(spec), 0)
+            await subject.limit(start_episode(instance, await subject.task(spec), 0), "reset")
             for action in played:
-                await take_turn(instance, action, last=action is actions[-1])
+                turn = take_turn(instance, action, last=action is actions[-1])
+                await subject.limit(turn, "step")
         except EnvError:
             pass  # whatever happened, it is closed
         closing = asyncio.ensure_future(instance.call(instance.close))
@@ -208,7 +210,8 @@ async def check_info(subject: Subject) -> str:
 
 
 async def check_determinism(subject: Subject) -> str:
-    """The same task and seed give the same first prompt: alone, and beside other sessions."""
+    """The same task and seed give the same first prompt: alone, beside other sessions, and in
+    another process, where the tasks are the same as well."""
     seeds = range(8 if subject.thorough else 3)
     cases = [(spec, seed) for spec in subject.specs(3) for seed in seeds]
     cases = cases[: subject.info.max_sessions]
@@ -236,7 +239,24 @@ async def check_determinism(subject: Subject) -> str:
                     f"time with {short(now)}",
                     "draw from self.rng, which follows from the seed, and from nothing else",
                 )
+    runs = await subject.fresh()
+    if runs is not None:
+        _compare_processes(*runs)
     return f"{len(cases)} pairs of task and seed, three times each"
+
+
+def _compare_processes(one: FreshRun, other: FreshRun) -> None:
+    """Fail where tasks, or the beginnings of episodes, differ from process to process."""
+    pairs = [(f"task {name}", task, other.tasks[name]) for name, task in one.tasks.items()]
+    for number, (before, now) in enumerate(zip(one.first, other.first, strict=True)):
+        pairs.append((f"the first prompt of episode {number}", before[0], now[0]))
+    for what, before, now in pairs:
+        if before != now:
+            raise CheckFailed(
+                f"{what} is {short(before)} in one process and {short(now)} in another",
+                "do not use hash() of a text, the order of a set or a generator without a seed: "
+                'random.Random(f"{split}/{index}"), zlib.crc32 and sorted() are the same in all',
+            )
 
 
 async def check_isolation(subject: Subject) -> str:
@@ -255,6 +275,7 @@ async def check_isolation(subject: Subject) -> str:
             seen = difference(alone[0], again)
             if changed := await _shared_state_that_changes(subject):
                 raise CheckFailed(f"{changed[0]}; {seen}", changed[1], cause=changed[0])
+            await _check_fresh(subject)
             raise CheckSkipped(
                 f"an episode that is played twice goes differently ({seen}), and nothing that its "
                 "sessions share has changed: others' influence cannot be told from chance"
@@ -267,7 +288,29 @@ async def check_isolation(subject: Subject) -> str:
                 f"{difference(before, now)}",
                 _KEEP_ON_SELF,
             )
+    await _check_fresh(subject)
     return f"{count} sessions, {sum(map(len, together)) - count} turns"
+
+
+async def _check_fresh(subject: Subject) -> None:
+    """Fail where an episode goes otherwise once others have been played, though it goes the same
+    whenever it is the first of its process."""
+    runs = await subject.fresh()
+    if runs is None:
+        return
+    one, other = runs
+    if one.first[0] == other.first[0] and one.again != one.first[0]:
+        raise CheckFailed(
+            "an episode that goes the same in every fresh process goes otherwise after other "
+            f"episodes: {difference(one.first[0], one.again)}",
+            _KEEP_ON_SELF + ", nor in a connection, an iterator or a closure that they hold",
+        )
+    if one.files and one.again != one.first[0]:
+        raise CheckFailed(
+            f"an episode writes {short(one.files[0])}, which another one reads, and goes otherwise "
+            f"the second time: {difference(one.first[0], one.again)}",
+            "give each episode a file of its own, made in reset and removed in close",
+        )
 
 
 _KEEP_ON_SELF = (
@@ -280,14 +323,14 @@ async def _play_together(
 ) -> list[list[Event]]:
     """The episodes of all cases, in sessions that are open at the same time, turn by turn."""
     opened = await asyncio.gather(*(subject.open(transport, spec, seed) for spec, seed in cases))
-    together: list[list[Event]] = [[{"observation": each.observation}] for each in opened]
+    together: list[list[Event]] = [[first_event(each)] for each in opened]
 
     async def turn(position: int, number: int) -> None:
         events, actions = together[position], moves[position]
         if number < len(actions) and not is_over(events[-1]):
             last = number + 1 == len(actions)
             session_id = opened[position].id
-            events.append(await step_event(transport, session_id, number, actions[number], last))
+            events.append(await subject.step(transport, session_id, number, actions[number], last))
 
     try:
         for number in range(max(map(len, moves))):

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import math
 import os
+import random
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 from agentrl.env.check.episodes import NO_OP
-from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, step_event
+from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, process_state
 from agentrl.env.check.words import place, short
 from agentrl.env.transport import InProcess, Transport
+from agentrl.errors import EnvError
 
 MAX_BLOCK_S = 0.05
 MAX_GROWTH_BYTES = 4096
@@ -105,14 +109,24 @@ class _Watch(threading.Thread):
 
 
 async def check_globals(subject: Subject) -> str:
-    """Episodes leave the working directory and the environment variables of the process alone."""
+    """Episodes leave alone what belongs to the whole process: the working directory, environment
+    variables, standard output, the seeds of global generators, limits, hooks and settings."""
     if subject.local().isolation == "process":
         raise CheckSkipped("its sessions have processes of their own")
-    folder, variables = subject.folder, subject.variables
+    folder, variables, before = subject.folder, subject.variables, subject.process_state
+    printed = _Printed()
+    # What an import adds, it adds once; what an episode adds comes back.
+    sys.path[:] = subject.search_path
+    warnings.filters[:] = subject.warnings_filters  # type: ignore[index]
     try:
-        async with subject.transport() as transport:
-            for seed, spec in enumerate(subject.specs(3)):
-                await subject.play(transport, spec, seed)
+        with contextlib.redirect_stdout(printed):
+            async with subject.transport() as transport:
+                for seed, spec in enumerate(subject.specs(3)):
+                    await subject.play(transport, spec, seed)
+                    await subject.play(transport, spec, seed, [NO_OP])
+            replaced = sys.stdout is not printed
+        after = process_state()
+        seeded = await _seeded_generator(subject)
         changed = [
             name
             for name in sorted({*variables, *os.environ})
@@ -134,7 +148,67 @@ async def check_globals(subject: Subject) -> str:
             f"an episode changed os.environ: {', '.join(changed)}",
             "pass env= to the processes that you start: other sessions share os.environ",
         )
-    return "the working directory and os.environ as before"
+    for name, value in after.items():
+        if value != before.get(name):
+            raise CheckFailed(
+                f"an episode changed {name} of the process from {short(before.get(name), 60)} to "
+                f"{short(value, 60)}",
+                "leave alone what other sessions and the trainer share; what needs it otherwise is "
+                "a process that the environment starts",
+            )
+    if seeded:
+        raise CheckFailed(
+            f"an episode seeds {seeded}, from which other sessions and the trainer draw as well",
+            "draw from self.rng, which follows from the seed, or make a generator of your own",
+        )
+    if printed.text or replaced:
+        what = f"prints {short(printed.text.strip(), 60)!r}" if printed.text else "replaces"
+        raise CheckFailed(
+            f"an episode {what} on standard output"
+            if printed.text
+            else "an episode replaces sys.stdout",
+            "use the module logging: a server's standard output is read by programs",
+        )
+    return "the working directory, os.environ, output, generators and settings as before"
+
+
+class _Printed(io.TextIOBase):
+    """Stands in for standard output and keeps the beginning of what is printed."""
+
+    text = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        self.text = (self.text + text)[:200]
+        return len(text)
+
+
+async def _seeded_generator(subject: Subject) -> str | None:
+    """The global generator that an episode seeds: where it stands afterwards does not depend on
+    where it stood before."""
+    spec = subject.specs(1)[0]
+    actions = await subject.moves(spec)
+    states: dict[str, list[str]] = {}
+    numpy = sys.modules.get("numpy")
+    saved = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        for start in (1, 2):
+            random.seed(start)
+            if numpy:
+                numpy.random.seed(start)
+            with contextlib.suppress(EnvError):  # for other checks to say
+                await subject.play_direct(spec, actions)
+            states.setdefault("the module random", []).append(repr(random.getstate()))
+            if numpy:
+                state = repr(list(numpy.random.get_state()[1]))
+                states.setdefault("numpy.random", []).append(state)
+    finally:
+        random.setstate(saved[0])
+        if numpy:
+            numpy.random.set_state(saved[1])
+    return next((name for name, (one, other) in states.items() if one == other), None)
 
 
 async def check_leaks(subject: Subject) -> str:
@@ -152,7 +226,7 @@ async def check_leaks(subject: Subject) -> str:
             *(subject.open(transport, spec, seed, lease_s=0.5) for seed in range(count))
         )
         steps = [
-            asyncio.ensure_future(step_event(transport, session.id, 0, action))
+            asyncio.ensure_future(subject.step(transport, session.id, 0, action))
             for session in opened
         ]
         await asyncio.sleep(0)

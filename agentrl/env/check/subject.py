@@ -8,17 +8,30 @@ once; some checks call the author's methods directly.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
+import gc
+import locale
+import logging
 import os
 import random
-from collections.abc import AsyncIterator, Mapping
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, call_method, load_config
+from agentrl.env.check.fresh import FreshRun, run_twice
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.protocol import CreateRequest, EnvInfo, SessionReply, StepReply, TaskSpec
@@ -29,8 +42,12 @@ from agentrl.env.transport import Http, InProcess, Transport
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action, Message, StepResult, Task
 
+T = TypeVar("T")
+
 LEASE_S = 120.0
-STEP_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 15.0
+"""A reset or step that takes longer hangs, unless the class sets `reset_timeout_s` or
+`step_timeout_s`; ten times as long when thorough."""
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 5.0
 """How long `close` may take."""
@@ -50,6 +67,17 @@ class CheckFailed(Exception):
         super().__init__(observed)
         self.remedy = remedy
         self.cause = cause or observed
+
+
+class Hangs(CheckFailed):
+    """A call did not return."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(
+            f"{what} had not returned after {seconds:g} s",
+            "find the call that waits with `agentrl env play`, and give it a deadline; an "
+            "environment that needs as long sets reset_timeout_s or step_timeout_s",
+        )
 
 
 class CheckSkipped(Exception):
@@ -86,14 +114,51 @@ class Subject:
     """The working directory once it was loaded."""
     variables: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     """The environment variables then."""
+    process_state: dict[str, object] = field(default_factory=lambda: process_state())
+    """What else belongs to the whole process, then."""
+    search_path: list[str] = field(default_factory=lambda: list(sys.path))
+    warnings_filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
     close_hangs: bool = False
     """Found by a check; the others do not wait for `close` any more."""
+    hangs: bool = False
+    """A reset or step did not return; no other episode is played."""
+    _fresh: asyncio.Task[tuple[FreshRun, FreshRun] | None] | None = None
     _tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
 
     async def aclose(self) -> None:
         """Free what `load_shared` returned."""
         if self.environment is not None:
             await call_method(default_pool(), self.environment.close_shared, self.shared)
+
+    async def fresh(self) -> tuple[FreshRun, FreshRun] | None:
+        """What two fresh processes see; None where that cannot be known."""
+        if self._fresh is None:
+            self._fresh = asyncio.ensure_future(run_twice(self))
+        return await self._fresh
+
+    def call_timeout_s(self, kind: str) -> float:
+        """How long a `reset` or `step` may take."""
+        name = f"{kind}_timeout_s"
+        of_class = getattr(self.environment or Environment, name)
+        if of_class != getattr(Environment, name):
+            return of_class
+        return CALL_TIMEOUT_S * (10 if self.thorough else 1)
+
+    async def limit(self, awaitable: Awaitable[T], kind: str) -> T:
+        """What a call of the author's code returns.
+
+        Raises:
+            Hangs: it did not return in time.
+        """
+        running = asyncio.ensure_future(awaitable)
+        seconds = self.call_timeout_s(kind)
+        await asyncio.wait({running}, timeout=seconds)
+        if running.done():
+            return running.result()
+        running.cancel()
+        running.add_done_callback(lambda late: late.cancelled() or late.exception())
+        self.hangs = True
+        raise Hangs("a step" if kind == "step" else "reset or get", seconds)
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[Transport]:
@@ -160,11 +225,18 @@ class Subject:
         self, transport: Transport, spec: TaskSpec, seed: int = 0, *, lease_s: float = LEASE_S
     ) -> SessionReply:
         """A session of the task."""
+        timeout_s = self.call_timeout_s("reset")
         request = CreateRequest(
-            self.env_id, spec, seed, self.config, lease_s=lease_s, timeout_s=OPEN_TIMEOUT_S
+            self.env_id, spec, seed, self.config, lease_s=lease_s, timeout_s=timeout_s
         )
-        key = random.randbytes(16).hex()
-        return (await transport.create(request, key, OPEN_TIMEOUT_S)).sessions[0]
+        try:
+            key = secrets.token_hex(16)
+            return (await transport.create(request, key, timeout_s + CLOSE_TIMEOUT_S)).sessions[0]
+        except EnvError as error:
+            if error.code != "reset_timeout":
+                raise
+            self.hangs = True
+            raise Hangs("reset", timeout_s) from None
 
     async def task(self, spec: TaskSpec) -> Task:
         """The whole task, reference included; in process only."""
@@ -172,7 +244,7 @@ class Subject:
         key = (spec.split, spec.index)
         if key not in self._tasks:
             instance = self.instance()
-            self._tasks[key] = await instance.call(instance.get, *key)
+            self._tasks[key] = await self.limit(instance.call(instance.get, *key), "reset")
         return self._tasks[key]
 
     def instance(self) -> Environment:
@@ -202,13 +274,13 @@ class Subject:
         actions = []
         # What fails here fails again where the actions are played, and is reported there.
         with contextlib.suppress(EnvError):
-            await start_episode(instance, task, seed)
-            offered = await instance.call(instance.oracle)
+            await self.limit(start_episode(instance, task, seed), "reset")
+            offered = await self.limit(instance.call(instance.oracle), "step")
             iterator = iter(offered or ())
             # One by one, so that the oracle can look at the episode between them.
             while (action := await instance.call(next, iterator, None)) is not None:
                 actions.append(action)
-                result = await take_turn(instance, action)
+                result = await self.limit(take_turn(instance, action), "step")
                 if result.terminated or result.truncated:
                     break
         await self.close(instance)
@@ -227,16 +299,40 @@ class Subject:
             opened = await self.open(transport, spec, seed)
         except EnvError as error:
             return [to_event(error)]
-        events: list[Event] = [{"observation": opened.observation}]
+        events: list[Event] = [first_event(opened)]
         try:
             for number, action in enumerate(actions):
                 last = number + 1 == len(actions)
-                events.append(await step_event(transport, opened.id, number, action, last))
+                events.append(await self.step(transport, opened.id, number, action, last))
                 if is_over(events[-1]):
                     break
         finally:
-            await transport.delete(opened.id, STEP_TIMEOUT_S)
+            await transport.delete(opened.id, CLOSE_TIMEOUT_S)
         return events
+
+    async def step(
+        self,
+        transport: Transport,
+        session_id: str,
+        step: int,
+        action: Action,
+        last: bool = False,
+    ) -> Event:
+        """The reply to one action.
+
+        Raises:
+            Hangs: it did not return in time.
+        """
+        timeout_s = self.call_timeout_s("step")
+        request = protocol.StepRequest(step, action, timeout_s, last)
+        try:
+            reply = await transport.step(session_id, request, timeout_s + CLOSE_TIMEOUT_S)
+        except EnvError as error:
+            if error.code == "step_timeout" and "its timeout_s" not in str(error):
+                self.hangs = True
+                raise Hangs("a step", timeout_s) from None
+            return to_event(error)
+        return to_event(reply)
 
     async def play_direct(
         self, spec: TaskSpec, actions: list[Action], seed: int = 0
@@ -244,10 +340,12 @@ class Subject:
         """An episode on an instance, without a session: what the author's methods return."""
         instance = self.instance()
         try:
-            first = await start_episode(instance, await self.task(spec), seed)
+            task = await self.task(spec)
+            first = await self.limit(start_episode(instance, task, seed), "reset")
             results = []
             for number, action in enumerate(actions):
-                results.append(await take_turn(instance, action, last=number + 1 == len(actions)))
+                turn = take_turn(instance, action, last=number + 1 == len(actions))
+                results.append(await self.limit(turn, "step"))
                 if results[-1].terminated or results[-1].truncated:
                     break
             return first, results
@@ -265,23 +363,63 @@ class Subject:
                 closing.exception()
 
 
+def process_state() -> dict[str, object]:
+    """What all code of this process shares and an episode must not change, by name."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    root = logging.getLogger()
+    state: dict[str, object] = {
+        "the umask": oct(mask),
+        "the recursion limit": sys.getrecursionlimit(),
+        "the switch interval": sys.getswitchinterval(),
+        "the default timeout of sockets": socket.getdefaulttimeout(),
+        "the garbage collector's switch": gc.isenabled(),
+        "the garbage collector's thresholds": gc.get_threshold(),
+        "sys.path": tuple(sys.path),
+        "sys.excepthook": sys.excepthook,
+        "sys.argv": tuple(sys.argv),
+        "the root logger": (root.level, root.disabled, logging.root.manager.disable),
+        "the locale": locale.setlocale(locale.LC_ALL),
+        "the time zone": time.tzname,
+        "the niceness": os.nice(0),
+        "the warnings filters": tuple(str(each) for each in warnings.filters),
+        "the limit on digits of integers": sys.get_int_max_str_digits(),
+        "the builtins": {name: id(value) for name, value in vars(builtins).items() if name != "_"},
+        "the functions of time, random and os": tuple(
+            id(getattr(module, name)) for module, names in _PATCHED.items() for name in names
+        ),
+    }
+    state |= {
+        f"the handler of {number.name}": signal.getsignal(number)
+        for number in (
+            signal.SIGTERM,
+            signal.SIGALRM,
+            signal.SIGCHLD,
+            signal.SIGPIPE,
+        )
+    }
+    for name in ("RLIMIT_AS", "RLIMIT_NOFILE", "RLIMIT_CPU", "RLIMIT_STACK", "RLIMIT_NPROC"):
+        state[f"the limit {name}"] = resource.getrlimit(getattr(resource, name))
+    return state
+
+
+_PATCHED: dict[Any, tuple[str, ...]] = {
+    time: ("time", "sleep", "monotonic"),
+    random: ("random", "randint", "choice", "shuffle"),
+    os: ("open", "getcwd", "remove", "system"),
+    socket: ("socket", "create_connection", "getaddrinfo"),
+    subprocess: ("Popen", "run"),
+}
+"""What tests replace, and episodes must not."""
+
+
 def tool_name(spec: Mapping[str, Any]) -> str:
     return spec["function"]["name"]
 
 
-async def step_event(
-    transport: Transport,
-    session_id: str,
-    step: int,
-    action: Action,
-    last: bool = False,
-    timeout_s: float = STEP_TIMEOUT_S,
-) -> Event:
-    request = protocol.StepRequest(step, action, timeout_s, last)
-    try:
-        return to_event(await transport.step(session_id, request, timeout_s + CLOSE_TIMEOUT_S))
-    except EnvError as error:
-        return to_event(error)
+def first_event(opened: SessionReply) -> Event:
+    """What the agent is shown at first."""
+    return {"observation": opened.observation, "tools": opened.tools}
 
 
 def to_event(reply: StepReply | EnvError) -> Event:

@@ -25,15 +25,20 @@ from agentrl.types import JSON
 
 READ_S = 2.0
 """How long the rows of a split are read; thirty times that when thorough."""
-READ_TIMEOUT_S = 60.0
 ROWS_AT_ONCE = 50
+HELD_OUT = 50
+"""Tasks of a split that are looked for in another one, if they are at least so many different ones
+as the next line says: of fewer, some are the same by chance."""
+MIN_HELD_OUT = 8
+_TRAIN = re.compile(r"(?i)train")
+_TEST = re.compile(r"(?i)test|eval|valid|dev|held")
 ENDLESS_ROWS = 1000
 """Rows that are looked at of a split without end."""
 
 
 async def check_tasks(subject: Subject) -> str:
-    """Tasks can be read throughout every split, have a prompt and an id of their own, and are the
-    same each time."""
+    """Tasks can be read throughout every split, have a prompt and an id of their own, are the same
+    each time, and those to train on are not those to test on."""
     num_read = 0
     async with subject.transport() as transport:
         for split, size in subject.info.splits.items():
@@ -44,7 +49,46 @@ async def check_tasks(subject: Subject) -> str:
                 await _check_repeatable(subject, transport, split, index)
     if not num_read:
         raise CheckSkipped("the environment has no splits: sessions bring their own tasks")
+    if subject.environment is not None:
+        await _check_held_out(subject)
     return f"{num_read} tasks of {len(subject.info.splits)} splits"
+
+
+async def _check_held_out(subject: Subject) -> None:
+    """Fail where a split to test on holds the tasks of one to train on, at the same indices or,
+    if that one can be read to its end, at any."""
+    splits = subject.info.splits
+    for train in [name for name in splits if _TRAIN.search(name)]:
+        for test in [name for name in splits if _TEST.search(name) and not _TRAIN.search(name)]:
+            size, deadline = splits[train], time.monotonic() + READ_S
+            count = min(splits[test] or HELD_OUT, HELD_OUT)
+            tests = await _contents(subject, test, count, deadline)
+            if len(set(tests)) < MIN_HELD_OUT:
+                continue
+            rows = min(size or HELD_OUT, HELD_OUT if size is None else ENDLESS_ROWS)
+            trained = await _contents(subject, train, rows, deadline)
+            pairs = list(zip(tests, trained, strict=False))
+            same = sum(one == other for one, other in pairs)
+            found = set(trained)
+            held = sum(each in found for each in tests) if size is not None else 0
+            if same >= 0.9 * len(pairs) or held >= 0.9 * len(tests):
+                raise CheckFailed(
+                    f"{max(same, held)} of {len(tests)} tasks of split '{test}' are tasks of "
+                    f"'{train}' as well",
+                    "give each split tasks of its own, or what a policy learned by heart counts "
+                    "as what it can do",
+                )
+
+
+async def _contents(subject: Subject, split: str, count: int, deadline: float) -> list[str]:
+    """What the first tasks of a split consist of, without their ids, as far as time allows."""
+    contents = []
+    for index in range(count):
+        task = await subject.task(protocol.TaskSpec(split, index))
+        contents.append(repr(protocol.as_json([task.prompt, task.reference, task.metadata])))
+        if time.monotonic() > deadline:
+            break
+    return contents
 
 
 async def _read_split(subject: Subject, transport: Transport, split: str, size: int | None) -> int:
@@ -81,7 +125,9 @@ async def _previews(
     """Rows of a split; the one that cannot be read is named."""
     remedy = "get(split, index) must answer for every index below the split's size"
     try:
-        return await transport.tasks(subject.env_id, split, rows, subject.config, READ_TIMEOUT_S)
+        timeout_s = subject.call_timeout_s("reset")
+        reading = transport.tasks(subject.env_id, split, rows, subject.config, timeout_s)
+        return await subject.limit(reading, "reset")
     except EnvError as error:
         if len(rows) == 1:
             message = f"task {rows.start} of split '{split}' cannot be read: {error}"
@@ -116,7 +162,8 @@ async def _check_repeatable(subject: Subject, transport: Transport, split: str, 
 async def _fresh_task(subject: Subject, split: str, index: int) -> JSON:
     """A task from an instance of its own, as JSON."""
     instance = subject.instance()
-    return protocol.as_json(await instance.call(instance.get, split, index))
+    getting = instance.call(instance.get, split, index)
+    return protocol.as_json(await subject.limit(getting, "reset"))
 
 
 async def check_tools(subject: Subject) -> str:

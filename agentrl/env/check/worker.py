@@ -21,6 +21,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from agentrl.env.check import (
+    HUNG,
     STOP_S,
     CheckResult,
     asserts,
@@ -34,6 +35,11 @@ from agentrl.env.sessions.fork_host import how_ended
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.processes import signal_group
 
+ALIVE_S = 1.0
+"""The process says so often that its event loop runs."""
+BLOCKED_S = 15.0
+"""An event loop that says nothing for so long is blocked for ever; ten times as long when
+thorough."""
 LOAD_TIMEOUT_S = 1800.0
 """How long an environment may load, such as a dataset that is downloaded."""
 
@@ -54,18 +60,19 @@ def run_in_worker(
     results: list[CheckResult] = []
     remaining = list(names)
     spawn = multiprocessing.get_context("spawn")  # a process that has nothing of this one
+    request = {"target": target, "thorough": thorough, **options}
     while remaining:
         messages, writer = spawn.Pipe(duplex=False)
-        request = {"target": target, "thorough": thorough, **options}
         worker = spawn.Process(target=_work, args=(writer, remaining, request))
         worker.start()
         writer.close()  # the worker's own is the last, and its end the end of the messages
         try:
-            for result in _watch(worker, messages, remaining, timeout_of(thorough)):
+            for result in _watch(worker, messages, remaining, thorough):
                 result = once(results, result)
                 report(result)
                 results.append(result)
                 remaining.remove(result.name)
+                request["hangs"] = request.get("hangs", False) or result.detail.startswith(HUNG)
         finally:
             assert worker.pid is not None
             signal_group(worker.pid, signal.SIGKILL)
@@ -76,15 +83,15 @@ def run_in_worker(
 
 
 def _watch(
-    worker: SpawnProcess, messages: Connection, names: Sequence[str], timeout_s: float
+    worker: SpawnProcess, messages: Connection, names: Sequence[str], thorough: bool
 ) -> Iterator[CheckResult]:
     """Results as they come; the last is made here if the worker hangs or dies in a check."""
     waiting = list(names)
     started = time.monotonic()
-    limit_s = LOAD_TIMEOUT_S
+    limit_s, silence_s = LOAD_TIMEOUT_S, LOAD_TIMEOUT_S
     while waiting:
-        if not messages.poll(limit_s):
-            yield hung(waiting[0], limit_s)
+        if not messages.poll(silence_s) or time.monotonic() - started > limit_s:
+            yield hung(waiting[0], time.monotonic() - started)
             return
         try:
             message = json.loads(messages.recv_bytes())
@@ -93,11 +100,14 @@ def _watch(
             return
         if "error" in message:
             raise ConfigError(message["error"])
+        if "alive" in message:
+            continue
         if "name" in message:
             result = CheckResult(**message)
             waiting.remove(result.name)
             yield result
-        started, limit_s = time.monotonic(), timeout_s + 2 * STOP_S
+        started, limit_s = time.monotonic(), timeout_of(thorough) + 2 * STOP_S
+        silence_s = BLOCKED_S * (10 if thorough else 1)
     worker.join(STOP_S)  # its close_shared
 
 
@@ -134,12 +144,21 @@ async def _check(messages: Connection, names: Sequence[str], request: dict[str, 
     def send(message: dict[str, Any]) -> None:
         messages.send_bytes(json.dumps(message).encode())
 
+    async def say_alive() -> None:
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            send({"alive": True})
+
+    hangs = request.pop("hangs", False)
     try:
         subject = await load_subject(**request)
     except AgentRLError as error:
         send({"error": str(error)})
         return
+    subject.hangs = hangs
     send({"loaded": True})  # from here on each check has its time
+    alive = asyncio.ensure_future(say_alive())
     for name in names:
         send(dataclasses.asdict(await run_check(name, subject)))
+    alive.cancel()
     await subject.aclose()

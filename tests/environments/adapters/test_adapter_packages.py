@@ -12,7 +12,6 @@ from agentrl.errors import EnvError
 from agentrl_adapters.gymnasium_env import GymnasiumEnvironment
 from agentrl_adapters.packages import import_package, to_json
 from agentrl_adapters.reasoning_gym_env import ReasoningGymEnvironment
-from agentrl_adapters.verifiers_env import VerifiersEnvironment
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,6 @@ from agentrl_adapters.verifiers_env import VerifiersEnvironment
     [
         (GymnasiumEnvironment, "gymnasium", "gymnasium"),
         (ReasoningGymEnvironment, "reasoning_gym", "reasoning-gym"),
-        (VerifiersEnvironment, "verifiers", "verifiers"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, environment, package, extra):
@@ -44,8 +42,8 @@ def test_importing_adapters_imports_no_framework():
     code = (
         "import sys\n"
         "from agentrl_adapters import gymnasium_env, openenv_env, openenv_server\n"
-        "from agentrl_adapters import reasoning_gym_env, trl_factory, verifiers_env\n"
-        "named = 'torch gymnasium reasoning_gym verifiers openenv trl transformers'.split()\n"
+        "from agentrl_adapters import mcp_env, reasoning_gym_env, trl_factory\n"
+        "named = 'torch gymnasium reasoning_gym mcp openenv trl transformers'.split()\n"
         "print([name for name in named if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

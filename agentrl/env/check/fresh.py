@@ -1,0 +1,159 @@
+"""The same tasks and episodes in two fresh processes, to compare this one with.
+
+What differs there, where strings have other hashes, does not follow from split, index and seed.
+What is the same in both but changes when it is played again was changed by the episodes in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.env import protocol, registry
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.processes import signal_group
+from agentrl.types import JSON
+
+if TYPE_CHECKING:
+    from agentrl.env.check.subject import Subject
+
+Event = dict[str, Any]
+
+TIMEOUT_S = 20.0
+"""How long both processes may take; what takes longer is not compared."""
+NUM_TASKS = 20
+NUM_EPISODES = 4
+_SEEN = ("observation", "tools", "reward", "reward_components", "terminated", "truncated", "error")
+"""What of a reply is compared: metrics and info may well tell how warm a cache is."""
+
+
+@dataclass(slots=True)
+class FreshRun:
+    """What one fresh process saw."""
+
+    tasks: dict[str, JSON]
+    """By `split/index`."""
+    first: list[list[Event]]
+    """The episodes, each played for the first time."""
+    again: list[Event]
+    """The first of them, played once more after the others."""
+    files: list[str]
+    """What one episode wrote and another one read."""
+
+
+async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
+    """Plays the subject in two processes with different hash seeds; None where that is not possible
+    (no class, a class that cannot be imported by name, or one that takes too long to load)."""
+    if subject.environment is None or subject.environment.isolation == "process":
+        return None
+    try:
+        target = registry.import_name(subject.environment)
+    except ConfigError:
+        return None
+    request = {"target": target, "config": subject.config, "path": sys.path}
+    one, other = await asyncio.gather(_run(request, "1"), _run(request, "2"))
+    return None if one is None or other is None else (one, other)
+
+
+async def _run(request: dict[str, Any], hash_seed: str) -> FreshRun | None:
+    with tempfile.TemporaryDirectory(prefix="agentrl-fresh-", ignore_cleanup_errors=True) as folder:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentrl.env.check.fresh"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "TMPDIR": folder},
+            start_new_session=True,
+        )
+        try:
+            out, _ = await asyncio.wait_for(
+                process.communicate(json.dumps(request).encode()), TIMEOUT_S
+            )
+        except TimeoutError:
+            return None
+        finally:
+            signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+    return FreshRun(**json.loads(out)) if process.returncode == 0 and out else None
+
+
+def seen(events: list[Event]) -> list[Event]:
+    """The parts of an episode that are compared."""
+    return [{key: event[key] for key in _SEEN if key in event} for event in events]
+
+
+# In the fresh process
+
+
+async def _play(request: dict[str, Any]) -> FreshRun:
+    from agentrl.env.check.subject import load_subject
+
+    files = _SharedFiles()
+    subject = await load_subject(request["target"], config=request["config"])
+    tasks = {}
+    for split, size in subject.info.splits.items():
+        last = [] if size is None else [size - 1]
+        for index in dict.fromkeys([*range(min(NUM_TASKS, size or NUM_TASKS)), *last]):
+            spec = protocol.TaskSpec(split, index)
+            tasks[f"{split}/{index}"] = protocol.as_json(await subject.task(spec))
+    cases = [(spec, seed) for seed, spec in enumerate(subject.specs(NUM_EPISODES))]
+    episodes = []
+    async with subject.transport() as transport:
+        for number, (spec, seed) in enumerate([*cases, cases[0]]):
+            moves = await subject.moves(spec, seed)
+            files.episode = number
+            episodes.append(seen(await subject.play(transport, spec, seed, moves)))
+    files.episode = None
+    return FreshRun(tasks, episodes[:-1], episodes[-1], files.shared())
+
+
+class _SharedFiles:
+    """Notes which files episodes write and read."""
+
+    def __init__(self) -> None:
+        self.episode: int | None = None
+        self._written: dict[str, set[int]] = defaultdict(set)
+        self._read: dict[str, set[int]] = defaultdict(set)
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.episode is None or event not in ("open", "sqlite3.connect"):
+            return
+        path, flags = str(arguments[0]), os.O_RDWR
+        if event == "open":
+            flags = arguments[2] if isinstance(arguments[2], int) else os.O_RDONLY
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            self._written[path].add(self.episode)
+        if not flags & os.O_WRONLY:
+            self._read[path].add(self.episode)
+
+    def shared(self) -> list[str]:
+        return sorted(
+            path
+            for path, writers in self._written.items()
+            if any(reader != writer for reader in self._read[path] for writer in writers)
+        )
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the environment prints is no part of the answer
+    request = json.load(sys.stdin)
+    sys.path[:] = request["path"]
+    with contextlib.suppress(AgentRLError):
+        json.dump(dataclasses.asdict(asyncio.run(_play(request))), answers)
+    answers.flush()
+    os._exit(0)  # whatever threads the environment has left
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,892 @@
+"""Environments that look sound and are not, in table LISTED and UNLISTED, and unusual ones that are
+sound, in UNUSUAL. `agentrl env check` tells them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import builtins
+import codecs
+import collections
+import contextlib
+import decimal
+import functools
+import gc
+import itertools
+import json
+import locale
+import logging
+import os
+import queue
+import random
+import resource
+import signal
+import socket
+import sqlite3
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from typing import Literal
+
+import numpy
+from broken_envs import Good
+
+from agentrl.env import Action, EnvConfig, Environment, Secret, Task, ToolCall, reward, tool
+from agentrl.env.tools import tools_of
+from agentrl.errors import EnvError
+
+LISTED: list[type[Environment]] = []
+UNLISTED: list[type[Environment]] = []
+UNUSUAL: list[type[Environment]] = []
+
+
+def listed(cls):
+    LISTED.append(cls)
+    return cls
+
+
+def unlisted(cls):
+    UNLISTED.append(cls)
+    return cls
+
+
+def unusual(cls):
+    UNUSUAL.append(cls)
+    return cls
+
+
+# State that sessions share
+
+_database = sqlite3.connect(":memory:", check_same_thread=False)
+_database.execute("CREATE TABLE calls (n INTEGER)")
+_lock = threading.Lock()
+_file = f"{os.environ.get('ODD_ENVS', '/tmp')}/odd-envs-{os.getuid()}"
+
+
+@listed
+class CountsInADatabase(Good):
+    @tool
+    def add(self, number: int) -> str:
+        with _lock:
+            _database.execute("INSERT INTO calls VALUES (1)")
+            return f"Row {_database.execute('SELECT count(*) FROM calls').fetchone()[0]}."
+
+
+@listed
+class CountsWithAnIterator(Good):
+    numbers = itertools.count()
+
+    @tool
+    def add(self, number: int) -> str:
+        return f"Call {next(self.numbers)}."
+
+
+def _counter():
+    count = 0
+
+    def increase():
+        nonlocal count
+        count += 1
+        return count
+
+    return increase
+
+
+@listed
+class CountsInAClosure(Good):
+    increase = staticmethod(_counter())
+
+    @tool
+    def add(self, number: int) -> str:
+        return f"Call {self.increase()}."
+
+
+@listed
+class KeepsNotesInAFile(Good):
+    @tool
+    def add(self, number: int) -> str:
+        with open(f"{_file}.txt", "a+") as file:
+            file.write("x")
+            file.seek(0)
+            return f"{len(file.read())} notes."
+
+
+@listed
+class KeepsNotesInADatabaseFile(Good):
+    @tool
+    def add(self, number: int) -> str:
+        with contextlib.closing(sqlite3.connect(f"{_file}.db", timeout=60)) as database, database:
+            database.execute("CREATE TABLE IF NOT EXISTS notes (n INTEGER)")
+            database.execute("INSERT INTO notes VALUES (1)")
+            return f"{database.execute('SELECT count(*) FROM notes').fetchone()[0]} notes."
+
+
+@listed
+class SharesWhatLoadSharedConnected(Good):
+    @classmethod
+    def load_shared(cls, config):
+        database = sqlite3.connect(":memory:", check_same_thread=False)
+        database.execute("CREATE TABLE seen (task TEXT)")
+        return database
+
+    @tool
+    def add(self, number: int) -> str:
+        with _lock:
+            self.shared.execute("INSERT INTO seen VALUES (?)", (self.task.id,))
+            return f"{self.shared.execute('SELECT count(*) FROM seen').fetchone()[0]} seen."
+
+
+@functools.lru_cache
+def _table(name):
+    return collections.Counter()
+
+
+@unlisted
+class ChangesWhatACacheHolds(Good):
+    @tool
+    def add(self, number: int) -> str:
+        _table("all")["calls"] += 1
+        return f"Call {_table('all')['calls']}."
+
+
+@unlisted
+class MutableDefault(Good):
+    def note(self, number, seen=[]):  # noqa: B006
+        seen.append(number)
+        return len(seen)
+
+    @tool
+    def add(self, number: int) -> str:
+        return f"{self.note(number)} numbers so far."
+
+
+class _Store:
+    def __init__(self):
+        self.value = 0
+
+
+_store = _Store()
+
+
+@unlisted
+class KeepsStateInAnObject(Good):
+    @tool
+    def add(self, number: int) -> str:
+        _store.value += number + 1
+        return f"The total is {_store.value}."
+
+
+@unlisted
+class TakesFromAGenerator(Good):
+    words = iter(lambda: f"{time.perf_counter()}", None)
+    numbers = (n * n for n in itertools.count())
+
+    @tool
+    def add(self, number: int) -> str:
+        return f"Square {next(self.numbers)}."
+
+
+_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+
+@unlisted
+class LeavesThingsInAQueue(Good):
+    @tool
+    def add(self, number: int) -> str:
+        _queue.put(number)
+        return f"{_queue.qsize()} waiting."
+
+
+_living: weakref.WeakValueDictionary[int, _Store] = weakref.WeakValueDictionary()
+
+
+@unlisted
+class RemembersOnAFunction(Good):
+    @tool
+    def add(self, number: int) -> str:
+        _counter.calls = getattr(_counter, "calls", 0) + 1
+        return f"Call {_counter.calls}."
+
+
+@unlisted
+class FirstSessionIsSpecial(Good):
+    taken = threading.Event()
+
+    def reset(self, task, *, seed):
+        self.first = not self.taken.is_set()
+        self.taken.set()
+        return super().reset(task, seed=seed)
+
+    @tool
+    def add(self, number: int) -> str:
+        return "Welcome!" if self.first else super().add(number)
+
+
+# Tasks
+
+
+@listed
+class TasksFromHashes(Good):
+    def get(self, split, index):
+        rng = random.Random(hash(f"{split}/{index}"))
+        return Task(f"{split}/{index}", "Find it.", reference=f"word-{rng.randrange(10**9)}")
+
+
+@listed
+class TasksFromASet(Good):
+    def get(self, split, index):
+        words = list({f"{split}-word-{n}" for n in range(40)})
+        return Task(f"{split}/{index}", f"Find word {index}.", reference=words[index % 40])
+
+
+@unlisted
+class PromptFromASet(Good):
+    def reset(self, task, *, seed):
+        names = {"ann", "bob", "cid", "dora", "emil"}
+        return f"{super().reset(task, seed=seed)} Ask {', '.join(names)}."
+
+
+@listed
+class TestIsTrain(Good):
+    def get(self, split, index):
+        task = super().get("train", index)
+        return Task(f"{split}/{index}", task.prompt, task.reference)
+
+
+@listed
+class TestIsPartOfTrain(Good):
+    def splits(self):
+        return {"train": 60, "test": 20}
+
+    def get(self, split, index):
+        task = super().get("train", index if split == "train" else 59 - 2 * index)
+        return Task(f"{split}/{index}", task.prompt, task.reference)
+
+
+@unlisted
+class ValidationIsTrainTurnedRound(Good):
+    def splits(self):
+        return {"training": 30, "validation": 30}
+
+    def get(self, split, index):
+        task = super().get("train", index if split == "training" else 29 - index)
+        return Task(f"{split}/{index}", task.prompt, task.reference)
+
+
+@unlisted
+class TasksFromTheGlobalGenerator(Good):
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"Say {random.randrange(10**9)}.", reference="42")
+
+
+@unlisted
+class NoPromptForSome(Good):
+    def get(self, split, index):
+        task = super().get(split, index)
+        return Task(task.id, "" if index == 11 else task.prompt, task.reference)
+
+
+# The reference
+
+
+@listed
+class ReferenceInADescription(Good):
+    def offered_tools(self):
+        spec = json.loads(json.dumps(tools_of(type(self))["answer"].spec))
+        spec["function"]["description"] = f"Give the word, such as {self.task.reference}."
+        return ["add", spec]
+
+
+@listed
+class ReferenceInAnEnum(Good):
+    def offered_tools(self):
+        spec = json.loads(json.dumps(tools_of(type(self))["answer"].spec))
+        spec["function"]["parameters"]["properties"]["word"]["enum"] = [
+            "word-00000000",
+            self.task.reference,
+        ]
+        return ["add", spec]
+
+
+def tells(how, name):
+    """An environment that tells its reference in some form when it is asked without a tool."""
+
+    def on_text(self, text):
+        return f"No. Look at {how(self.task.reference)} again."
+
+    return type(name, (Good,), {"on_text": on_text, "__module__": __name__})
+
+
+ReferenceInCapitals = listed(tells(str.upper, "ReferenceInCapitals"))
+ReferenceInBase64 = listed(
+    tells(lambda text: base64.b64encode(text.encode()).decode(), "ReferenceInBase64")
+)
+ReferenceInsideBase64 = unlisted(
+    tells(lambda t: base64.b64encode(f"key={t};".encode()).decode(), "ReferenceInsideBase64")
+)
+ReferenceAsHex = unlisted(tells(lambda text: text.encode().hex(), "ReferenceAsHex"))
+ReferenceReversed = unlisted(tells(lambda text: text[::-1], "ReferenceReversed"))
+ReferenceAsRot13 = unlisted(tells(lambda t: codecs.encode(t, "rot13"), "ReferenceAsRot13"))
+ReferenceSpaced = unlisted(tells(" ".join, "ReferenceSpaced"))
+ReferenceAsCodes = unlisted(
+    tells(lambda text: ", ".join(str(ord(c)) for c in text), "ReferenceAsCodes")
+)
+
+
+@unlisted
+class ReferenceInALaterSpecification(Good):
+    """Only once the agent has used a tool."""
+
+    def offered_tools(self):
+        if not self.episode.num_turns:
+            return ["add", "answer"]
+        spec = json.loads(json.dumps(tools_of(type(self))["add"].spec))
+        spec["function"]["description"] = f"Not {self.task.reference.title()}."
+        return [spec, "answer"]
+
+
+# Graders
+
+
+def grades(how, name):
+    """An environment whose grader compares `word` and `reference` so."""
+
+    @tool(terminal=True)
+    def answer(self, word: str) -> None:
+        """Answer."""
+        self.answered = True
+        self.finish(float(bool(how(word, self.task.reference))))
+
+    return type(name, (Good,), {"answer": answer, "__module__": __name__})
+
+
+GradesSubstring = listed(grades(lambda word, ref: ref in word, "GradesSubstring"))
+GradesPartOfReference = listed(
+    grades(lambda word, ref: word and word in ref, "GradesPartOfReference")
+)
+GradesPrefix = listed(grades(lambda word, ref: word.startswith(ref), "GradesPrefix"))
+GradesPrefixOfReference = listed(
+    grades(lambda word, ref: word and ref.startswith(word), "GradesPrefixOfReference")
+)
+GradesLength = listed(grades(lambda word, ref: len(word) == len(ref), "GradesLength"))
+GradesOneOfMany = listed(grades(lambda word, ref: ref in word.split(), "GradesOneOfMany"))
+GradesFirstLetters = listed(grades(lambda word, ref: word[:5] == ref[:5], "GradesFirstLetters"))
+GradesLastLetters = unlisted(grades(lambda word, ref: word[-4:] == ref[-4:], "GradesLastLetters"))
+
+
+def grades_number(how, name):
+    """The same for whole numbers in a text."""
+
+    def get(self, split, index):
+        number = 137 + 7 * index + (split == "test")
+        return Task(f"{split}/{index}", f"What is {number} + 0?", reference=number)
+
+    def on_text(self, text):
+        self.answered = True
+        last = text.split()[-1] if text.split() else ""
+        try:
+            paid = how(text, last, self.task.reference)
+        except ValueError:
+            paid = False
+        self.finish(float(paid))
+
+    def oracle(self):
+        return [Action(text=f"It is {self.task.reference}")]
+
+    members = {"get": get, "on_text": on_text, "oracle": oracle, "__module__": __name__}
+    return type(name, (Good,), members)
+
+
+GradesNumberSomewhere = listed(
+    grades_number(lambda text, last, ref: str(ref) in text, "GradesNumberSomewhere")
+)
+GradesSize = unlisted(grades_number(lambda text, last, ref: abs(float(last)) == ref, "GradesSize"))
+GradesDigits = unlisted(
+    grades_number(lambda text, last, ref: sorted(last) == sorted(str(ref)), "GradesDigits")
+)
+GradesDigitCount = unlisted(
+    grades_number(lambda text, last, ref: last.isdigit() and last > "1", "GradesDigitCount")
+)
+
+
+@unlisted
+class PaysForNothing(Good):
+    @reward(weight=1.0)
+    def polite(self, episode) -> float:
+        return 1.0
+
+
+# The process
+
+
+@listed
+class Prints(Good):
+    @tool
+    def add(self, number: int) -> str:
+        print("adding", number)
+        return super().add(number)
+
+
+def changes(how, name):
+    """An environment whose reset does something to its process."""
+
+    async def reset(self, task, *, seed):
+        how()
+        return Good.reset(self, task, seed=seed)
+
+    return type(name, (Good,), {"reset": reset, "__module__": __name__})
+
+
+ChangesUmask = listed(changes(lambda: os.umask(0o077), "ChangesUmask"))
+ChangesRecursion = listed(changes(lambda: sys.setrecursionlimit(4321), "ChangesRecursion"))
+ChangesSocketTimeout = listed(
+    changes(lambda: socket.setdefaulttimeout(7.0), "ChangesSocketTimeout")
+)
+SeedsRandom = listed(changes(lambda: random.seed(7), "SeedsRandom"))
+SeedsNumpy = unlisted(changes(lambda: numpy.random.seed(7), "SeedsNumpy"))
+AddsToPath = unlisted(changes(lambda: sys.path.insert(0, "/nowhere"), "AddsToPath"))
+SilencesWarnings = unlisted(changes(lambda: warnings.simplefilter("ignore"), "SilencesWarnings"))
+StopsTheCollector = unlisted(changes(gc.disable, "StopsTheCollector"))
+TakesASignal = unlisted(
+    changes(lambda: signal.signal(signal.SIGTERM, lambda *_: None), "TakesASignal")
+)
+SilencesLogging = unlisted(changes(lambda: logging.disable(logging.INFO), "SilencesLogging"))
+SetsLocale = unlisted(changes(lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"), "SetsLocale"))
+PatchesSleep = unlisted(
+    changes(lambda: setattr(time, "sleep", lambda seconds, real=time.sleep: None), "PatchesSleep")
+)
+PatchesBuiltins = unlisted(
+    changes(lambda: setattr(builtins, "sum", lambda numbers: 0), "PatchesBuiltins")
+)
+LowersALimit = unlisted(
+    changes(
+        lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (900, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        ),
+        "LowersALimit",
+    )
+)
+SwallowsOutput = unlisted(
+    changes(lambda: setattr(sys, "stdout", open(os.devnull, "w")), "SwallowsOutput")  # noqa: SIM115
+)
+
+
+# Code that hangs
+
+
+@listed
+class DeadlocksInATool(Good):
+    lock = threading.Lock()
+
+    @tool
+    def add(self, number: int) -> str:
+        with self.lock, self.lock:
+            return "never"
+
+
+@listed
+class WaitsInReset(Good):
+    async def reset(self, task, *, seed):
+        await asyncio.Event().wait()
+
+
+@listed
+class BlocksTheLoop(Good):
+    @tool
+    async def add(self, number: int) -> str:
+        threading.Event().wait()
+        return "never"
+
+
+@unlisted
+class HangsInGet(Good):
+    def get(self, split, index):
+        if index == 3:
+            threading.Event().wait()
+        return super().get(split, index)
+
+
+@unlisted
+class HangsInTheOracle(Good):
+    def oracle(self):
+        threading.Event().wait()
+
+
+@unlisted
+class HangsInAReward(Good):
+    @reward
+    def slow(self, episode) -> float:
+        threading.Event().wait()
+        return 0.0
+
+
+# What else goes wrong
+
+
+@unlisted
+class OpensAPipeForEachEpisode(Good):
+    kept: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def reset(self, task, *, seed):
+        self.pipe = os.pipe()
+        self.kept.append(self.pipe)
+        return super().reset(task, seed=seed)
+
+
+@unlisted
+class EndsOnlyByATool(Environment):
+    def splits(self):
+        return {"train": 40}
+
+    def get(self, split, index):
+        return Task(str(index), f"Say {index}.", reference=index)
+
+    @tool
+    def answer(self, number: int) -> None:
+        self.finish(float(number == self.task.reference))
+
+
+@unlisted
+class ReturnsASet(Good):
+    @tool
+    def add(self, number: int) -> object:
+        return object()
+
+
+@unlisted
+class ExitsOnOddAnswers(Good):
+    def on_text(self, text):
+        sys.exit("the agent said nothing") if not text else None
+        return "Call a tool."
+
+
+@unlisted
+class ClosesTwice(Good):
+    def reset(self, task, *, seed):
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        return super().reset(task, seed=seed)
+
+    def close(self):
+        self.file.close()
+        self.file.write(b"bye")
+
+
+@unlisted
+class DividesByNothing(Good):
+    @reward(weight=0.1)
+    def brevity(self, episode) -> float:
+        return 1 / len(episode.last_text.split()) if episode.last_text else float("inf")
+
+
+@unlisted
+class PromptDependsOnTheClock(Good):
+    def reset(self, task, *, seed):
+        return f"{super().reset(task, seed=seed)} It is {time.time()}."
+
+
+# Unusual, and sound
+
+
+@unusual
+class Hedged(Good):
+    """Text alone; the last number counts."""
+
+    def get(self, split, index):
+        number = 40 + index + 10_000 * (split == "test")
+        return Task(f"{split}/{index}", f"What is {number} + 2?", reference=number + 2)
+
+    def on_text(self, text):
+        last = (text.split() or [""])[-1].strip(".")
+        self.finish(float(last == str(self.task.reference)))
+
+    def offered_tools(self):
+        return []
+
+    def oracle(self):
+        return [Action(text=f"I would say {self.task.reference}")]
+
+
+@unusual
+class Choices(Good):
+    """A choice may be given by its letter."""
+
+    def get(self, split, index):
+        task = super().get(split, index)
+        prompt = f"{task.prompt} It is one of the {split} words."
+        return Task(task.id, prompt, reference=f"{'ABCD'[index % 4]}. answer {index}")
+
+    @tool(terminal=True)
+    def answer(self, word: str) -> None:
+        self.finish(float(word.split(".")[0].strip() == self.task.reference[0]))
+
+
+@unusual
+class Tolerant(Good):
+    """A float within a hundredth."""
+
+    def get(self, split, index):
+        value = index * 1.37 + (500.25 if split == "test" else 0.125)
+        return Task(f"{split}/{index}", f"Give {value:.3f}.", reference=value)
+
+    @tool(terminal=True)
+    def answer(self, word: float) -> float:
+        return float(abs(word - self.task.reference) < 0.01)
+
+
+@unusual
+class UsesGlobalRandomnessForNothing(Good):
+    """Draws from the module's generator where it shows to nobody."""
+
+    @tool
+    def add(self, number: int) -> str:
+        random.random()
+        return super().add(number)
+
+
+@unusual
+class SeesItsProcess(Good):
+    """Later observations may depend on the process."""
+
+    @tool
+    def add(self, number: int) -> str:
+        return f"pid {os.getpid()}"
+
+
+@unusual
+class CountsItsCache(Good):
+    """Its metrics say how warm a cache is."""
+
+    known: set[str] = set()  # noqa: RUF012
+
+    @tool
+    def add(self, number: int) -> str:
+        self.metrics["warm"] = float("add" in self.known)
+        self.known.add("add")
+        return super().add(number)
+
+
+@unusual
+class Logs(Good):
+    """Every episode appends to one log, which none reads."""
+
+    @tool
+    def add(self, number: int) -> str:
+        with open(f"{_file}.log", "a") as file:
+            file.write(f"{number}\n")
+        return super().add(number)
+
+
+@unusual
+class WritesAFileOfItsOwn(Good):
+    def reset(self, task, *, seed):
+        self.folder = tempfile.TemporaryDirectory()
+        return super().reset(task, seed=seed)
+
+    @tool
+    def add(self, number: int) -> str:
+        path = os.path.join(self.folder.name, "notes")
+        with open(path, "a+") as file:
+            file.write(f"{number}\n")
+            file.seek(0)
+            return file.read()
+
+    def close(self):
+        self.folder.cleanup()
+
+
+@unusual
+class DatabaseOfItsOwn(Good):
+    async def reset(self, task, *, seed):
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("CREATE TABLE t (n INTEGER)")
+        return Good.reset(self, task, seed=seed)
+
+    @tool
+    async def add(self, number: int) -> str:
+        self.database.execute("INSERT INTO t VALUES (?)", (number,))
+        return str(self.database.execute("SELECT sum(n) FROM t").fetchone()[0])
+
+    async def close(self):
+        self.database.close()
+
+
+@unusual
+class AsyncShared(Good):
+    @classmethod
+    async def load_shared(cls, config):
+        return asyncio.Lock()
+
+    @tool
+    async def add(self, number: int) -> str:
+        async with self.shared:
+            self.total += number
+        return f"The total is {self.total}."
+
+
+@unusual
+class Subsets(Good):
+    """`all` holds what `test` holds, and `train` nothing of it."""
+
+    def splits(self):
+        return {"train": None, "test": 20, "all": 20}
+
+    def get(self, split, index):
+        task = Good.get(self, "test" if split == "all" else split, index)
+        return Task(f"{split}/{index}", task.prompt, task.reference)
+
+
+@unusual
+class SeedIsTheTask(Good):
+    """All tasks are one; the seed makes the world."""
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", "Find the number.", metadata={"split": split})
+
+    @tool(terminal=True)
+    def answer(self, word: str) -> None:
+        self.finish(float(word == str(self.lucky)))
+
+    def oracle(self):
+        return [Action(tool_calls=(ToolCall("g", "answer", {"word": str(self.lucky)}),))]
+
+
+@unusual
+class SmallWorld(Good):
+    """Few tasks there can be."""
+
+    def splits(self):
+        return {"train": None, "test": 4}
+
+    def get(self, split, index):
+        side = ["heads", "tails"][index % 2]
+        return Task(f"{split}/{index}", f"Say {side}.", reference=side)
+
+
+@unusual
+class NoSplits(Environment):
+    """Sessions bring their own tasks."""
+
+    def on_text(self, text):
+        self.finish(float(text == self.task.reference))
+
+
+@unusual
+class ShowsDocuments(Good):
+    """What it finds holds the answer, for whoever looks."""
+
+    @tool
+    def add(self, number: int) -> str:
+        return "Documents: word-00000001, word-00000002"
+
+    def get(self, split, index):
+        task = super().get(split, index)
+        return Task(task.id, task.prompt, {"answers": [task.reference, "none of these"]})
+
+    @tool(terminal=True)
+    def answer(self, word: str) -> None:
+        self.finish(float(word in self.task.reference["answers"]))
+
+    def oracle(self):
+        word = self.task.reference["answers"][0]
+        return [Action(tool_calls=(ToolCall("gold", "answer", {"word": word}),))]
+
+
+@unusual
+class AnyOrder(Good):
+    """A list counts in whatever order."""
+
+    def get(self, split, index):
+        task = super().get(split, index)
+        return Task(task.id, task.prompt, reference=f"{index} {index + 3} {split}")
+
+    @tool(terminal=True)
+    def answer(self, word: str) -> None:
+        self.finish(float(sorted(word.split()) == sorted(self.task.reference.split())))
+
+
+@unusual
+class Precise(Good):
+    """Computes in a context of its own, and keeps a thread pool for all."""
+
+    @classmethod
+    def load_shared(cls, config):
+        print("loading")  # once, before anything is played
+        return decimal.Context(prec=40)
+
+    @tool
+    def add(self, number: int) -> str:
+        return str(self.shared.create_decimal(number) / 7)
+
+
+@unusual
+class SlowStart(Good):
+    """Imports late, which adds to what is imported and to the warnings' filters."""
+
+    @tool
+    def add(self, number: int) -> str:
+        import xmlrpc.client  # noqa: F401
+
+        time.sleep(0.02)
+        return super().add(number)
+
+
+@unusual
+class Configured(Good):
+    """A secret that has a default, and a choice."""
+
+    class Config(EnvConfig):
+        key: Secret = Secret("ODD_KEY")
+        mode: Literal["plain", "hard"] = "plain"
+
+
+@unusual
+class TextOrTool(Good):
+    """Tools end it or a text does, which a reward judges."""
+
+    def offered_tools(self):
+        return ["add", "give_up"]
+
+    @tool
+    def give_up(self) -> None:
+        self.finish(0.0)
+
+    @reward
+    def right(self, episode) -> float:
+        return float(self.task.reference == episode.last_text)
+
+    def on_text(self, text):
+        self.finish()
+
+    def oracle(self):
+        return [Action(text=self.task.reference)]
+
+
+@unusual
+class Refuses(Good):
+    """An oracle that does not know every task, and a tool that often fails."""
+
+    @tool
+    def add(self, number: int) -> str:
+        if number % 2:
+            raise ValueError(f"{number} is odd")
+        return super().add(number)
+
+    def oracle(self):
+        return super().oracle() if self.task.id.endswith("0") else None
+
+
+@unusual
+class Retries(Good):
+    """A dependency that is slow at first."""
+
+    async def reset(self, task, *, seed):
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await asyncio.sleep(0.02)
+        if seed < 0:
+            raise EnvError("no")
+        return Good.reset(self, task, seed=seed)
