@@ -49,16 +49,22 @@ def register(id: str, *, max_sessions: int = 256) -> Callable[[E], E]:
 def resolve(name: str) -> type[Environment]:
     """The class behind a registered id, an installed entry point, or a `module:Class` string.
 
-    A class without `@register` gets its own name as id.
+    `ID:TARGET` is what the entry point `ID` makes of a target, if its class has a `for_target`, as
+    `mcp:URL` has. A class without `@register` gets its own name as id.
 
     Raises:
         ConfigError: nothing has that name, or its module cannot be imported.
     """
     if name in _registered:
         return _registered[name]
+    adapter, _, target = name.partition(":")
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         if entry_point.name == name:
             return _load(name, entry_point.value)
+        if entry_point.name == adapter:
+            environment = _load(adapter, entry_point.value)
+            if hasattr(environment, "for_target"):
+                return environment.for_target(target)  # type: ignore[attr-defined]
     if ":" in name:
         return _load(name, name)
     raise ConfigError(
