@@ -23,7 +23,7 @@ from broken_envs import (
 
 from agentrl.cli import main
 from agentrl.env import Environment
-from agentrl.env.check import CHECKS, load_subject, once, process, run_check, select, subject
+from agentrl.env.check import CHECKS, fresh, load_subject, once, process, run_check, select, subject
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.check.worker import run_in_worker
 from agentrl.env.tools import tools_of
@@ -50,7 +50,7 @@ def few_episodes(monkeypatch):
     monkeypatch.setattr(subject, "CLOSE_TIMEOUT_S", 2.0)
     monkeypatch.setattr(process, "MIN_MEMORY_EPISODES", 5)
     monkeypatch.setattr(process, "LEAK_WAIT_S", 0.5)
-    monkeypatch.setattr(subject, "run_twice", not_compared)
+    monkeypatch.setattr(fresh, "run_twice", not_compared)
     monkeypatch.chdir(os.getcwd())  # which ends with the test, whatever an environment changed
     monkeypatch.setenv("EPISODE_SEED", "")
 

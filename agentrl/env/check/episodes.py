@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 from agentrl.env.base import Environment
-from agentrl.env.check.fresh import FreshRun
+from agentrl.env.check.fresh import FreshRun, fresh_runs
 from agentrl.env.check.sampling import rare_calls, sample_calls
 from agentrl.env.check.subject import (
     CLOSE_TIMEOUT_S,
@@ -239,7 +239,7 @@ async def check_determinism(subject: Subject) -> str:
                     f"time with {short(now)}",
                     "draw from self.rng, which follows from the seed, and from nothing else",
                 )
-    runs = await subject.fresh()
+    runs = await fresh_runs(subject)
     if runs is not None:
         _compare_processes(*runs)
     return f"{len(cases)} pairs of task and seed, three times each"
@@ -295,7 +295,7 @@ async def check_isolation(subject: Subject) -> str:
 async def _check_fresh(subject: Subject) -> None:
     """Fail where an episode goes otherwise once others have been played, though it goes the same
     whenever it is the first of its process."""
-    runs = await subject.fresh()
+    runs = await fresh_runs(subject)
     if runs is None:
         return
     one, other = runs

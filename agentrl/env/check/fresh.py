@@ -16,17 +16,13 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.env import protocol, registry
+from agentrl.env.check.subject import Event, Subject, load_subject
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.processes import signal_group
 from agentrl.types import JSON
-
-if TYPE_CHECKING:
-    from agentrl.env.check.subject import Subject
-
-Event = dict[str, Any]
 
 TIMEOUT_S = 20.0
 """How long both processes may take; what takes longer is not compared."""
@@ -48,6 +44,13 @@ class FreshRun:
     """The first of them, played once more after the others."""
     files: list[str]
     """What one episode wrote and another one read."""
+
+
+async def fresh_runs(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
+    """What two fresh processes see, which are started once; None where that cannot be known."""
+    if subject.fresh is None:
+        subject.fresh = asyncio.ensure_future(run_twice(subject))
+    return await subject.fresh
 
 
 async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
@@ -95,8 +98,6 @@ def seen(events: list[Event]) -> list[Event]:
 
 
 async def _play(request: dict[str, Any]) -> FreshRun:
-    from agentrl.env.check.subject import load_subject
-
     files = _SharedFiles()
     subject = await load_subject(request["target"], config=request["config"])
     tasks = {}

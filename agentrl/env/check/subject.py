@@ -31,7 +31,6 @@ from urllib.parse import urlsplit
 
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, call_method, load_config
-from agentrl.env.check.fresh import FreshRun, run_twice
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.protocol import CreateRequest, EnvInfo, SessionReply, StepReply, TaskSpec
@@ -122,19 +121,14 @@ class Subject:
     """Found by a check; the others do not wait for `close` any more."""
     hangs: bool = False
     """A reset or step did not return; no other episode is played."""
-    _fresh: asyncio.Task[tuple[FreshRun, FreshRun] | None] | None = None
+    fresh: asyncio.Task[Any] | None = None
+    """What two fresh processes see; see `agentrl.env.check.fresh`."""
     _tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
 
     async def aclose(self) -> None:
         """Free what `load_shared` returned."""
         if self.environment is not None:
             await call_method(default_pool(), self.environment.close_shared, self.shared)
-
-    async def fresh(self) -> tuple[FreshRun, FreshRun] | None:
-        """What two fresh processes see; None where that cannot be known."""
-        if self._fresh is None:
-            self._fresh = asyncio.ensure_future(run_twice(self))
-        return await self._fresh
 
     def call_timeout_s(self, kind: str) -> float:
         """How long a `reset` or `step` may take."""
