@@ -77,7 +77,7 @@ async def _play(
             aclosing(connect(config.env.url or None, token=config.env.token))
         )
         agents = await stack.enter_async_context(running_agents(config))
-        for_agents = config.agent.is_on
+        for_agents = config.plays_by_agent
         policy = await policy_of(config, checkpoint, stack, for_agents=for_agents)
         if isinstance(policy, TokenPolicy):
             await require_shown_tools(env, config, policy.renderer)

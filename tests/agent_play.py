@@ -86,14 +86,15 @@ async def play_groups(
     split_size=None,
     host="127.0.0.1",
     roles=(),
+    agents=None,
 ):
     """The batch. `runner`: an async function (task, base_url, api_key), a runner, or None for the
-    driver's own episodes."""
-    agents = None
+    driver's own episodes, or those of `agents`."""
     if runner is not None:
         if callable(runner):
             runner = CallableRunner(runner)
         agents = Agents(AgentServer(host, roles=roles), runner)
+    if agents is not None:
         await agents.start()
     env = connect()
     scheduler = GroupScheduler(

@@ -259,6 +259,7 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
         *(("objective", "loss"), ("objective", "advantage"), ("reward", "functions")),
         ("agent", "run"),
         ("agent", "home"),
+        ("rollout", "generate"),
     ):
         table = data.get(section)
         value = table.get(key) if isinstance(table, dict) else None

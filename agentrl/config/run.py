@@ -132,6 +132,11 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def plays_by_agent(self) -> bool:
+        """Something else than the policy decides what it is asked."""
+        return self.agent.is_on or self.rollout.generate is not None
+
     @model_validator(mode="after")
     def _groups_make_sense(self) -> RunConfig:
         if self.rollout.group_size == 1 and self.objective.needs_groups:
@@ -147,7 +152,9 @@ class RunConfig(Section):
                         f"rollout.{key} needs inference.backend = 'vllm': the embedded engine "
                         "samples in lockstep from the weights that are being trained"
                     )
-        if self.agent.is_on and self.inference.backend == "openai":
+        if self.agent.is_on and self.rollout.generate is not None:
+            raise ValueError("[agent] and rollout.generate both play the episodes; remove one")
+        if self.plays_by_agent and self.inference.backend == "openai":
             raise ValueError(
                 "agents are recorded token by token, which a chat server cannot do; set "
                 "inference.backend to 'embedded' or 'vllm'"

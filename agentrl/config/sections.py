@@ -181,6 +181,9 @@ class RolloutSection(Section):
     dialect: str = "auto"
     """How the model writes reasoning and tool calls: a name in docs/dialects.md, or `text` for
     neither; `auto` asks the chat template. `--dry-run` says which it is."""
+    generate: str | None = None
+    """An async function `(task, policy, session)` that plays an episode in place of the driver:
+    `package.module:function` or `path/to/file.py:function`; see docs/agents.md."""
     turn_timeout_s: Seconds = 600.0
     """Deadline of one turn's generation."""
     step_timeout_s: Seconds = 60.0

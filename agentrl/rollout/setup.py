@@ -72,17 +72,22 @@ def make_scheduler(
 
 @contextlib.asynccontextmanager
 async def running_agents(config: RunConfig) -> AsyncIterator[Agents | None]:
-    """The endpoint and whatever starts agents, while in the context; None without `[agent]`.
+    """The endpoint and whatever starts agents, while in the context; None where the policy plays.
 
     Raises:
         ConfigError: the agent cannot be found, or the endpoint's address is not to be had.
     """
-    if not config.agent.is_on:
+    if not config.plays_by_agent:
         yield None
         return
-    from agentrl.rollout.agent.runner import make_agents
+    if config.rollout.generate is not None:
+        from agentrl.rollout.agent.generate import make_generating
 
-    agents = make_agents(config.agent, max_concurrent=config.rollout.max_concurrent)
+        agents = make_generating(config.rollout.generate)
+    else:
+        from agentrl.rollout.agent.runner import make_agents
+
+        agents = make_agents(config.agent, max_concurrent=config.rollout.max_concurrent)
     try:
         await agents.start()
         yield agents

@@ -195,6 +195,7 @@ def _fingerprint(
         "rollout.temperature": rollout.temperature,
         **_truncation(rollout),
         **_agent(config.agent),
+        **({"rollout.generate": rollout.generate} if rollout.generate else {}),
         "reward": config.reward.model_dump(mode="json"),
         "objective": config.objective.model_dump(mode="json"),
         "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,

@@ -121,7 +121,7 @@ async def start_serving(
     if inference.backend == "embedded":
         own_model = _own_model(config, model) if is_sharded(model) else None
         return Serving(
-            embedded_engine(config, own_model or model, for_agents=config.agent.is_on),
+            embedded_engine(config, own_model or model, for_agents=config.plays_by_agent),
             own_model=own_model,
         )
     if inference.backend != "vllm":

@@ -104,7 +104,7 @@ class Agents:
                     "group_id": trajectory.group_id,
                 },
             )
-            agent = asyncio.ensure_future(self.runner.run(task, live.url, live.key))
+            agent = asyncio.ensure_future(self._run(task, live, tools))
             try:
                 await asyncio.wait(
                     (agent, live.ended, live.failure, tools.failure),
@@ -114,6 +114,8 @@ class Agents:
                 if not agent.done():
                     agent.cancel()
                     await asyncio.wait((agent,), timeout=2 * GRACE_S)
+                if agent.done() and not agent.cancelled():
+                    agent.exception()  # seen, whatever else ended the episode
             await tools.settle()
             served = served_turns(live.asked_by_turn)
             leave_untrained(trajectory, served)
@@ -147,6 +149,9 @@ class Agents:
         if isinstance(answer, dict):
             return AgentOutcome(None, _by_turn(answer, live), live.cut, last)
         return AgentOutcome(None, {last: float(answer)}, live.cut, last)
+
+    async def _run(self, task: AgentTask, live: Live, tools: EnvTools) -> Result:
+        return await self.runner.run(task, live.url, live.key)
 
 
 def _by_turn(rewards: dict[str, float], live: Live) -> dict[int | None, float]:
@@ -221,13 +226,21 @@ class CallableRunner:
                     result = await result
         except SystemExit as error:  # would end the thread of all agents
             raise AgentError(f"the agent exited with {error.code}") from None
-        if not (result is None or isinstance(result, str | int | float) or is_rewards(result)):
-            raise AgentError(
-                f"the agent returned {type(result).__name__}; return its answer as a text, a "
-                "reward as a number, rewards as a dict by the ids of responses, or None for what "
-                "the policy said last"
-            )
-        return result
+        return checked_result(result)
+
+
+def checked_result(result: Any) -> Result:
+    """
+    Raises:
+        AgentError: an agent cannot return this.
+    """
+    if not (result is None or isinstance(result, str | int | float) or is_rewards(result)):
+        raise AgentError(
+            f"the agent returned {type(result).__name__}; return its answer as a text, a reward as "
+            "a number, rewards as a dict by the ids of responses, or None for what the policy said "
+            "last"
+        )
+    return result
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

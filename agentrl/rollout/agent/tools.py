@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.env.client import EnvSession
+from agentrl.errors import AgentError
 from agentrl.rollout.agent.wire import RequestRefused
 from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec, Trajectory
 
@@ -39,7 +40,7 @@ class EnvTools:
     ) -> None:
         self._session, self._step, self._trajectory = session, step, trajectory
         self._one_at_a_time = asyncio.Lock()
-        self._calls: dict[str, asyncio.Task[ToolReply]] = {}
+        self._calls: dict[str, asyncio.Task[Any]] = {}
         """By idempotency key."""
         self._closed = False
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,7 +97,23 @@ class EnvTools:
         )
         return ToolReply(content, result.terminated, result.truncated)
 
-    def _ended(self, task: asyncio.Task[ToolReply]) -> None:
+    async def step(self, action: Action) -> StepResult:
+        """A step that is no call of a tool, or of several.
+
+        Raises:
+            AgentError: the episode is over.
+        """
+        task = self._calls[f" {len(self._calls)}"] = asyncio.create_task(self._take_step(action))
+        task.add_done_callback(self._ended)
+        return await task
+
+    async def _take_step(self, action: Action) -> StepResult:
+        async with self._one_at_a_time:
+            if self._closed or self.is_over:
+                raise AgentError("this episode is over")
+            return await self._step(action)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and _broke(task):
             self._closed = True
             error = task.exception()
@@ -121,6 +138,6 @@ class EnvTools:
             self.failure.exception()  # seen
 
 
-def _broke(task: asyncio.Task[ToolReply]) -> bool:
+def _broke(task: asyncio.Task[Any]) -> bool:
     """It failed, and was not merely refused."""
-    return not isinstance(task.exception(), RequestRefused | None)
+    return not isinstance(task.exception(), RequestRefused | AgentError | None)
