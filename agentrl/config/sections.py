@@ -268,9 +268,18 @@ class AgentRole(Section):
     """One of its headers, as a line `name: value`."""
     role: Literal["trained", "served"]
     """`trained`, or `served`: the policy answers, and does not learn from it."""
+    url: str | None = None
+    """An OpenAI-compatible server (`http://host:8000/v1`) that answers such calls in place of the
+    policy; they are no turns of the episode, and stand in its info."""
+    served_model: str | None = None
+    """Which model of that server; the one that the call asks for when not given."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """The environment variable that holds its key."""
 
     @model_validator(mode="after")
     def _patterns(self) -> AgentRole:
+        if self.url is not None and self.role != "served":
+            raise ValueError("a server at url answers calls that are served: set role = 'served'")
         for key in ("model", "system", "header"):
             try:
                 re.compile(getattr(self, key) or "")

@@ -1,18 +1,22 @@
 """Which calls are trained, and what an agent may reward."""
 
+import asyncio
 import json
 
 import pytest
-from agent_play import play
+from agent_play import play, play_groups
 from rollout_scripted import ScriptedEngine
 from test_agent_server import ASK, LOOK, post, scripted
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.config import AgentRole
+from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.roles import Asked, asked_by, served_turns
+from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.agent.wire import Call
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer
-from agentrl.types import StopReason, samples_of
+from agentrl.types import StopReason, Trajectory, samples_of
 
 
 def system(text, said="q"):
@@ -194,3 +198,68 @@ def test_a_task_says_which_episode_it_is():
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
     }
+
+
+# by another server --------------------------------------------------------------------------------
+
+
+async def with_a_judge(task, base_url, api_key):
+    """The judge has no tools, sees what was said, and is asked in parallel with the next turn."""
+    body = {"messages": task.messages, "tools": LOOK}
+    said = json.loads((await post(base_url, api_key, body))[1])["choices"][0]["message"]
+    asked = {"model": "judge", "messages": [{"role": "user", "content": said["content"]}]}
+    status, text, _ = await post(base_url, api_key, asked)
+    return json.loads(text)["choices"][0]["message"]["content"] if status == 200 else "wrong"
+
+
+class Judge:
+    """Another server, as far as a client sees: an endpoint of the same kind."""
+
+    async def __aenter__(self):
+        self.server = AgentServer()
+        await self.server.start()
+        self.engine, renderer = scripted(lambda *_: "right")
+        self.engine.reserve(1)
+        self.trajectory = Trajectory("judge", "g", "e", "k", 0)
+        recorder = Recorder(self.trajectory, TokenPolicy(self.engine, renderer, 64, 4096))
+        self._episode = self.server.episode(recorder, max_turns=9, turn_timeout_s=9)
+        return self._episode.__enter__()
+
+    async def __aexit__(self, *_):
+        self._episode.__exit__(None, None, None)
+        await self.server.aclose()
+
+
+def test_another_server_answers_in_place_of_the_policy(monkeypatch):
+    async def main():
+        judge = Judge()
+        async with judge as live:
+            monkeypatch.setenv("JUDGE_KEY", live.key)
+            rule = AgentRole(
+                model="judge", role="served", url=live.url, api_key_variable="JUDGE_KEY"
+            )
+            engine, renderer = scripted(lambda *_: "a turn of the policy")
+            batch = await play_groups(
+                engine, renderer, with_a_judge, env_id="agent-test", split_size=5, roles=[rule]
+            )
+            return batch.trajectories[0], engine, judge.trajectory
+
+    trajectory, engine, judged = asyncio.run(main())
+    assert (trajectory.error, trajectory.reward) == (None, 1.0), "what the judge said is graded"
+    assert len(trajectory.turns) == len(engine.prompts) == 1 and trained(trajectory) == {0}
+    (told,) = trajectory.info["served_elsewhere"]
+    assert (told["model"], told["text"]) == ("judge", "right")
+    assert judged.messages[0]["content"] == "a turn of the policy"
+
+
+def test_another_server_that_is_not_there_fails_the_episode(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    rule = AgentRole(model="judge", role="served", url="http://127.0.0.1:1/v1")
+    trajectory, _ = played(with_a_judge, [rule])
+    assert (trajectory.error.stage, trajectory.error.code) == ("generate", "inference_error")
+    assert "127.0.0.1:1" in trajectory.error.message
+
+
+def test_a_server_trains_nothing():
+    with pytest.raises(ValueError, match="set role = 'served'"):
+        AgentRole(url="http://x/v1", role="trained")

@@ -19,7 +19,7 @@ from tokenizers_for_tests import make_tokenizer
 
 from agentrl.config import AgentSection
 from agentrl.env import Environment, Task, register, tool
-from agentrl.errors import ConfigError, InferenceError
+from agentrl.errors import ConfigError, HistoryError, InferenceError
 from agentrl.rollout.agent import server as server_module
 from agentrl.rollout.agent.command import AgentTask, CommandRunner, filled
 from agentrl.rollout.agent.recorder import Recorder
@@ -674,6 +674,22 @@ def test_an_engine_that_fails_fails_the_episode_and_says_so_to_the_agent(stream,
     assert trajectory.error.message == "the engine broke" and not trajectory.trainable
     for status, text, _ in told:  # it may be gone before it heard
         assert "engine failed" in text and (stream or status == 500)
+
+
+def test_a_template_that_edits_the_past_ends_the_episode(monkeypatch):
+    def edits(*_, **__):
+        raise HistoryError("it edits the past")
+
+    async def solve(task, base_url, api_key):
+        reply = json.loads((await post(base_url, api_key))[1])["choices"][0]["message"]
+        messages = [*ASK["messages"], reply, {"role": "user", "content": "?"}]
+        await post(base_url, api_key, {"messages": messages})
+        return "right"
+
+    monkeypatch.setattr(Renderer, "continuation", edits)
+    trajectory, _ = played(solve)
+    assert (trajectory.error.stage, trajectory.error.code) == ("generate", "history_error")
+    assert trajectory.error.message == "it edits the past" and not trajectory.trainable
 
 
 def test_a_turn_that_takes_too_long_is_the_turns_deadline():

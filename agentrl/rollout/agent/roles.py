@@ -10,13 +10,21 @@ loss mask is 0.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config import AgentRole
-from agentrl.rollout.agent.wire import Call
+from agentrl.rollout.agent.recorder import Recorder
+from agentrl.rollout.agent.tools import MAX_NOTED_CHARS
+from agentrl.rollout.agent.wire import Answer, Call
+from agentrl.rollout.chat import ChatPolicy
 from agentrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +35,7 @@ class Asked:
     """What a rule says; None where none matched."""
     system: str
     has_tools: bool
+    rule: AgentRole | None = None
 
 
 def asked_by(call: Call, headers: Mapping[str, str], rules: Sequence[AgentRole]) -> Asked:
@@ -39,7 +48,7 @@ def asked_by(call: Call, headers: Mapping[str, str], rules: Sequence[AgentRole])
             pattern is None or re.search(pattern, texts[name], re.IGNORECASE | re.MULTILINE)
             for name, pattern in patterns.items()
         ):
-            return Asked(rule.role, system, bool(call.tools))
+            return Asked(rule.role, system, bool(call.tools), rule)
     return Asked(None, system, bool(call.tools))
 
 
@@ -51,6 +60,49 @@ def system_of(call: Call) -> str:
             break
         texts.append(message["content"])
     return "\n\n".join(texts)
+
+
+class OtherServers:
+    """Those that rules name; they answer calls in place of the policy."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, AsyncOpenAI] = {}
+
+    async def answer(self, call: Call, rule: AgentRole, recorder: Recorder) -> Answer:
+        """
+        Raises:
+            InferenceError: the server cannot be reached, or refuses.
+        """
+        url, policy = rule.url or "", recorder.policy
+        if url not in self._clients:
+            from openai import AsyncOpenAI
+
+            key = os.environ.get(rule.api_key_variable, "none")
+            self._clients[url] = AsyncOpenAI(base_url=url, api_key=key)
+        own = policy.max_turn_tokens
+        chat = ChatPolicy(
+            client=self._clients[url],
+            model=rule.served_model or call.model,
+            max_turn_tokens=min(own, call.max_tokens or own),
+            temperature=None,
+            dialect=policy.renderer.dialect,
+        )
+        info = recorder.trajectory.info
+        told: Any = info.setdefault("served_elsewhere", [])
+        name = f"{recorder.trajectory.trajectory_id}-other-{len(told)}"
+        noted = {"url": url, "model": chat.model, "text": ""}
+        told.append(noted)
+        dialogue = Trajectory(name, "", "", "", 0)
+        chat.read(dialogue, call.messages, call.tools, tools_changed=False)
+        action = await chat.act(dialogue, call.tools)
+        (turn,) = dialogue.turns
+        noted["text"] = action.text[:MAX_NOTED_CHARS]
+        cut = turn.finish_reason == "length"
+        return Answer(name, action, cut, prompt_tokens=0, sampled_tokens=turn.num_tokens)
+
+    async def aclose(self) -> None:
+        for client in self._clients.values():
+            await client.close()
 
 
 def served_turns(asked: Sequence[Asked]) -> list[int]:

@@ -142,7 +142,7 @@ class Agents:
                 answer = None  # some give up over a turn that was cut, which is the run's limit
             else:
                 raise AgentError(str(error)) if isinstance(error, TimeoutError) else error
-        if last is None and trajectory.turns:
+        if last is None and (trajectory.turns or "served_elsewhere" in trajectory.info):
             raise AgentError("agent.roles leaves no call of the episode to train; change its rules")
         if isinstance(answer, str | None):
             return AgentOutcome(answer, None, live.cut, last)

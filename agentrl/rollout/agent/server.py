@@ -29,7 +29,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,10 +38,10 @@ import msgspec
 from aiohttp import web
 
 from agentrl.config import AgentRole
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, HistoryError
 from agentrl.rollout.agent import mcp_tools
 from agentrl.rollout.agent.recorder import Place, Recorder
-from agentrl.rollout.agent.roles import Asked, asked_by
+from agentrl.rollout.agent.roles import Asked, OtherServers, asked_by
 from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, RequestRefused, Wire
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
@@ -99,6 +99,7 @@ class Live:
     num_asked: int = 0
     """Turns that were sampled or are under way."""
     under_way: set[asyncio.Task[Answer]] = field(default_factory=set)
+    under_way_elsewhere: set[asyncio.Task[Answer]] = field(default_factory=set)
     asked_by_turn: list[Asked] = field(default_factory=list)
     turn_of: dict[str, int] = field(default_factory=dict)
     """By the id of the answer."""
@@ -152,6 +153,24 @@ class Live:
 
         task = asyncio.create_task(self._answer(place, call, asked))
         self.under_way.add(task)
+        task.add_done_callback(ended)
+        return task
+
+    def ask_elsewhere(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        """A call that another server answers; it is no turn."""
+
+        async def answer() -> Answer:
+            async with asyncio.timeout(self.turn_timeout_s):
+                return await answering
+
+        def ended(task: asyncio.Task[Answer]) -> None:
+            self.under_way_elsewhere.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not self.failure.done():
+                self.failure.set_exception(error)
+
+        task = asyncio.create_task(answer())
+        self.under_way_elsewhere.add(task)
         task.add_done_callback(ended)
         return task
 
@@ -226,6 +245,10 @@ class Live:
                 f"the model's chat template does not take these messages: {error}",
                 code="invalid_messages",
             ) from error
+        except HistoryError as error:
+            if not self.failure.done():  # it ends the episode
+                self.failure.set_exception(error)
+            raise RequestRefused(str(error), status=500, code="engine_failed") from error
 
 
 class AgentServer:
@@ -255,6 +278,7 @@ class AgentServer:
         self._leaves_out_tools, self._roles = leaves_out_tools, roles
         self._secret = secrets.token_bytes(32)
         self._live: dict[str, Live] = {}
+        self._others = OtherServers()
         self._warned: set[str] = set()
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._refusals])
         for prefix in ("", "/e/{key}"):
@@ -293,6 +317,7 @@ class AgentServer:
 
     async def aclose(self) -> None:
         await self._runner.cleanup()
+        await self._others.aclose()
 
     @contextmanager
     def episode(
@@ -319,7 +344,7 @@ class AgentServer:
             yield live
         finally:
             del self._live[key]
-            for task in live.under_way:
+            for task in (*live.under_way, *live.under_way_elsewhere):
                 task.cancel()
             if not failure.done():
                 failure.cancel()
@@ -424,9 +449,12 @@ class AgentServer:
         digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
         asked = live.asked.get(digest) if marked else None
         if asked is None or (asked.task.done() and _failed(asked.task)):
-            asked = live.asked[digest] = _Request(
-                live.ask(call, asked_by(call, request.headers, self._roles))
-            )
+            role = asked_by(call, request.headers, self._roles)
+            if role.rule is not None and role.rule.url is not None:
+                task = live.ask_elsewhere(self._others.answer(call, role.rule, live.recorder))
+            else:
+                task = live.ask(call, role)
+            asked = live.asked[digest] = _Request(task)
         asked.num_waiting += 1
         try:
             return await self._reply(request, wire, call, asked.task)
