@@ -143,10 +143,11 @@ def require_exact(trajectory, prompts):
     assert marked == trained and len(trained) == trajectory.num_sampled_tokens
 
 
-def require_recorded(trajectories, calls):
+def require_recorded(trajectories, calls, *, agent_stops=False):
     """The turns are what an engine was asked and answered, bit for bit, each once.
 
-    `calls`: (request id, prompt, generation).
+    `calls`: (request id, prompt, generation). `agent_stops`: the agent sends stop strings, which
+    may leave the beginning of an answer.
     """
     for trajectory in trajectories:
         own = [
@@ -161,18 +162,25 @@ def require_recorded(trajectories, calls):
             turns.append(
                 (row.token_ids[: turn.start], row.token_ids[sampled], row.rollout_logprobs[sampled])
             )
-        assert sorted(turns) == sorted(own)
+        own.sort()
+        if agent_stops:
+            lengths = [len(ids) for _, ids, _ in sorted(turns)]
+            own = [
+                (prompt, ids[:length], logprobs[:length])
+                for (prompt, ids, logprobs), length in zip(own, lengths, strict=True)
+            ]
+        assert sorted(turns) == own
         require_exact(trajectory, [prompt for prompt, _, _ in turns])
 
 
-def require_trained_alike(model, trajectories, calls):
+def require_trained_alike(model, trajectories, calls, *, agent_stops=False):
     """All that was sampled is trained, and the trainer's log-probabilities are the engine's.
 
     Returns what was seen as one line.
     """
     import torch
 
-    require_recorded(trajectories, calls)
+    require_recorded(trajectories, calls, agent_stops=agent_stops)
     samples = [sample for each in trajectories for sample in samples_of(each)]
     difference = 0.0
     for sample in samples:
@@ -182,7 +190,7 @@ def require_trained_alike(model, trajectories, calls):
         ours = table.gather(1, ids[0, 1:, None])[:, 0].numpy()
         trained = sample.loss_mask[1:].astype(bool)
         difference = max(difference, abs(ours - sample.rollout_logprobs[1:])[trained].max())
-    sampled = sum(len(generation.token_ids) for _, _, generation in calls)
+    sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
     assert sum(sample.num_trained for sample in samples) == sampled
     assert difference < 1e-4
     return (
