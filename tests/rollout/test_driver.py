@@ -446,3 +446,10 @@ def test_whatever_the_policy_does_the_row_is_what_the_engine_read(script):
     assert trajectory.error is None
     for turn, prompt in zip(trajectory.turns, engine.prompts.values(), strict=True):
         assert trajectory.branches[turn.branch].token_ids[: turn.start] == prompt
+
+
+def test_tools_that_the_chat_template_leaves_out_are_counted():
+    without = CHATML.replace("{% if tools %}", "{% if false %}")
+    blind, _ = one(lambda *_: "done", template=without)
+    seeing, _ = one(lambda *_: "done")
+    assert blind.metrics["unseen_tools"] >= 1 and "unseen_tools" not in seeing.metrics

@@ -222,6 +222,51 @@ def test_runs_are_laid_over_each_other_and_their_configurations_compared(tmp_pat
         assert page.locator(".plot path.line").count() == 2
 
 
+def test_runs_are_found_and_sorted_and_the_address_holds_it(tmp_path, page):
+    for name, rule in (("run-2", "never_rewarded"), ("run-10", None), ("other", "too_far")):
+        plant(tmp_path / name, rule, steps=4)
+    shown = page.locator("a.name")
+    with serving(tmp_path) as (url, _):
+        page.goto(url)
+        page.get_by_role("button", name="run", exact=True).click()
+        drawn(page, "sort=run")
+        assert shown.all_inner_texts() == ["other", "run-2", "run-10"], "numbers count as numbers"
+        page.get_by_label("find").fill("run- math")
+        page.get_by_label("find").press("Enter")
+        drawn(page, "find=run-")
+        assert shown.all_inner_texts() == ["run-2", "run-10"]
+        page.get_by_role("button", name="reward").click()
+        drawn(page, "sort=reward")
+        page.reload()
+        drawn(page, "sort=reward")
+        assert shown.all_inner_texts() == ["run-10", "run-2"], "the largest first"
+
+
+def test_curves_are_chosen_by_expression_smoothed_and_drawn_on_a_logarithmic_axis(tmp_path, page):
+    run_dir = plant(tmp_path / "run", "entropy_collapse")
+    with serving(run_dir) as (url, _):
+        page.goto(f"{url}#/run/{RunFiles(run_dir).id}")
+        page.get_by_label("metrics").fill("entropy|^train/grad")
+        page.get_by_label("metrics").press("Enter")
+        drawn(page, "metrics=")
+        cards = page.locator(".multiples .head span:first-child")
+        assert set(cards.all_inner_texts()) == {"policy/entropy", "train/grad_norm"}
+        entropy = page.locator(".card.small", has_text="policy/entropy").locator("path.line")
+        drawings = [entropy.get_attribute("d")]
+        for name in ("logarithmic", "smoothed"):
+            page.get_by_label(name).check()
+            drawn(page, {"logarithmic": "log=1", "smoothed": "smooth=1"}[name])
+            drawings.append(entropy.get_attribute("d"))
+        assert len(set(drawings)) == 3
+        # An entropy that falls by the same factor each step is a straight line there.
+        points = [float(p.split()[1]) for p in re.split("[ML]", drawings[1])[1:]]
+        steps = np.diff(points)
+        assert np.allclose(steps, steps[0], atol=0.05)
+        page.get_by_label("metrics").fill("(")
+        page.get_by_label("metrics").press("Enter")
+        page.wait_for_selector("text=not a regular expression")
+
+
 def test_everything_is_reached_with_the_keyboard_and_by_tapping(tmp_path, chromium):
     run_dir = plant(tmp_path / "run", "malformed_calls")
     with (

@@ -14,7 +14,7 @@ async function draw({ again = false } = {}) {
   let every = 0;
   try {
     if (kind !== "run") every = await runsPage(page, parameters);
-    else if (!what) every = await runPage(page, id);
+    else if (!what) every = await runPage(page, id, parameters);
     else if (what === "groups") every = await groupsPage(page, id, parameters);
     else if (what === "diagnosis") every = await diagnosisPage(page, id);
     else if (what === "config") every = await configPage(page, id);

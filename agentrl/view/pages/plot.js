@@ -42,11 +42,17 @@ function smoothed(values, weight = 0.8) {
 }
 
 /* curves: [{name, steps, values, kind}], kind "main", "raw" or "c0".."c5"; band: [[step, low, high]].
-   limits: what the values can be; onstep(step): a click or Enter. */
-function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onstep = null, label }) {
+   limits: what the values can be; onstep(step): a click or Enter; log: a logarithmic axis, on which
+   what is not above 0 is a gap. */
+function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onstep = null, label, log = false }) {
+  const shown = (value) => number(log ? 10 ** value : value);
+  if (log) {
+    curves = curves.map((c) => ({ ...c, values: c.values.map((v) => (v > 0 ? Math.log10(v) : null)) }));
+    [band, limits] = [[], [-Infinity, Infinity]];
+  }
   const known = curves.flatMap((c) => c.values.filter((v) => v !== null));
   const steps = curves.flatMap((c) => c.steps);
-  if (!known.length) return el("div.nodata", {}, "no value yet");
+  if (!known.length) return el("div.nodata", {}, log ? "no value above 0" : "no value yet");
   const first = Math.min(...minmax(steps));
   const last = Math.max(...minmax(steps));
   const ends = minmax([...known, ...band.flatMap(([, low, high]) => [low, high])]);
@@ -83,7 +89,7 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
   let marks = [];
   for (let target = height > 150 ? 6 : 3; target < 12 && marks.length < 2; target++) marks = ticks(low, high, target).filter((t) => t >= low && t <= high);
   for (const tick of marks) {
-    axis.append(svg("text", { x: 40, y: top + y(tick) + 4, "text-anchor": "end" }, number(tick)));
+    axis.append(svg("text", { x: 40, y: top + y(tick) + 4, "text-anchor": "end" }, shown(tick)));
     frame.append(svg("line", { class: "grid", x1: 0, x2: "100%", y1: top + y(tick), y2: top + y(tick) }));
   }
   frame.append(area);
@@ -105,7 +111,7 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
     mark.classList.add("shown");
     const lines = curves.filter((c) => c.name).map((c) => {
       const index = c.steps.indexOf(step);
-      return `${c.name}  ${index < 0 || c.values[index] === null ? "no value" : number(c.values[index])}`;
+      return `${c.name}  ${index < 0 || c.values[index] === null ? "no value" : shown(c.values[index])}`;
     });
     showTip([`step ${step}`, ...lines, ...(onstep ? ["click or Enter: its groups"] : [])], px, py);
   };

@@ -46,7 +46,27 @@ async function curvesOf(id) {
   return mine;
 }
 
-async function runPage(page, id) {
+// Controls of curves, kept in the address: which metrics, a logarithmic axis, smoothing.
+function curveControls(parameters, change, { filter }) {
+  const box = (name, label) => el("label.field", {}, el("input", { type: "checkbox", name, checked: parameters.get(name) === "1", onchange: (event) => change({ [name]: event.target.checked ? "1" : "" }) }), " ", el("span", {}, label));
+  return el(
+    "form.filters",
+    { onsubmit: (event) => event.preventDefault() },
+    filter && el("label.field", {}, el("span", {}, "metrics"), el("input", { name: "metrics", type: "search", placeholder: "reward|entropy", title: "a regular expression over names", value: parameters.get("metrics") || "", onchange: (event) => change({ metrics: event.target.value.trim() }) })),
+    box("log", "logarithmic"),
+    box("smooth", "smoothed"),
+  );
+}
+
+function matcherOf(text) {
+  try {
+    return new RegExp(text || "", "i");
+  } catch {
+    return null;
+  }
+}
+
+async function runPage(page, id, parameters) {
   const [run, curves] = await Promise.all([ask("runs/" + id), curvesOf(id)]);
   page.append(runHeader(run, ""));
   if (!curves.steps.length) {
@@ -54,8 +74,14 @@ async function runPage(page, id) {
     return 1000;
   }
   const onstep = (step) => (location.hash = address(`run/${id}/groups`, { step }));
-  page.append(rewardCard(curves, onstep));
-  const left = new Set(Object.keys(curves.series).filter((key) => key !== "reward/mean").sort());
+  const change = (changes) => (location.hash = address("run/" + id, { ...Object.fromEntries(parameters), ...changes }));
+  const matcher = matcherOf(parameters.get("metrics"));
+  const log = parameters.get("log") === "1";
+  const smooth = parameters.get("smooth") === "1";
+  page.append(curveControls(parameters, change, { filter: true }));
+  if (!matcher) page.append(el("p.failure", {}, "This is not a regular expression; an example is reward|entropy."));
+  if (!parameters.get("metrics")) page.append(rewardCard(curves, onstep, log));
+  const left = new Set(Object.keys(curves.series).filter((key) => (parameters.get("metrics") || key !== "reward/mean") && (!matcher || matcher.test(key))).sort());
   const constants = [];
   for (const [name, belongs] of SECTIONS) {
     const keys = [...left].filter(belongs);
@@ -73,16 +99,16 @@ async function runPage(page, id) {
         continue;
       }
       cards.push(
-        el("div.card.small", {}, el("div.head", {}, el("span", {}, key), el("span.value", { title: last === "–" ? "the last step has no value" : "of the last step" }, last)), plot({ curves: [{ name: key, steps: curves.steps, values, kind: "main" }], height: 92, limits: bounds(key), onstep, label: key })),
+        el("div.card.small", {}, el("div.head", {}, el("span", {}, key), el("span.value", { title: last === "–" ? "the last step has no value" : "of the last step" }, last)), plot({ curves: [{ name: key, steps: curves.steps, values: smooth ? smoothed(values) : values, kind: "main" }], height: 92, limits: bounds(key), onstep, label: key, log })),
       );
     }
     if (cards.length) page.append(el("h2", {}, name), el("div.multiples", {}, cards));
   }
   if (constants.length) page.append(el("h2", {}, "constant"), el("ul.constants.card", {}, constants.map(([key, value]) => el("li", {}, el("span", {}, key), el("span.value", {}, value)))));
-  return 1000;
+  return document.activeElement?.closest?.(".filters") ? 0 : 1000;
 }
 
-function rewardCard(curves, onstep) {
+function rewardCard(curves, onstep, log) {
   const means = curves.series["reward/mean"] || curves.steps.map(() => null);
   const spread = curves.series["reward/std"] || [];
   // Rewards within [0, 1] have a variance of at most mean (1 - mean); the band stays in there then.
@@ -94,7 +120,7 @@ function rewardCard(curves, onstep) {
     "section.card",
     {},
     el("div.head", {}, el("h2", {}, "reward"), el("span.value.big", {}, number(means[means.length - 1]))),
-    plot({ curves: [{ name: "reward", steps: curves.steps, values: means, kind: "raw" }, { name: "smoothed", steps: curves.steps, values: smoothed(means), kind: "main" }], band, height: 250, limits: within ? [0, 1] : undefined, onstep, label: "reward" }),
+    plot({ curves: [{ name: "reward", steps: curves.steps, values: means, kind: "raw" }, { name: "smoothed", steps: curves.steps, values: smoothed(means), kind: "main" }], band, height: 250, limits: within ? [0, 1] : undefined, onstep, label: "reward", log }),
     el("div.legend", {}, legend.map(([kind, name]) => el("span", {}, el("span.swatch." + kind), name))),
   );
 }

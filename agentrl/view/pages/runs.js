@@ -3,11 +3,27 @@
 
 const MOST_COMPARED = 6;
 
+// What the table can be sorted by; numbers begin with the largest.
+const RUN_ORDERS = { run: (run) => run.name, state: (run) => run.state, reward: (run) => run.reward, step: (run) => run.step, environment: (run) => run.env, objective: (run) => run.preset, model: (run) => run.model };
+
+function sortedRuns(runs, by) {
+  const value = RUN_ORDERS[by];
+  if (!value) return runs; // the newest first, as the server has them
+  const least = (run) => value(run) === null || value(run) === undefined;
+  const compare = (a, b) => (typeof value(a) === "number" ? value(b) - value(a) : String(value(a)).localeCompare(String(value(b)), undefined, { numeric: true }));
+  return [...runs].sort((a, b) => least(a) - least(b) || (least(a) ? 0 : compare(a, b)));
+}
+
 async function runsPage(page, parameters) {
-  const runs = await ask("runs");
-  const chosen = new Set((parameters.get("runs") || "").split(",").filter((id) => runs.some((run) => run.id === id)));
+  const everyRun = await ask("runs");
+  const [order, words] = [parameters.get("sort") || "", parameters.get("find") || ""];
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  const text = (run) => [run.name, run.state, run.env, run.preset, run.model, run.path].join(" ").toLowerCase();
+  const runs = sortedRuns(everyRun.filter((run) => wanted.every((word) => text(run).includes(word))), order);
+  const chosen = new Set((parameters.get("runs") || "").split(",").filter((id) => everyRun.some((run) => run.id === id)));
   const metric = parameters.get("metric") || "reward/mean";
-  const go = (ids, key) => (location.hash = address("", { runs: [...ids].join(","), metric: key === "reward/mean" ? "" : key }));
+  const change = (changes) => (location.hash = address("", { ...Object.fromEntries(parameters), ...changes }));
+  const go = (ids, key) => change({ runs: [...ids].join(","), metric: key === "reward/mean" ? "" : key });
   const rows = runs.map((run) => {
     const toggle = el("input", {
       type: "checkbox",
@@ -39,24 +55,30 @@ async function runsPage(page, parameters) {
   const wide = new Set([5, 6, 7, 8, 9]);
   page.append(
     el("h1", {}, "Runs"),
-    runs.length
-      ? el("div.scroll", {}, el("table.runs", {}, el("thead", {}, el("tr", {}, head.map((name, i) => el("th" + (wide.has(i) ? ".wide" : ""), {}, name)))), el("tbody", {}, rows)))
+    everyRun.length > 1 && !stored && el("form.filters", { onsubmit: (event) => event.preventDefault() }, el("label.field.find", {}, el("span", {}, "find"), el("input", { name: "find", type: "search", placeholder: "name, state, environment, model", value: words, onchange: (event) => change({ find: event.target.value.trim() }) })), words && el("span.faint", {}, `${number(runs.length)} of ${number(everyRun.length)}`)),
+    everyRun.length
+      ? el("div.scroll", {}, el("table.runs", {}, el("thead", {}, el("tr", {}, head.map((name, i) => el("th" + (wide.has(i) ? ".wide" : ""), { "aria-sort": name && name === order ? (["reward", "step"].includes(name) ? "descending" : "ascending") : null }, name in RUN_ORDERS && everyRun.length > 1 ? el("button.sort", { onclick: () => change({ sort: name === order ? "" : name }) }, name, name === order && " ↓") : name)))), el("tbody", {}, rows)))
       : el("p.faint", {}, "No run yet. One that begins under the given directories appears here."),
   );
-  if (chosen.size) page.append(...(await comparison([...chosen].map((id) => runs.find((run) => run.id === id)), metric, (key) => go(chosen, key))));
+  if (everyRun.length && !runs.length) page.append(el("p.faint", {}, "No run is like this."));
+  if (chosen.size) page.append(...(await comparison([...chosen].map((id) => everyRun.find((run) => run.id === id)), metric, (key) => go(chosen, key), parameters, change)));
   else if (runs.length > 1) page.append(el("p.faint", {}, `Tick up to ${MOST_COMPARED} runs to lay their curves over each other and see where their configurations differ.`));
-  return 1500;
+  return document.activeElement?.closest?.(".filters") ? 0 : 1500;
 }
 
-async function comparison(runs, metric, choose) {
+async function comparison(runs, metric, choose, parameters, change) {
+  const [log, smooth] = [parameters.get("log") === "1", parameters.get("smooth") === "1"];
   const found = await Promise.all(runs.map(async (run) => ({ run, curves: await ask(`runs/${run.id}/metrics`), details: await ask("runs/" + run.id) })));
   const keys = [...new Set(found.flatMap(({ curves }) => Object.keys(curves.series)))].sort();
   const select = el("select", { "aria-label": "metric", onchange: (event) => choose(event.target.value) }, keys.map((key) => el("option", { value: key, selected: key === metric }, key)));
-  const lines = found.map(({ run, curves }, i) => ({ name: run.name, steps: curves.steps, values: curves.series[metric] || curves.steps.map(() => null), kind: "c" + i }));
+  const lines = found.map(({ run, curves }, i) => {
+    const values = curves.series[metric] || curves.steps.map(() => null);
+    return { name: run.name, steps: curves.steps, values: smooth ? smoothed(values) : values, kind: "c" + i };
+  });
   const settings = [...new Set(found.flatMap(({ details }) => Object.keys(details.config)))];
   const differing = settings.filter((key) => new Set(found.map(({ details }) => details.config[key])).size > 1);
   return [
-    el("section.card", {}, el("div.row", {}, el("h2", {}, "Overlay"), select), plot({ curves: lines, height: 260, limits: bounds(metric), label: metric + " of several runs" }), el("div.legend", {}, found.map(({ run }, i) => el("span", {}, el("span.swatch.c" + i), run.name)))),
+    el("section.card", {}, el("div.row", {}, el("h2", {}, "Overlay"), select), curveControls(parameters, change, { filter: false }), plot({ curves: lines, height: 260, limits: bounds(metric), label: metric + " of several runs", log }), el("div.legend", {}, found.map(({ run }, i) => el("span", {}, el("span.swatch.c" + i), run.name)))),
     found.length > 1 &&
       el(
         "section.card",
