@@ -267,6 +267,41 @@ def test_curves_are_chosen_by_expression_smoothed_and_drawn_on_a_logarithmic_axi
         page.wait_for_selector("text=not a regular expression")
 
 
+def test_a_long_result_is_folded_notes_are_shown_and_brackets_lead_on(tmp_path, page):
+    log = TrajectoryLog(tmp_path)
+    members = []
+    for member in range(3):
+        row = TokenRow()
+        row.messages = [
+            {"role": "user", "content": "Which?"},
+            {"role": "tool", "content": f"found {member}\n" + "line\n" * 1000},
+            {"role": "assistant", "content": f"That {member}."},
+        ]
+        row.append_context([1, 2], 0)
+        row.append_sampled([3], [-0.5], [0], 0)
+        turn = Turn(0, 2, 1, "stop", "text", message=2)
+        members.append(
+            Trajectory(
+                *(f"m{member}", "g", "e", "t", 0, [row], [turn]),
+                info={"seen": f"<b>{member}</b>"},
+                stop_reason=StopReason.TERMINATED,
+            )
+        )
+    log.append(1, members)
+    with serving(tmp_path) as (url, _):
+        page.goto(f"{url}#/run/{RunFiles(tmp_path).id}/t/1/0")
+        page.wait_for_selector("details.folded")
+        body = page.locator("details.folded .body")
+        assert not body.is_visible()
+        page.locator("details.folded summary").click()
+        assert body.is_visible() and "found 0" in body.inner_text()
+        page.get_by_text("what the environment noted").click()
+        assert "<b>0</b>" in page.locator("details.info pre").inner_text()
+        for key, said in (("]", "That 1."), ("]", "That 2."), ("[", "That 1.")):
+            page.keyboard.press(key)
+            page.wait_for_selector(f"text={said}")
+
+
 def test_everything_is_reached_with_the_keyboard_and_by_tapping(tmp_path, chromium):
     run_dir = plant(tmp_path / "run", "malformed_calls")
     with (

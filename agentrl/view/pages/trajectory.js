@@ -20,6 +20,7 @@ async function trajectoryPage(page, id, step, offset, parameters) {
   const row = Math.min(Number(parameters.get("row") || one.turns.at(-1)?.row || 0), one.rows.length - 1);
   const here = (changes) => address(`run/${id}/t/${step}/${offset}`, { ...Object.fromEntries(parameters), ...changes });
   page.append(runHeader(run, "/groups"), factsOf(one, id));
+  page.dataset.siblings = JSON.stringify(siblingAddresses(one, id));
   if (!one.rows.length) {
     page.append(el("p.faint", {}, "Nothing was said: it failed before its first turn."));
     return 0;
@@ -37,6 +38,20 @@ async function trajectoryPage(page, id, step, offset, parameters) {
   return 0;
 }
 
+function siblingAddresses(one, id) {
+  const all = one.siblings.map((each) => address(`run/${id}/t/${each.step}/${each.offset}`));
+  const mine = one.siblings.findIndex((each) => each.step === one.step && each.offset === one.offset);
+  return { "[": all[mine - 1], "]": all[mine + 1] };
+}
+
+// [ and ] lead to the members of the group before and after this one.
+document.addEventListener("keydown", (event) => {
+  const siblings = document.querySelector("main")?.dataset.siblings;
+  if (!siblings || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey) return;
+  const there = JSON.parse(siblings)[event.key];
+  if (there) location.hash = there;
+});
+
 function factsOf(one, id) {
   const facts = [
     ["reward", number(one.reward)],
@@ -52,11 +67,12 @@ function factsOf(one, id) {
     {},
     el("p.trail", {}, el("a", { href: address(`run/${id}/groups`, { step: one.step }) }, "step " + one.step), " / ", el("b", {}, one.task_id), el("span.faint", {}, `  trajectory ${one.trajectory_id}, seed ${one.seed}`)),
     el("p.facts", {}, facts.map(([name, value]) => el("span", {}, name + " ", el("b", {}, value)))),
+    Object.keys(one.info || {}).length > 0 && el("details.info", {}, el("summary", {}, "what the environment noted"), el("pre.card", {}, JSON.stringify(one.info, null, 1))),
     one.error && el("p.failure", {}, `failed in ${one.error.stage}: ${one.error.code}: ${one.error.message}`),
     one.siblings.length > 1 &&
       el(
         "nav.siblings",
-        { "aria-label": "trajectories of the group" },
+        { "aria-label": "trajectories of the group", title: "[ and ] lead to the one before and after" },
         el("span.faint", {}, "group: "),
         one.siblings.map((each) => el("a.button.small", { href: address(`run/${id}/t/${each.step}/${each.offset}`), "aria-current": each.offset === one.offset ? "true" : null, title: each.preview }, el("span." + tone(each.reward), {}, number(each.reward)))),
       ),
@@ -99,9 +115,20 @@ function messageBox(message, place, turnNumber, one, path, row) {
       turn && turn.row === row && el("button.link", { onclick: () => document.dispatchEvent(new CustomEvent("go", { detail: turn.start })) }, "its tokens"),
     ),
     textOf(message, "reasoning", path, row, place),
-    textOf(message, "content", path, row, place),
+    folded(message, kind, textOf(message, "content", path, row, place)),
     message.tool_calls.map((call) => el("pre.call", {}, callText(call))),
   );
+}
+
+// Long instructions and long results of tools are folded, so that a dialogue reads as one.
+const FOLDED_CHARS = 1200;
+
+function folded(message, kind, box) {
+  const text = message.content || "";
+  if (!box || !["system", "tool"].includes(kind) || text.length <= FOLDED_CHARS) return box;
+  const beginning = text.trimStart().split("\n", 1)[0].slice(0, 120);
+  const all = text.length + (message.content_left_out || 0) + (message.content_end || "").length;
+  return el("details.folded", {}, el("summary", {}, beginning + " … ", el("span.faint", {}, plural(all, "character"))), box);
 }
 
 function textOf(message, name, path, row, place) {
