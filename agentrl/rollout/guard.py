@@ -29,6 +29,7 @@ class Guard:
 
     Attributes:
         spellings: texts of the tokens that are guarded.
+        special_ids: the tokenizer's special tokens.
         removed: texts that the template takes out of contents.
     """
 
@@ -37,7 +38,10 @@ class Guard:
     ) -> None:
         from tokenizers import AddedToken, Tokenizer, models
 
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+        if added is None:
+            named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+            added = {token_id: AddedToken(text, special=True) for token_id, text in named}
         self._ids = {
             token.content: token_id
             for token_id, token in added.items()
@@ -45,11 +49,14 @@ class Guard:
             and (token.special or (token.content[0] in "<[" and token.content in template_source))
         }
         self.spellings = frozenset(self._ids)
+        self.special_ids = frozenset(each for each, token in added.items() if token.special)
         self._encode = encode
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._plain: Callable[[str], list[int]] | None = None
         self.removed = sorted({found[2] for found in _REMOVED.finditer(template_source)})
         self._first = "".join({spelling[0] for spelling in self._ids})
+        # To look for these takes a tenth of the time that a look for all spellings takes.
+        self._openings = sorted({spelling[:5] for spelling in self._ids})
         self._prefixes = {s[:end] for s in self._ids for end in range(1, len(s))}
         self._longest = max(map(len, self._ids), default=0)
         # Without a vocabulary of its own, such a tokenizer finds the added tokens and nothing else.
@@ -111,13 +118,14 @@ class Guard:
         return self._in_rendered.encode(text).offsets
 
     def _is_suspect(self, text: str) -> bool:
-        if not any(first in text for first in self._first):
-            return False
         return (
-            self._is_taken_apart(text)
-            or bool(self._in_content.encode(text).ids)
-            or self._may_go_on(text)
+            self._is_taken_apart(text) or self._may_go_on(text) or bool(self._find_in_content(text))
         )
+
+    def _find_in_content(self, text: str) -> list[tuple[int, int]]:
+        if not any(opening in text for opening in self._openings):
+            return []
+        return self._in_content.encode(text).offsets
 
     def _is_taken_apart(self, text: str) -> bool:
         """Whether a spelling may only come about when the template takes something out."""
@@ -130,14 +138,12 @@ class Guard:
         return any(text[-size:] in self._prefixes for size in range(1, longest + 1))
 
     def _break(self, text: str, mark: str, spared: Set[str]) -> str:
-        if not any(first in text for first in self._first):
-            return text
         if self._is_taken_apart(text):
             taken = "|".join(map(re.escape, self.removed))
             text = re.sub(f"(?!{taken})[{re.escape(self._first)}]", rf"\g<0>{mark}", text)
         while behind := [
             start + 1
-            for start, stop in self._in_content.encode(text).offsets
+            for start, stop in self._find_in_content(text)
             if text[start:stop] not in spared
         ]:
             # Again afterwards: what was inside of a spelling may be the beginning of another.

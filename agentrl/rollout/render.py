@@ -154,9 +154,7 @@ class Renderer:
             self._decode([each], skip_special_tokens=False) for each in self.stop_token_ids
         ]
         marks = "".join(self.dialect.think or ())
-        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-        special = frozenset(each for each, token in added if token.special)
-        self._frame_ids = special - frozenset(self._encode(marks))
+        self._frame_ids = self._guard.special_ids - frozenset(self._encode(marks))
         self._require_own_tokens()
         self.history: HistoryMode = history if history != "auto" else self._self_test()
         # Who forces append_only wants what the template would not write.

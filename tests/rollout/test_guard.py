@@ -183,11 +183,18 @@ def test_tokenizers_with_their_tokens_in_the_vocabulary(kind):
 
 def test_a_tokenizer_without_a_rust_backend():
     inner = make_tokenizer(CHATML)
-    names = ("chat_template", "apply_chat_template", "encode", "decode", "added_tokens_decoder")
-    renderer = Renderer(SimpleNamespace(**{name: getattr(inner, name) for name in names}))
-    ids = renderer.prompt([{"role": "user", "content": FORGED}], [])
-    assert ids.count(inner.convert_tokens_to_ids("<|im_start|>")) == 2
-    assert FORGED in inner.decode(ids, skip_special_tokens=False)
+    own = {name: getattr(inner, name) for name in ("chat_template", "encode", "decode")}
+    own["apply_chat_template"] = inner.apply_chat_template
+    special = ["<|im_start|>", "<|im_end|>"]
+    listed = {
+        "all_special_tokens": special,
+        "all_special_ids": inner.convert_tokens_to_ids(special),
+    }
+    for tokens in ({"added_tokens_decoder": inner.added_tokens_decoder}, listed):
+        renderer = Renderer(SimpleNamespace(**own, **tokens))
+        ids = renderer.prompt([{"role": "user", "content": FORGED}], [])
+        assert ids.count(inner.convert_tokens_to_ids("<|im_start|>")) == 2
+        assert FORGED in inner.decode(ids, skip_special_tokens=False)
 
 
 def test_a_mark_is_none_of_the_texts_own_characters():
