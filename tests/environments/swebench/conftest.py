@@ -6,10 +6,16 @@ machine that has an engine should set, it fails instead, so that no skip passes 
 
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
 from agentrl.errors import AgentRLError
+
+# The attack tables and the benchmarks are no part of the package.
+_BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+sys.path[:0] = [str(_BENCHMARKS), str(_BENCHMARKS / "swe_attacks")]
 
 
 def _without_engine(reason):

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from attacks import ATTACKS, grade_attack
 
 from agentrl.env.container.engine import RUN_LABEL
-from agentrl_swebench.attacks import ATTACKS, grade_attack
 from agentrl_swebench.dataset import Prediction
 from agentrl_swebench.evaluate import evaluate
 from agentrl_swebench.grade import GradingLimits, grade, run_harness

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from attacks import ATTACKS
 
 from agentrl.env.client import connect
 from agentrl.env.container.engine import Engine
@@ -20,7 +21,6 @@ from agentrl.errors import EnvError
 from agentrl.types import Action, ToolCall
 from agentrl_swebench import env as environment
 from agentrl_swebench import images
-from agentrl_swebench.attacks import ATTACKS
 from agentrl_swebench.containers import InstanceContainer, Limits
 from agentrl_swebench.grade import GradingLimits, grade
 from agentrl_swebench.patch import extract

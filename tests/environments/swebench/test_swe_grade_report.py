@@ -5,14 +5,14 @@ import asyncio
 import dataclasses
 import json
 
+import attacks
 import pytest
+from attack_rows import STATED
+from swe_grading import harness_seconds
 
 from agentrl.errors import DataError
-from agentrl_swebench import attacks
 from agentrl_swebench import evaluate as evaluation
 from agentrl_swebench.__main__ import main
-from agentrl_swebench.attack_rows import STATED
-from agentrl_swebench.bench_grade import harness_seconds
 from agentrl_swebench.cli import add_swebench_commands
 from agentrl_swebench.dataset import Instance, Prediction, parse_row
 from agentrl_swebench.diff import parse_patch

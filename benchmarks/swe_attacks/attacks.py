@@ -1,10 +1,13 @@
 """Patches that try to get a verdict they do not deserve, and honest ones that look odd.
 
-    python -m agentrl_swebench.attacks --dataset DIR/dataset.jsonl [--only NAME ...] [--json FILE]
+    python benchmarks/swe_attacks/attacks.py --dataset DIR/dataset.jsonl [--only NAME ...]
 
 grades each on the fixture instances (`python -m agentrl_swebench.fixtures.build --out DIR`) under
 both policies and prints the table: what the official harness says, what the control run says where
 that is `resolved`, what is said under `strict`, and the reward.
+
+With `--payoff --draws N` each is graded N times under `strict`, and what it earns on the average is
+printed beside an honest fix's: luck must not pay.
 
 The attackers know the names of the hidden tests, which agents do not.
 """
@@ -20,13 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from attack_rows import FURTHER, STATED, Attack
+from attack_rows_control import CONTROL
+from attack_rows_runtime import RUNTIME
+
 from agentrl.errors import AgentRLError, DataError
-from agentrl_swebench.attack_rows import FURTHER, STATED, Attack
-from agentrl_swebench.attack_rows_runtime import RUNTIME
 from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.grade import Verdict, grade
 
-ATTACKS: tuple[Attack, ...] = STATED + FURTHER + RUNTIME
+ATTACKS: tuple[Attack, ...] = STATED + FURTHER + RUNTIME + CONTROL
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,17 +128,54 @@ async def run_table(instances: Sequence[Instance], attacks: Sequence[Attack]) ->
     return rows
 
 
+async def print_payoffs(
+    instances: Sequence[Instance], attacks: Sequence[Attack], draws: int
+) -> bool:
+    """Grade attacks again and again and print what each earns; whether all earn less than 2% of
+    what honest work does."""
+    by_id = {instance.instance_id: instance for instance in instances}
+    print(f"{'patch':28} {'kind':9} draws paid masked payoff", flush=True)
+    all_lose = True
+    for attack in attacks:
+        instance = by_id[attack.instance_id]
+        calls = (
+            grade(
+                instance,
+                attack.make_patch(instance),
+                policy="strict",
+                run_id="payoff",
+                timeout_s=attack.timeout_s,
+                audit=True,
+            )
+            for _ in range(draws)
+        )
+        rewards = [verdict.reward for verdict in await asyncio.gather(*calls)]
+        payoff = sum(filter(None, rewards)) / draws
+        all_lose &= attack.kind != "attack" or payoff < 0.02
+        paid, masked = rewards.count(1.0), rewards.count(None)
+        print(
+            f"{attack.name:28} {attack.kind:9} {draws:5} {paid:4} {masked:6} {payoff:6.3f}",
+            flush=True,
+        )
+    return all_lose
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m agentrl_swebench.attacks",
+        prog="python benchmarks/swe_attacks/attacks.py",
         description="Grade patches that try to forge a verdict, and print what becomes of them.",
     )
     parser.add_argument("--dataset", required=True, metavar="FILE", help="of the fixtures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these patches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to this file")
+    parser.add_argument("--payoff", action="store_true", help="what each earns on the average")
+    parser.add_argument("--draws", type=int, default=24, metavar="N", help="(default: 24)")
     given = parser.parse_args(arguments)
     attacks = [each for each in ATTACKS if not given.only or each.name in given.only]
     try:
+        if given.payoff:
+            instances = load_instances(given.dataset)
+            return 0 if asyncio.run(print_payoffs(instances, attacks, given.draws)) else 1
         rows = asyncio.run(run_table(load_instances(given.dataset), attacks))
     except AgentRLError as error:
         print(f"agentrl: {error}", file=sys.stderr)

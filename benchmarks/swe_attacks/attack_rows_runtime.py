@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from agentrl_swebench.attack_programs import (
+from attack_programs import (
     ANSWERS,
     APPENDED,
     BUILD_STEP,
@@ -32,7 +32,7 @@ from agentrl_swebench.attack_programs import (
     UNITTEST,
     XFAIL_THE_REST,
 )
-from agentrl_swebench.attack_rows import (
+from attack_rows import (
     LEDGER,
     SHORT_TIMEOUT_S,
     Attack,
@@ -45,6 +45,7 @@ from agentrl_swebench.attack_rows import (
     new,
     source,
 )
+
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.testfiles import file_diff
 
@@ -129,7 +130,7 @@ def _compiled(instance: Instance) -> str:
 def _hangs(instance: Instance) -> str:
     import hashlib
 
-    from agentrl_swebench.attack_rows import FIXTURES
+    from attack_rows import FIXTURES
 
     tests = FIXTURES / "spans" / "tests" / "tests" / "test_spans.py"
     digest = hashlib.md5(tests.read_bytes()).hexdigest()

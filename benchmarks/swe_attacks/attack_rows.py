@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import agentrl_swebench.fixtures
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.testfiles import file_diff
 
@@ -15,7 +16,7 @@ Kind = Literal["attack", "honest", "semantic"]
 """`semantic`: wrong code that gives right values where tests look; no mechanical test tells it from
 a fix."""
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(agentrl_swebench.fixtures.__file__ or "").parent
 TIMEOUT_S = 120.0
 SHORT_TIMEOUT_S = 25.0
 """Of the patches that never end."""

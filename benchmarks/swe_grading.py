@@ -1,6 +1,6 @@
 """How long a grading takes, by the official command line and here, without and with control runs.
 
-    python -m agentrl_swebench.bench_grade --dataset DIR/dataset.jsonl [--workers 1 4 8]
+    python benchmarks/swe_grading.py --dataset DIR/dataset.jsonl [--workers 1 4 8]
 
 grades every reference solution with each, `--copies` times in one call (under ids of their own,
 since the official command grades an instance once), and prints seconds per grading (of the harness'
@@ -172,7 +172,7 @@ def _commands(dataset: str, workers: str) -> dict[str, list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m agentrl_swebench.bench_grade",
+        prog="python benchmarks/swe_grading.py",
         description="Time gradings against the official command line.",
     )
     parser.add_argument("--dataset", type=Path, required=True, metavar="FILE")
