@@ -221,16 +221,18 @@ async def grade(
         return (await _settled(of, patch, limits, **options)).evidence
 
     safe, source_id = instance, ""
+    audited: tuple[Audit, str] | None = None
     if policy == "strict" or audit:
         try:
             safe, source_id = await _without_history(instance)
         except EnvError as error:
-            return dataclasses.replace(
-                base, resolved=None, outcome="infrastructure", reason=f"image: {error}"
-            )
+            audited = "audit_inconclusive", str(error)
+            if policy == "strict":
+                return dataclasses.replace(
+                    base, resolved=None, outcome="infrastructure", reason=f"image: {error}"
+                )
     auditor = Auditor(safe, submission.patch, run, run_id)
-    audited: tuple[Audit, str] | None = None
-    if audit and random.random() < FIRST_SHARE:
+    if audit and not audited and random.random() < FIRST_SHARE:
         try:
             await auditor.run_first()
         except EnvError as error:

@@ -237,12 +237,17 @@ def test_an_image_that_can_not_be_scrubbed_is_no_verdict(monkeypatch):
     async def fails(instance):
         raise EnvError("the history can't be scrubbed")
 
-    run_grade(monkeypatch, evidence(report=report(True), complete=True))
+    good = evidence(report=report(True), complete=True)
+    run_grade(monkeypatch, good, good)
     monkeypatch.setattr(grading, "_without_history", fails)
     call = grade(INSTANCE, INSTANCE.patch, policy="strict", run_id="r", timeout_s=1)
     result = asyncio.run(call)
     assert (result.outcome, result.reward) == ("infrastructure", None)
     assert "can't be scrubbed" in result.reason
+    # The official verdict needs no scrubbed image; only its control run does.
+    call = grade(INSTANCE, INSTANCE.patch, policy="official", run_id="r", timeout_s=1, audit=True)
+    result = asyncio.run(call)
+    assert (result.outcome, result.flags) == ("resolved", ("audit_inconclusive",))
 
 
 def test_gradings_share_the_cores(monkeypatch):
