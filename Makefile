@@ -76,10 +76,11 @@ test-gpu: $(VENV)/.dev
 ## make test-pretended-gpu  training on CUDA without a GPU: torch's CUDA build (4.7 GB) over stubs of
 ##                     its libraries, which gcc builds; what raises here raises on a GPU
 test-pretended-gpu: $(VENV)/.dev $(PRETENDED_GPU_VENV)/.stubs
-	LD_PRELOAD=$(abspath $(PRETENDED_GPU_VENV))/pretended.so PRETENDED_GPUS=2 \
-		OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-		TORCH_COMPILE_DISABLE=1 TORCH_DISABLE_NATIVE_JIT=1 \
-		$(PRETENDED_GPU_VENV)/bin/python -m pytest tests/pretended_gpu
+	export PRETENDED_GPUS=2 OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		TORCH_COMPILE_DISABLE=1 TORCH_DISABLE_NATIVE_JIT=1; \
+	tests="env LD_PRELOAD=$(abspath $(PRETENDED_GPU_VENV))/pretended.so \
+		$(PRETENDED_GPU_VENV)/bin/python -m pytest tests/pretended_gpu"; \
+	$$tests || { $(RETRY); $$tests --last-failed; }
 
 ## make vllm         install vLLM's CPU build into .venv-vllm (3.5 GB)
 vllm: $(VLLM_VENV)/.vllm
