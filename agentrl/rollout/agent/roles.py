@@ -40,6 +40,8 @@ class Asked:
 
 def asked_by(call: Call, headers: Mapping[str, str], rules: Sequence[AgentRole]) -> Asked:
     system = system_of(call)
+    if not rules:
+        return Asked(None, system, bool(call.tools))
     lines = "\n".join(f"{name}: {value}" for name, value in headers.items())
     texts = {"model": call.model, "system": system, "header": lines}
     for rule in rules:
