@@ -110,6 +110,7 @@ test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	tests="$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters"; \
 	$$tests || { $(RETRY); $$tests --last-failed; }
+	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	AGENTRL_SWEBENCH4_PYTHON=$(abspath $(ADAPTERS_VENV))/swebench4/bin/python \
 		$(BIN)/pytest tests/environments/swebench/test_swe_dataset.py -k old_rows
@@ -199,12 +200,14 @@ $(VLLM_VENV)/.vllm:
 $(ADAPTERS_VENV)/.adapters: pyproject.toml
 	@echo "making $(ADAPTERS_VENV) and installing the packages that agentrl adapts"
 	@mkdir -p $(ADAPTERS_VENV)
-	@$(PYTHON) -m venv $(ADAPTERS_VENV)
+	@$(PYTHON) -m venv $(ADAPTERS_VENV) && $(PYTHON) -m venv $(ADAPTERS_VENV)/mcp
 	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
 		$(ADAPTERS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
-	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[gymnasium,reasoning-gym,mcp]' \
+	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[gymnasium,reasoning-gym]' \
 		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
+	@# OpenEnv's packages want an older mcp.
+	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
 	@$(PYTHON) -m venv $(ADAPTERS_VENV)/swebench4
 	@$(ADAPTERS_VENV)/swebench4/bin/python -m pip install --quiet swebench==4.1.0
 	@touch $@

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("mcp", reason="see `make test-adapters`")
+pytest.importorskip("mcp.client.client", reason="see `make test-adapters`")
 
 import uvicorn
 
