@@ -199,7 +199,7 @@ def read_tests(reference: JSON) -> _Tests:
         if len(sources) == len(texts):
             for source in sources:
                 _check_source(source)
-            return _Tests("asserts", texts, [])
+            return _Tests("asserts", [*sources], [])
     if isinstance(reference, Mapping):
         inputs, outputs = reference.get("inputs"), reference.get("outputs")
         function = reference.get("fn_name") or ""

@@ -140,7 +140,7 @@ async def math_reward_async(
 _MARKERS = re.compile(
     r"(?P<open><[aA]nswer>)|(?P<close></[aA]nswer>)|(?P<hash>\#\#\#\#(?!\#)(?<!\#{5}))"
     r"|(?P<newline>\n)|(?P<boxed>\\f?box(?:ed)?\s*\{)|(?P<bare>\\boxed\s+(?P<token>[^\s{}$\\]+))"
-    r"|(?P<escape>\\.)|(?P<left>\{)|(?P<right>\})"
+    r"|(?P<escape>\\[\\{}])|(?P<left>\{)|(?P<right>\})"
 )
 _HEADING = re.compile(r"[ \t*_]*[A-Za-z]{2}")
 
@@ -171,10 +171,11 @@ def _after_reasoning(text: str) -> str:
 def _last_marked(text: str) -> str | None:
     """What the marker that ends last encloses. One pass, so linear in the text's length."""
     last: tuple[int, int] | None = None
+    boxes: list[tuple[int, int, int]] = []  # where a box starts, and its content's start and end
     heading: tuple[int, int] | None = None
     answer_start: int | None = None
     hash_start: int | None = None
-    braces: list[int | None] = []  # where a box's content starts; None for any other brace
+    braces: list[tuple[int, int] | None] = []  # a box and its content start; None: another brace
     for match in _MARKERS.finditer(text + "\n"):
         start, end = match.span()
         kind = match.lastgroup if match.lastgroup != "token" else "bare"
@@ -193,13 +194,35 @@ def _last_marked(text: str) -> str | None:
         elif kind == "bare":
             last = match.span("token")
         elif kind in ("boxed", "left"):
-            braces.append(end if kind == "boxed" else None)
+            braces.append((start, end) if kind == "boxed" else None)
         elif kind == "right" and braces:
-            box_start = braces.pop()
-            if box_start is not None:
-                last = (box_start, start)
+            box = braces.pop()
+            if box is not None:
+                last = (box[1], start)
+                boxes.append((*box, start))
+    if last is not None and boxes and last == boxes[-1][1:]:
+        return _joined(text, boxes)
     last = last or heading
     return None if last is None else text[last[0] : last[1]]
+
+
+_BETWEEN_BOXES = re.compile(
+    r"(?:\s|\$|\\[()\[\],;: ]|\\q?quad|\\(?:text|mathrm)\s*\{\s*(?:and|or),?\s*\}|and|or|[,;])+"
+    r"|[^\n.:;!?0-9]{0,40}\band\b[\s$\\(){}]*(?:[A-Za-z]\w*\s*=\s*)?"  # " papers and "
+)
+
+
+def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str:
+    """The last box, with those it is listed with: `\\boxed{1} and \\boxed{2}` states both."""
+    contents = [text[boxes[-1][1] : boxes[-1][2]]]
+    for (_, start, end), (following, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        between = text[end + 1 : following]
+        is_list = _BETWEEN_BOXES.fullmatch(between) and re.search("[,;]|and|or", between)
+        if not is_list:
+            break
+        if (content := text[start:end]) not in contents:
+            contents.insert(0, content)
+    return ", ".join(contents)
 
 
 # --- the decision --------------------------------------------------------------------------------
@@ -231,23 +254,85 @@ def _grade_in_process(
         return Grade(float(equal), shown, "exact")
     if _same_text(plain(found), plain(gold)):
         return Grade(1.0, shown, "text")
+    if equivalence != "literal" and _same_base(plain(found), plain(gold)):
+        return Grade(1.0, shown, "exact")
     if equivalence != "symbolic":
         return Grade(0.0, shown, "text" if gold_number is None else "exact")
     if gold_number is not None and not re.search(r"[0-9\\π√]", found):
         return Grade(0.0, shown, "exact")  # words alone are no number
-    if refusal(found) is not None:
-        return Grade(0.0, shown, "refused")
+    if re.fullmatch(r"[A-Za-z]{2,}(?: [A-Za-z]{2,})+", plain(gold)):
+        return Grade(0.0, shown, "text")  # words, of which a parser would drop some
     answer, answer_unit = split_unit(unwrapped(found))
     gold, gold_unit = split_unit(unwrapped(gold))
+    if refusal(answer) is not None:
+        return Grade(0.0, shown, "refused")
+    if _FUNCTION_VALUE.match(answer + "\n" + gold):  # y = 2x for f(x) = 2x
+        answer, gold = (text.partition("=")[2] for text in (answer, gold))
+    if _values_of_others(answer, gold):
+        return Grade(0.0, shown, "text")
     if not same_unit(answer_unit, gold_unit):
         return Grade(0.0, shown, "text")
     return answer, gold, shown
 
 
 def _same_text(answer: str, gold: str) -> bool:
+    if "\\" not in gold and re.search(r"[A-Za-z]{3}|\b[ap]\.?m\b", gold, re.IGNORECASE):
+        return _words(answer) == _words(gold)
     if len(gold) > 1 and gold.replace(" ", "").isalpha():  # one letter may be a variable
         return answer.casefold() == gold.casefold()
-    return answer == gold
+    return answer == gold or _decimal_point(answer) == _decimal_point(gold)
+
+
+_WORD_FORMS = (
+    (re.compile(r"^(?:the|an?) "), ""),
+    (re.compile(r"\b([ap])\.? ?m\b\.?"), r"\1m"),
+    (re.compile(r"(?<=[0-9])(?:st|nd|rd|th)\b"), ""),  # March 5th
+    (re.compile(r"(?<=[0-9]):00(?= ?[ap]m)"), ""),
+    (re.compile(r"(?<=[0-9]) (?=[ap]m)"), ""),
+    (re.compile(r"(?<=[a-z0-9]), ?(?=[0-9]{4}$)"), " "),  # March 5, 2020
+)
+
+
+def _words(text: str) -> str:
+    text = text.casefold()
+    for pattern, replacement in _WORD_FORMS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _decimal_point(text: str) -> str:
+    """Read the comma of 1,22 and of 0,111 as a decimal one. That of 1,234 parts thousands."""
+    return re.sub(r"^([-+]?(?:[0-9]+(?=,[0-9]{1,2}$|,[0-9]{4,}$)|0)),([0-9]+)$", r"\1.\2", text)
+
+
+_BASE_NUMBER = re.compile(r"(?:0x)?([0-9A-Za-z ]+)_\{?(?:base)? ?([0-9]{1,2})\}?")
+
+
+def _same_base(answer: str, gold: str) -> bool:
+    """Whether both are the same digits in the same base: 2b_{16} and 2B_{16}."""
+    pair = _BASE_NUMBER.fullmatch(answer), _BASE_NUMBER.fullmatch(gold)
+    if pair[0] is None or pair[1] is None or pair[0][2] != pair[1][2]:
+        return False
+    digits = [each[1].replace(" ", "").casefold().lstrip("0") for each in pair if each]
+    return digits[0] == digits[1]
+
+
+_FUNCTION_VALUE = re.compile(
+    r"\s*y\s*=[^=\n]*\n\s*[fgh]\(x\)\s*=[^=]*$|\s*[fgh]\(x\)\s*=[^=\n]*\n\s*y\s*=[^=]*$"
+)
+_VALUE_OF = re.compile(r"\s*([A-Za-z])\s*=([^=]*)")
+
+
+def _values_of_others(answer: str, gold: str) -> bool:
+    """Whether two numbers are the values of variables with different names."""
+    pair = _VALUE_OF.fullmatch(answer), _VALUE_OF.fullmatch(gold)
+    if pair[0] is None or pair[1] is None:
+        return False
+    if any(
+        re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", each[2])) for each in pair if each
+    ):
+        return False  # equations, which may say the same
+    return pair[0][1].casefold() != pair[1][1].casefold()
 
 
 def refusal(answer: str) -> str | None:

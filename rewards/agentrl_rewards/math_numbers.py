@@ -28,13 +28,25 @@ class Number:
     """What is counted; empty where nothing is said."""
     literal: bool = True
     """Written out in digits: no fraction, power of ten or word like "million"."""
+    name: str = ""
+    """The variable that it is the value of, as in `x = 5`."""
+    step: Fraction = Fraction(0)
+    """What one more of its last digit is worth, where that is known."""
+
+
+MIN_ROUNDED_DIGITS = 10
+"""A decimal of as many digits stands for a fraction that has no end: 0.3333333333 for 1/3."""
 
 
 def same_number(answer: Number, gold: Number) -> bool:
-    if not same_unit(answer.unit, gold.unit):
+    if answer.name and gold.name and answer.name.casefold() != gold.name.casefold():
+        return False
+    factor = unit_factor(answer.unit, gold.unit)
+    if factor is None:
         return False
     if answer.percent == gold.percent:
-        return answer.value == gold.value
+        value = answer.value * factor
+        return value == gold.value or _is_rounded(answer.step * factor, value, gold.value)
     percent, bare = (answer, gold) if answer.percent else (gold, answer)
     if bare.value == percent.value / 100:
         return True
@@ -43,12 +55,44 @@ def same_number(answer: Number, gold: Number) -> bool:
     return bare.value == percent.value and abs(bare.value) > 1
 
 
-def same_unit(answer: Unit, gold: Unit) -> bool:
-    """A unit that one of them leaves out is no difference."""
+def _is_rounded(step: Fraction, value: Fraction, exact: Fraction) -> bool:
+    """Whether a decimal is as much as can be written of a fraction that has no end as a decimal."""
+    rest = exact.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    has_end = rest == 1
+    enough = step and abs(value) >= step * 10 ** (MIN_ROUNDED_DIGITS - 1)
+    return bool(not has_end and enough and abs(value - exact) < step)
+
+
+def unit_factor(answer: Unit, gold: Unit) -> Fraction | None:
+    """What to multiply the answer with to have it in the reference's unit; None for none.
+
+    A unit that one of them leaves out is no difference.
+    """
     if not answer or not gold:
-        return True
+        return Fraction(1)
     known = [{name: power for name, power in each.items() if power} for each in (answer, gold)]
-    return known[0] == known[1] if all(known) else not answer.keys().isdisjoint(gold)
+    if not all(known):
+        return None if answer.keys().isdisjoint(gold) else Fraction(1)
+    if known[0] == known[1]:
+        return Fraction(1)
+    factors, bases = [], []
+    for unit in known:
+        factor, base = Fraction(1), dict[str, int]()
+        for name, power in unit.items():
+            number, basic = _CONVERSIONS.get(name, (Fraction(1), name))
+            factor *= number**power
+            base[basic] = base.get(basic, 0) + power
+        factors.append(factor)
+        bases.append(base)
+    return factors[0] / factors[1] if bases[0] == bases[1] else None
+
+
+def same_unit(answer: Unit, gold: Unit) -> bool:
+    """Whether no conversion is needed; a unit that one of them leaves out is no difference."""
+    return unit_factor(answer, gold) == 1
 
 
 _WRAPPERS = (
@@ -62,6 +106,10 @@ _WRAPPERS = (
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 _REPLACEMENTS = (
     (re.compile("\u2212"), "-"),
+    (
+        re.compile(r"\\varnothing(?![a-zA-Z])|\u2205|^(?:the )?empty set$|\\\{\s*\\\}"),
+        r"\\emptyset",
+    ),
     (re.compile(r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\!"), ""),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\([nlg]e)q(?![a-zA-Z])"), r"\\\1"),
@@ -78,13 +126,24 @@ _REPLACEMENTS = (
 )
 
 
+_ESCAPED = re.compile(r"\\\\[a-zA-Z]{2}")
+"""A command with its backslash doubled, as in JSON; a line break where other commands are not."""
+_COMMAND = re.compile(r"(?<!\\)\\[a-zA-Z]")
+_ABOUT = re.compile(r"^(?:\\approx(?![a-zA-Z])|\u2248)\s*")
+
+
+_TRAILING = re.compile(r"(?<!\\)(?:[.;,]|\\\\?)\s*$")
+
+
 def unwrapped(answer: str) -> str:
     """The answer without the delimiters, the equals sign and the full stop around it."""
+    if _ESCAPED.search(answer) and not _COMMAND.search(answer):
+        answer = answer.replace("\\\\", "\\")
     for _ in range(4):
         before = answer
         answer = answer.strip().removeprefix("=").strip()
-        if answer.endswith(".") and not answer.endswith("\\."):
-            answer = answer[:-1].rstrip()
+        answer = _TRAILING.sub("", answer)
+        answer = _ABOUT.sub("", answer)
         for wrapper in _WRAPPERS:
             if match := wrapper.fullmatch(answer):
                 answer = match["inside"]
@@ -105,12 +164,12 @@ def plain(answer: str) -> str:
     return answer
 
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:\\overline\{{[0-9]+\}})?)"
 _POWER = r"10(?:\^|\*\*)(?:\{(?P<power>[-+]?[0-9]+)\}|(?P<power1>[-+]?[0-9]+))"
 _NUMBER = re.compile(
     rf"""
-    (?:[A-Za-z]=)?                                           # x = 5
+    (?:(?P<name>[A-Za-z])(?:=|\\approx\ ?|\u2248))?            # x = 5
     (?P<sign>[-+]?)(?P<currency>[$€£¥]?)(?P<sign2>[-+]?)
     (?:
         (?P<whole>{_DIGITS})?\ ?\\frac\ ?
@@ -120,7 +179,7 @@ _NUMBER = re.compile(
       | (?:(?P<decimal>{_DECIMAL})(?:\\times\ ?|\\cdot\ ?|[×·*]))?{_POWER}
       | (?P<decimal1>{_DECIMAL})(?:[eE](?P<power2>[-+]?[0-9]+))?
     )
-    (?P<percent>\ ?(?:%|percent\b|per\ cent\b))?
+    (?P<percent>\ ?(?:%|percent\b|per\ cent\b|pct\b))?
     (?P<rest>.*)
     """,
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
@@ -148,15 +207,55 @@ _UNIT_NAMES = """
     mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre
     |inch inches|ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound lbs|oz ounce
     |ml milliliter millilitre|l liter litre|gallon gal|s second sec secs|min minute mins
-    |h hour hr hrs|day|week|month|year yr yrs|dollar usd buck|cent|euro eur|yen|degree deg
-    |radian rad|joule|kj kilojoule|newton|watt|kw kilowatt|volt|amp|ohm|mole mol|hz hertz
+    |h hour hr hrs|day|week|month|year yr yrs|dollar usd buck|cent|euro eur|yen yuan rmb|degree deg
+    |tonne|radian rad|joule|kj kilojoule|newton|watt|kw kilowatt|volt|amp|ohm|mole mol|hz hertz
 """
 _UNITS: dict[str, str] = {}
 for _names in map(str.split, _UNIT_NAMES.split("|")):
     _UNITS |= dict.fromkeys((*_names, *(f"{name}s" for name in _names)), _names[0])
 _ABBREVIATIONS = {"J": "joule", "N": "newton", "W": "watt", "V": "volt", "A": "amp"}
 _ABBREVIATIONS |= {"mph": "mile/hour", "mpg": "mile/gallon", "in": "inch"}
-_CURRENCIES = {"$": "dollar", "€": "euro", "£": "lb", "¥": "yen"}  # "pound" is both
+_CURRENCIES = {"$": "dollar", "€": "euro", "£": "lb", "¥": "yen"}  # "pound" and "¥" are both
+_CURRENCIES |= {"¢": "cent"}
+_CONVERSIONS = {
+    name: (Fraction(number), basic)
+    for basic, parts in (
+        ("m", "mm 1/1000|cm 1/100|m 1|km 1000"),
+        ("inch", "inch 1|ft 12|yd 36|mi 63360"),
+        ("g", "mg 1/1000|g 1|kg 1000|tonne 1000000"),
+        ("oz", "oz 1|lb 16"),
+        ("s", "s 1|min 60|h 3600|day 86400|week 604800"),
+        ("dollar", "cent 1/100|dollar 1"),
+        ("joule", "joule 1|kj 1000"),
+        ("watt", "watt 1|kw 1000"),
+        ("l", "ml 1/1000|l 1"),
+    )
+    for name, number in (part.split() for part in parts.split("|"))
+}
+"""Unit -> how many of the basic unit it is, where that is exact."""
+_CHINESE_NAMES = """
+    毫米 mm|厘米 cm|分米 dm|米 m|千米 km|公里 km|毫克 mg|克 g|千克 kg|公斤 kg|吨 tonne|毫升 ml|升 l
+    |秒 s|分钟 min|小时 h|天 day|周 week|年 year|岁 year
+    |元 yen|美元 dollar|美分 cent|欧元 euro|度 degree
+"""
+_CHINESE_UNITS: dict[str, str] = {
+    name: unit for name, unit in (part.split() for part in _CHINESE_NAMES.split("|"))
+}
+_CHINESE = re.compile(
+    "(?P<scale>[万亿])?(?P<power>平方|立方)?"
+    f"(?:(?P<unit>{'|'.join(sorted(_CHINESE_UNITS, key=len, reverse=True))})"
+    "(?:每(?P<per>秒|分钟|小时))?"
+    "|(?P<counter>[个只条本名人张支件辆棵头次种位块枚组包箱盒双对套家朵])?"
+    "(?P<noun>[\u4e00-\u9fff]{0,6}))"
+)
+_CHINESE_CHANGES = re.compile(
+    "[十百千万亿半多余几成折倍点零一二三四五六七八九两负]|分之|以上|以下|左右"
+)
+"""What after a number changes its value."""
+
+
+_LIST = re.compile(r"[0-9],(?:\s|\\[ ;:,]|~)+[0-9]")
+"""32, 349 is not 32,349."""
 
 
 def parse_number(text: str) -> Number | None:
@@ -168,7 +267,9 @@ def parse_number(text: str) -> Number | None:
     """
     if re.fullmatch("[0-9]{1,300}", text):
         return Number(Fraction(text))
-    match = _NUMBER.fullmatch(plain(text)) if len(text) <= MAX_ANSWER_CHARS else None
+    if len(text) > MAX_ANSWER_CHARS or _LIST.search(text):
+        return None
+    match = _NUMBER.fullmatch(plain(text))
     if match is None or (match["sign"] and match["sign2"]):
         return None
     sign = -1 if "-" in (match["sign"], match["sign2"]) else 1
@@ -192,11 +293,22 @@ def parse_number(text: str) -> Number | None:
         if read is None:
             return None
         value, literal, unit = value * 10 ** read[0], literal and read[0] == 0, unit | read[1]
-    return Number(sign * value, percent=bool(match["percent"]), unit=unit, literal=literal)
+    step = Fraction(0)
+    if top is None:
+        places = len((match["decimal"] or match["decimal1"] or "").partition(".")[2])
+        step = Fraction(10) ** (int(power or 0) - places)
+    return Number(
+        sign * value,
+        percent=bool(match["percent"]),
+        unit=unit,
+        literal=literal,
+        name=match["name"] or "",
+        step=step,
+    )
 
 
 def _fraction(decimal: str) -> Fraction:
-    decimal, _, repeated = decimal.replace(",", "").partition(r"\overline")
+    decimal, _, repeated = decimal.replace(",", "").replace(" ", "").partition(r"\overline")
     value = Fraction(decimal.rstrip(".") or "0")
     if repeated:  # 0.1\overline{6}
         digits, places = repeated.strip("{}"), len(decimal.partition(".")[2])
@@ -206,6 +318,10 @@ def _fraction(decimal: str) -> Fraction:
 
 def _read_unit(text: str) -> tuple[int, Unit] | None:
     """Power of ten and unit of the words after a number; None if they are no unit."""
+    if text.strip() in _CURRENCIES:
+        return 0, {_CURRENCIES[text.strip()]: 1}
+    if "\u4e00" <= text.strip()[:1] <= "\u9fff":
+        return _read_chinese(text.strip())
     match = _UNIT.fullmatch(text)
     if match is None:
         return None
@@ -237,10 +353,24 @@ def _read_unit(text: str) -> tuple[int, Unit] | None:
     return scale, unit
 
 
+def _read_chinese(text: str) -> tuple[int, Unit] | None:
+    match = _CHINESE.fullmatch(text)
+    if match is None or _CHINESE_CHANGES.search(match["noun"] or ""):
+        return None
+    scale = {"万": 4, "亿": 8, None: 0}[match["scale"]]
+    if match["unit"]:
+        power = {"平方": 2, "立方": 3, None: 1}[match["power"]]
+        per = {_CHINESE_UNITS[match["per"]]: -1} if match["per"] else {}
+        return scale, {_CHINESE_UNITS[match["unit"]]: power} | per
+    if match["power"]:
+        return None
+    return scale, {match["noun"]: 0} if match["noun"] else {}
+
+
 _TRAILING_UNIT = re.compile(
     r"(?P<head>.*[^\s\\])(?:\s|\\[,;: ])*"
     r"(?P<unit>\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?[23]\}?)?"
-    r"|(?<=\s)[A-Za-z][A-Za-z /^23]+)",
+    r"|(?<=\s)[A-Za-z][A-Za-z /^23]+|[\u4e00-\u9fff]+)",
     re.DOTALL,
 )
 

@@ -6,9 +6,10 @@
 
 A reward function is `fn(text, reference, **options)`, plain or async, and returns a number or a
 dictionary of numbers whose `score` is the reward and whose other entries are logged beside it. If
-it has parameters named `prompt`, `num_tokens` or `metadata`, it gets those of the input. A function
-whose first parameter is named `samples` is a group reward: it gets the inputs of all answers to
-one prompt, `async def fn(samples, **options)`, and returns a list of as many numbers.
+it has parameters named `prompt`, `num_tokens`, `metadata` or `turns`, it gets those of the input.
+It may also return a list with a number or dictionary for each turn of the answer. A function whose
+first parameter is named `samples` is a group reward: it gets the inputs of all answers to one
+prompt, `async def fn(samples, **options)`, and returns a list with any of these for each.
 
 Whatever a function raises, and a result that is no finite number, is a `GraderError`: that answer
 has no reward. When more than 1% of the recent calls end so, the log says so once, as an error.
@@ -50,15 +51,18 @@ REWARDS = {
     "code": "agentrl_rewards.code:code",
     "remote_rm": "agentrl_rewards.remote:remote_rm",
     "llm_judge": "agentrl_rewards.judge:llm_judge",
+    "rubric": "agentrl_rewards.judge:rubric",
 }
 """Name -> where it is. Imported when a run asks for it."""
 
+Scores = dict[str, float] | list[dict[str, float]]
+"""Of a whole answer, or of each of its turns."""
 ALARM_FRACTION = 0.01
 WINDOW = 1000
 """Calls the alarm looks back on."""
 MIN_WINDOW = 100
 """Below this many calls the fraction is taken of this many, so that one failure is no alarm."""
-_FROM_INPUT = ("prompt", "num_tokens", "metadata")
+_FROM_INPUT = ("prompt", "num_tokens", "metadata", "turns")
 
 RewardFunction = Callable[..., Any]
 """A reward function, or a group reward, as the module's docstring says."""
@@ -78,6 +82,8 @@ class RewardInput:
     """Tokens the policy sampled for it, in all its turns; None when not known."""
     metadata: dict[str, JSON] = field(default_factory=dict)
     """The task's."""
+    turns: Sequence[list[Message]] = ()
+    """Per turn what the policy said, first, and what it was answered."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,9 +91,21 @@ class RewardResult:
     """The reward of one answer."""
 
     reward: float
-    """Weighted sum of the functions' scores."""
+    """Weighted sum of the functions' scores, over all turns."""
     components: dict[str, float]
-    """Unweighted: `name` for a function's score, `name/entry` for what else it returned."""
+    """Unweighted: `name` for a function's score, `name/entry` for what else it returned; the sum
+    over the turns where a function rewards turns."""
+    turns: Sequence[TurnReward] = ()
+    """What each turn of the input gets, together `reward`. A function that scores the whole answer
+    rewards the last turn."""
+
+
+@dataclass(slots=True)
+class TurnReward:
+    """The part of a reward that one turn gets."""
+
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,8 +211,8 @@ class RewardRunner:
         ]
         by_function = await asyncio.gather(*calls)
         return [
-            self._combine([outcomes[index] for outcomes in by_function])
-            for index in range(len(answers))
+            self._combine(answer, [outcomes[index] for outcomes in by_function])
+            for index, answer in enumerate(answers)
         ]
 
     def status(self) -> RunnerStatus:
@@ -204,38 +222,42 @@ class RewardRunner:
         )
 
     def _combine(
-        self, outcomes: Sequence[dict[str, float] | GraderError]
+        self, answer: RewardInput, outcomes: Sequence[Scores | GraderError]
     ) -> RewardResult | GraderError:
-        reward, components = 0.0, {}
+        turns = [TurnReward() for _ in answer.turns or [None]]
+        total: dict[str, float] = {}
         for function, outcome in zip(self._functions, outcomes, strict=True):
             if isinstance(outcome, GraderError):
                 return outcome
-            reward += function.weight * outcome["score"]
-            for entry, value in outcome.items():
-                name = function.name if entry == "score" else f"{function.name}/{entry}"
-                components[name] = value
-        return RewardResult(reward, components)
+            scored = turns if isinstance(outcome, list) else turns[-1:]
+            each = outcome if isinstance(outcome, list) else [outcome]
+            for turn, scores in zip(scored, each, strict=True):
+                turn.reward += function.weight * scores["score"]
+                for entry, value in scores.items():
+                    name = function.name if entry == "score" else f"{function.name}/{entry}"
+                    turn.components[name] = value
+                    total[name] = total.get(name, 0.0) + value
+        reward = sum(turn.reward for turn in turns)
+        return RewardResult(reward, total, turns if answer.turns else ())
 
     async def _call_each(
         self, function: _Resolved, answers: Sequence[RewardInput]
-    ) -> list[dict[str, float] | GraderError]:
+    ) -> list[Scores | GraderError]:
         return list(await asyncio.gather(*(self._call_one(function, a) for a in answers)))
 
-    async def _call_one(
-        self, function: _Resolved, answer: RewardInput
-    ) -> dict[str, float] | GraderError:
+    async def _call_one(self, function: _Resolved, answer: RewardInput) -> Scores | GraderError:
         given = {name: getattr(answer, name) for name in function.from_input}
         outcome = await self._guarded(function, (answer.text, answer.reference), given)
         if not isinstance(outcome, GraderError):
-            outcome = _read_scores(function.name, outcome)
+            outcome = _read_outcome(function.name, outcome, len(answer.turns))
         self._count(function.name, outcome)
         return outcome
 
     async def _call_group(
         self, function: _Resolved, answers: Sequence[RewardInput]
-    ) -> list[dict[str, float] | GraderError]:
+    ) -> list[Scores | GraderError]:
         values = await self._guarded(function, (list(answers),), {})
-        outcomes: list[dict[str, float] | GraderError]
+        outcomes: list[Scores | GraderError]
         if isinstance(values, GraderError):
             outcomes = [values] * len(answers)
         elif (
@@ -249,7 +271,10 @@ class RewardRunner:
             )
             outcomes = [error] * len(answers)
         else:
-            outcomes = [_read_scores(function.name, value) for value in values]
+            outcomes = [
+                _read_outcome(function.name, value, len(answer.turns))
+                for value, answer in zip(values, answers, strict=True)
+            ]
         for outcome in outcomes:
             self._count(function.name, outcome)
         return outcomes
@@ -288,7 +313,7 @@ class RewardRunner:
                 failure.__cause__ = error
                 return failure
 
-    def _count(self, name: str, outcome: dict[str, float] | GraderError) -> None:
+    def _count(self, name: str, outcome: Scores | GraderError) -> None:
         failed = isinstance(outcome, GraderError)
         self._num_calls += 1
         self._recent.append(failed)
@@ -363,6 +388,20 @@ def _prepare(
     return _Resolved(
         name, function, weight, chosen, from_input, is_group, needs_reference, on_thread
     )
+
+
+def _read_outcome(name: str, value: Any, num_turns: int) -> Scores | GraderError:
+    """What a function returned for one answer: scores of the whole, or of each turn."""
+    if not isinstance(value, list | tuple):
+        return _read_scores(name, value)
+    if len(value) != num_turns:
+        return GraderError(
+            f"reward function {name!r} returned {len(value)} rewards for {num_turns} turns; return "
+            "one for each entry of its parameter `turns`, or one number for the whole answer"
+        )
+    scores = [_read_scores(name, each) for each in value]
+    failed = next((each for each in scores if isinstance(each, GraderError)), None)
+    return failed or [each for each in scores if not isinstance(each, GraderError)]
 
 
 def _read_scores(name: str, value: Any) -> dict[str, float] | GraderError:

@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError, GraderError
-from agentrl.types import JSON, StopReason, Trajectory, TrajectoryError, with_reasoning
+from agentrl.types import (
+    JSON,
+    Message,
+    StopReason,
+    Trajectory,
+    TrajectoryError,
+    with_reasoning,
+)
 from agentrl_rewards.runner import RewardFunction, RewardInput, RewardResult, RewardRunner
 
 _ENDED_BY_ENVIRONMENT = (StopReason.TERMINATED, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
@@ -113,6 +120,7 @@ class GroupScorer:
             prompt=first[:-1],
             num_tokens=trajectory.num_sampled_tokens,
             metadata=metadata if isinstance(metadata, dict) else {},
+            turns=_messages_by_turn(trajectory),
         )
 
     def _answer(self, trajectory: Trajectory) -> str:
@@ -127,7 +135,6 @@ class GroupScorer:
         return ""
 
     def _write(self, trajectory: Trajectory, result: RewardResult) -> None:
-        last = trajectory.turns[-1]
         if self.add_to_environment:
             if both := result.components.keys() & trajectory.reward_components.keys():
                 raise ConfigError(
@@ -135,14 +142,26 @@ class GroupScorer:
                     f"{', '.join(sorted(both))}; leave one out, or set reward.add_to_environment = "
                     "false"
                 )
-            trajectory.reward += result.reward
-            trajectory.reward_components = trajectory.reward_components | result.components
-            last.reward += result.reward
-            last.reward_components = last.reward_components | result.components
-            return
-        trajectory.metrics["reward"] = trajectory.reward
-        for turn in trajectory.turns:
-            turn.reward, turn.reward_components = 0.0, {}
-        trajectory.reward = last.reward = result.reward
-        trajectory.reward_components = dict(result.components)
-        last.reward_components = dict(result.components)
+        else:
+            trajectory.metrics["reward"] = trajectory.reward
+            trajectory.reward, trajectory.reward_components = 0.0, {}
+            for turn in trajectory.turns:
+                turn.reward, turn.reward_components = 0.0, {}
+        trajectory.reward += result.reward
+        trajectory.reward_components = trajectory.reward_components | result.components
+        for turn, part in zip(trajectory.turns, result.turns, strict=True):
+            turn.reward += part.reward
+            turn.reward_components = turn.reward_components | part.components
+
+
+def _messages_by_turn(trajectory: Trajectory) -> list[list[Message]]:
+    """Per turn the policy's message and those that follow it, up to its next one."""
+    starts = {(turn.branch, turn.message) for turn in trajectory.turns}
+    found = []
+    for turn in trajectory.turns:
+        messages = trajectory.branches[turn.branch].messages
+        end = turn.message + 1
+        while end < len(messages) and (turn.branch, end) not in starts:
+            end += 1
+        found.append(messages[turn.message : end])
+    return found

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from agentrl.errors import ConfigError, GraderError
 from agentrl_rewards import judge
-from agentrl_rewards.judge import llm_judge
+from agentrl_rewards.judge import llm_judge, rubric
 from agentrl_rewards.remote import remote_rm
 
 
@@ -167,7 +167,10 @@ def test_the_judge_reads_a_chat_as_text(prompt, shown):
     assert bodies[0]["messages"][1]["content"].startswith(shown)
 
 
-@pytest.mark.parametrize("reply", ["no score", "Score: 11", "Score: -1", "", None])
+UNREADABLE = ["Score: 1e999", "Score: 1x", "Score: 3 or 9", "Score: 5/7", "Score:", "Score: NaN"]
+
+
+@pytest.mark.parametrize("reply", [*UNREADABLE, "no score", "Score: 11", "Score: -1", "", None])
 def test_a_judge_without_a_score_is_no_zero_and_not_cached(reply, tmp_path):
     async def use(url):
         for _ in range(2):
@@ -175,6 +178,71 @@ def test_a_judge_without_a_score_is_no_zero_and_not_cached(reply, tmp_path):
                 await llm_judge("text", "gold", url=url, model="m", cache_dir=tmp_path)
 
     assert len(serve(lambda body, n: completion(reply), use)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [("Score: 7", 0.7), ("Score: 7/10", 0.7), ("**Score: 7.**", 0.7), ("`Score: 7.5`", 0.75)],
+)
+def test_how_a_score_may_be_written(reply, score):
+    async def use(url):
+        return await llm_judge(f"text {reply}", url=url, model="m")
+
+    assert serve(lambda body, n: completion(reply), use)[0] == score
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter"])
+def test_a_reply_that_was_cut_short_has_no_score(reason):
+    reply = {"choices": [{"message": {"content": "Score: 1"}, "finish_reason": reason}]}
+
+    async def use(url):
+        with pytest.raises(GraderError, match=reason):
+            await llm_judge("text", f"cut by {reason}", url=url, model="m")
+
+    serve(lambda body, n: reply, use)
+
+
+ITEMS = {"right": {"criterion": "The result is right.", "weight": 3}, "brief": "It is brief."}
+
+
+def test_a_rubric_is_judged_in_one_call():
+    async def use(url):
+        options = {"items": ITEMS, "url": url, "model": "m"}
+        return await rubric("text", "gold", **options), await rubric("text", "gold", **options)
+
+    judge._memory.clear()
+    reply = "right: 3? no.\n- **right**: 10\nbrief: 5/10"
+    result, bodies = serve(lambda body, n: completion(reply), use)
+    assert result == ({"score": 0.875, "right": 1.0, "brief": 0.5},) * 2
+    assert len(bodies) == 1
+    system = bodies[0]["messages"][0]["content"]
+    assert "right: The result is right.\nbrief: It is brief.\n" in system and "{" not in system
+
+
+@pytest.mark.parametrize("reply", ["right: 10", "right: 10\nbrief: 11", "right: 1e9\nbrief: 1"])
+def test_a_rubric_with_a_missing_item_is_no_zero(reply):
+    async def use(url):
+        with pytest.raises(GraderError):
+            await rubric(f"text {reply}", items=ITEMS, url=url, model="m")
+
+    serve(lambda body, n: completion(reply), use)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ({}, "items is empty"),
+        ({"two words": "x"}, "one word"),
+        ({"score": "x"}, "one word, not score"),
+        ({"a": {"weight": 1}}, "needs a text `criterion`"),
+        ({"a": {"criterion": "x", "wieght": 1}}, "nothing else"),
+        ({"a": {"criterion": "x", "weight": 0}}, "not positive"),
+        ({"a": {"criterion": "x", "weight": "2"}}, "not positive"),
+    ],
+)
+def test_a_wrong_rubric_is_named(items, message):
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(rubric("t", items=items, url="http://127.0.0.1:1", model="m"))
 
 
 def test_a_missing_key_is_named():

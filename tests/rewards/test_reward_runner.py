@@ -81,6 +81,54 @@ def test_group_rewards_see_all_samples():
     asyncio.run(main())
 
 
+def by_turn(text, reference, *, turns):
+    return [{"score": len(said[0]["content"]), "answers": len(said) - 1} for said in turns]
+
+
+async def group_by_turn(samples):
+    return [[1.0, 2.0], 3.0]
+
+
+def wrong_length(text, reference, *, turns):
+    return [1.0] * (len(turns) + 1)
+
+
+TURNS = [
+    [{"role": "assistant", "content": "ab"}, {"role": "user", "content": "go on"}],
+    [{"role": "assistant", "content": "abc"}],
+]
+
+
+def test_a_function_may_reward_every_turn():
+    runner = RewardRunner([by_turn, "substring"], weights=[2.0, 10.0])
+    answer = RewardInput("abc", "abc", turns=TURNS)
+    result = asyncio.run(runner.score(answer))
+    assert result.reward == 20.0
+    assert result.components == {"by_turn": 5.0, "by_turn/answers": 1.0, "substring": 1.0}
+    assert [turn.reward for turn in result.turns] == [4.0, 16.0]
+    assert result.turns[0].components == {"by_turn": 2.0, "by_turn/answers": 1.0}
+    assert result.turns[1].components["substring"] == 1.0
+
+
+def test_a_group_reward_may_reward_every_turn():
+    answers = [RewardInput("x", turns=TURNS), RewardInput("y", turns=TURNS[:1])]
+    results = asyncio.run(RewardRunner([group_by_turn]).score_group(answers))
+    assert [[t.reward for t in each.turns] for each in results] == [[1.0, 2.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    ("function", "turns", "message"),
+    [
+        (wrong_length, TURNS, "returned 3 rewards for 2 turns"),
+        (always([1.0]), (), "returned 1 rewards for 0 turns"),
+        (always([1.0, "x"]), TURNS, "not a finite number"),
+    ],
+)
+def test_a_list_that_does_not_fit_the_turns_is_a_grader_error(function, turns, message):
+    with pytest.raises(GraderError, match=message):
+        asyncio.run(RewardRunner([function]).score(RewardInput("x", turns=turns)))
+
+
 async def always_short_list(samples):
     return [1.0]
 

@@ -126,6 +126,36 @@ def test_it_may_add_to_the_environment():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_a_function_may_reward_every_turn(added):
+    record: list = []
+
+    def steps(text, reference, *, turns):
+        record.append([[message["content"] for message in said] for said in turns])
+        return [0.5, 0.25]
+
+    [trajectory], _ = play(
+        lambda request, _: "more" if request.endswith("t000") else "end it",
+        GroupScorer([steps], weights=[2.0], add_to_environment=added),
+    )
+    assert record == [[["more", "go on"], ["end it"]]]
+    own = 5.0 * added
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 0.5 + own]
+    assert [turn.reward_components["steps"] for turn in trajectory.turns] == [0.5, 0.25]
+    assert (trajectory.reward, trajectory.reward_components["steps"]) == (1.5 + own, 0.75)
+    [sample] = samples_of(trajectory)
+    assert sample.turn_rewards.tolist() == [1.0, 0.5 + own]
+
+
+def test_a_list_of_another_length_than_the_turns_is_an_error_of_that_trajectory():
+    def steps(text, reference):
+        return [1.0, 2.0]
+
+    [trajectory], _ = play(lambda *_: "end", GroupScorer([steps]))
+    assert trajectory.error and trajectory.error.code == "grader_error"
+    assert "returned 2 rewards for 1 turns" in trajectory.error.message
+
+
 def test_a_failure_takes_one_trajectory_out_of_the_gradient_and_is_counted():
     def picky(text, reference):
         if text == "end 1":

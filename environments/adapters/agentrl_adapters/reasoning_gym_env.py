@@ -13,6 +13,7 @@ unless `trust_answers` is set.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import threading
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from agentrl.env.tools import reward, tool
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Action, Task, ToolCall
 from agentrl_adapters.packages import import_package, to_json
+
+logger = logging.getLogger("agentrl.adapters")
 
 _TEST_SEED_OFFSET = 2**30
 """Most datasets seed task `i` with `seed + i`, so seeds close together share tasks."""
@@ -162,10 +165,18 @@ class ReasoningGymEnvironment(Environment):
 
     @reward(timeout_s=30.0)
     def score(self, episode: Episode) -> float:
-        """What the dataset gives for the answer; 0 where there is none."""
+        """What the dataset gives for the answer; 0 where there is none, or one it cannot read."""
         if self._answer is None:
             return 0.0
-        return float(self._dataset.score_answer(self._answer, self._entry))
+        try:
+            return float(self._dataset.score_answer(self._answer, self._entry))
+        # Graders of the package raise what their parsing raises, for answers of the wrong form.
+        # Their own answer they can read: where that fails too, it is the grader that is broken.
+        except Exception as error:
+            self._dataset.score_answer(str(self._entry["answer"]), self._entry)
+            self.metrics["unreadable_answer"] = 1.0
+            logger.info("reasoning-gym cannot read the answer %.80r: %r", self._answer, error)
+            return 0.0
 
 
 def _make_dataset(package: Any, name: str, settings: dict[str, Any]) -> Any:

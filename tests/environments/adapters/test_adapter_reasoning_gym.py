@@ -9,7 +9,7 @@ reasoning_gym = pytest.importorskip(
 )
 
 from agentrl.env import Task, connect, make  # noqa: E402
-from agentrl.errors import ConfigError, EnvError  # noqa: E402
+from agentrl.errors import ConfigError, EnvError, GraderError  # noqa: E402
 from agentrl_adapters.reasoning_gym_env import (  # noqa: E402
     ReasoningGymEnvironment,
     evaluates_answers,
@@ -53,6 +53,30 @@ def test_no_answer_scores_nothing(play, text):
     env.reset("train", 0)
     result = env.step(text)
     assert (result.reward, result.terminated, result.info) == (0.0, True, {"answer": None})
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["the answer is", "the grader is"])
+def test_an_answer_that_the_grader_cannot_read_scores_nothing(play, monkeypatch, broken):
+    env = play()
+    env.reset("train", 0)
+    reference = reasoning_gym.create_dataset("leg_counting", seed=0, size=50)[0]["answer"]
+
+    def score_answer(self, answer, entry):
+        if broken or answer != reference:
+            raise KeyError("no such move")
+        return 1.0
+
+    monkeypatch.setattr(
+        "reasoning_gym.arithmetic.leg_counting.LegCountingDataset.score_answer",
+        score_answer,
+        raising=False,
+    )
+    if broken:
+        with pytest.raises(GraderError, match="no such move"):
+            env.step("<answer>x</answer>")
+    else:
+        result = env.step("<answer>x</answer>")
+        assert (result.reward, result.metrics["unreadable_answer"]) == (0.0, 1.0)
 
 
 def test_the_tool_takes_the_answer(play):
