@@ -72,6 +72,10 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
 
 
+def _added_tokens(tokenizer: Tokenizer) -> dict[int, Any]:
+    return getattr(tokenizer, "added_tokens_decoder", {})
+
+
 class Renderer:
     """Renders one model's dialogues.
 
@@ -130,6 +134,7 @@ class Renderer:
             dialect=dialect,
             response=getattr(tokenizer, "response_template", None),
             tools=tools,
+            added_tokens=[str(each) for each in _added_tokens(tokenizer).values()],
         )
         self.dialect = self.template.dialect
         self._text = self.template.text

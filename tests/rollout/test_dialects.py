@@ -707,3 +707,30 @@ def test_real_templates():
             written = renderer.template._written_call(renderer.dialect, arguments)
             action, status = renderer.dialect.read_turn(written, [TOOL], turn_id=0)
             assert (status, calls_of(action)) == ("tool_calls", [(NAME, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "expected"),
+    [
+        ("", ("<|tool_call_start|>", "<|tool_call_end|>"), "lfm2"),
+        ("", ("<|tool_call_start|>",), "hermes"),
+        ("", ("<|tool_call|>", "<|/tool_call|>"), "phi4"),
+        ("", ("<|tool_call|>",), "granite3"),
+        ("{# answer with <|tool_call|> and a JSON list #}", (), "granite3"),
+        ("", ("<tool_call>", "</tool_call>"), "hermes"),
+        ("", (), "hermes"),
+    ],
+)
+def test_a_template_without_calls_is_asked_for_both_delimiters(
+    tmp_path, template, special, expected
+):
+    """In the template, then among the tokens that the tokenizer was given for it."""
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = make_tokenizer(template + chatml, special=("<|im_end|>", "<|im_start|>", *special))
+    assert Renderer(tokenizer).dialect.name == expected
+    tokenizer.save_pretrained(tmp_path)
+    found = read_template(str(tmp_path), {}, "auto")
+    assert found is not None and found.dialect.name == expected

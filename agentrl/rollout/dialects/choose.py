@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,13 @@ class Template:
         dialect: str,
         response: object,
         tools: str = "template",
+        added_tokens: Collection[str] = (),
     ) -> None:
         """
         Args:
             source: of the template, all of it.
             tools: as `rollout.tools`.
+            added_tokens: of the tokenizer, beside its vocabulary.
             dialect: a name, or `auto`.
             response: the tokenizer's response template, if it has one.
 
@@ -86,7 +89,7 @@ class Template:
                 none does.
         """
         self._render = with_prompted_tools(render) if tools == "prompt" else render
-        self._source = source
+        self._source, self._added_tokens = source, frozenset(added_tokens)
         self._arguments_as_text = self._reasoning_or_text = False
         self.dialect, self.note = self._choose(dialect, response)
         self._reasoning_key = self._find_reasoning_key()
@@ -163,9 +166,14 @@ class Template:
             )
         if wanted != "auto":
             return readers[wanted], "set in rollout.dialect; the chat template writes no calls"
-        for name, dialect in readers.items():
-            if name != "hermes" and dialect.call and dialect.call[0] in self._source:
-                return dialect, "its delimiters stand in the chat template, which writes no calls"
+        shared = DIALECTS["hermes"].call
+        for place, text in (("chat template", self._source), ("tokenizer", self._added_tokens)):
+            for dialect in readers.values():
+                # One of two delimiters is another family's, whose calls end in another way.
+                marks = [mark for mark in dialect.call or () if mark]
+                if marks and dialect.call != shared and all(mark in text for mark in marks):
+                    said = f"its delimiters stand in the {place}"
+                    return dialect, f"{said}, and the chat template writes no calls"
         return DIALECTS["hermes"], "the default, because the chat template writes no calls"
 
     def _written_call(self, dialect: Dialect, arguments: dict[str, JSON]) -> str:
@@ -279,7 +287,12 @@ def read_template(
 
     response = config.get("response_template")
     source = str(kwargs["chat_template"])
-    return Template(render, source, dialect=dialect, response=response, tools=tools)
+    added = [str(each["content"]) for each in config.get("added_tokens_decoder", {}).values()]
+    if (path := directory / "tokenizer.json").is_file():
+        added += [each["content"] for each in json.loads(path.read_text()).get("added_tokens", ())]
+    return Template(
+        render, source, dialect=dialect, response=response, tools=tools, added_tokens=added
+    )
 
 
 def _reads(dialect: Dialect, written: str, arguments: dict[str, JSON]) -> bool:
