@@ -389,6 +389,14 @@ SPOKEN = {
     "phi4": "phi3",
     "olmo3": "olmo3",
     "lfm2": "lfm2 lfm2_moe",
+    "granite3": "granite granitemoe",
+    "seed_oss": "seed_oss",
+    "apertus": "apertus",
+    "cohere": "cohere2",
+    "longcat": "longcat_flash",
+    "jamba": "jamba",
+    "functiongemma": "gemma3_text",
+    "nemotron_v2": "nemotron_h",
 }
 """The dialects that published models of a `model_type` speak; their chat templates decide."""
 

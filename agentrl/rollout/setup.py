@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
@@ -115,8 +115,9 @@ async def require_shown_tools(env: EnvClient, config: RunConfig, renderer: Rende
     if config.rollout.tools != "template" or not renderer.template.hides_tools:
         return
     info = await env.info(config.env.id, config.env.config)
-    if info.tools:
-        names = ", ".join(tool["function"]["name"] for tool in info.tools)
+    specs: Sequence[Mapping[str, Any]] = info.tools
+    if specs:
+        names = ", ".join(spec["function"]["name"] for spec in specs)
         raise ConfigError(f"environment {config.env.id!r} has tools ({names}), and {HIDDEN_TOOLS}")
 
 

@@ -116,7 +116,9 @@ class Subject:
     process_state: dict[str, object] = field(default_factory=lambda: process_state())
     """What else belongs to the whole process, then."""
     search_path: list[str] = field(default_factory=lambda: list(sys.path))
+    """`sys.path` then."""
     warnings_filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+    """`warnings.filters` then."""
     close_hangs: bool = False
     """Found by a check; the others do not wait for `close` any more."""
     hangs: bool = False

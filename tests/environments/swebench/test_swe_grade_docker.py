@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, grade_attack
+from swe_attacks import ATTACKS, grade_attack
 
 from agentrl.env.container.engine import RUN_LABEL
 from agentrl_swebench.dataset import Prediction

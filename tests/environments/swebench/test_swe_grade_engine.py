@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS
+from swe_attacks import ATTACKS
 
 from agentrl.env.client import connect
 from agentrl.env.container.engine import Engine

@@ -5,8 +5,8 @@ import asyncio
 import dataclasses
 import json
 
-import attacks
 import pytest
+import swe_attacks
 from attack_rows import STATED
 from swe_grading import harness_seconds
 
@@ -180,9 +180,9 @@ def test_an_engine_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
 
 def test_patches_of_the_table_are_patches():
     """By name, each once; the stated 24 and ours; all but the prose one can be read."""
-    names = [each.name for each in attacks.ATTACKS]
+    names = [each.name for each in swe_attacks.ATTACKS]
     assert len(names) == len(set(names)) and len(STATED) == 24
-    for each in attacks.ATTACKS:
+    for each in swe_attacks.ATTACKS:
         repo = f"agentrl/{each.instance_id.split('__')[1].rsplit('-', 1)[0]}"
         patch = each.make_patch(parse_row(ROW | {"repo": repo}, ""))
         assert "@PASSED@" not in patch and "@TARGETS@" not in patch

@@ -1,6 +1,6 @@
 """Patches that try to get a verdict they do not deserve, and honest ones that look odd.
 
-    python benchmarks/swe_attacks/attacks.py --dataset DIR/dataset.jsonl [--only NAME ...]
+    python benchmarks/swe_attacks/swe_attacks.py --dataset DIR/dataset.jsonl [--only NAME ...]
 
 grades each on the fixture instances (`python -m agentrl_swebench.fixtures.build --out DIR`) under
 both policies and prints the table: what the official harness says, what the control run says where
@@ -162,7 +162,7 @@ async def print_payoffs(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python benchmarks/swe_attacks/attacks.py",
+        prog="python benchmarks/swe_attacks/swe_attacks.py",
         description="Grade patches that try to forge a verdict, and print what becomes of them.",
     )
     parser.add_argument("--dataset", required=True, metavar="FILE", help="of the fixtures")
