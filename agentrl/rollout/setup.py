@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
@@ -115,7 +115,7 @@ async def require_shown_tools(env: EnvClient, config: RunConfig, renderer: Rende
     if config.rollout.tools != "template" or not renderer.template.hides_tools:
         return
     info = await env.info(config.env.id, config.env.config)
-    specs: Sequence[Mapping[str, Any]] = info.tools
+    specs = cast("list[dict[str, Any]]", info.tools)
     if specs:
         names = ", ".join(spec["function"]["name"] for spec in specs)
         raise ConfigError(f"environment {config.env.id!r} has tools ({names}), and {HIDDEN_TOOLS}")
