@@ -188,7 +188,9 @@ def _dialect_of(config: RunConfig) -> str:
     path, wanted = config.model.path, config.rollout.dialect
     if config.inference.backend == "openai":
         said = f"{named_dialect(wanted).name}, where the server leaves calls in the text"
-    elif template := read_template(path, config.rollout.template, wanted, config.rollout.tools):
+    elif template := read_template(
+        path, config.rollout.template, wanted, config.rollout.tools, config.model.chat_template
+    ):
         said = f"{template.dialect.name}, {template.note}"
     else:
         said = f"{wanted}; {path} has no chat template on this disk to ask"

@@ -101,7 +101,7 @@ async def policy_of(
 
     path = model_path(config, checkpoint)
     renderer = Renderer(
-        load_tokenizer(path),
+        load_tokenizer(path, config.model.chat_template),
         history=config.rollout.history,
         template_kwargs=config.rollout.template,
         dialect=config.rollout.dialect,

@@ -255,7 +255,7 @@ def _parse_value(text: str, type_: Any) -> JsonValue:
 def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
     """A relative path to a model, function or class means "beside the file" where that exists."""
     for section, key in (
-        *(("model", "path"), ("critic", "path"), ("teacher", "path")),
+        *(("model", "path"), ("model", "chat_template"), ("critic", "path"), ("teacher", "path")),
         *(("objective", "loss"), ("objective", "advantage"), ("reward", "functions")),
         ("agent", "run"),
         ("agent", "home"),

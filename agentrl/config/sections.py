@@ -107,6 +107,9 @@ class LoraSection(Section):
 class ModelSection(Section):
     path: str
     """Directory in Hugging Face layout, or a model name on its hub."""
+    chat_template: str | None = None
+    """A file with a Jinja template in place of the model's own. `none`: a prompt is the texts of
+    its messages, one after the other, for base models (docs/models.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations, and of the weights that compute and that servers sample from. With `bfloat16`
     they are the cast of float32 weights, which learn; log-probabilities are float32 always."""

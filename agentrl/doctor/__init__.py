@@ -136,7 +136,7 @@ def _model(config: RunConfig) -> Finding:
         from agentrl.train.optimizer import require_optimizer
 
         require_optimizer(config.train)
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
         rollout = config.rollout
         renderer = Renderer(
             tokenizer,

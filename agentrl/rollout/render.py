@@ -146,7 +146,7 @@ class Renderer:
         self._spared = frozenset(() if self.dialect.think else ("<think>", "</think>"))
         self._prompts: dict[bytes | None, list[int]] = {}
         # A template that writes today's date has to be asked every day.
-        self._keeps_prompts = "strftime_now" not in str(tokenizer.chat_template)
+        self._keeps_prompts = "strftime_now" not in source
         self._frames: dict[tuple, list[str] | None] = {}
         ends = [self._one_special_token(end) for end in self.dialect.ends] or [None]
         self.close_token_id = self._find_close_token() if ends[0] is None else ends[0]

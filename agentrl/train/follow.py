@@ -54,7 +54,7 @@ def follow(config: RunConfig) -> None:
             return
         with ranks.working(word):
             if word == "start":
-                tokenizer = load_tokenizer(config.model.path)
+                tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
                 trainer = event_loop.run(make_trainer(config, tokenizer, Path(content)))
                 saver = Saver(trainer.run_dir, in_background=config.run.async_save)
             else:

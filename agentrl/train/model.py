@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.errors import ConfigError, first_line
 from agentrl.inference.embedded_lengths import fix_angles
+from agentrl.rollout.dialects.choose import template_source
 from agentrl.sync.adapter import CONFIG_FILE
 from agentrl.train.logprobs import decoder_of, head_of, require_exact
 from agentrl.train.lora import base_of, is_adapter, merged
@@ -43,15 +44,29 @@ HUB_TIMEOUT_S = 10.0
 _DROPOUT_KEY = re.compile(r"^(?!classifier|summary).*(dropout|_pdrop$)")
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer that can render chats.
 
     Args:
         path: a local directory, or a name on the Hugging Face hub.
+        chat_template: as `model.chat_template`, in place of the model's own.
 
     Raises:
         ConfigError: nothing there, no tokenizer in it, or a tokenizer without a chat template.
     """
+    tokenizer = _read_tokenizer(path)
+    if chat_template is not None:
+        tokenizer.chat_template = template_source(chat_template)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of model {path} has no chat template; choose an instruction-tuned "
+            "model, name a Jinja file with model.chat_template, or set it to none for prompts "
+            "without a template"
+        )
+    return tokenizer
+
+
+def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
     _require_model_files(path)
     if Path(path).is_dir() and not any(
         file.name.startswith(("tokenizer", "vocab", "tekken")) or file.suffix in (".model", ".spm")
@@ -62,18 +77,12 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "tokenizer.save_pretrained"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model {path} has no readable tokenizer ({first_line(error)}); save one into it "
             "with tokenizer.save_pretrained"
         ) from error
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer of model {path} has no chat template; choose an instruction-tuned "
-            "model, or add a chat_template.jinja file to its directory"
-        )
-    return tokenizer
 
 
 def load_model(
@@ -95,10 +104,10 @@ def load_model(
         max_tokens: of the longest row that the model will compute (see `fix_angles`).
 
     Raises:
-        ConfigError: nothing there, no chat template, or a model the trainer cannot be exact on
+        ConfigError: nothing there, no tokenizer, or a model the trainer cannot be exact on
             (see `require_supported` and `require_exact`).
     """
-    load_tokenizer(path)
+    _read_tokenizer(path)
     if (Path(path) / "model").is_dir() or (Path(path) / "adapter_model").is_dir():
         raise ConfigError(
             f"{path} is a checkpoint in shards, which several ranks wrote: `agentrl export {path} "

@@ -122,7 +122,7 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     require_optimizer(config.train)
     size = await split_size(env, config, config.env.split)
     score = scorer_of(config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
     renderer = Renderer(
         tokenizer,
         history=rollout.history,

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import CHATML, DROPS_THINKING, NO_CLOSE_TOKEN, make_tokenizer
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.dialects.choose import RAW
 from agentrl.rollout.render import MAX_PROMPTS, Renderer
 
 CHATML_RENDERER = Renderer(make_tokenizer(CHATML))
@@ -32,6 +33,20 @@ def test_a_template_that_takes_no_tools_serves_without_them():
     assert Renderer(make_tokenizer(template)).history == "fork"
     keeps = template.replace("loop.index0 < last.user", "false")
     assert Renderer(make_tokenizer(keeps)).history == "append_only"
+
+
+def test_prompts_without_a_template_are_the_texts_alone():
+    renderer = Renderer(make_tokenizer(RAW))
+    tokenizer = renderer.tokenizer
+    assert renderer.history == "append_only" and renderer.template.hides_tools
+    asked = [{"role": "user", "content": "What is 2+2?"}]
+    row = renderer.prompt(asked, [])
+    assert tokenizer.decode(row) == "What is 2+2?"
+    said, heard = {"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}
+    row = row + renderer.assistant_turn(said)
+    assert row[-1] == tokenizer.eos_token_id
+    row = row + renderer.suffix([heard], closed_by=row[-1])
+    assert row == renderer.prompt([*asked, said, heard], [])
 
 
 def test_unusable_tokenizers_are_refused_with_the_remedy():

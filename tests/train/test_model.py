@@ -8,6 +8,7 @@ from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers_for_tests import CHATML
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.dialects.choose import RAW
 from agentrl.train.attention import SHARED_ATTENTION_NAME
 from agentrl.train.logprobs import (
     backbone_hidden,
@@ -285,8 +287,17 @@ def test_missing_tensors_do_not_start_at_random_values(tmp_path):
 
 def test_a_tokenizer_without_chat_template_is_refused(tmp_path):
     path = save(qwen3(), tmp_path, chat_template=None)
-    with pytest.raises(ConfigError, match=r"no chat template; .*chat_template\.jinja"):
-        load_model(path, dtype=torch.float32, device="cpu")
+    with pytest.raises(ConfigError, match=r"no chat template; .*model\.chat_template"):
+        load_tokenizer(path)
+    load_model(path, dtype=torch.float32, device="cpu")
+    assert load_tokenizer(path, "none").chat_template == RAW
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML)
+    assert load_tokenizer(path, str(own)).chat_template == CHATML
+    own.write_text(" ")
+    for wrong, said in ((own, "is empty"), (tmp_path / "no.jinja", "cannot be read")):
+        with pytest.raises(ConfigError, match=said):
+            load_tokenizer(path, str(wrong))
 
 
 def test_dropout_is_switched_off_and_said(tmp_path, caplog):

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, first_line
 from agentrl.rollout.dialects.table import DIALECTS, Dialect
 from agentrl.rollout.prompt_tools import Render, with_prompted_tools
 from agentrl.types import JSON, Message, ToolSpec
@@ -36,6 +36,12 @@ TOOL: ToolSpec = {
     },
 }
 
+
+RAW = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""`model.chat_template = "none"`: what is said, one text after the other."""
 
 _KNOWN = f"rollout.dialect is one of auto, response_template, {', '.join(DIALECTS)}"
 
@@ -245,10 +251,37 @@ class Template:
         return None
 
 
+def template_source(chat_template: str) -> str:
+    """Returns the template that `model.chat_template` names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if chat_template == "none":
+        return RAW
+    try:
+        source = Path(chat_template).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"model.chat_template: {chat_template} cannot be read ({first_line(error)}); name a "
+            "Jinja file, or none for prompts without a template"
+        ) from None
+    if not source.strip():
+        raise ConfigError(f"model.chat_template: {chat_template} is empty")
+    return source
+
+
 def read_template(
-    model_path: str, render_kwargs: dict[str, JSON], dialect: str, tools: str = "template"
+    model_path: str,
+    render_kwargs: dict[str, JSON],
+    dialect: str,
+    tools: str = "template",
+    chat_template: str | None = None,
 ) -> Template | None:
     """The chat template of a model's directory, without its tokenizer, which loads torch.
+
+    Args:
+        chat_template: as `model.chat_template`, in place of the directory's.
 
     Returns:
         None where the directory holds none: it is a name on the hub, or an error of later.
@@ -263,6 +296,8 @@ def read_template(
     source = config.get("chat_template")
     if (path := directory / "chat_template.jinja").is_file():
         source = path.read_text()
+    if chat_template is not None:
+        source = template_source(chat_template)
     if not isinstance(source, str):
         return None
     try:
