@@ -91,6 +91,11 @@ function plural(count, word) {
   return number(count) + " " + word + (count === 1 ? "" : "s");
 }
 
+// The end of a path, which tells models apart; the whole stands in the title beside it.
+function endOfPath(path) {
+  return path.split("/").slice(-2).join("/");
+}
+
 // What the server answers; in an exported report, what was stored of it.
 const STORED = document.getElementById("stored");
 const stored = STORED ? JSON.parse(STORED.textContent) : null;

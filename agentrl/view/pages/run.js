@@ -12,14 +12,14 @@ const SECTIONS = [
 
 function runHeader(run, here) {
   const tabs = [["", "Curves"], ["/groups", "Groups"], ["/diagnosis", "Diagnosis"], ["/config", "Configuration"]];
-  const facts = [["environment", run.env], ["model", run.model], ["objective", run.preset], ["trajectories", run.num_trajectories && number(run.num_trajectories)]];
+  const facts = [["environment", run.env], ["model", run.model && endOfPath(run.model), run.model], ["objective", run.preset], ["trajectories", run.num_trajectories && number(run.num_trajectories)]];
   return el(
     "header.run",
     {},
     el("div.row", {}, el("h1", { title: run.path }, run.name), stateOf(run), el("span.faint.step", {}, `step ${run.step}${run.num_steps ? " of " + run.num_steps : ""}`)),
     run.message && el("p.failure", {}, run.message),
     run.state === "dead" && el("p.failure", {}, "The trainer was killed: nobody holds its lock any more. Continue with --resume."),
-    el("p.facts", {}, facts.filter(([, value]) => value).map(([name, value]) => el("span", {}, name + " ", el("b", {}, value)))),
+    el("p.facts", {}, facts.filter(([, value]) => value).map(([name, value, title]) => el("span", { title }, name + " ", el("b", {}, value)))),
     el("nav.tabs", {}, tabs.map(([path, name]) => el("a", { href: address("run/" + run.id + path), "aria-current": path === here ? "page" : null }, name))),
     run.lacks && run.lacks.length > 0 && el("details.lacks", {}, el("summary", {}, "What this run did not keep"), el("ul", {}, run.lacks.map((line) => el("li", {}, line)))),
   );

@@ -47,7 +47,7 @@ async function runsPage(page, parameters) {
       el("td.num.wide", {}, run.step + (run.num_steps ? " / " + run.num_steps : "")),
       el("td.wide", {}, run.env || "–"),
       el("td.wide", {}, run.preset || "–"),
-      el("td.wide.path", {}, run.model || "–"),
+      el("td.wide.path", { title: run.model }, run.model ? endOfPath(run.model) : "–"),
       el("td.wide", {}, el("a", { href: address(`run/${run.id}/diagnosis`) }, "diagnosis")),
     );
   });
