@@ -1,4 +1,4 @@
-"""The pictures of docs/view.md, made again: `python docs/screenshots.py RUN`, a finished quickstart.
+"""Makes the pictures of docs/view.md: `python docs/screenshots.py RUN`, of a finished quickstart.
 
 Needs playwright and a Chromium (Debian: apt install chromium). Serves the run and looks at its
 pages, wide and narrow, light and dark.
