@@ -86,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     add_algo_commands(commands)
     add_inference_commands(commands)
     # Environments bring commands of their own; agentrl names none of them.
-    for entry_point in sorted(entry_points(group="agentrl.commands"), key=lambda each: each.name):
+    # By name: an older installation beside this one lists them as well.
+    added = {
+        entry_point.name: entry_point for entry_point in entry_points(group="agentrl.commands")
+    }
+    for _, entry_point in sorted(added.items()):
         entry_point.load()(commands)
     return parser
 

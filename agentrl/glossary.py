@@ -34,8 +34,6 @@ METRICS: dict[str, str] = {
     "<reason>` says why.",
     "rollout/restarted_episodes": "Episodes that were played again because their environment "
     "server or process died.",
-    "rollout/audited_turns": "Turns since the start whose past was compared with the chat "
-    "template's whole render; a difference ends its trajectory with `error/history_error`.",
     "rollout/refused_calls": "Calls of agents that the endpoint refused, where there were any; the "
     "log has each reason once, and a trajectory's info its own.",
     "rollout/staleness_mean": "Steps by which the policy that sampled lags behind the one that is "

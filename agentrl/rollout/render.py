@@ -280,6 +280,12 @@ class Renderer:
             )
             logger.warning("%s. Every turn is rendered whole from now on", reason)
             raise HistoryError(reason)
+        if self.num_audited in (1, 10, 100, 1000, 10_000):
+            # No metric of a step: a run that was resumed begins to count anew.
+            logger.info(
+                "%d prompts that continue a row were compared with the whole render: all alike",
+                self.num_audited,
+            )
 
     def _first_edit(self, messages: list[Message], tools: list[ToolSpec], first: int) -> int | None:
         """How many messages make the template edit what stands before them, if any do.

@@ -152,7 +152,6 @@ async def _steps(
             outputs.trajectories.append(step, rollouts.trajectories)
         rollout_s = time.perf_counter() - step_started
         metrics = rollout_metrics(rollouts) | {"time/rollout_s": rollout_s}
-        metrics["rollout/audited_turns"] = run.renderer.num_audited
         require_some_success(run, rollouts, step, display)
 
         # Learn: one batch, one or more optimizer updates.

@@ -55,3 +55,4 @@ if ranks.rank() == 0:
     (folder / "peaks.json").write_text(json.dumps(result))
     print(result)
 ranks.leave()
+ranks.end_process(0)

@@ -74,3 +74,4 @@ if __name__ == "__main__":
     for case in cases:
         run_case(case)
     ranks.leave()
+    ranks.end_process(0)
