@@ -341,7 +341,8 @@ def refusal(answer: str) -> str | None:
         return f"more than {MAX_ANSWER_CHARS} characters"
     if re.search(rf"[0-9,.]{{{MAX_DIGITS + 1},}}", answer):
         return f"a number of more than {MAX_DIGITS} digits"
-    if len(re.findall(r"\\(?:arc|log|ln|exp|sin|cos|tan|cot|sec|csc)", answer)) > MAX_FUNCTIONS:
+    functions = r"(?<![a-zA-Z])(?:arc|log|ln|exp|sin|cos|tan|cot|sec|csc)"
+    if len(re.findall(functions, answer)) > MAX_FUNCTIONS:
         return f"more than {MAX_FUNCTIONS} functions"
     if re.search(r"(?:binom|choose).*[0-9]{5}|[0-9]{5}.*choose", answer, re.DOTALL):
         return "a large binomial coefficient"

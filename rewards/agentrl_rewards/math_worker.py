@@ -81,11 +81,9 @@ def send(fd: int, message: dict[str, object]) -> None:
 _COMMAND = re.compile(
     r"\\(?:begin|end)\s*\{\w+\}(?:\{[lcr|]+\})?|\\\\\s*\[[^\]]*\]|\\mathbb\s*\{\w\}|\\[a-zA-Z]+"
 )
-_FUNCTION = re.compile(
-    r"\b(?:sqrt|arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity|inf|and|or"
-    r"|choose)(?![a-z])"
-)
-_RELATION = re.compile(r"[=<>≤≥≠]|\\(?:leq?|geq?|neq?|in|lt|gt)(?![a-zA-Z])")
+_NAMES = r"arc(?:sin|cos|tan)|(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|pi"
+_FUNCTION = re.compile(rf"(?<![a-zA-Z])(?:{_NAMES}|sqrt|infinity|inf|and|or|choose)(?![a-z])")
+_RELATION = re.compile(r"[=<>≤≥≠∈]|\\(?:leq?|geq?|neq?|in|lt|gt)(?![a-zA-Z])")
 _SIDE_BY_SIDE = re.compile(r"(?<![_0-9])(?<!frac)(?<!frac )[0-9]+(?:[\s~]|\\[,;: ])+[0-9]")
 _TEXT = re.compile(r"\\(?:text|math(?!bb))\w*\s*\{([^{}]*)\}")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -110,6 +108,12 @@ def is_comparable(answer: str, gold: str) -> bool:
 
 _MATH_WORDS = (
     (re.compile(r"\*\*"), "^"),
+    # sin(pi*x) as programs write it; without a backslash it would be a product of letters
+    (re.compile(rf"\\(?:text|mathrm|operatorname)\s*\{{({_NAMES})\}}"), r"\\\1 "),
+    (re.compile(rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])"), r"\\\1 "),
+    (re.compile("∈"), r"\\in "),
+    (re.compile(r"\\sqrt\s*(?=\()"), "sqrt"),
+    (re.compile(r"(?<=[*^])\[([^\[\](),]*)\]"), r"(\1)"),  # e^[2*x], no interval
     (re.compile(r"\\\\\s*\[[^\]]*(?:pt|e[xm]|[cm]m)\]"), r"\\\\ "),  # the height of a line
     # a number before it would be added, as in a mixed number
     (re.compile(r"(?<=[0-9)}])\s*\\[dt]?binom(?![a-zA-Z])"), r"\\cdot\\binom"),

@@ -178,6 +178,13 @@ EQUIVALENT = [
     ("185", "185\\"),
 ]
 SYMBOLICALLY_EQUIVALENT = [
+    ("7*sin(pi*x/5)+1", r"7 \sin(\frac{\pi}{5}x) + 1"),
+    (r"\sin(2x)", "2sin(x)cos(x)"),
+    (r"e^{-x}", "exp(-x)"),
+    (r"1+\ln x", r"\operatorname{ln}(x) + 1"),
+    (r"\frac{\sqrt{3}}{2}", r"\sqrt(3)/2"),
+    ("3*e^[2*x]", r"3e^{2x}"),
+    (r"x \in [-2,5]", "x ∈ [-2,5]"),
     (r"x^2+2x+1", r"(x+1)^2"),
     (r"\frac{\pi}{2}", r"\pi/2"),
     (r"5\sqrt{2}", r"\sqrt{50}"),
@@ -217,6 +224,9 @@ WRONG = {
     "off by one": ("18", "#### 19"),
     "value of another variable": ("m = 5", "#### k = 5"),
     "another variable's root": (r"m = \sqrt{5}", r"#### k = \sqrt{5}"),
+    "letters of a function": (r"\sin(x)", "#### nis(x)"),
+    "twice the sine": (r"\sin(2x)", "#### 2sin(x)"),
+    "another sign in exp": ("exp(x)", r"\boxed{e^{-x}}"),
     "a list": ("32349", r"\boxed{32, 349}"),
     "both of two boxes": ("2", r"\boxed{1} or \boxed{2}"),
     "cents for dollars": (r"\$75", "#### 75 cents"),
