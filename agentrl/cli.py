@@ -131,8 +131,13 @@ def _add_run_command(
     *,
     help: str,
     description: str,
+    plays_one_environment: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command with a run file, whose keys are options; `run` gets the configuration."""
+    """A command with a run file, whose keys are options; `run` gets the configuration.
+
+    Args:
+        plays_one_environment: which of a file's `[[env]]`, `--environment` has to say.
+    """
     command = commands.add_parser(
         name,
         help=help,
@@ -146,11 +151,18 @@ def _add_run_command(
         "--dry-run", action="store_true", help="print the resolved configuration and stop"
     )
 
+    if plays_one_environment:
+        command.add_argument(
+            "--environment", metavar="NAME", help="which one, of a run file with several [[env]]"
+        )
+
     def handler(arguments: argparse.Namespace) -> int:
         from agentrl.config import load_config
 
         resume = ["--run.resume=true"] if getattr(arguments, "resume", False) else []
         config = load_config(arguments.run_file, arguments.overrides + resume)
+        if plays_one_environment:
+            config = _one_environment(config, arguments.environment)
         if "id" not in config.env.model_fields_set:
             print(
                 f"agentrl: the run file names no environment, so it is env.id = {config.env.id!r} "
@@ -158,12 +170,30 @@ def _add_run_command(
                 file=sys.stderr,
             )
         if arguments.dry_run:
-            print(config.to_toml(), _env_of(config), _dialect_of(config), sep="\n")
+            envs = [_env_of(alone) for alone in config.environments.values()]
+            print(config.to_toml(), *envs, _dialect_of(config), sep="\n")
             return 0
         return run(config, arguments)
 
     command.set_defaults(handler=handler, takes_overrides=True)
     return command
+
+
+def _one_environment(config: RunConfig, name: str | None) -> RunConfig:
+    """
+    Raises:
+        ConfigError: there is none of this name, or several and no name.
+    """
+    from agentrl.errors import ConfigError
+
+    names = ", ".join(env.name for env in config.envs)
+    if not config.envs:
+        if name is not None:
+            raise ConfigError("--environment: the run file has one environment only; leave it out")
+        return config
+    if name not in config.environments:
+        raise ConfigError(f"the run file has several environments; give --environment, of {names}")
+    return config.environments[name]
 
 
 def _env_of(config: RunConfig) -> str:
@@ -216,6 +246,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         _train,
         help="train a policy in an environment",
         description="Train a policy with reinforcement learning.",
+        plays_one_environment=False,
     )
     command.add_argument(
         "--resume",

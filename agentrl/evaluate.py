@@ -54,6 +54,9 @@ def play(
     """
     if shard and out is None:
         raise ConfigError("--shard writes episodes for others to take over: give --out DIR")
+    if config.envs:
+        names = ", ".join(env.name for env in config.envs)
+        raise ConfigError(f"there are several environments; take one: config.environments, {names}")
     return event_loop.run(_play(config, checkpoint, on_progress, out, resume, shard))
 
 

@@ -53,6 +53,8 @@ METRICS: dict[str, str] = {
     "(unreadable, of an unknown tool, or with wrong arguments) are counted for every environment.",
     "env/unseen_tools": "Tools on offer that the first prompt does not name, as some chat "
     "templates leave them out; absent where there are none.",
+    "env/<environment>/<metric>": "Of a run with several `[[env]]`: a metric of `reward/`, "
+    "`rollout/`, `group/`, `error/` or `env/` over the episodes of this one alone.",
     # the policy
     "policy/entropy": "Mean entropy of the policy at trained tokens, in nats. A fall to nearly 0 "
     "within a few steps is entropy collapse: groups stop to differ.",
@@ -127,6 +129,7 @@ METRICS: dict[str, str] = {
     "eval/pass@<k>": "Unbiased estimate of the probability that one of k samples succeeds (reward "
     "of at least `eval.success_threshold`).",
     "eval/error_fraction": "Samples of the evaluation that failed and count for nothing.",
+    "eval/<environment>/<metric>": "The same of each of several `[[env]]`.",
     # weights to servers
     "sync/seconds": "From the end of the update until all servers have the new weights.",
     "sync/write_s": "Of that, putting the weights where servers read them.",

@@ -5,7 +5,7 @@ closest valid key. This package imports no torch, so that `--help` and `--dry-ru
 """
 
 from agentrl.config.load import CHANGEABLE, apply_overrides, load_config, valid_keys, with_change
-from agentrl.config.run import RunConfig
+from agentrl.config.run import RunConfig, weight_at
 from agentrl.config.sections import (
     AgentRole,
     AgentSection,
@@ -14,6 +14,7 @@ from agentrl.config.sections import (
     EvalSection,
     InferenceSection,
     LoraSection,
+    MixedEnvSection,
     ModelSection,
     ParallelSection,
     RewardSection,
@@ -33,6 +34,7 @@ __all__ = [
     "EvalSection",
     "InferenceSection",
     "LoraSection",
+    "MixedEnvSection",
     "ModelSection",
     "ParallelSection",
     "RewardSection",
@@ -45,5 +47,6 @@ __all__ = [
     "apply_overrides",
     "load_config",
     "valid_keys",
+    "weight_at",
     "with_change",
 ]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import EnvSection
+from agentrl.config.sections import EnvSection, MixedEnvSection
 from agentrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ def _validated(
         lines = []
         for problem in error.errors():
             dotted = ".".join(str(part) for part in problem["loc"])
+            dotted = re.sub("^envs(?=[.])", "env", dotted)  # as it is written
             typed = any(dotted == key or dotted.startswith(f"{key}.") for key in from_command_line)
             # Of a section as a whole, the flags within it may be the reason.
             flags = [
@@ -116,12 +117,32 @@ def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
     typed: dict[str, JsonValue] = {}
     keys = apply_overrides(typed, overrides)
     own, section = typed.get("env"), data.get("env")
+    if isinstance(own, dict) and isinstance(section, list):
+        del typed["env"]
+        _override_by_name(section, own)
     if isinstance(own, dict) and isinstance(section, dict) and "id" in own:
         other = own["id"] != section.get("id", EnvSection.model_fields["id"].default)
         if other and section.pop("config", None):
             logger.warning("--env.id %s: the file's [env.config] is left out", own["id"])
     _merge(data, typed)
     return keys
+
+
+def _override_by_name(tables: list[Any], own: dict[str, Any]) -> None:
+    """Write `--env.NAME.key value` into the table of that name.
+
+    Raises:
+        ConfigError: there is no such table.
+    """
+    default = EnvSection.model_fields["id"].default
+    by_name = {str(t.get("name") or t.get("id", default)): t for t in tables if isinstance(t, dict)}
+    for name, values in own.items():
+        if name not in by_name or not isinstance(values, dict):
+            raise ConfigError(
+                f"--env.{name}: the run file has several environments; write --env.NAME.KEY with a "
+                f"NAME of {', '.join(by_name)}"
+            )
+        _merge(by_name[name], values)
 
 
 def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -183,6 +204,8 @@ def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
     """Every dotted key with its default and its description, in the order of definition."""
     keys: dict[str, tuple[str, str]] = {}
     for name, field in model.model_fields.items():
+        if name == "envs":  # written as [[env]]; docs/mixtures.md has its keys
+            continue
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             keys |= valid_keys(inner, f"{prefix}{name}.")
@@ -267,10 +290,13 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
             table[key] = _beside(value, path.parent)
         elif isinstance(table, dict) and isinstance(value, list):
             table[key] = [_beside(each, path.parent) for each in value]
-    env = data.get("env")
-    # A server knows its environment by the name that it was started with.
-    if isinstance(env, dict) and not env.get("url") and ".py:" in str(env.get("id")):
-        env["id"] = _beside(env["id"], path.parent)
+    tables = data.get("env")
+    for env in tables if isinstance(tables, list) else [tables]:
+        # A server knows its environment by the name that it was started with.
+        if isinstance(env, dict) and not env.get("url") and ".py:" in str(env.get("id")):
+            env["id"] = _beside(env["id"], path.parent)
+        if isinstance(env, dict) and isinstance(env.get("reward"), dict):
+            _resolve_beside({"reward": env["reward"]}, path)
 
 
 def _beside(text: JsonValue, folder: Path) -> JsonValue:
@@ -305,7 +331,7 @@ def _explain(problem: ErrorDetails, dotted: str, *, typed: bool) -> str:
 
 
 def _closest_section(name: str, keys: list[str]) -> str:
-    sections = list(RunConfig.model_fields)
+    sections = _sections()
     if close := difflib.get_close_matches(name, sections, n=1, cutoff=0.5):
         return f"did you mean [{close[0]}]?"
     holding = (s for s in sections if keys and all(_type_of(f"{s}.{k}") is not Any for k in keys))
@@ -314,9 +340,16 @@ def _closest_section(name: str, keys: list[str]) -> str:
     return f"sections are {', '.join(sections)} (see agentrl train --help)"
 
 
+def _sections() -> list[str]:
+    return [name for name in RunConfig.model_fields if name != "envs"]
+
+
 def _closest(dotted: str) -> str:
     """What may be meant by an unknown key: one like it, one of its section, or the sections."""
-    keys, sections = list(valid_keys()), list(RunConfig.model_fields)
+    keys, sections = list(valid_keys()), _sections()
+    if re.match(r"env\.\d+\.", dotted):
+        dotted = re.sub(r"\.\d+", "", dotted, count=1)
+        keys = [*valid_keys(MixedEnvSection, "env."), *keys]
     section, _, leaf = dotted.rpartition(".")
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     names = {key.rsplit(".", 1)[-1]: key for key in reversed(siblings or keys)}

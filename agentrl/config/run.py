@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from typing import Any
+
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from agentrl.algo import Objective
 from agentrl.algo.presets import stages_of
@@ -12,6 +21,7 @@ from agentrl.config.sections import (
     EnvSection,
     EvalSection,
     InferenceSection,
+    MixedEnvSection,
     ModelSection,
     RewardSection,
     RolloutSection,
@@ -24,6 +34,23 @@ from agentrl.config.sections import (
 from agentrl.config.toml_text import toml_text
 from agentrl.errors import ConfigError
 
+_LIMITS = {
+    *("max_turns", "max_turn_tokens"),
+    *("turn_timeout_s", "step_timeout_s", "episode_timeout_s"),
+}
+
+
+def weight_at(weight: float | list[tuple[int, float]], step: int) -> float:
+    """Returns an environment's weight at a step: a number, or a line between pairs of a step and a
+    weight, level before the first and after the last."""
+    if not isinstance(weight, list):
+        return weight
+    later = next((i for i, (at, _) in enumerate(weight) if at >= step), len(weight) - 1)
+    (start, low), (end, high) = weight[max(later - 1, 0)], weight[later]
+    if not start < step < end:
+        return low if step <= start else high
+    return low + (high - low) * (step - start) / (end - start)
+
 
 class RunConfig(Section):
     """A run, as read from TOML. `model.path` is the only key without a default."""
@@ -34,6 +61,9 @@ class RunConfig(Section):
     """`[model]`: what is trained."""
     env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
     """`[env]`: what is played."""
+    envs: list[MixedEnvSection] = Field(default_factory=list)
+    """`[[env]]`: several environments in one run; `env` is then the first of them, and
+    `environments` has a configuration for each."""
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     """`[rollout]`: how many episodes a step plays, and their limits."""
     agent: AgentSection = Field(default_factory=AgentSection)
@@ -57,6 +87,64 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _several_environments_are_a_list(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        if "envs" in data:
+            raise ValueError("unknown section [envs]; several environments are written as [[env]]")
+        tables = data.get("env")
+        if not isinstance(tables, list):
+            return data
+        if not tables or not all(isinstance(table, dict) for table in tables):
+            raise ValueError("env is a table, [env], or a list of tables, [[env]]")
+        first = {key: table for key, table in tables[0].items() if key in EnvSection.model_fields}
+        return {**data, "env": first, "envs": tables}
+
+    @model_serializer(mode="wrap")
+    def _several_environments_are_written_as_a_list(
+        self, handler: SerializerFunctionWrapHandler
+    ) -> dict[str, Any]:
+        data = handler(self)
+        tables = data.pop("envs", None)
+        return {**data, "env": tables} if tables else data
+
+    @property
+    def environments(self) -> dict[str, RunConfig]:
+        """For each environment by name the configuration of a run that plays it alone; of a single
+        one, whose name is empty, this one."""
+        return {each.name: self._alone(each) for each in self.envs} or {"": self}
+
+    def _alone(self, env: MixedEnvSection) -> RunConfig:
+        given = env.model_dump(include=_LIMITS, exclude_none=True)
+        return self.model_copy(
+            update={
+                "env": EnvSection(**env.model_dump(include=set(EnvSection.model_fields))),
+                "envs": [],
+                "rollout": self.rollout.model_copy(update=given),
+                "reward": env.reward or self.reward,
+            }
+        )
+
+    @model_validator(mode="after")
+    def _environments_share_a_step(self) -> RunConfig:
+        names = [each.name for each in self.envs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two [[env]] are named {twice[0]!r}; give each a name of its own")
+        for name, config in self.environments.items():
+            if self.envs and config.rollout.max_context_tokens < config.rollout.max_turn_tokens:
+                raise ValueError(
+                    f"[[env]] {name}: max_turn_tokens = {config.rollout.max_turn_tokens} exceeds "
+                    f"rollout.max_context_tokens = {config.rollout.max_context_tokens}"
+                )
+        weights = [each.weight for each in self.envs]
+        corners = {step for w in weights if isinstance(w, list) for step, _ in w}
+        for step in sorted({1, self.run.num_steps, *corners}) if weights else ():
+            if not sum(weight_at(weight, step) for weight in weights):
+                raise ValueError(f"at step {step} every weight of [[env]] is 0; raise one")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
     def _longest_trajectory_is_the_constant(cls, data: object) -> object:
         """What a trajectory may sample is `max_tokens` of `aggregate.kind = "constant"`.
 
@@ -73,9 +161,15 @@ class RunConfig(Section):
             return data
         try:
             rollout = RolloutSection.model_validate(data.get("rollout", {}))
+            envs = [MixedEnvSection.model_validate(env) for env in data.get("envs", [])]
         except ValidationError:
             return data  # the validation that follows says what is wrong with it
-        longest = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_context_tokens)
+        sampled = [
+            (env.max_turns or rollout.max_turns) * (env.max_turn_tokens or rollout.max_turn_tokens)
+            for env in envs
+        ]
+        longest = max(sampled, default=rollout.max_turns * rollout.max_turn_tokens)
+        longest = min(longest, rollout.max_context_tokens)
         return {**data, "objective": {**objective, "aggregate": {**own, "max_tokens": longest}}}
 
     @model_validator(mode="before")
@@ -222,7 +316,9 @@ class RunConfig(Section):
 
     def to_json(self, *, exclude_none: bool = False) -> dict[str, JsonValue]:
         """The resolved configuration, bearer tokens left out."""
-        secret = {"env": {"token"}, "inference": {"token"}, "teacher": {"token"}}
+        token = {"token"}
+        secret: Any = {"env": token, "inference": token, "teacher": token}
+        secret["envs"] = {"__all__": token}
         return self.model_dump(mode="json", exclude=secret, exclude_none=exclude_none)
 
     def to_toml(self) -> str:

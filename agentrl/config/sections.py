@@ -19,6 +19,7 @@ from pydantic import (
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, annotated_types.Gt(0)]
 
 
@@ -142,6 +143,47 @@ class EnvSection(Section):
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return _split_commas(value)
+
+
+class MixedEnvSection(EnvSection):
+    """One of several environments, `[[env]]`: what `[env]` has, and the keys below."""
+
+    name: str = ""
+    """In metrics, group ids and on the command line; `id` when not given."""
+    weight: NonNegative | list[tuple[PositiveInt, NonNegative]] = 1.0
+    """Its share of a step's groups, over the sum of all weights. Pairs of a step and a weight, such
+    as `[[1, 1.0], [100, 0.2]]`, are joined by straight lines."""
+    max_turns: PositiveInt | None = None
+    """Of its episodes; this and the next four keys are those of `[rollout]` when not given."""
+    max_turn_tokens: PositiveInt | None = None
+    """Tokens sampled in one turn."""
+    turn_timeout_s: Seconds | None = None
+    """Deadline of one turn's generation."""
+    step_timeout_s: Seconds | None = None
+    """Deadline of one environment step (and of reset)."""
+    episode_timeout_s: Seconds | None = None
+    """Deadline of a whole episode."""
+    reward: RewardSection | None = None
+    """`[env.reward]`: reward functions of its own, in place of `[reward]`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named_after_its_id(cls, data: object) -> object:
+        if isinstance(data, dict) and not data.get("name"):
+            return {**data, "name": data.get("id", EnvSection.model_fields["id"].default)}
+        return data
+
+    @model_validator(mode="after")
+    def _has_a_short_name(self) -> MixedEnvSection:
+        if not re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name):
+            raise ValueError(
+                f"{self.name!r} cannot stand in the names of metrics and groups; give this "
+                "environment a name of letters, digits, - and _, such as name = 'sums'"
+            )
+        steps = [step for step, _ in self.weight] if isinstance(self.weight, list) else [1]
+        if not steps or steps != sorted(set(steps)):
+            raise ValueError("weight needs pairs of a step and a weight, in the order of the steps")
+        return self
 
 
 class RolloutSection(Section):

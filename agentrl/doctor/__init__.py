@@ -105,11 +105,13 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
         yield "fix", str(run_file), str(error)
         return
     yield "ok", str(run_file), "configuration is valid"
-    try:
-        asyncio.run(_open_a_task(config))
-        yield "ok", f"environment {config.env.id}", f"a task of {config.env.split} opens"
-    except AgentRLError as error:
-        yield "fix", f"environment {config.env.id}", str(error)
+    for name, alone in config.environments.items():
+        what = f"environment {name or alone.env.id}"
+        try:
+            asyncio.run(_open_a_task(alone))
+            yield "ok", what, f"a task of {alone.env.split} opens"
+        except AgentRLError as error:
+            yield "fix", what, str(error)
     if config.inference.backend == "openai":
         return
     model = _model(config)

@@ -5,7 +5,6 @@ The same rollouts as in training, through the same driver: what is measured is w
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from agentrl.env.client import EnvClient
 from agentrl.rollout.episodes import EpisodeLog, Shard
 from agentrl.rollout.metrics import error_codes
 from agentrl.rollout.policy import Policy
-from agentrl.rollout.scheduler import RolloutBatch, TaskSource
+from agentrl.rollout.scheduler import RolloutBatch, Room, TaskSource
 from agentrl.rollout.setup import make_scheduler, scorer_of, split_size
 from agentrl.statistics import EvalStatistics, evaluation_statistics
 
@@ -28,7 +27,7 @@ async def evaluate(
     env: EnvClient,
     *,
     id_prefix: str = "eval-",
-    capacity: asyncio.Semaphore | None = None,
+    capacity: Room | None = None,
     agents: Agents | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     log: EpisodeLog | None = None,

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from agentrl.rollout.driver import AgentPlayer, Episode, Limits, Progress, play,
 from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.types import JSON, Group, Trajectory
 
+Room = contextlib.AbstractAsyncContextManager[Any, Any]
+"""What an episode holds while it is played, such as a semaphore."""
 KeepGroup = Callable[[Group], str | None]
 """Returns None to keep a group, or the reason for which it is dropped."""
 
@@ -120,7 +122,7 @@ class GroupScheduler:
         seed: int,
         id_prefix: str = "",
         score: Score | None = None,
-        capacity: asyncio.Semaphore | None = None,
+        capacity: Room | None = None,
         agents: AgentPlayer | None = None,
     ) -> None:
         """

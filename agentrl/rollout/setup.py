@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.config import RunConfig
-from agentrl.env.client import EnvClient
+from agentrl.env.client import EnvClient, connect
 from agentrl.errors import ConfigError, DataError
 from agentrl.inference.base import InferenceEngine, SamplingParams
 from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.rollout.render import Renderer
-from agentrl.rollout.scheduler import GroupScheduler, Score, TaskSource
+from agentrl.rollout.scheduler import GroupScheduler, Room, Score, TaskSource, stable_seed
 
 if TYPE_CHECKING:
     from agentrl.rollout.agent.runner import Agents
@@ -42,11 +41,16 @@ def make_scheduler(
     *,
     group_size: int,
     score: Score | None,
-    capacity: asyncio.Semaphore | None = None,
+    capacity: Room | None = None,
     id_prefix: str = "",
     agents: Agents | None = None,
+    name: str = "",
 ) -> GroupScheduler:
-    """A scheduler of the configured environment; see `GroupScheduler` for the arguments."""
+    """A scheduler of the configured environment; see `GroupScheduler` for the arguments.
+
+    Args:
+        name: of this environment among several; its episodes' ids and seeds are its own.
+    """
     rollout = config.rollout
     return GroupScheduler(
         policy,
@@ -62,12 +66,23 @@ def make_scheduler(
             step_timeout_s=rollout.step_timeout_s,
             episode_timeout_s=rollout.episode_timeout_s,
         ),
-        seed=config.run.seed,
-        id_prefix=id_prefix,
+        seed=stable_seed(config.run.seed, name) if name else config.run.seed,
+        id_prefix=f"{id_prefix}{name}-" if name else id_prefix,
         score=score,
         capacity=capacity,
         agents=agents,
     )
+
+
+@contextlib.asynccontextmanager
+async def connected(config: RunConfig) -> AsyncIterator[dict[str, EnvClient]]:
+    """A client of each environment of the run, by name, while in the context."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients: dict[str, EnvClient] = {}
+        for name, alone in config.environments.items():
+            client = connect(alone.env.url or None, token=alone.env.token)
+            clients[name] = await stack.enter_async_context(contextlib.aclosing(client))
+        yield clients
 
 
 @contextlib.asynccontextmanager

@@ -57,7 +57,7 @@ class GroupStream:
         self,
         scheduler: GroupScheduler,
         *,
-        groups_per_step: int,
+        groups_per_step: int | Callable[[int], int],
         num_steps: int,
         max_staleness: int,
         version: int = 0,
@@ -70,6 +70,7 @@ class GroupStream:
         """
         Args:
             scheduler: plays the episodes; its `capacity` bounds how many at a time.
+            groups_per_step: a number, or a function of the step's number, which may return 0.
             num_steps: batches that will be asked for; nothing is played beyond them.
             version: of the policy at the start.
             keep: the filter; a dropped group is replaced at once, `max_waves` - 1 times.
@@ -86,10 +87,14 @@ class GroupStream:
         """Episodes ended, by stop reason."""
         self._scheduler = scheduler
         self._capacity = scheduler.capacity
-        self._groups_per_step = groups_per_step
+        self._groups_of = (
+            groups_per_step if callable(groups_per_step) else lambda _: groups_per_step
+        )
         self._max_staleness = max_staleness
-        self._first_version = version
-        self._total_slots = num_steps * groups_per_step
+        self._last_version = version + num_steps
+        self._num_allowed = 0
+        """Groups of all steps up to `_allowed_step`; `_oversample` more may be dispatched."""
+        self._allowed_step = version
         self._keep = keep
         self._max_waves = max_waves
         self._oversample = oversample
@@ -100,6 +105,8 @@ class GroupStream:
         self._num_slots = 0
         """Dispatched so far, less those that were cancelled."""
         self._next_number = 0
+        self._chosen: list[_Slot] = []
+        """What the next batch takes, once it is ready."""
         self._changed = asyncio.Event()
 
     async def next_batch(
@@ -110,18 +117,29 @@ class GroupStream:
         Args:
             on_progress: called with (groups ready, groups per step).
         """
+        await self.wait_for_batch(on_progress)
+        return self.take_batch()
+
+    async def wait_for_batch(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Return when `take_batch` has a batch. Cancelled, it leaves every group where it was."""
         self._dispatch()
+        wanted = self._groups_of(self.version + 1)
         while True:
             self._raise_errors()
-            if (chosen := self._cut()) is not None:
+            if (chosen := self._cut(wanted)) is not None:
                 break
             if on_progress:
                 ready = sum(slot.done for slot in self._slots.values())
-                on_progress(min(ready, self._groups_per_step), self._groups_per_step)
+                on_progress(min(ready, wanted), wanted)
             self._changed.clear()
             await self._changed.wait()
+        await self._cancel_too_old(chosen)
+        self._chosen = chosen
+
+    def take_batch(self) -> RolloutBatch:
+        """The batch that `wait_for_batch` waited for."""
         batch = RolloutBatch([], [])
-        for slot in chosen:
+        for slot in self._chosen:
             del self._slots[slot.number]
             batch.trajectories += slot.trajectories
             batch.dropped += slot.dropped
@@ -132,8 +150,8 @@ class GroupStream:
                 batch.dropped["stale"] += 1
             else:
                 batch.groups.append(slot.group)
+        self._chosen = []
         batch.num_restarts = self._scheduler.take_restarts()
-        await self._cancel_too_old()
         return batch
 
     def advance(self, version: int) -> None:
@@ -150,9 +168,11 @@ class GroupStream:
         await self._cancel(list(self._slots.values()))
 
     def _dispatch(self) -> None:
-        steps_ahead = self.version - self._first_version + 1 + self._max_staleness
-        allowed = steps_ahead * self._groups_per_step + self._oversample
-        while self._num_slots < min(allowed, self._total_slots + self._oversample):
+        newest = min(self.version + 1 + self._max_staleness, self._last_version)
+        while self._allowed_step < newest:
+            self._allowed_step += 1
+            self._num_allowed += self._groups_of(self._allowed_step)
+        while self._num_slots < self._num_allowed + self._oversample:
             slot = _Slot(self._next_number, self._scheduler.source.take(), self.version)
             self._next_number += 1
             self._num_slots += 1
@@ -160,16 +180,16 @@ class GroupStream:
             slot.task = asyncio.create_task(self._play_slot(slot))
             slot.task.add_done_callback(lambda _: self._changed.set())
 
-    def _cut(self) -> list[_Slot] | None:
+    def _cut(self, wanted: int) -> list[_Slot] | None:
         """The slots of the next batch; None while they are not ready."""
         done = [slot for slot in self._slots.values() if slot.done]
-        if len(done) < self._groups_per_step:
+        if len(done) < wanted:
             return None
         due = [slot for slot in self._slots.values() if self._is_due(slot)]
         if not self._oversample and not all(slot.done for slot in due):
             return None
         in_order = sorted(done, key=lambda slot: (not self._is_due(slot), slot.number))
-        return sorted(in_order[: self._groups_per_step], key=lambda slot: slot.number)
+        return sorted(in_order[:wanted], key=lambda slot: slot.number)
 
     def _is_due(self, slot: _Slot) -> bool:
         """The step after the next would find it too old."""
@@ -179,9 +199,11 @@ class GroupStream:
         versions = (trajectory.oldest_version for trajectory in group.trajectories)
         return self.version - min((v for v in versions if v is not None), default=self.version)
 
-    async def _cancel_too_old(self) -> None:
+    async def _cancel_too_old(self, chosen: list[_Slot]) -> None:
         """With over-sampling, a cut leaves behind what the next step could not train on."""
-        too_old = [slot for slot in self._slots.values() if self._is_due(slot)]
+        taken = {slot.number for slot in chosen}
+        left = [slot for slot in self._slots.values() if slot.number not in taken]
+        too_old = [slot for slot in left if self._is_due(slot)]
         await self._cancel(too_old)
         self._num_slots -= len(too_old)
         for slot in too_old:

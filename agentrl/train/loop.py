@@ -30,13 +30,13 @@ from pathlib import Path
 
 from agentrl import event_loop
 from agentrl.config import RunConfig
-from agentrl.env.client import connect
 from agentrl.rollout.evaluation import evaluate, evaluation_metrics
 from agentrl.rollout.metrics import rollout_metrics, staleness_metrics
+from agentrl.rollout.mixture import Part, environment_metrics, merged
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.rollout.setup import running_agents
+from agentrl.rollout.setup import connected, running_agents
 from agentrl.train import ranks
-from agentrl.train.batch import trainable_samples, turn_states, zero_variance
+from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
@@ -45,14 +45,12 @@ from agentrl.train.run import (
     Outputs,
     Run,
     assemble,
-    data_position,
     open_outputs,
     require_saved,
     require_some_success,
     restore,
     save,
     save_first,
-    start_stream,
     unless_interrupted,
 )
 from agentrl.train.sampling import training_sampling
@@ -102,11 +100,11 @@ def _after_restart(config: RunConfig) -> RunConfig:
 
 async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: bool) -> Path:
     async with (
-        aclosing(connect(config.env.url or None, token=config.env.token)) as env,
+        connected(config) as envs,
         running_agents(config) as agents,
     ):
         with loading(f"loading {config.model.path}", quiet=quiet):
-            run = await assemble(config, env, agents, quiet=quiet)
+            run = await assemble(config, envs, agents, quiet=quiet)
         async with aclosing(run.serving):
             last_step = restore(run) if config.run.resume else 0
             await run.serving.push(run.trainer.model, last_step)
@@ -118,12 +116,11 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
             ):
                 if not config.run.resume:
                     save_first(run, outputs.display)
-                run.stream = start_stream(run, last_step)
+                run.mixture.start(config, last_step)
                 try:
                     await _steps(run, last_step, callbacks, outputs, interrupted, thread)
                 finally:
-                    if run.stream is not None:
-                        await run.stream.aclose()
+                    await run.mixture.aclose()
     report = report_run(run.run_dir)
     print(first_sentence(run.run_dir))
     print(f"run directory {run.run_dir}, report {report}")
@@ -144,14 +141,16 @@ async def _steps(
     for step in range(last_step + 1, run.config.run.num_steps + 1):
         # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
         step_started = time.perf_counter()
-        collected = await unless_interrupted(interrupted, _collect(run, display), run)
+        collected = await unless_interrupted(interrupted, _collect(run, step, display), run)
         if collected is None:
             break
-        rollouts, greedy_rewards = collected
+        batches, greedy_rewards = collected
+        rollouts = merged(batches)
         if run.config.track.log_trajectories:
             outputs.trajectories.append(step, rollouts.trajectories)
         rollout_s = time.perf_counter() - step_started
-        metrics = rollout_metrics(rollouts) | {"time/rollout_s": rollout_s}
+        metrics = rollout_metrics(rollouts) | environment_metrics(batches)
+        metrics["time/rollout_s"] = rollout_s
         require_some_success(run, rollouts, step, display)
 
         # Learn: one batch, one or more optimizer updates.
@@ -170,8 +169,7 @@ async def _steps(
         # Sync: whoever samples has the new weights before the stream may play further ahead.
         display.phase("sync", 0, 1)
         metrics |= await run.serving.push(run.trainer.model, step)
-        if run.stream is not None:
-            run.stream.advance(step)
+        run.mixture.advance(step)
 
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
         if run.config.run.eval_every and step % run.config.run.eval_every == 0:
@@ -187,55 +185,56 @@ async def _steps(
         # Checkpoint: where one is due, or where the disk refused the last.
         due = step % run.config.run.save_every == 0 or step == run.config.run.num_steps
         if due or run.saver.refused:
-            await in_thread(save, run, step, data_position(run), display)
+            await in_thread(save, run, step, run.mixture.data_position(), display)
         if interrupted.is_set():
             break
     run.saver.wait()
     if interrupted.is_set() and finished_step > run.saver.step:
-        save(run, finished_step, data_position(run), display)
+        save(run, finished_step, run.mixture.data_position(), display)
         run.saver.wait()
     require_saved(run, finished_step)
     if interrupted.is_set():
         display.note(f"stopped after step {finished_step}; continue with --resume")
 
 
-async def _collect(run: Run, display: Display) -> tuple[RolloutBatch, dict[str, float] | None]:
-    """A step's rollouts and, where the objective compares with them, greedy rewards by group."""
-    rollout, source = run.config.rollout, run.scheduler.source
-    position = source.position
+async def _collect(
+    run: Run, step: int, display: Display
+) -> tuple[dict[str, RolloutBatch], dict[str, float] | None]:
+    """A step's rollouts by environment and, where the objective compares with them, greedy rewards
+    by group."""
+    before = run.mixture.data_position()
     try:
-        if run.stream is not None:
-            rollouts = await run.stream.next_batch(
-                lambda ready, total: display.phase("rollout", ready, total)
-            )
-        else:
-            rollouts = await run.scheduler.collect(
-                rollout.groups_per_step,
-                keep=zero_variance if rollout.drop_zero_variance else None,
-                max_waves=rollout.max_waves,
-                on_progress=lambda done, total: display.phase("rollout", done, total),
-            )
-        if "baselines" not in run.config.objective.needs():
-            return rollouts, None
-        # ReMax: the same tasks once more, one answer each, always the most probable token.
-        answers = await run.scheduler.replay(
-            rollouts.groups,
-            run.policy(training_sampling(run.config, temperature=0.0)),
-            id_prefix="greedy-",
+        batches = await run.mixture.collect(
+            step, lambda done, total: display.phase("rollout", done, total)
         )
+        if "baselines" not in run.config.objective.needs():
+            return batches, None
+        rewards: dict[str, float] = {}
+        for part in run.mixture.parts:
+            rewards |= await _greedy_rewards(run, part, batches[part.name])
     except asyncio.CancelledError:
-        if run.stream is None:
-            source.position = position  # a resumed run plays these tasks again
+        if not run.mixture.plays_ahead:
+            run.mixture.restore(before)  # a resumed run plays these tasks again
         raise
+    return batches, rewards
+
+
+async def _greedy_rewards(run: Run, part: Part, batch: RolloutBatch) -> dict[str, float]:
+    """ReMax: the same tasks once more, one answer each, always the most probable token."""
+    answers = await part.scheduler.replay(
+        batch.groups,
+        run.policy(training_sampling(part.config, temperature=0.0)),
+        id_prefix=f"greedy-{part.scheduler.id_prefix}",
+    )
     rewards = {
         group.group_id: answer.reward
-        for group, answer in zip(rollouts.groups, answers, strict=True)
+        for group, answer in zip(batch.groups, answers, strict=True)
         if answer.trainable
     }
-    compared = [group for group in rollouts.groups if group.group_id in rewards]
-    rollouts.dropped["no_greedy_answer"] += len(rollouts.groups) - len(compared)
-    rollouts.groups = compared
-    return rollouts, rewards
+    compared = [group for group in batch.groups if group.group_id in rewards]
+    batch.dropped["no_greedy_answer"] += len(batch.groups) - len(compared)
+    batch.groups = compared
+    return rewards
 
 
 def _learn(
@@ -283,14 +282,18 @@ def _training_metrics(run: Run, samples: list[Sample], seconds: float) -> dict[s
 
 
 async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
-    config = run.config
-    rollouts = await evaluate(
-        config,
-        run.policy(run.evaluation),
-        run.scheduler.env,
-        capacity=run.scheduler.capacity,
-        agents=run.agents,
-        id_prefix=f"eval{step:06d}-",
-        on_progress=lambda done, total: display.phase("eval", done, total),
-    )
-    return evaluation_metrics(rollouts, config)
+    metrics: dict[str, float] = {}
+    for part in run.mixture.parts:
+        rollouts = await evaluate(
+            part.config,
+            run.policy(run.evaluation),
+            part.scheduler.env,
+            capacity=part.scheduler.capacity,
+            agents=run.agents,
+            id_prefix=f"eval{step:06d}-{part.scheduler.id_prefix}",
+            on_progress=lambda done, total: display.phase("eval", done, total),
+        )
+        prefix = f"eval/{part.name}/" if part.name else "eval/"
+        for key, value in evaluation_metrics(rollouts, part.config).items():
+            metrics[key.replace("eval/", prefix, 1)] = value
+    return metrics

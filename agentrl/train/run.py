@@ -9,24 +9,25 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from transformers import PreTrainedModel
 
 from agentrl.config import AgentSection, RolloutSection, RunConfig
 from agentrl.env.client import EnvClient
-from agentrl.errors import ConfigError, StallError, TrainingError
+from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.metrics import error_codes
+from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer
-from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource
+from agentrl.rollout.scheduler import RolloutBatch, TaskSource
 from agentrl.rollout.setup import (
     make_scheduler,
     require_shown_tools,
@@ -35,7 +36,6 @@ from agentrl.rollout.setup import (
     token_policy,
 )
 from agentrl.rollout.signals import SignalLog
-from agentrl.rollout.stream import GroupStream
 from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
 from agentrl.train.batch import zero_variance
@@ -75,12 +75,11 @@ class Run:
     trainer: Trainer
     serving: Serving
     renderer: Renderer
-    scheduler: GroupScheduler
+    mixture: Mixture
+    """Plays the groups of a step, of one environment or of several."""
     agents: Agents | None
     evaluation: SamplingParams
     saver: Saver
-    stream: GroupStream | None = None
-    """Plays ahead of the trainer; None with the embedded engine, which plays when it is asked."""
     failing_steps: int = 0
     """Steps in a row in which most trajectories failed for one cause."""
 
@@ -95,24 +94,33 @@ class Run:
         Raises:
             ConfigError: the key cannot change during this run, or not to this value.
         """
-        if key == "rollout.temperature" and self.stream is not None:
+        if key == "rollout.temperature" and self.mixture.plays_ahead:
             raise ConfigError(
                 "rollout.temperature cannot change between steps with inference.backend = "
                 f"{self.config.inference.backend!r}: episodes of the next step are already played"
             )
         self.trainer.change(key, value)
         ranks.tell("change", [key, value])
-        self.scheduler.policy = self.policy(training_sampling(self.config))
+        self.set_policies()
+
+    def set_policies(self) -> None:
+        """Let every environment be played as the configuration says now."""
+        for part in self.mixture.parts:
+            part.config = self.config.environments[part.name]
+            part.scheduler.policy = self.policy(training_sampling(part.config))
 
     def policy(self, sampling: SamplingParams) -> TokenPolicy:
         """The policy that is trained, sampling like this."""
         return token_policy(self.config, self.serving.engine, self.renderer, sampling)
 
 
-async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, quiet: bool) -> Run:
+async def assemble(
+    config: RunConfig, envs: Mapping[str, EnvClient], agents: Agents | None, *, quiet: bool
+) -> Run:
     """Build everything, in the order in which a mistake is cheapest to report.
 
     Args:
+        envs: a client of each environment, by its name.
         agents: play the episodes; None: the policy plays itself.
 
     Raises:
@@ -120,8 +128,11 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     """
     rollout = config.rollout
     require_optimizer(config.train)
-    size = await split_size(env, config, config.env.split)
-    score = scorer_of(config)
+    sizes = {}
+    for name, alone in config.environments.items():
+        with named_in_errors(name):
+            sizes[name] = await split_size(envs[name], alone, alone.env.split)
+            scorer_of(alone)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
     renderer = Renderer(
         tokenizer,
@@ -130,7 +141,9 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
         dialect=rollout.dialect,
         tools=rollout.tools,
     )
-    await require_shown_tools(env, config, renderer)
+    for name, alone in config.environments.items():
+        with named_in_errors(name):
+            await require_shown_tools(envs[name], alone, renderer)
     evaluation, said = evaluation_sampling(config, config.model.path)
     if said is not None and config.run.eval_every and not quiet:
         print(said)
@@ -146,37 +159,55 @@ async def assemble(config: RunConfig, env: EnvClient, agents: Agents | None, *, 
     if trainer.chose_token_budget and not config.run.resume and not quiet:
         print(f"train.token_budget = {trainer.config.train.token_budget}, by the device's memory")
 
-    capacity = None
-    if config.inference.backend != "embedded":
-        sessions = (await env.info(config.env.id, config.env.config)).max_sessions
-        capacity = asyncio.Semaphore(min(rollout.max_concurrent, sessions))
     serving = await start_serving(config, trainer.model, run_dir, quiet=quiet)
-    scheduler = make_scheduler(
-        config,
-        token_policy(config, serving.engine, renderer, training_sampling(config)),
-        env,
-        TaskSource(config.env.split, size, config.run.seed),
-        group_size=rollout.group_size,
-        score=score,
-        capacity=capacity,
-        agents=agents,
-    )
+    shared = asyncio.Semaphore(rollout.max_concurrent)
+    parts = []
+    for name, alone in config.environments.items():
+        capacity = None
+        if config.inference.backend != "embedded":
+            sessions = (await envs[name].info(alone.env.id, alone.env.config)).max_sessions
+            capacity = Capacity(asyncio.Semaphore(sessions), shared)
+        scheduler = make_scheduler(
+            alone,
+            token_policy(alone, serving.engine, renderer, training_sampling(alone)),
+            envs[name],
+            TaskSource(alone.env.split, sizes[name], config.run.seed),
+            group_size=rollout.group_size,
+            score=scorer_of(alone),
+            capacity=capacity,
+            agents=agents,
+            name=name,
+        )
+        parts.append(Part(name, alone, scheduler))
+    weights = [env.weight for env in config.envs] or [1.0]
+    keep = zero_variance if rollout.drop_zero_variance else None
     return Run(
         run_dir=run_dir,
         lock=lock,
-        fingerprint=_fingerprint(config, num_tasks=size, model=trainer.model),
+        fingerprint=_fingerprint(config, num_tasks=sizes, model=trainer.model),
         trainer=trainer,
         serving=serving,
         renderer=renderer,
-        scheduler=scheduler,
+        mixture=Mixture(parts, Quotas(weights, rollout.groups_per_step), keep),
         agents=agents,
         evaluation=evaluation,
         saver=Saver(run_dir, in_background=config.run.async_save),
     )
 
 
+@contextmanager
+def named_in_errors(name: str) -> Iterator[None]:
+    """Say which of several environments an error at the start is about."""
+    try:
+        yield
+    except (EnvError, ConfigError, DataError) as error:
+        if not name:
+            raise
+        raise ConfigError(f"[[env]] {name}: {error}") from error
+
+
 def _fingerprint(
-    config: RunConfig, *, num_tasks: int | None, model: PreTrainedModel
+    config: RunConfig, *, num_tasks: Mapping[str, int | None], model: PreTrainedModel
 ) -> dict[str, JSON]:
     """What makes two runs the same run."""
     rollout, lora = config.rollout, config.model.lora
@@ -186,10 +217,7 @@ def _fingerprint(
         "model.dtype": config.model.dtype,
         "model.parameters": sum(p.numel() for p in model.parameters()),
         "model.lora": lora.model_dump(mode="json") if lora.rank else None,
-        "env.id": config.env.id,
-        "env.split": config.env.split,
-        "env.tasks": num_tasks,
-        "env.config": dict(config.env.config),
+        **_environments(config, num_tasks),
         "rollout.groups_per_step": rollout.groups_per_step,
         "rollout.group_size": rollout.group_size,
         "rollout.temperature": rollout.temperature,
@@ -211,6 +239,24 @@ def _fingerprint(
     }
 
 
+def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dict[str, JSON]:
+    """What is played; where its servers are, and how long they may take, may change."""
+    if not config.envs:
+        env = config.env
+        return {
+            "env.id": env.id,
+            "env.split": env.split,
+            "env.tasks": num_tasks[""],
+            "env.config": dict(env.config),
+        }
+    may_change = {"url", "token", "turn_timeout_s", "step_timeout_s", "episode_timeout_s"}
+    return {
+        f"env.{env.name}": env.model_dump(mode="json", exclude=may_change)
+        | {"tasks": num_tasks[env.name]}
+        for env in config.envs
+    }
+
+
 def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
     keys = ("top_p", "top_k", "min_p") if rollout.is_truncated else ()
     return {f"rollout.{key}": getattr(rollout, key) for key in keys}
@@ -224,25 +270,6 @@ def _agent(agent: AgentSection) -> dict[str, JSON]:
     if agent.roles:
         who["roles"] = [role.model_dump(mode="json") for role in agent.roles]
     return {"agent": who} if agent.is_on else {}
-
-
-def start_stream(run: Run, last_step: int) -> GroupStream | None:
-    """Rollouts that go on while the trainer works, where the engine allows it."""
-    if run.scheduler.capacity is None:
-        return None
-    rollout = run.config.rollout
-    return GroupStream(
-        run.scheduler,
-        groups_per_step=rollout.groups_per_step,
-        num_steps=run.config.run.num_steps - last_step,
-        max_staleness=rollout.max_staleness,
-        version=last_step,
-        keep=zero_variance if rollout.drop_zero_variance else None,
-        max_waves=rollout.max_waves,
-        oversample=rollout.oversample_groups,
-        min_group_size=rollout.min_group_size,
-        straggler_timeout_s=rollout.straggler_timeout_s,
-    )
 
 
 # what is written ----------------------------------------------------------------------------------
@@ -297,25 +324,14 @@ def restore(run: Run) -> int:
             critic=run.trainer.critic,
             force=run.config.run.force_resume,
         )
-    saved: Any = state.data_position
-    source = run.scheduler.source
-    source.position = saved["position"]
-    source.returned.extend(saved.get("returned", []))
+    run.mixture.restore(state.data_position)
     run.trainer.restore_counters(state)
     run.saver.step = state.step
     if run.trainer.changes:
         said = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())
         logger.warning("the run goes on with what its callbacks changed: %s", said)
-        run.scheduler.policy = run.policy(training_sampling(run.config))
+        run.set_policies()
     return state.step
-
-
-def data_position(run: Run) -> dict[str, JSON]:
-    """Where the task source stands, and which tasks it handed out that no step trained on."""
-    source = run.scheduler.source
-    returned: list[JSON] = []
-    returned += source.returned if run.stream is None else run.stream.outstanding()
-    return {"position": source.position, "returned": returned}
 
 
 def save(run: Run, step: int, position: dict[str, JSON], display: Display) -> None:
@@ -337,7 +353,7 @@ def save_first(run: Run, display: Display) -> None:
     Raises:
         TrainingError: there is no room even for this one.
     """
-    save(run, 0, data_position(run), display)
+    save(run, 0, run.mixture.data_position(), display)
     run.saver.wait()
     if run.saver.refused:
         raise TrainingError(f"no checkpoint can be written under {run.run_dir} (see above)")
@@ -383,8 +399,8 @@ async def unless_interrupted(
             await asyncio.wait(
                 {task, signal}, timeout=min(limit / 4, 10), return_when=asyncio.FIRST_COMPLETED
             )
-            if not task.done() and run.scheduler.stalled_for_s() > limit:
-                raise StallError(_stall_report(run.scheduler))
+            if not task.done() and run.mixture.stalled_for_s() > limit:
+                raise StallError(_stall_report(run.mixture))
     finally:
         signal.cancel()
         if not task.done():
@@ -393,12 +409,12 @@ async def unless_interrupted(
     return None if task.cancelled() else task.result()
 
 
-def _stall_report(scheduler: GroupScheduler) -> str:
+def _stall_report(mixture: Mixture) -> str:
     """Where every episode stands, the longest wait first; one line each."""
     now = time.monotonic()
-    live = sorted(scheduler.live.values(), key=lambda episode: episode.since)
+    live = sorted(mixture.live.values(), key=lambda episode: episode.since)
     lines = [
-        f"no episode moved for {scheduler.stalled_for_s():.0f} s (run.stall_timeout_s); "
+        f"no episode moved for {mixture.stalled_for_s():.0f} s (run.stall_timeout_s); "
         f"{len(live)} in flight. Continue with --resume once its cause is gone",
         f"{'trajectory':24} {'stage':10} {'turn':>4} {'waits':>8}",
     ]

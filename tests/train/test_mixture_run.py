@@ -1,0 +1,58 @@
+"""A short run of three environments: metrics of each, and a resume that changes nothing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_loop import contents, untimed
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.tracking import read_metrics
+from agentrl.train.loop import train
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mixture" / "run.toml"
+SMALL = [
+    *("--rollout.groups_per_step", "4", "--rollout.group_size", "2", "--eval.num_tasks", "2"),
+    *("--run.num_steps", "3", "--run.save_every", "1", "--run.keep_checkpoints", "9"),
+    *("--run.eval_every", "3"),
+]
+
+
+def run(run_dir: Path, *overrides: str) -> Path:
+    config = load_config(EXAMPLE, [*SMALL, "--run.dir", str(run_dir), *overrides])
+    return train(config, quiet=True)
+
+
+def test_three_environments_and_a_resume_after_a_kill(tmp_path):
+    whole = run(tmp_path / "whole")
+    metrics = read_metrics(whole)
+    played = [
+        [row[f"env/{name}/rollout/trajectories"] for name in ("products", "sums")]
+        for row in metrics
+    ]
+    assert played == [[4, 4], [4, 2], [4, 4]]
+    assert [row.get("env/digits/rollout/turns") for row in metrics] == [None, 1, None]
+    for name in ("products", "sums", "digits"):
+        assert 0 <= metrics[-1][f"eval/{name}/avg@1"] <= 1
+    assert all(
+        trajectory_id.split("-g")[0] in ("products", "sums", "digits")
+        for _, trajectory_id, *_ in contents(whole)
+    )
+
+    killed = tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for step in (2, 3):  # as if killed in step 2
+        shutil.rmtree(killed / "checkpoints" / f"step_{step:06d}")
+    run(killed, "--run.resume")
+    for path in (whole / "checkpoints" / "step_000003").glob("*.safetensors"):
+        other = killed / "checkpoints" / "step_000003" / path.name
+        assert other.read_bytes() == path.read_bytes(), path.name
+    assert untimed(read_metrics(killed)) == untimed(metrics)
+    assert contents(killed) == contents(whole)
+
+
+def test_an_environment_that_fails_at_the_start_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"\[\[env\]\] sums: .*no split 'tests'"):
+        run(tmp_path / "run", "--env.sums.split", "tests")
+    assert not (tmp_path / "run").exists()
