@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,9 @@ class Query:
     show: str = "all"
     error: str = ""
     task: str = ""
+    """A part of the task's name."""
+    task_id: str = ""
+    """The whole of it."""
     text: str = ""
     offset: int = 0
     limit: int = 20
@@ -86,19 +90,9 @@ def find_groups(run: RunFiles, query: Query) -> dict[str, Any]:
     Raises:
         DataError: the query asks for what there is not.
     """
-    if query.sort not in SORTS or query.show not in SHOWN | SHOWN_GROUPS:
-        raise DataError(f"no such sort or filter: {query.sort}, {query.show}")
     everything = grouped(run)
     matches = _matcher(query)
-    wanted = SHOWN_GROUPS.get(query.show, lambda group: True)
-    found = [
-        group
-        for group in everything
-        if (query.step is None or group.step == query.step)
-        and (matches is None or any(map(matches, group.entries)))
-        and wanted(group)
-    ]
-    found.sort(key=SORTS[query.sort])
+    found = _found(everything, query)
     searched = len(found)
     if query.text:
         shown, searched = _with_text(run, found, query)
@@ -112,6 +106,60 @@ def find_groups(run: RunFiles, query: Query) -> dict[str, Any]:
         "searched": searched,
         "errors": sorted(_CACHE[run.id].errors),
     }
+
+
+def _found(everything: Sequence[Group], query: Query) -> list[Group]:
+    """Returns the groups that the query wants, its text apart, in its order."""
+    if query.sort not in SORTS or query.show not in SHOWN | SHOWN_GROUPS:
+        raise DataError(f"no such sort or filter: {query.sort}, {query.show}")
+    matches = _matcher(query)
+    wanted = SHOWN_GROUPS.get(query.show, lambda group: True)
+    found = [
+        group
+        for group in everything
+        if (query.step is None or group.step == query.step)
+        and (matches is None or any(map(matches, group.entries)))
+        and wanted(group)
+    ]
+    return sorted(found, key=SORTS[query.sort])
+
+
+def wanted_entries(
+    run: RunFiles, query: Query, picked: Sequence[tuple[int, int]] = ()
+) -> Iterator[TrajectoryEntry]:
+    """Yields the trajectories that were picked by step and offset, or else each that the query
+    wants, in the order of their groups.
+
+    Raises:
+        DataError: the query asks for what there is not.
+    """
+    if picked:
+        chosen = set(picked)
+        yield from (entry for entry in run.entries() if (entry.step, entry.offset) in chosen)
+        return
+    matches, text = _matcher(query), query.text.lower()
+    for group in _found(grouped(run), query):
+        for entry in group.entries:
+            if (matches is None or matches(entry)) and (not text or _says(run, entry, text)):
+                yield entry
+
+
+MOST_TASKS = 50
+
+
+def compare_tasks(first: RunFiles, second: RunFiles) -> dict[str, Any]:
+    """Returns the tasks that both runs played, those with the largest difference of their mean
+    rewards first, and how many there are."""
+    means = []
+    for run in (first, second):
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for group in grouped(run):
+            rewards[group.entries[0].task_id] += group.rewards()
+        means.append({task: math.fsum(r) / len(r) for task, r in rewards.items() if r})
+    both = means[0].keys() & means[1].keys()
+    tasks = [{"task_id": t, "first": means[0][t], "second": means[1][t]} for t in sorted(both)]
+    tasks.sort(key=lambda task: -abs(task["second"] - task["first"]))
+    return {"num_tasks": len(tasks), "tasks": tasks[:MOST_TASKS]}
 
 
 def grouped(run: RunFiles) -> list[Group]:
@@ -151,19 +199,21 @@ _CACHE: dict[str, _Grouped] = {}
 def _matcher(query: Query) -> Callable[[TrajectoryEntry], bool] | None:
     """What a trajectory must be; None where any will do."""
     asked = SHOWN.get(query.show)
-    error, task = query.error, query.task.lower()
-    if not error and not task:
+    error, task, task_id = query.error, query.task.lower(), query.task_id
+    if not error and not task and not task_id:
         return asked
     return lambda entry: (
         (asked is None or asked(entry))
         and (not error or entry.error == error)
         and (not task or task in entry.task_id.lower())
+        and (not task_id or task_id == entry.task_id)
     )
 
 
 def _with_text(run: RunFiles, found: Sequence[Group], query: Query) -> tuple[list[Group], int]:
     """Groups among `found[searched:]` that say the text, and how far the search came."""
-    started, text, shown = time.monotonic(), query.text.lower(), []
+    started, text = time.monotonic(), query.text.lower()
+    shown: list[Group] = []
     searched = query.searched
     while searched < len(found) and len(shown) < query.limit:
         group = found[searched]

@@ -121,6 +121,7 @@ def _answers(run: RunFiles) -> dict[str, Any]:
         "api/runs": [run.summary()],
         base: run.details(),
         f"{base}/metrics": run.curves(),
+        f"{base}/meanings": run.meanings(),
         f"{base}/diagnosis": diagnosis,
     }
     decode, cache, kept = run.decode(), trajectory.Cache(), 0

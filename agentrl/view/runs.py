@@ -12,11 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from agentrl import glossary
 from agentrl.errors import DataError
 from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
 from agentrl.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
 from agentrl.view.curves import REWARD, binned, number, series
+from agentrl.view.notes import Notes, read_notes
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""
@@ -115,10 +117,25 @@ class RunFiles:
             files = list(Path(model).glob("tokenizer.json"))
         return _decoder(files[-1], files[-1].stat().st_mtime_ns) if files else None
 
+    def notes(self) -> tuple[Notes, str | None]:
+        """Returns its tags and note, and what keeps them from being read."""
+        try:
+            return read_notes(self.path), None
+        except DataError as error:
+            return Notes(), str(error)
+
+    def meanings(self) -> dict[str, str]:
+        """Returns what each of its metrics means, so far as it is written down."""
+        self.metrics()
+        found = {key: glossary.meaning(key) for key in self._keys}
+        return {key: text for key, text in found.items() if text is not None}
+
     def lacks(self) -> list[str]:
         """What this run did not keep, and which pages are poorer for it."""
         self.metrics()
-        lacks = [f"a damaged line is left out: {line}" for line in self._damaged[:5]]
+        _, unreadable = self.notes()
+        lacks = [f"no tags and no note: {unreadable}"] if unreadable else []
+        lacks += [f"a damaged line is left out: {line}" for line in self._damaged[:5]]
         if len(self._damaged) > 5:
             lacks.append(f"and {len(self._damaged) - 5} more lines of metrics.jsonl")
         if not (self.path / METRICS_FILE).exists():
@@ -154,6 +171,7 @@ class RunFiles:
         if status["state"] == "unknown" and num_steps is not None and step >= num_steps:
             status["state"] = "finished"
         rewards = series(metrics, REWARD)
+        notes, _ = self.notes()
         return {
             "id": self.id,
             "name": self.path.name,
@@ -168,6 +186,8 @@ class RunFiles:
             "reward": number(metrics[-1].get(REWARD)) if metrics else None,
             "written": _modified(self.path / METRICS_FILE),
             "tokens": sum(number(row.get("rollout/tokens")) or 0 for row in metrics),
+            "tags": notes.tags,
+            "note": notes.note,
         }
 
     def details(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`agentrl view`: a small application that reads run directories, and writes nothing.
+"""`agentrl view`: a small application that reads run directories. Tags and notes of a run are all
+that it writes, for requests of its own pages only.
 
 Pages are files beside this module; what they show they ask for as JSON. Everything that a model or
 an environment wrote is untrusted: it travels as JSON, is shown as text only, and the content
@@ -19,20 +20,24 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import FastAPI, Query, Request
-from fastapi.responses import PlainTextResponse, RedirectResponse, Response
+import msgspec
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
 from agentrl import event_loop
 from agentrl.env.server.access import names_loopback
 from agentrl.env.server.serve import is_loopback, running
 from agentrl.errors import ConfigError, DataError
-from agentrl.view import diagnosis, groups, trajectory
+from agentrl.view import diagnosis, groups, notes, trajectory
 from agentrl.view.runs import RunFiles, Runs
 
 logger = logging.getLogger(__name__)
 
 PAGES = Path(__file__).with_name("pages")
-SCRIPTS = ("dom.js", "plot.js", "runs.js", "run.js", "groups.js", "trajectory.js", "main.js")
+SCRIPTS = (
+    *("dom.js", "plot.js", "markdown.js"),
+    *("runs.js", "run.js", "groups.js", "trajectory.js", "main.js"),
+)
 """In the order in which they are loaded."""
 STYLE = "style.css"
 COOKIE = "agentrl_view"
@@ -46,6 +51,9 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+MAX_BODY_BYTES = 200_000
+"""Of what a page sends."""
 
 Count = Annotated[int, Query(ge=0)]
 
@@ -103,24 +111,37 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
     def diagnose(run: str) -> Response:
         return _json(diagnosis.diagnose(runs.get(run)))
 
+    @app.get("/api/runs/{run}/meanings")
+    def meanings(run: str) -> Response:
+        return _json(runs.get(run).meanings())
+
+    @app.put("/api/runs/{run}/notes")
+    async def write_notes(run: str, request: Request) -> Response:
+        try:
+            sent = msgspec.json.decode(await request.body(), type=notes.Notes)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"these are no tags and no note: {error}") from None
+        kept = await asyncio.to_thread(notes.write_notes, runs.get(run).path, sent)
+        return _json(msgspec.to_builtins(kept))
+
+    @app.get("/api/tasks")
+    def compare_tasks(first: str, second: str) -> Response:
+        return _json(groups.compare_tasks(runs.get(first), runs.get(second)))
+
     @app.get("/api/runs/{run}/groups")
-    def find(
-        run: str,
-        step: int | None = None,
-        sort: str = "newest",
-        show: str = "all",
-        error: str = "",
-        task: str = "",
-        text: str = "",
-        offset: Count = 0,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        searched: Count = 0,
-    ) -> Response:
-        query = groups.Query(
-            step=step, sort=sort, show=show, error=error, task=task, text=text,
-            offset=offset, limit=limit, searched=searched,
-        )  # fmt: skip
+    def find(run: str, query: Annotated[groups.Query, Depends(_query)]) -> Response:
         return _json(groups.find_groups(runs.get(run), query))
+
+    @app.get("/api/runs/{run}/export")
+    def export(
+        run: str, query: Annotated[groups.Query, Depends(_query)], pick: str = ""
+    ) -> Response:
+        files = runs.get(run)
+        picked = _picked(pick)
+        groups.find_groups(files, query)  # a wrong question is refused before the answer begins
+        lines = trajectory.exported(files, groups.wanted_entries(files, query, picked))
+        named = {"Content-Disposition": "attachment; filename=trajectories.jsonl"}
+        return StreamingResponse(lines, media_type="application/jsonl", headers=named)
 
     @app.get("/api/runs/{run}/trajectories/{step}/{offset}")
     def one(run: str, step: int, offset: int) -> Response:
@@ -190,6 +211,33 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
     return 0
 
 
+def _query(
+    step: int | None = None,
+    sort: str = "newest",
+    show: str = "all",
+    error: str = "",
+    task: str = "",
+    task_id: str = "",
+    text: str = "",
+    offset: Count = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    searched: Count = 0,
+) -> groups.Query:
+    return groups.Query(
+        step=step, sort=sort, show=show, error=error, task=task, task_id=task_id, text=text,
+        offset=offset, limit=limit, searched=searched,
+    )  # fmt: skip
+
+
+def _picked(pick: str) -> list[tuple[int, int]]:
+    """Returns what `3.0,3.412` picks: step and offset of trajectories."""
+    try:
+        pairs = [tuple(map(int, each.split("."))) for each in pick.split(",") if each]
+        return [(step, offset) for step, offset in pairs]
+    except ValueError:
+        raise DataError(f"pick={pick}: steps and offsets are expected, such as 3.0,3.412") from None
+
+
 def _summary(run: RunFiles) -> dict[str, Any]:
     """A damaged run is a line of the table, not the end of it."""
     try:
@@ -199,15 +247,23 @@ def _summary(run: RunFiles) -> dict[str, Any]:
             "id": run.id, "name": run.path.name, "path": str(run.path), "state": "damaged",
             "message": str(error), "time": None, "step": 0, "num_steps": None, "env": None,
             "model": None, "preset": None, "rewards": [], "reward": None, "written": None,
-            "tokens": 0,
+            "tokens": 0, "tags": [], "note": "",
         }  # fmt: skip
 
 
 def _refused(request: Request, token: str | None) -> Response | None:
     """Who may not look: other hosts' names (a page elsewhere that points its name here), and where
     there is a token, those who do not know it."""
-    if request.method not in ("GET", "HEAD"):
-        return PlainTextResponse("this server only reads", 405)
+    if request.method == "PUT":
+        # Another origin's page cannot send this type without a permission that it does not get.
+        site = request.headers.get("sec-fetch-site", "same-origin")
+        if request.headers.get("content-type") != "application/json" or site != "same-origin":
+            return PlainTextResponse("only the pages of `agentrl view` may write", 403)
+        length = request.headers.get("content-length", "")
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            return PlainTextResponse("too long", 413)
+    elif request.method not in ("GET", "HEAD"):
+        return PlainTextResponse("this server only reads, apart from tags and notes", 405)
     if token is None:
         if names_loopback(request.headers.get("host", "")):
             return None

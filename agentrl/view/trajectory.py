@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import DataError
-from agentrl.rollout.log import read_trajectory
+from agentrl.rollout.log import TrajectoryEntry, read_trajectory
 from agentrl.rollout.signals import RowSignals, read_row_signals
+from agentrl.types import Message, Trajectory
 from agentrl.view.groups import grouped, member_of
 from agentrl.view.runs import Decode, RunFiles
 
 MAX_MESSAGE_CHARS = 20_000
 """Of a longer message both ends are shown, unless it is asked for whole."""
 MESSAGES_IN_WINDOW = 200
+MAX_QUESTION_CHARS = 2_000
+"""Of the question and the last answer, which stand above the dialogue."""
 MAX_TOKENS_IN_WINDOW = 4_096
 MAX_CACHED_TOKENS = 3_000_000
 CONTEXT_TOKENS = 8
@@ -73,22 +77,10 @@ def describe(run: RunFiles, held: _Held, step: int, offset: int) -> dict[str, An
         None,
     )
     return {
-        "step": step,
         "offset": offset,
-        "trajectory_id": trajectory.trajectory_id,
-        "group_id": trajectory.group_id,
-        "env_id": trajectory.env_id,
-        "task_id": trajectory.task_id,
-        "seed": trajectory.seed,
-        # What a failed episode summed up before it failed is not its reward.
-        "reward": None if trajectory.error else _finite(trajectory.reward),
-        "reward_components": _finite_values(trajectory.reward_components),
-        "metrics": _finite_values(trajectory.metrics),
-        "info": trajectory.info,
-        "stop_reason": str(trajectory.stop_reason or "running"),
-        "error": None
-        if trajectory.error is None
-        else {name: getattr(trajectory.error, name) for name in ("stage", "code", "message")},
+        **_facts(trajectory, step),
+        "question": _beginning(trajectory.messages, "user"),
+        "answer": _beginning(trajectory.messages[::-1], "assistant"),
         "total_s": trajectory.total_s,
         "turns": [
             {
@@ -120,6 +112,44 @@ def describe(run: RunFiles, held: _Held, step: int, offset: int) -> dict[str, An
         ],
         "siblings": [member_of(entry) for entry in group.entries] if group else [],
     }
+
+
+def _facts(trajectory: Trajectory, step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "env_id": trajectory.env_id,
+        "task_id": trajectory.task_id,
+        "seed": trajectory.seed,
+        # What a failed episode summed up before it failed is not its reward.
+        "reward": None if trajectory.error else _finite(trajectory.reward),
+        "reward_components": _finite_values(trajectory.reward_components),
+        "metrics": _finite_values(trajectory.metrics),
+        "info": trajectory.info,
+        "stop_reason": str(trajectory.stop_reason or "running"),
+        "error": None
+        if trajectory.error is None
+        else {name: getattr(trajectory.error, name) for name in ("stage", "code", "message")},
+    }
+
+
+def _beginning(messages: Sequence[Message], role: str) -> str:
+    """Returns how the first message of this role begins, "" where there is none."""
+    said = next((m.get("content") for m in messages if m.get("role") == role), "")
+    return str(said or "")[:MAX_QUESTION_CHARS]
+
+
+def exported(run: RunFiles, entries: Iterable[TrajectoryEntry]) -> Iterator[str]:
+    """Yields a line of JSON for each trajectory: what is known of it and what was said. `messages`
+    is its newest dialogue, as `agentrl sft --data` reads it; `dialogues` holds all, where it has
+    several."""
+    for entry in entries:
+        trajectory, _ = read_trajectory(run.path, entry.step, entry.offset)
+        line = _facts(trajectory, entry.step) | {"messages": trajectory.messages}
+        if len(trajectory.branches) > 1:
+            line["dialogues"] = [row.messages for row in trajectory.branches]
+        yield json.dumps(line, separators=(",", ":")) + "\n"
 
 
 def messages(held: _Held, row: int, start: int, *, whole: bool = False) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from agentrl.rollout import TrajectoryLog
 from agentrl.rollout.signals import RowSignals, SignalLog
 from agentrl.tracking import read_metrics
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
+from agentrl.view.notes import read_notes
 from agentrl.view.report import report_run
 from agentrl.view.runs import RunFiles
 
@@ -182,6 +184,48 @@ def test_a_step_is_clicked_and_filters_sort_and_search(tmp_path, page):
         page.wait_for_selector("a.which:text-is('step 5')")
 
 
+AT_ONCE = """(chosen) => {
+    for (const [name, value] of Object.entries(chosen)) {
+        const field = document.querySelector(`[name=${name}]`);
+        field.value = value;
+        field.dispatchEvent(new Event("change"));
+    }
+    const task = document.querySelector("[name=task]");
+    task.focus();
+    task.value = "train/";
+}"""
+"""Choices without a pause in which an answer could come, and a text that is still being written."""
+
+
+def test_a_choice_made_before_the_answer_came_loses_no_filter(tmp_path, page):
+    run_dir = plant(tmp_path / "run", "errors")
+    with serving(run_dir) as (url, _):
+        page.goto(f"{url}#/run/{RunFiles(run_dir).id}/groups?show=failed")
+        drawn(page, "show=failed")
+        page.evaluate(AT_ONCE, {"text": "what is 5 * 2?", "sort": "oldest"})
+        page.wait_for_selector("a.which:text-is('step 5')")
+        assert {"show=failed", "sort=oldest"} < set(page.url.split("?")[1].split("&"))
+        assert page.locator("[name=text]").input_value() == "what is 5 * 2?"
+        assert page.locator("[name=task]").input_value() == "train/", "what was being written"
+
+
+def test_a_search_that_one_answer_does_not_end_goes_on_by_itself(tmp_path, page):
+    run_dir = plant(tmp_path / "run")
+    begun = []
+
+    def end_early(route):
+        answer = route.fetch()
+        begun.append(route.request.url)
+        route.fulfill(response=answer, json=answer.json() | {"groups": [], "searched": 3})
+
+    with serving(run_dir) as (url, _):
+        page.route(re.compile("/groups\\?text=[^&]*$"), end_early)
+        page.goto(f"{url}#/run/{RunFiles(run_dir).id}/groups?text=what is 5 * 2?")
+        page.wait_for_selector("a.which:text-is('step 5')")
+        page.wait_for_selector("text=1 group with this text (96 of 96 groups searched)")
+        assert begun
+
+
 def test_a_token_shows_its_advantage_by_pointer_and_by_keyboard(tmp_path, page):
     run_dir = plant(tmp_path / "run")
     with serving(run_dir) as (url, _):
@@ -295,11 +339,212 @@ def test_a_long_result_is_folded_notes_are_shown_and_brackets_lead_on(tmp_path, 
         assert not body.is_visible()
         page.locator("details.folded summary").click()
         assert body.is_visible() and "found 0" in body.inner_text()
-        page.get_by_text("what the environment noted").click()
-        assert "<b>0</b>" in page.locator("details.info pre").inner_text()
+        assert page.locator("details.info dd").inner_text() == "<b>0</b>"
         for key, said in (("]", "That 1."), ("]", "That 2."), ("[", "That 1.")):
             page.keyboard.press(key)
             page.wait_for_selector(f"text={said}")
+
+
+def test_a_run_is_tagged_and_found_by_it(tmp_path, page):
+    for name in ("one", "two"):
+        plant(tmp_path / name, steps=3)
+    with serving(tmp_path) as (url, _):
+        page.goto(f"{url}#/run/{RunFiles(tmp_path / 'two').id}")
+        drawn(page)
+        page.locator("details.notes summary").click()
+        page.locator("[name=note]").fill("the first <b>that</b> learned")
+        page.locator("[name=tags]").fill("baseline, slow")
+        page.wait_for_timeout(1500)  # drawn again meanwhile, were it not being written
+        page.get_by_role("button", name="save").click()
+        page.wait_for_selector(".notes .chip:text-is('slow')")
+        assert read_notes(tmp_path / "two").tags == ["baseline", "slow"]
+        page.locator(".notes .chip", has_text="slow").click()
+        drawn(page, "find=slow")
+        assert page.locator("a.name").all_inner_texts() == ["two"]
+        assert "the first <b>that</b> learned" in page.locator("table.runs").inner_text()
+
+
+def test_seeds_are_one_band_and_curves_stand_over_time_and_samples(tmp_path, page):
+    for name, rule in (("a", None), ("b", "rising"), ("other", "noisy")):
+        run_dir = plant(tmp_path / name, rule, steps=6)
+        seed = f"\nseed = {len(name)}{ord(name[0])}\n[model]"
+        config = (run_dir / "config.toml").read_text().replace("\n[model]", seed)
+        (run_dir / "config.toml").write_text(config.replace('"grpo"', f'"{rule == "noisy"}"'))
+    ids = {name: RunFiles(tmp_path / name).id for name in ("a", "b", "other")}
+    with serving(tmp_path) as (url, _):
+        page.goto(f"{url}#/?runs={','.join(ids.values())}")
+        page.get_by_label("seeds as bands").check()
+        drawn(page, "bands=1")
+        page.wait_for_selector(".legend:has-text('a and 1 other seed')")
+        assert page.locator("path.band").count() == 1
+        assert page.locator(".plot path.line").count() == 2
+        for axis, unit in (("time", "seconds"), ("samples", "episodes")):
+            page.locator("[name=axis]").select_option(axis)
+            drawn(page, f"axis={axis}")
+            page.wait_for_selector(f".plot text:has-text('{unit}')")
+        assert "96 episodes" in page.locator(".plot").first.inner_text()
+
+
+def downloaded(page, click) -> str:
+    with page.expect_download() as expected:
+        click()
+    return Path(expected.value.path()).read_text()
+
+
+def test_charts_and_chosen_trajectories_are_exported(tmp_path, page):
+    run_dir = plant(tmp_path / "run", steps=4)
+    with serving(run_dir) as (url, _):
+        base = f"{url}#/run/{RunFiles(run_dir).id}"
+        page.goto(base)
+        drawn(page)
+        card = page.locator("section.card", has=page.locator(".plot")).first
+        rows = downloaded(page, card.get_by_role("button", name="CSV").click).splitlines()
+        assert rows[0] == '"curve","step","value"' and len(rows) == 5
+        means = [float(row.split(",")[2]) for row in rows[1:]]
+        expected = [row["reward/mean"] for row in read_metrics(run_dir)]
+        assert means == pytest.approx(expected, rel=1e-5)
+        picture = downloaded(page, card.get_by_role("button", name="SVG").click)
+        drawing = ElementTree.fromstring(picture)
+        lines = [e for e in drawing.iter() if e.get("class") == "line main"]
+        assert len(lines) == 1 and lines[0].get("stroke", "").startswith("rgb")
+        page.goto(f"{base}/groups?step=2")
+        page.wait_for_selector(".members td.pick input")
+        for place in (0, 2):
+            page.locator(".members td.pick input").nth(place).check()
+        chosen = page.get_by_text("download 2 chosen trajectories")
+        assert len(downloaded(page, chosen.click).splitlines()) == 2
+        page.reload()
+        page.wait_for_selector(".members td.pick input")
+        assert page.locator(".members td.pick input:checked").count() == 2, "the address holds it"
+
+
+def test_one_task_is_seen_in_two_runs(tmp_path, page):
+    for name in ("one", "two"):
+        plant(tmp_path / name, "noisy" if name == "two" else None, steps=3)
+    ids = [RunFiles(tmp_path / name).id for name in ("one", "two")]
+    with serving(tmp_path) as (url, _):
+        page.goto(f"{url}#/?runs={','.join(ids)}")
+        page.locator("details.tasks summary").click()
+        link = page.locator("details.tasks a").first
+        task = link.inner_text()
+        link.click()
+        drawn(page, "tasks?")
+        assert page.locator("h1").inner_text() == task
+        assert page.locator(".group .task").all_inner_texts() == [task] * 2
+
+
+MARKDOWN = """# A plan
+* first **bold** `code`
+  1. inner
+> quoted
+
+| a | b |
+|---|---|
+| 1 | [safe](https://example.com/x) |
+
+```python
+def double(x):  # twice
+    return 2 * x + "s"
+```
+<script>document.title = "owned"</script> <img src=x onerror=alert(1)>
+[bad](javascript:alert(1)) [data](data:text/html,<b>) ![picture](https://example.com/p.png)
+"""
+
+
+def test_markdown_is_drawn_without_markup_and_links_lead_away_only(tmp_path, page):
+    patch = "--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new\n"
+    call = {"function": {"name": "edit", "arguments": {"path": "x.py", "patch": patch}}}
+    row = TokenRow()
+    row.messages = [
+        {"role": "user", "content": "Fix it."},
+        {"role": "assistant", "content": MARKDOWN, "tool_calls": [call]},
+        {"role": "tool", "content": patch},
+        {"role": "assistant", "content": "Done."},
+    ]
+    row.append_context([1, 2], 0)
+    row.append_sampled([3], [-0.5], [0], 0)
+    made = Trajectory(
+        *("m", "g", "e", "t", 0, [row], [Turn(0, 2, 1, "stop", "text", message=1)]),
+        reward=0.5,
+        reward_components={"tests": 1.0, "style": -0.5},
+        info={"reference": "new"},
+        stop_reason=StopReason.TERMINATED,
+    )
+    TrajectoryLog(tmp_path).append(1, [made])
+    with serving(tmp_path) as (url, _):
+        page.on("dialog", lambda dialog: pytest.fail("a script ran"))
+        page.goto(f"{url}#/run/{RunFiles(tmp_path).id}/t/1/0")
+        page.wait_for_selector(".formatted table")
+        said = page.locator(".message.assistant").first
+        assert said.locator("b:text-is('bold')").count() == 1
+        assert said.locator("pre.code .tok-comment").inner_text() == "# twice"
+        links = said.locator("a").evaluate_all("links => links.map((a) => [a.href, a.rel])")
+        assert links == [
+            ["https://example.com/x", "noopener noreferrer nofollow"],
+            ["https://example.com/p.png", "noopener noreferrer nofollow"],
+        ]
+        assert "[bad](javascript:alert(1))" in said.inner_text()
+        assert page.locator("main img, main script").count() == 0 and page.title() != "owned"
+        assert page.locator(".patch .added:text-is('+new')").count() == 2, "of call and result"
+        asked = page.locator(".asked").inner_text()
+        assert "Fix it." in asked and "new" in asked and "Done." in asked
+        assert "style" in page.locator(".parts").inner_text()
+        for key, text in (("j", "Fix it."), ("j", "A plan"), ("k", "Fix it.")):
+            page.keyboard.press(key)
+            assert text in page.evaluate("document.activeElement.textContent")
+        page.get_by_label("formatted").uncheck()
+        drawn(page, "plain=1")
+        assert "# A plan" in page.locator(".message.assistant").first.inner_text()
+
+
+def test_the_address_holds_colour_and_token_and_the_theme_is_kept(tmp_path, page):
+    run_dir = plant(tmp_path / "run", steps=2)
+    with serving(run_dir) as (url, _):
+        page.goto(f"{url}#/run/{RunFiles(run_dir).id}/groups")
+        page.locator(".members a.open").first.click()
+        page.wait_for_selector(".tokens i")
+        page.get_by_label("colour by").select_option("mask")
+        page.get_by_label("raw ids").check()
+        page.locator(".tokens i").nth(4).click()
+        assert "colour=mask" in page.url and "token=4" in page.url
+        page.goto("about:blank")
+        page.go_back()
+        page.wait_for_selector(".tokens i.current")
+        assert page.get_by_label("colour by").input_value() == "mask"
+        assert "position 4" in page.locator(".detail").inner_text()
+        background = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(background)
+        for _ in range(2):
+            page.locator("button.theme").click()
+        assert page.locator("button.theme").inner_text() == "theme: dark"
+        dark = page.evaluate(background)
+        page.reload()
+        page.wait_for_selector(".tokens i")
+        assert page.evaluate(background) == dark != light
+
+
+def test_a_prompt_of_a_hundred_thousand_tokens_opens_quickly(tmp_path, page):
+    row, prompt = (
+        TokenRow(),
+        "\n".join(f"{i}. **line** `{i}` of a long prompt" for i in range(12_000)),
+    )
+    row.messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "Yes."}]
+    row.append_context([5] * 100_000, 0)
+    row.append_sampled([3], [-0.5], [0], 0)
+    turn = Turn(0, 100_000, 1, "stop", "text", message=1)
+    made = Trajectory("m", "g", "e", "t", 0, [row], [turn], stop_reason=StopReason.TERMINATED)
+    TrajectoryLog(tmp_path).append(1, [made])
+    with serving(tmp_path) as (url, _):
+        page.goto(url)
+        page.wait_for_selector("a.name")
+        started = time.monotonic()
+        page.goto(f"{url}#/run/{RunFiles(tmp_path).id}/t/1/0")
+        page.wait_for_selector(".tokens i")
+        print(f"a prompt of 100,000 tokens: first paint after {time.monotonic() - started:.2f} s")
+        started = time.monotonic()
+        page.get_by_role("button", name="characters left out: show all").click()
+        page.wait_for_selector("text=11999.")
+        print(f"{len(prompt):,} characters shown whole after {time.monotonic() - started:.2f} s")
 
 
 def test_everything_is_reached_with_the_keyboard_and_by_tapping(tmp_path, chromium):

@@ -287,6 +287,59 @@ def test_numbers_as_large_as_floats_are_shown_and_have_a_mean(tmp_path, monkeypa
     assert len(text_plot([(1, 1e300), (2, -1e300)], width=40, height=6)) == 8
 
 
+def exported(client: Client, base: str, **asked) -> list[dict]:
+    response = client.response(f"{base}/export", params=asked)
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def test_what_a_filter_finds_or_a_reader_picks_is_exported_as_it_was_logged(client, base, planted):
+    logged = {t.trajectory_id: t for _, t in read_trajectories(planted)}
+    lines = exported(client, base)
+    assert {line["trajectory_id"] for line in lines} == set(logged)
+    for line in lines:
+        trajectory = logged[line["trajectory_id"]]
+        assert (line["reward"], line["messages"]) == (trajectory.reward, trajectory.messages)
+    assert len(exported(client, base, step=3)) == GROUPS * MEMBERS
+    said = exported(client, base, text="what is 5 * 2?")
+    assert {line["task_id"] for line in said} == {"train/22"} and len(said) == MEMBERS
+    members = client.get(f"{base}/groups", step=2)["groups"][0]["members"][:2]
+    pick = ",".join(f"{member['step']}.{member['offset']}" for member in members)
+    picked = [line["trajectory_id"] for line in exported(client, base, pick=pick)]
+    assert picked == [member["trajectory_id"] for member in members]
+    for wrong in ({"pick": "1"}, {"pick": "a.b"}, {"sort": "nonsense"}):
+        assert client.response(f"{base}/export", params=wrong).status_code == 404
+
+
+def test_tasks_of_two_runs_are_compared_by_their_mean_rewards(tmp_path, monkeypatch):
+    for name, step in (("one", 3), ("two", 6)):
+
+        def paid(now, rng, step=step):
+            return float(now == step)
+
+        monkeypatch.setitem(FAULTS, name, {"reward": paid})
+        plant(tmp_path / name, name, steps=6)
+    client = Client(tmp_path)
+    ids = {run["name"]: run["id"] for run in client.get("/api/runs")}
+    answer = client.get("/api/tasks", first=ids["one"], second=ids["two"])
+    assert answer["num_tasks"] == 6 * GROUPS
+    by_task = {task["task_id"]: (task["first"], task["second"]) for task in answer["tasks"]}
+    assert by_task["train/12"] == (1, 0) and by_task["train/24"] == (0, 1)
+    assert [abs(t["first"] - t["second"]) for t in answer["tasks"]] == [1] * 8 + [0] * 16
+    groups = client.get(f"/api/runs/{ids['one']}/groups", task_id="train/1")
+    assert groups["groups"] == [], "the whole name, which begins with another's"
+    assert client.get(f"/api/runs/{ids['one']}/groups", task_id="train/12")["num_found"] == 1
+
+
+def test_metrics_are_explained_and_the_question_stands_above_the_dialogue(client, base):
+    meanings = client.get(f"{base}/meanings")
+    assert meanings["reward/mean"].startswith("Mean reward")
+    assert meanings["policy/clip_fraction_low"]
+    member = client.get(f"{base}/groups", step=2)["groups"][0]["members"][0]
+    one = client.get(f"{base}/trajectories/2/{member['offset']}")
+    assert one["question"].startswith("What is 2 *") and "of step 2" in one["answer"]
+
+
 def test_every_answer_forbids_scripts_frames_and_other_origins(client, base):
     for path in ("/", "/pages/main.js", "/api/runs", f"{base}/groups", "/nothing", "/api/runs/x"):
         headers = client.response(path).headers

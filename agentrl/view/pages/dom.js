@@ -87,8 +87,8 @@ function ago(time) {
   return duration(Date.now() / 1000 - time) + " ago";
 }
 
-function plural(count, word) {
-  return number(count) + " " + word + (count === 1 ? "" : "s");
+function plural(count, word, many = word + "s") {
+  return number(count) + " " + (count === 1 ? word : many);
 }
 
 // The end of a path, which tells models apart; the whole stands in the title beside it.
@@ -115,6 +115,20 @@ async function ask(path, parameters = {}) {
   } catch {
     throw new NoData("`agentrl view` does not answer: was it stopped?");
   }
+  return answerOf(response);
+}
+
+async function send(path, data) {
+  let response;
+  try {
+    response = await fetch("api/" + path, { method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify(data) });
+  } catch {
+    throw new NoData("`agentrl view` does not answer: was it stopped?");
+  }
+  return answerOf(response);
+}
+
+async function answerOf(response) {
   const text = await response.text();
   if (response.ok) return JSON.parse(text);
   throw new NoData(text.startsWith("{") ? JSON.parse(text).error || text : text);
@@ -123,6 +137,22 @@ async function ask(path, parameters = {}) {
 function address(path, parameters = {}) {
   const asked = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   return "#/" + path + (asked.length ? "?" + new URLSearchParams(asked) : "");
+}
+
+// What the address names now. A page that waits for its answer is still on the screen: what is chosen
+// there is added to the newest address, not to the one that the page was made from.
+function here() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  return { path, parameters: Object.fromEntries(new URLSearchParams(query || "")) };
+}
+
+function hereWith(path, changes) {
+  const now = here();
+  return address(path, { ...(now.path === path ? now.parameters : {}), ...changes });
+}
+
+function change(path, changes) {
+  location.hash = hereWith(path, changes);
 }
 
 const STATES = { training: "training", finished: "finished", stopped: "stopped", failed: "failed", dead: "dead", damaged: "damaged", unknown: "unknown" };
@@ -139,6 +169,25 @@ function stateOf(run) {
     unknown: since ? "last line " + ago(since) : "no step yet",
   };
   return el("span.state." + (STATES[run.state] || "unknown"), { title: run.message || run.state }, words[run.state] || "unknown");
+}
+
+// What a browser keeps of a reader's choices; some forbid it, and then it is kept until the page ends.
+const choices = new Map();
+
+function kept(name) {
+  try {
+    return localStorage.getItem("agentrl-" + name);
+  } catch {
+    return choices.get(name) ?? null;
+  }
+}
+
+function keep(name, value) {
+  try {
+    localStorage.setItem("agentrl-" + name, value);
+  } catch {
+    choices.set(name, value);
+  }
 }
 
 // One tooltip for everything that can be pointed at, tapped or reached with the keyboard.

@@ -13,7 +13,8 @@ async function draw({ again = false } = {}) {
   const page = el("main");
   let every = 0;
   try {
-    if (kind !== "run") every = await runsPage(page, parameters);
+    if (kind === "tasks") await tasksPage(page, parameters);
+    else if (kind !== "run") every = await runsPage(page, parameters);
     else if (!what) every = await runPage(page, id, parameters);
     else if (what === "groups") every = await groupsPage(page, id, parameters);
     else if (what === "diagnosis") every = await diagnosisPage(page, id);
@@ -27,18 +28,51 @@ async function draw({ again = false } = {}) {
   }
   if (mine !== drawn) return; // the reader went on meanwhile
   const old = document.querySelector("main");
+  if (again && busy(old)) {
+    timer = setTimeout(draw, every || 1000, { again: true }); // not under the hands of who writes or chooses
+    return;
+  }
   if (again && old && old.textContent === page.textContent && old.querySelectorAll("path").length === page.querySelectorAll("path").length && sameCurves(old, page)) {
     timer = every && !stored ? setTimeout(draw, every, { again: true }) : null;
     return;
   }
+  if (again) keepOpen(old, page);
   const focus = again ? placeOfFocus(old) : null;
+  const unsaid = unfinished(old);
   if (!again) hideTip();
   old ? old.replaceWith(page) : document.body.append(page);
   if (focus !== null) page.querySelectorAll("a, button, input, select, [tabindex]")[focus]?.focus({ preventScroll: true });
+  if (unsaid) finish(page, unsaid);
   if (!again) window.scrollTo(0, 0);
   document.title = page.querySelector("h1")?.textContent + " · agentrl view";
   document.body.dataset.drawn = location.hash || "#/";
   timer = every && !stored ? setTimeout(draw, every, { again: true }) : null;
+}
+
+function busy(old) {
+  if (old?.querySelector("input:not([type=checkbox]):focus, select:focus, textarea:focus")) return true;
+  return [...(old?.querySelectorAll(".noteform input, .noteform textarea") || [])].some((field) => field.value !== field.defaultValue);
+}
+
+// What is being written while an answer arrives is written on in the new page.
+function unfinished(old) {
+  const field = document.activeElement;
+  if (!old?.contains(field) || !field.matches("input[type=search], input[type=number], textarea") || field.value === field.defaultValue) return null;
+  return { name: field.name, value: field.value };
+}
+
+function finish(page, { name, value }) {
+  const field = [...page.querySelectorAll("input, textarea")].find((each) => each.name === name);
+  if (!field) return;
+  field.value = value;
+  field.focus({ preventScroll: true });
+}
+
+// What was unfolded stays so where a page is drawn again.
+function keepOpen(old, page) {
+  const folds = (root) => [...(root?.querySelectorAll("details") || [])];
+  const open = new Set(folds(old).filter((each) => each.open).map((each) => each.className));
+  for (const each of folds(page)) if (each.className && open.has(each.className)) each.open = true;
 }
 
 function sameCurves(old, page) {
@@ -51,8 +85,21 @@ function placeOfFocus(old) {
   return place < 0 ? null : place;
 }
 
+// Light or dark: as the system has it, until the reader says otherwise.
+const THEMES = ["auto", "light", "dark"];
+const darkSystem = matchMedia("(prefers-color-scheme: dark)");
+
+function themed() {
+  const chosen = kept("theme") || "auto";
+  document.documentElement.dataset.theme = chosen === "auto" ? (darkSystem.matches ? "dark" : "light") : chosen;
+  return "theme: " + chosen;
+}
+
+const themeSwitch = el("button.link.theme", { onclick: () => (keep("theme", THEMES[(THEMES.indexOf(kept("theme") || "auto") + 1) % 3]), (themeSwitch.textContent = themed())) }, themed());
+darkSystem.addEventListener("change", themed);
+
 document.body.append(
-  el("div.top", {}, el("a.brand", { href: "#/" }, "agentrl"), stored ? el("span.faint", {}, "report") : el("a", { href: "#/" }, "all runs")),
+  el("div.top", {}, el("a.brand", { href: "#/" }, "agentrl"), stored ? el("span.faint", {}, "report") : el("a", { href: "#/" }, "all runs"), themeSwitch),
   tip,
 );
 window.addEventListener("hashchange", () => draw());

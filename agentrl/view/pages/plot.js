@@ -41,21 +41,46 @@ function smoothed(values, weight = 0.8) {
   });
 }
 
-/* curves: [{name, steps, values, kind}], kind "main", "raw" or "c0".."c5"; band: [[step, low, high]].
+// What a curve can be drawn over. Times are those of the steps, added up: pauses of a run that was
+// stopped do not count.
+const AXES = { "": "step", time: "time", samples: "samples" };
+const SUMMED = { time: "time/step_s", samples: "rollout/trajectories" };
+
+// Where each step of a run stands on an axis; null where the run did not record it.
+function places(curves, axis) {
+  if (!SUMMED[axis]) return curves.steps;
+  const added = curves.series[SUMMED[axis]];
+  if (!added) return null;
+  let sum = 0;
+  return added.map((value) => (sum += value || 0));
+}
+
+// How a place on an axis is written: a unit, and how many of what is added up it holds.
+function unitOf(axis, last) {
+  if (axis === "samples") return ["episodes", 1];
+  if (axis !== "time") return ["step", 1];
+  return last > 7200 ? ["hours", 3600] : last > 120 ? ["minutes", 60] : ["seconds", 1];
+}
+
+/* curves: [{name, steps, x, values, kind}], x places on the axis (the steps themselves without it), kind
+   "main", "raw" or "c0".."c5"; bands: [{kind, points: [[x, low, high]]}].
    limits: what the values can be; onstep(step): a click or Enter; log: a logarithmic axis, on which
    what is not above 0 is a gap. */
-function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onstep = null, label, log = false }) {
+function plot({ curves, bands = [], height, limits = [-Infinity, Infinity], onstep = null, label, log = false, axis: over = "" }) {
   const shown = (value) => number(log ? 10 ** value : value);
+  curves = curves.map((c) => ({ ...c, x: c.x || c.steps }));
   if (log) {
     curves = curves.map((c) => ({ ...c, values: c.values.map((v) => (v > 0 ? Math.log10(v) : null)) }));
-    [band, limits] = [[], [-Infinity, Infinity]];
+    bands = bands.map((b) => ({ ...b, points: b.points.filter(([, low]) => low > 0).map(([x, low, high]) => [x, Math.log10(low), Math.log10(high)]) }));
+    limits = [-Infinity, Infinity];
   }
   const known = curves.flatMap((c) => c.values.filter((v) => v !== null));
-  const steps = curves.flatMap((c) => c.steps);
+  const steps = curves.flatMap((c) => c.x);
   if (!known.length) return el("div.nodata", {}, log ? "no value above 0" : "no value yet");
   const first = Math.min(...minmax(steps));
   const last = Math.max(...minmax(steps));
-  const ends = minmax([...known, ...band.flatMap(([, low, high]) => [low, high])]);
+  const [unit, size] = unitOf(over, last);
+  const ends = minmax([...known, ...bands.flatMap((b) => b.points.flatMap(([, low, high]) => [low, high]))]);
   const margin = (ends[1] - ends[0]) * 0.06 || Math.abs(ends[1]) * 0.1 || 0.5;
   let low = Math.max(ends[0] - margin, Math.min(limits[0], ends[0]));
   let high = Math.min(ends[1] + margin, Math.max(limits[1], ends[1]));
@@ -66,10 +91,11 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
   const y = (value) => (inner * (high - value)) / (high - low);
   const still = { "vector-effect": "non-scaling-stroke" };
   const area = svg("svg", { y: top, width: "100%", height: inner, viewBox: `0 0 1000 ${inner}`, preserveAspectRatio: "none" });
-  if (band.length > 1) {
-    const upper = band.map(([step, , h]) => `${x(step).toFixed(1)} ${y(h).toFixed(2)}`);
-    const lower = band.map(([step, l]) => `${x(step).toFixed(1)} ${y(l).toFixed(2)}`).reverse();
-    area.append(svg("path", { class: "band", d: `M${upper.join("L")}L${lower.join("L")}Z` }));
+  for (const { kind, points } of bands) {
+    if (points.length < 2) continue;
+    const upper = points.map(([step, , h]) => `${x(step).toFixed(1)} ${y(h).toFixed(2)}`);
+    const lower = points.map(([step, l]) => `${x(step).toFixed(1)} ${y(l).toFixed(2)}`).reverse();
+    area.append(svg("path", { class: "band " + kind, d: `M${upper.join("L")}L${lower.join("L")}Z` }));
   }
   const dots = [];
   for (const curve of curves) {
@@ -80,7 +106,7 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
       else if (pen.length) path += "M" + pen.map(([s, v]) => `${x(s).toFixed(1)} ${y(v).toFixed(2)}`).join("L");
       pen = [];
     };
-    for (const point of thinned(curve.steps, curve.values)) point[1] === null ? lift() : pen.push(point);
+    for (const point of thinned(curve.x, curve.values)) point[1] === null ? lift() : pen.push(point);
     lift();
     if (path) area.append(svg("path", { class: "line " + curve.kind, d: path, ...still }));
   }
@@ -94,10 +120,12 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
   }
   frame.append(area);
   for (const [step, value, kind] of dots) frame.append(svg("circle", { class: "dot " + kind, cx: x(step) / 10 + "%", cy: top + y(value), r: 2 }));
-  const names = height > 150 ? ticks(first, Math.max(last, first + 1), 6).filter((t) => t > first + (last - first) * 0.1 && t < last - (last - first) * 0.12) : [];
+  const round = (place) => (over ? number(place / size) : place);
+  const names = height > 150 ? ticks(first / size, Math.max(last / size, first / size + 1), 6).map((t) => t * size).filter((t) => t > first + (last - first) * 0.1 && t < last - (last - first) * (over ? 0.2 : 0.12)) : [];
   for (const step of new Set([first, ...names, last])) {
     const anchor = step === first && last > first ? "start" : step === last && last > first ? "end" : "middle";
-    frame.append(svg("text", { x: x(step) / 10 + "%", y: height - 4, "text-anchor": anchor }, (step === last ? "step " : "") + step));
+    const said = step !== last ? round(step) : over ? `${round(step)} ${unit}` : `${unit} ${step}`;
+    frame.append(svg("text", { x: x(step) / 10 + "%", y: height - 4, "text-anchor": anchor }, said));
   }
   const mark = svg("line", { class: "mark", y1: top, y2: top + inner });
   frame.append(mark);
@@ -110,10 +138,11 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
     mark.setAttribute("x2", x(step) / 10 + "%");
     mark.classList.add("shown");
     const lines = curves.filter((c) => c.name).map((c) => {
-      const index = c.steps.indexOf(step);
-      return `${c.name}  ${index < 0 || c.values[index] === null ? "no value" : shown(c.values[index])}`;
+      const index = over ? nearestPlace(c.x, step) : c.x.indexOf(step);
+      const value = index < 0 || c.values[index] === null ? "no value" : shown(c.values[index]);
+      return `${c.name}  ${value}${over && index >= 0 ? ` (step ${c.steps[index]})` : ""}`;
     });
-    showTip([`step ${step}`, ...lines, ...(onstep ? ["click or Enter: its groups"] : [])], px, py);
+    showTip([over ? `${round(step)} ${unit}` : `step ${step}`, ...lines, ...(onstep ? ["click or Enter: its groups"] : [])], px, py);
   };
   const nearest = (event) => {
     const outline = frame.getBoundingClientRect();
@@ -126,7 +155,8 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
   };
   frame.addEventListener("pointermove", (event) => point(nearest(event), event.clientX, event.clientY));
   frame.addEventListener("pointerleave", leave);
-  frame.addEventListener("click", (event) => onstep && onstep(nearest(event)));
+  const open = (place) => onstep && onstep(curves[0].steps[curves[0].x.indexOf(place)] ?? place);
+  frame.addEventListener("click", (event) => open(nearest(event)));
   box.addEventListener("blur", leave);
   box.addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
@@ -136,10 +166,71 @@ function plot({ curves, band = [], height, limits = [-Infinity, Infinity], onste
       const step = everyStep[Math.min(Math.max(place, 0), everyStep.length - 1)];
       point(step, outline.left + (x(step) / 1000) * outline.width, outline.top + 10);
       event.preventDefault();
-    } else if (event.key === "Enter" && onstep && at !== null) onstep(at);
+    } else if (event.key === "Enter" && at !== null) open(at);
     else if (event.key === "Escape") leave();
   });
   return box;
+}
+
+// The last place that is not beyond this one.
+function nearestPlace(x, place) {
+  if (!x.length || place < x[0] || place > x[x.length - 1] * 1.02) return -1;
+  return x.findLastIndex((each) => each <= place);
+}
+
+// A chart as a file: an SVG that needs no style sheet, or its numbers as CSV.
+function exports(name, of, rows) {
+  const file = name.replace(/[^\w.-]+/g, "-");
+  return el(
+    "span.exports",
+    {},
+    el("button.link", { title: "this chart as an SVG picture", onclick: (event) => download(file + ".svg", "image/svg+xml", svgOf(of(event.target), name)) }, "SVG"),
+    el("button.link", { title: "its numbers as CSV", onclick: () => download(file + ".csv", "text/csv", csvOf(rows())) }, "CSV"),
+  );
+}
+
+function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+const DRAWN_STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "font-size", "font-family", "visibility"];
+
+function svgOf(box, title) {
+  const [axis, frame] = box.querySelectorAll(":scope > svg");
+  const [width, height] = [box.clientWidth, Number(frame.getAttribute("height"))];
+  const copy = (node, attributes) => {
+    const made = node.cloneNode(true);
+    const [from, to] = [[node, ...node.querySelectorAll("*")], [made, ...made.querySelectorAll("*")]];
+    from.forEach((each, i) => {
+      const style = getComputedStyle(each);
+      for (const name of DRAWN_STYLES) to[i].setAttribute(name, style.getPropertyValue(name));
+    });
+    set(made, attributes);
+    return made;
+  };
+  const place = Number(axis.getAttribute("width"));
+  const whole = svg("svg", { xmlns: "http://www.w3.org/2000/svg", width, height: height + 24, viewBox: `0 0 ${width} ${height + 24}` });
+  const page = getComputedStyle(document.body);
+  whole.append(
+    svg("rect", { width: "100%", height: "100%", fill: page.backgroundColor }),
+    svg("text", { x: 8, y: 16, fill: page.color, "font-family": "sans-serif", "font-size": 13 }, title),
+    svg("g", { transform: "translate(0 24)" }, copy(axis, {}), copy(frame, { x: place, width: width - place, overflow: "visible" })),
+  );
+  return new XMLSerializer().serializeToString(whole);
+}
+
+function csvOf(rows) {
+  const cell = (value) => (value === null || value === undefined ? "" : typeof value === "number" ? String(value) : `"${String(value).replaceAll('"', '""').replace(/^[=+@-]/, "'$&")}"`);
+  return rows.map((row) => row.map(cell).join(",") + "\r\n").join("");
+}
+
+// Curves side by side, a line for each step: what a CSV holds.
+function csvRows(curves, over) {
+  const first = over ? [AXES[over]] : [];
+  const rows = curves.flatMap((c) => c.steps.map((step, i) => [c.name, step, ...(over ? [c.x[i]] : []), c.values[i]]));
+  return [["curve", "step", ...first, "value"], ...rows];
 }
 
 function minmax(values) {

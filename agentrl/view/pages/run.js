@@ -21,8 +21,44 @@ function runHeader(run, here) {
     run.state === "dead" && el("p.failure", {}, "The trainer was killed: nobody holds its lock any more. Continue with --resume."),
     el("p.facts", {}, facts.filter(([, value]) => value).map(([name, value, title]) => el("span", { title }, name + " ", el("b", {}, value)))),
     el("nav.tabs", {}, tabs.map(([path, name]) => el("a", { href: address("run/" + run.id + path), "aria-current": path === here ? "page" : null }, name))),
+    run.id && notesOf(run),
     run.lacks && run.lacks.length > 0 && el("details.lacks", {}, el("summary", {}, "What this run did not keep"), el("ul", {}, run.lacks.map((line) => el("li", {}, line)))),
   );
+}
+
+// Tags and a note, which are kept beside the run.
+function notesOf(run) {
+  const said = [run.tags.map((tag) => el("a.tag.chip", { href: address("", { find: tag }) }, tag)), run.note && el("span.noted", {}, run.note.split("\n")[0])];
+  if (stored) return run.tags.length || run.note ? el("p.notes", {}, said) : null;
+  const tags = el("input", { name: "tags", type: "search", value: run.tags.join(", "), placeholder: "baseline, broken" });
+  const note = el("textarea", { name: "note", rows: 3 }, run.note);
+  const answer = el("span.faint");
+  const save = async (event) => {
+    event.preventDefault();
+    try {
+      const made = await send(`runs/${run.id}/notes`, { tags: tags.value.split(","), note: note.value });
+      [tags.defaultValue, note.defaultValue] = [made.tags.join(", "), made.note];
+      document.activeElement.blur();
+      draw({ again: true });
+    } catch (error) {
+      answer.replaceChildren(...inert(error.message));
+    }
+  };
+  return el(
+    "details.notes",
+    {},
+    el("summary", {}, run.tags.length || run.note ? said : el("span.faint", {}, "tags and a note")),
+    el("form.noteform", { onsubmit: save }, el("label.field", {}, el("span", {}, "tags"), tags), el("label.field", {}, el("span", {}, "note"), note), el("div", {}, el("button", {}, "save"), answer)),
+  );
+}
+
+// What metrics mean, by run; asked for again where there are more of them.
+const meanings = new Map();
+
+async function meaningsOf(id, curves) {
+  const count = Object.keys(curves.series).length;
+  if (meanings.get(id)?.count !== count) meanings.set(id, { count, texts: await ask(`runs/${id}/meanings`) });
+  return meanings.get(id).texts;
 }
 
 // The curves so far, by run; only new lines are asked for.
@@ -47,14 +83,16 @@ async function curvesOf(id) {
 }
 
 // Controls of curves, kept in the address: which metrics, a logarithmic axis, smoothing.
-function curveControls(parameters, change, { filter }) {
-  const box = (name, label) => el("label.field", {}, el("input", { type: "checkbox", name, checked: parameters.get(name) === "1", onchange: (event) => change({ [name]: event.target.checked ? "1" : "" }) }), " ", el("span", {}, label));
+function curveControls(parameters, choice, { filter, seeds = false }) {
+  const box = (name, label) => el("label.field", {}, el("input", { type: "checkbox", name, checked: parameters.get(name) === "1", onchange: (event) => choice({ [name]: event.target.checked ? "1" : "" }) }), " ", el("span", {}, label));
   return el(
     "form.filters",
     { onsubmit: (event) => event.preventDefault() },
-    filter && el("label.field", {}, el("span", {}, "metrics"), el("input", { name: "metrics", type: "search", placeholder: "reward|entropy", title: "a regular expression over names", value: parameters.get("metrics") || "", onchange: (event) => change({ metrics: event.target.value.trim() }) })),
+    filter && el("label.field", {}, el("span", {}, "metrics"), el("input", { name: "metrics", type: "search", placeholder: "reward|entropy", title: "a regular expression over names", value: parameters.get("metrics") || "", onchange: (event) => choice({ metrics: event.target.value.trim() }) })),
     box("log", "logarithmic"),
     box("smooth", "smoothed"),
+    el("label.field", {}, el("span", {}, "over"), el("select", { name: "axis", onchange: (event) => choice({ axis: event.target.value }) }, Object.entries(AXES).map(([value, text]) => el("option", { value, selected: value === (parameters.get("axis") || "") }, text)))),
+    seeds && box("bands", "seeds as bands"),
   );
 }
 
@@ -74,13 +112,20 @@ async function runPage(page, id, parameters) {
     return 1000;
   }
   const onstep = (step) => (location.hash = address(`run/${id}/groups`, { step }));
-  const change = (changes) => (location.hash = address("run/" + id, { ...Object.fromEntries(parameters), ...changes }));
+  const choice = (changes) => change("run/" + id, changes);
+  const meaning = await meaningsOf(id, curves);
+  const over = parameters.get("axis") in AXES ? parameters.get("axis") : "";
+  const x = places(curves, over);
   const matcher = matcherOf(parameters.get("metrics"));
   const log = parameters.get("log") === "1";
   const smooth = parameters.get("smooth") === "1";
-  page.append(curveControls(parameters, change, { filter: true }));
+  page.append(curveControls(parameters, choice, { filter: true }));
   if (!matcher) page.append(el("p.failure", {}, "This is not a regular expression; an example is reward|entropy."));
-  if (!parameters.get("metrics")) page.append(rewardCard(curves, onstep, log));
+  if (!x) {
+    page.append(el("p.failure", {}, `This run recorded no ${SUMMED[over]}; its curves stand over steps.`));
+    return 1000;
+  }
+  if (!parameters.get("metrics")) page.append(rewardCard(curves, onstep, log, over, x, meaning["reward/mean"]));
   const left = new Set(Object.keys(curves.series).filter((key) => (parameters.get("metrics") || key !== "reward/mean") && (!matcher || matcher.test(key))).sort());
   const constants = [];
   for (const [name, belongs] of SECTIONS) {
@@ -98,29 +143,31 @@ async function runPage(page, id, parameters) {
         constants.push([key, last]);
         continue;
       }
-      cards.push(
-        el("div.card.small", {}, el("div.head", {}, el("span", {}, key), el("span.value", { title: last === "–" ? "the last step has no value" : "of the last step" }, last)), plot({ curves: [{ name: key, steps: curves.steps, values: smooth ? smoothed(values) : values, kind: "main" }], height: 92, limits: bounds(key), onstep, label: key, log })),
-      );
+      const lines = [{ name: key, steps: curves.steps, x, values: smooth ? smoothed(values) : values, kind: "main" }];
+      const chart = plot({ curves: lines, height: 92, limits: bounds(key), onstep, label: key, log, axis: over });
+      cards.push(el("div.card.small", {}, el("div.head", {}, el("span", { title: meaning[key] }, key), exports(key, () => chart, () => csvRows(lines, over)), el("span.value", { title: last === "–" ? "the last step has no value" : "of the last step" }, last)), chart));
     }
     if (cards.length) page.append(el("h2", {}, name), el("div.multiples", {}, cards));
   }
-  if (constants.length) page.append(el("h2", {}, "constant"), el("ul.constants.card", {}, constants.map(([key, value]) => el("li", {}, el("span", {}, key), el("span.value", {}, value)))));
-  return document.activeElement?.closest?.(".filters") ? 0 : 1000;
+  if (constants.length) page.append(el("h2", {}, "constant"), el("ul.constants.card", {}, constants.map(([key, value]) => el("li", { title: meaning[key] }, el("span", {}, key), el("span.value", {}, value)))));
+  return 1000;
 }
 
-function rewardCard(curves, onstep, log) {
+function rewardCard(curves, onstep, log, over, x, meaning) {
   const means = curves.series["reward/mean"] || curves.steps.map(() => null);
   const spread = curves.series["reward/std"] || [];
   // Rewards within [0, 1] have a variance of at most mean (1 - mean); the band stays in there then.
   const within = means.every((mean, i) => mean === null || (mean >= -1e-9 && mean <= 1 + 1e-9 && (spread[i] ?? 0) ** 2 <= mean * (1 - mean) + 1e-6));
   const [least, most] = within ? [0, 1] : [-Infinity, Infinity];
-  const band = curves.steps.flatMap((step, i) => (means[i] === null || spread[i] === null || spread[i] === undefined ? [] : [[step, Math.max(least, means[i] - spread[i]), Math.min(most, means[i] + spread[i])]]));
+  const band = curves.steps.flatMap((_, i) => (means[i] === null || spread[i] === null || spread[i] === undefined ? [] : [[x[i], Math.max(least, means[i] - spread[i]), Math.min(most, means[i] + spread[i])]]));
   const legend = [["main", "smoothed"], ["raw", "mean of a step"], ...(band.length ? [["band", "± one standard deviation of the step's rewards" + (within ? ", within [0, 1]" : "")]] : [])];
+  const lines = [{ name: "reward", steps: curves.steps, x, values: means, kind: "raw" }, { name: "smoothed", steps: curves.steps, x, values: smoothed(means), kind: "main" }];
+  const chart = plot({ curves: lines, bands: [{ kind: "usual", points: band }], height: 250, limits: within ? [0, 1] : undefined, onstep, label: "reward", log, axis: over });
   return el(
     "section.card",
     {},
-    el("div.head", {}, el("h2", {}, "reward"), el("span.value.big", {}, number(means[means.length - 1]))),
-    plot({ curves: [{ name: "reward", steps: curves.steps, values: means, kind: "raw" }, { name: "smoothed", steps: curves.steps, values: smoothed(means), kind: "main" }], band, height: 250, limits: within ? [0, 1] : undefined, onstep, label: "reward", log }),
+    el("div.head", {}, el("h2", { title: meaning }, "reward"), exports("reward", () => chart, () => csvRows(lines.slice(0, 1), over)), el("span.value.big", {}, number(means[means.length - 1]))),
+    chart,
     el("div.legend", {}, legend.map(([kind, name]) => el("span", {}, el("span.swatch." + kind), name))),
   );
 }

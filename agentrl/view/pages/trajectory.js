@@ -18,8 +18,9 @@ async function trajectoryPage(page, id, step, offset, parameters) {
   const path = `runs/${id}/trajectories/${step}/${offset}`;
   const [run, one] = await Promise.all([ask("runs/" + id), ask(path)]);
   const row = Math.min(Number(parameters.get("row") || one.turns.at(-1)?.row || 0), one.rows.length - 1);
-  const here = (changes) => address(`run/${id}/t/${step}/${offset}`, { ...Object.fromEntries(parameters), ...changes });
-  page.append(runHeader(run, "/groups"), factsOf(one, id));
+  const mine = `run/${id}/t/${step}/${offset}`;
+  const to = (changes) => hereWith(mine, changes);
+  page.append(runHeader(run, "/groups"), factsOf(one, id), asked(one));
   page.dataset.siblings = JSON.stringify(siblingAddresses(one, id));
   if (!one.rows.length) {
     page.append(el("p.faint", {}, "Nothing was said: it failed before its first turn."));
@@ -27,14 +28,15 @@ async function trajectoryPage(page, id, step, offset, parameters) {
   }
   if (one.rows.length > 1) {
     page.append(
-      el("nav.rows", {}, el("span.faint", {}, "dialogues: "), one.rows.map((each, number_) => el("a.button", { href: here({ row: number_, at: "" }), "aria-current": number_ === row ? "true" : null }, `${number_}: ${plural(each.num_tokens, "token")}`, each.branch_of !== null && ` (from ${each.branch_of} at ${number(each.fork_at)})`))),
+      el("nav.rows", {}, el("span.faint", {}, "dialogues: "), one.rows.map((each, number_) => el("a.button", { href: to({ row: number_, at: "", token: "" }), "aria-current": number_ === row ? "true" : null }, `${number_}: ${plural(each.num_tokens, "token")}`, each.branch_of !== null && ` (from ${each.branch_of} at ${number(each.fork_at)})`))),
     );
   }
-  const said = el("section.card.said", {}, el("h2", {}, "Dialogue"));
+  const formatted = parameters.get("plain") !== "1";
+  const said = el("section.card.said", {}, el("div.row", {}, el("h2", {}, "Dialogue"), el("label.field", {}, el("input", { type: "checkbox", checked: formatted, onchange: (event) => change(mine, { plain: event.target.checked ? "" : "1" }) }), " ", el("span", {}, "formatted")), el("span.faint.keys", { title: "j and k: next and previous message; [ and ]: the members of the group before and after" }, "keys: j k [ ]")));
   const tokens = el("section.card.tokenpanel", {}, el("h2", {}, "Tokens"));
   page.append(el("div.two", {}, said, tokens));
-  await Promise.all([dialogue(said, path, one, row), tokenPanel(tokens, path, one, row, parameters)]);
-  await siblingPanel(page, id, path, one, row, parameters, here);
+  await Promise.all([dialogue(said, path, one, row, formatted), tokenPanel(tokens, path, one, row, parameters, mine)]);
+  await siblingPanel(page, id, path, one, row, parameters, (changes) => change(mine, changes));
   return 0;
 }
 
@@ -44,18 +46,52 @@ function siblingAddresses(one, id) {
   return { "[": all[mine - 1], "]": all[mine + 1] };
 }
 
-// [ and ] lead to the members of the group before and after this one.
+// [ and ] lead to the members of the group before and after this one, j and k along its messages.
 document.addEventListener("keydown", (event) => {
   const siblings = document.querySelector("main")?.dataset.siblings;
   if (!siblings || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey) return;
   const there = JSON.parse(siblings)[event.key];
   if (there) location.hash = there;
+  const messages = [...document.querySelectorAll("article.message")];
+  const move = { j: 1, k: -1 }[event.key];
+  if (!move || !messages.length) return;
+  const at = messages.indexOf(document.activeElement.closest("article.message"));
+  const next = messages[Math.max(0, Math.min(at + move, messages.length - 1))];
+  next.focus({ preventScroll: true });
+  next.scrollIntoView({ block: "start", behavior: "instant" });
 });
+
+// The question, the right answer where the environment noted it, and what was said last.
+function asked(one) {
+  const reference = (one.info || {}).reference;
+  const shown = [
+    ["question", one.question],
+    ["reference", reference === undefined || reference === null ? "" : typeof reference === "string" ? reference : JSON.stringify(reference)],
+    ["said last", one.answer],
+  ].filter(([, text]) => text);
+  return shown.length ? el("section.card.asked", {}, shown.map(([name, text]) => el("div.pair", {}, el("span.faint", {}, name), el("div.clamped", { title: text.slice(0, 600) }, text)))) : null;
+}
+
+// Parts of the reward as bars, beside their numbers.
+function partsOf(parts) {
+  const entries = Object.entries(parts).filter(([, value]) => value !== null);
+  if (entries.length < 2) return null;
+  const most = Math.max(1e-9, ...entries.map(([, value]) => Math.abs(value)));
+  return el("div.parts", { "aria-label": "parts of the reward" }, entries.map(([name, value]) => el("span.part", {}, el("span", {}, name), advantageBar(value, most), el("b." + tone(value), {}, number(value)))));
+}
+
+function noted(info) {
+  const entries = Object.entries(info || {});
+  if (!entries.length) return null;
+  const value = (each) => (each !== null && typeof each === "object" ? el("pre", {}, JSON.stringify(each, null, 1)) : el("span.body", {}, String(each)));
+  const short = entries.length <= 6 && JSON.stringify(info).length < 400;
+  return el("details.info", { open: short }, el("summary", {}, "what the environment noted"), el("dl.card", {}, entries.map(([name, each]) => [el("dt", {}, name), el("dd", {}, value(each))])));
+}
 
 function factsOf(one, id) {
   const facts = [
     ["reward", number(one.reward)],
-    ...Object.entries(one.reward_components).map(([name, value]) => [name, number(value)]),
+    ...(Object.keys(one.reward_components).length > 1 ? [] : Object.entries(one.reward_components).map(([name, value]) => [name, number(value)])),
     ["ended", one.stop_reason.replaceAll("_", " ")],
     ["turns", one.turns.length],
     ["tokens sampled", number(one.rows.reduce((sum, row) => sum + row.num_sampled, 0))],
@@ -67,7 +103,8 @@ function factsOf(one, id) {
     {},
     el("p.trail", {}, el("a", { href: address(`run/${id}/groups`, { step: one.step }) }, "step " + one.step), " / ", el("b", {}, one.task_id), el("span.faint", {}, `  trajectory ${one.trajectory_id}, seed ${one.seed}`)),
     el("p.facts", {}, facts.map(([name, value]) => el("span", {}, name + " ", el("b", {}, value)))),
-    Object.keys(one.info || {}).length > 0 && el("details.info", {}, el("summary", {}, "what the environment noted"), el("pre.card", {}, JSON.stringify(one.info, null, 1))),
+    partsOf(one.reward_components),
+    noted(one.info),
     one.error && el("p.failure", {}, `failed in ${one.error.stage}: ${one.error.code}: ${one.error.message}`),
     one.siblings.length > 1 &&
       el(
@@ -81,28 +118,28 @@ function factsOf(one, id) {
 
 // what was said ------------------------------------------------------------------------------
 
-async function dialogue(box, path, one, row, start = 0) {
+async function dialogue(box, path, one, row, formatted, start = 0) {
   const got = await ask(path + "/messages", { row, start: start || "" });
   const turnOf = new Map(one.turns.map((turn, number_) => [turn, number_]).filter(([turn]) => turn.row === row).map(([turn, number_]) => [turn.message, number_]));
   if (one.rows[row].branch_of !== null) {
     // A forked dialogue repeats the beginning of another, with its turns in it.
     for (let n = one.turns.findLastIndex((turn) => turn.row === row); n >= 0 && n !== null; n = one.turns[n].parent ?? -1) if (!turnOf.has(one.turns[n].message)) turnOf.set(one.turns[n].message, n);
   }
-  got.messages.forEach((message, i) => box.append(messageBox(message, got.start + i, turnOf.get(got.start + i), one, path, row)));
+  got.messages.forEach((message, i) => box.append(messageBox(message, got.start + i, turnOf.get(got.start + i), one, path, row, formatted)));
   const next = got.start + got.messages.length;
   if (next < got.num_messages) {
-    const more = el("button", { onclick: () => (more.remove(), dialogue(box, path, one, row, next)) }, `${number(got.num_messages - next)} more messages`);
+    const more = el("button", { onclick: () => (more.remove(), dialogue(box, path, one, row, formatted, next)) }, `${number(got.num_messages - next)} more messages`);
     box.append(more);
   }
   if (!got.num_messages) box.append(el("p.faint", {}, "no messages were kept"));
 }
 
-function messageBox(message, place, turnNumber, one, path, row) {
+function messageBox(message, place, turnNumber, one, path, row, formatted) {
   const turn = turnNumber === undefined ? null : one.turns[turnNumber];
   const kind = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "user";
   return el(
     "article.message." + kind,
-    {},
+    { tabindex: -1 },
     el(
       "div.by",
       {},
@@ -114,9 +151,9 @@ function messageBox(message, place, turnNumber, one, path, row) {
       turn && turn.parse_status === "malformed" && el("span.negative", {}, "malformed tool call"),
       turn && turn.row === row && el("button.link", { onclick: () => document.dispatchEvent(new CustomEvent("go", { detail: turn.start })) }, "its tokens"),
     ),
-    textOf(message, "reasoning", path, row, place),
-    folded(message, kind, textOf(message, "content", path, row, place)),
-    message.tool_calls.map((call) => el("pre.call", {}, callText(call))),
+    textOf(message, "reasoning", path, row, place, null),
+    folded(message, kind, textOf(message, "content", path, row, place, !formatted ? null : kind === "tool" ? result : markdown)),
+    message.tool_calls.map((call) => callBox(call, formatted)),
   );
 }
 
@@ -131,15 +168,36 @@ function folded(message, kind, box) {
   return el("details.folded", {}, el("summary", {}, beginning + " … ", el("span.faint", {}, plural(all, "character"))), box);
 }
 
-function textOf(message, name, path, row, place) {
+// A tool's answer is no Markdown, but it may be a patch.
+function result(text) {
+  return isPatch(text) ? patch(text) : inert(text);
+}
+
+function textOf(message, name, path, row, place, format) {
   if (!message[name]) return null;
-  const box = el("div.body." + name, {}, message[name]);
+  const drawing = format || inert;
+  const box = el("div.body." + name + (format === markdown ? ".formatted" : ""), {}, drawing(message[name]));
   if (message[name + "_left_out"]) {
-    const whole = el("button.link", { onclick: async () => box.replaceChildren(...inert((await ask(path + "/messages", { row, start: place, whole: true })).messages[0][name])) }, `${number(message[name + "_left_out"])} characters left out: show all`);
+    const show = async () => {
+      const text = (await ask(path + "/messages", { row, start: place, whole: true })).messages[0][name];
+      box.replaceChildren();
+      append(box, [drawing(text)]);
+    };
+    const whole = el("button.link", { onclick: show }, `${number(message[name + "_left_out"])} characters left out: show all`);
     box.append(el("div.gap", {}, whole));
-    append(box, [message[name + "_end"]]);
+    append(box, [drawing(message[name + "_end"])]);
   }
   return box;
+}
+
+// A call, with arguments of several lines, such as a program or a patch, as they are meant.
+function callBox(call, formatted) {
+  const made = call && call.function;
+  const given = made && made.arguments && typeof made.arguments === "object" ? Object.entries(made.arguments) : [];
+  const long = given.filter(([, value]) => typeof value === "string" && value.includes("\n"));
+  if (!formatted || !long.length) return el("pre.call", {}, callText(call));
+  const short = Object.fromEntries(given.map(([key, value]) => [key, typeof value === "string" && value.includes("\n") ? "…" : value]));
+  return [el("pre.call", {}, callText({ function: { name: made.name, arguments: short } })), long.map(([key, value]) => el("div.argument", {}, el("span.faint", {}, key), code(value)))];
 }
 
 function callText(call) {
@@ -152,20 +210,24 @@ function callText(call) {
 
 // tokens -------------------------------------------------------------------------------------
 
-async function tokenPanel(box, path, one, row, parameters) {
+async function tokenPanel(box, path, one, row, parameters, mine) {
   const has = one.rows[row].has_signals;
   const total = one.rows[row].num_tokens;
-  let colour = localChoice("colour", has ? "advantage" : "logprob");
-  let asIds = false;
-  let start = Math.max(0, Math.min(Number(parameters.get("at") || 0), total - 1));
+  let colour = parameters.get("colour") || localChoice("colour", has ? "advantage" : "logprob");
+  if (!(colour in COLOURS)) colour = "logprob";
+  let asIds = parameters.get("ids") === "1";
+  const wanted = parameters.get("token");
+  let start = Math.max(0, Math.min(Number(parameters.get("at") || 0) || 0, total - 1));
+  // The address says what is shown, without drawing the page anew.
+  const remember = (changes) => here().path === mine && history.replaceState(null, "", hereWith(mine, changes));
   const view = el("div.tokens", { tabindex: 0, role: "textbox", "aria-readonly": "true", "aria-label": "tokens; arrow keys move, values follow" });
   const swatches = el("div.swatches");
   const where = el("span.faint");
   const detail = el("div.detail.faint", {}, "Point at a token, tap it, or use the arrow keys.");
   const jump = el("input", { type: "number", min: 0, max: Math.max(0, total - 1), value: start, "aria-label": "first token shown", onchange: () => show(Number(jump.value)) });
   const slide = el("input", { type: "range", min: 0, max: Math.max(0, total - 1), step: TOKENS_IN_WINDOW, value: start, "aria-label": "place in the row", onchange: () => show(Number(slide.value)) });
-  const select = el("select", { "aria-label": "colour by", onchange: () => ((colour = select.value), keepChoice("colour", colour), draw()) }, Object.entries(COLOURS).map(([key, text]) => el("option", { value: key, selected: key === colour }, text)));
-  const ids = el("label", {}, el("input", { type: "checkbox", onchange: (event) => ((asIds = event.target.checked), draw()) }), "raw ids");
+  const select = el("select", { "aria-label": "colour by", onchange: () => ((colour = select.value), keepChoice("colour", colour), remember({ colour }), draw()) }, Object.entries(COLOURS).map(([key, text]) => el("option", { value: key, selected: key === colour }, text)));
+  const ids = el("label", {}, el("input", { type: "checkbox", checked: asIds, onchange: (event) => ((asIds = event.target.checked), remember({ ids: asIds ? "1" : "" }), draw()) }), "raw ids");
   let data = null;
   let current = -1;
 
@@ -189,6 +251,12 @@ async function tokenPanel(box, path, one, row, parameters) {
     jump.value = slide.value = start;
     where.textContent = `${number(start)} to ${number(start + data.ids.length)} of ${number(total)}`;
     draw();
+    if (view.isConnected) remember({ at: start || "", token: "" });
+  }
+
+  function chosen(i) {
+    remember({ token: data.start + i });
+    return describe(i);
   }
 
   function describe(i) {
@@ -207,14 +275,14 @@ async function tokenPanel(box, path, one, row, parameters) {
   });
   view.addEventListener("click", (event) => {
     const token = event.target.closest("i");
-    if (token) describe(Number(token.dataset.i));
+    if (token) chosen(Number(token.dataset.i));
   });
   view.addEventListener("pointerleave", hideTip);
   view.addEventListener("keydown", async (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
     if (event.key === "PageDown" && start + TOKENS_IN_WINDOW < total) await show(start + TOKENS_IN_WINDOW);
     else if (event.key === "PageUp" && start > 0) await show(start - TOKENS_IN_WINDOW);
-    else if (move) describe(Math.max(0, Math.min(current + move, data.ids.length - 1)));
+    else if (move) chosen(Math.max(0, Math.min(current + move, data.ids.length - 1)));
     else return;
     view.children[current]?.scrollIntoView({ block: "nearest" });
     event.preventDefault();
@@ -223,7 +291,7 @@ async function tokenPanel(box, path, one, row, parameters) {
     if (!view.isConnected) return document.removeEventListener("go", onGo);
     const place = event.detail;
     (place < start || place >= start + data.ids.length ? show(Math.max(0, place - 16)) : Promise.resolve()).then(() => {
-      describe(place - start);
+      chosen(place - start);
       view.focus();
       view.children[current]?.scrollIntoView({ block: "nearest" });
     });
@@ -237,6 +305,7 @@ async function tokenPanel(box, path, one, row, parameters) {
     total > TOKENS_IN_WINDOW ? el("div.row.window", {}, el("button", { onclick: () => show(start - TOKENS_IN_WINDOW) }, "previous"), slide, el("button", { onclick: () => show(start + TOKENS_IN_WINDOW) }, "next"), el("label.field", {}, el("span", {}, "from"), jump), where) : where,
   );
   await show(start);
+  if (wanted !== null && Number(wanted) >= start && Number(wanted) < start + data.ids.length) describe(Number(wanted) - start);
 }
 
 function tokenLines(data, i) {
@@ -301,11 +370,11 @@ const sessionChoices = new Map();
 
 // the difference to a sibling ----------------------------------------------------------------
 
-async function siblingPanel(page, id, path, one, row, parameters, here) {
+async function siblingPanel(page, id, path, one, row, parameters, choice) {
   const others = one.siblings.filter((each) => each.offset !== one.offset);
   if (!others.length || stored) return;
   const other = others.find((each) => String(each.offset) === parameters.get("with"));
-  const select = el("select", { "aria-label": "compare with", onchange: () => (location.hash = here({ with: select.value })) }, el("option", { value: "" }, "a sibling …"), others.map((each) => el("option", { value: each.offset, selected: each === other }, `${each.trajectory_id}, reward ${number(each.reward)}`)));
+  const select = el("select", { "aria-label": "compare with", onchange: () => choice({ with: select.value }) }, el("option", { value: "" }, "a sibling …"), others.map((each) => el("option", { value: each.offset, selected: each === other }, `${each.trajectory_id}, reward ${number(each.reward)}`)));
   const box = el("section.card", {}, el("div.row", {}, el("h2", {}, "Compared with"), select));
   page.append(box);
   if (!other) return;
