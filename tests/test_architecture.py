@@ -34,7 +34,7 @@ ALLOWED = {
     "algo": set(),
     "sync": {"inference"},
     "rollout": {"agentrl_rewards", "config", "env", "inference", "statistics"},
-    "view": {"env", "rollout", "tracking"},
+    "view": {"env", "glossary", "rollout", "tracking"},
     "train": {"algo", "config", "env", "inference", "rollout", "sync", "tracking", "view"},
 }
 """Package of agentrl -> the rooms that it may import from besides."""
