@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     DynamicCache,
     MinPLogitsWarper,
@@ -26,6 +27,14 @@ from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
 from agentrl.inference.embedded_lengths import within_reach
 from agentrl.types import FinishReason
+
+# Without cuDNN's, which plans anew for every number of tokens in the cache: on an H200 the first
+# round of 64 turns took it 4.1 s, a later one 0.25.
+_ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 @dataclass(slots=True, frozen=True)
@@ -295,14 +304,15 @@ def _next_logits(
     cache: DynamicCache,
 ) -> torch.Tensor:
     """Logits (B, V) that follow the last token; appends to `cache`."""
-    output = model(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-        **{_cache_argument(type(model)): cache},
-    )
+    with sdpa_kernel(_ATTENTION):
+        output = model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{_cache_argument(type(model)): cache},
+        )
     return output.logits[:, -1]
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -53,6 +54,12 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 # `varlen_attn` does not differentiate through its log-sum-exp, so its backward pass is called here.
 _cuda_backward = torch.ops.torch_attn._varlen_attn_backward
 _WITH_LSE = AuxRequest(lse=True)
+# Torch 2.11 takes fewer heads of keys than of queries without being told.
+_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+# Rows of fewer than 128 tokens would get the kernel for decoding, which torch 2.11 cannot build for
+# rows of any length.
+_FLEX_OPTIONS = {"BACKEND": "TRITON"}
 
 # What the flash kernels behind `varlen_attn` can hold.
 _MAX_FLASH_HEAD_DIM = 256
@@ -239,7 +246,14 @@ def _in_one_call(
     equal = query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
     if not (query.itemsize == 2 and equal and _is_plain(wanted)):
         output, _ = flex_attention_forward(
-            module, query, key, value, mask.blocks, scaling=scaling, **wanted
+            module,
+            query,
+            key,
+            value,
+            mask.blocks,
+            scaling=scaling,
+            kernel_options=_FLEX_OPTIONS,
+            **wanted,
         )
         return output
     if mask.shared:
@@ -258,10 +272,15 @@ def _in_one_call(
         longest,
         scale=scaling,
         window_size=(-1 if mask.window is None else mask.window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped(query, key),
     )
     assert isinstance(output, torch.Tensor)
     return output[None]
+
+
+def _grouped(query: torch.Tensor, key: torch.Tensor) -> dict[str, bool]:
+    """Arguments of `varlen_attn` for the heads of both, in dimension 1."""
+    return {"enable_gqa": query.shape[1] != key.shape[1]} if _TOLD_OF_GROUPS else {}
 
 
 class _FlashOnCPU(torch.autograd.Function):
@@ -319,8 +338,9 @@ class _FlashOnCUDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, mask: SegmentMask, scale):
-        longest, grouped = max(mask.lengths), query.shape[1] != key.shape[1]
-        arguments: dict[str, Any] = {"scale": scale, "enable_gqa": grouped, "return_aux": _WITH_LSE}
+        longest = max(mask.lengths)
+        arguments: dict[str, Any] = {"scale": scale, "return_aux": _WITH_LSE}
+        arguments |= _grouped(query, key)
         output, lse = varlen_attn(
             query,
             key,

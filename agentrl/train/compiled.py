@@ -95,5 +95,9 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _compiled(forward: Callable) -> Callable:
-    """One for all layers of a class, which differ in their weights alone."""
-    return torch.compile(forward, dynamic=True)
+    """One for all layers of a class, which differ in their weights alone.
+
+    Matrices are not padded: whether that pays depends on a row's length, on a GPU, so that short
+    rows and long ones would be compiled apart.
+    """
+    return torch.compile(forward, dynamic=True, options={"shape_padding": False})

@@ -125,6 +125,14 @@ def test_a_scale_that_begins_at_a_position_is_probed_there():
         require_exact_cache(share_weights(model), ORIGINAL + 1)
 
 
+def test_a_scale_shows_in_bfloat16():
+    model = tiny_model("llama4_text").bfloat16()
+    require_exact(model)
+    assert packing_of(model) == 0
+    with pytest.raises(InferenceError, match="differ by"):
+        require_exact_cache(share_weights(model))
+
+
 def test_thresholds_are_put_back():
     model = tiny_model("llama4_text", **TEMPERATURE)
     before = model.config.to_dict()
@@ -132,6 +140,7 @@ def test_thresholds_are_put_back():
         assert {model.config.floor_scale, model.model.layers[1].self_attn.floor_scale} == {5}
     assert model.config.to_dict() == before
     assert model.model.layers[1].self_attn.floor_scale == ORIGINAL
+    assert model.model.layers[1].self_attn.attn_scale == before["attn_scale"]
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "recurrent_gemma"])

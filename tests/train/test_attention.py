@@ -232,6 +232,7 @@ def test_a_gpu_takes_flex_attention_for_sinks_caps_and_wide_heads(monkeypatch):
     mask = SegmentMask(LENGTHS, None, query.device)
     for value, wanted in ((query, {"s_aux": 1}), (query, {"softcap": 2.0}), (wide, {})):
         attention._in_one_call(torch.nn.Module(), query, query, value, mask, 0.5, wanted)
+    assert [call.pop("kernel_options") for call in calls] == [{"BACKEND": "TRITON"}] * 3
     assert calls == [
         {"scaling": 0.5, "s_aux": 1},
         {"scaling": 0.5, "softcap": 2.0},

@@ -201,7 +201,7 @@ ON_CUDA = pytest.mark.gpu
         ("cpu", torch.float32, 2e-6),
         ("cpu", torch.bfloat16, 2e-2),
         pytest.param("cuda", torch.float32, 1e-4, marks=ON_CUDA),  # TF32 is off by default
-        pytest.param("cuda", torch.bfloat16, 3e-2, marks=ON_CUDA),
+        pytest.param("cuda", torch.bfloat16, 5e-2, marks=ON_CUDA),
     ],
 )
 def test_a_batch_of_groups_on_each_device(device, dtype, tolerance, checkpointing):
