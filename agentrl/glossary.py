@@ -129,7 +129,7 @@ METRICS: dict[str, str] = {
     "eval/pass@<k>": "Unbiased estimate of the probability that one of k samples succeeds (reward "
     "of at least `eval.success_threshold`).",
     "eval/error_fraction": "Samples of the evaluation that failed and count for nothing.",
-    "eval/<environment>/<metric>": "The same of each of several `[[env]]`.",
+    "eval/<set>/<metric>": "The same of each of several `[[env]]` or `eval.sets`.",
     # weights to servers
     "sync/seconds": "From the end of the update until all servers have the new weights.",
     "sync/write_s": "Of that, putting the weights where servers read them.",

@@ -314,6 +314,44 @@ class RunConfig(Section):
             )
         return self
 
+    def evaluations(self) -> dict[str, RunConfig]:
+        """Returns the run with each of `eval.sets` in the place of `[eval]`, by name; without sets
+        the run itself, named ""."""
+        found = {}
+        for name, each in self.eval.sets.items():
+            id_ = each.env or self.env.id
+            rest = self.env.config if id_ == self.env.id else {}
+            env = self.env.model_copy(update={"id": id_, "config": rest | each.config})
+            keys = EvalSection(**each.model_dump(exclude={"env", "config"}))
+            found[name] = self.model_copy(update={"env": env, "eval": keys})
+        return found or {"": self}
+
+    @model_validator(mode="after")
+    def _the_best_is_of_a_metric(self) -> RunConfig:
+        if self.run.patience and self.run.keep_best is None:
+            raise ValueError(
+                "run.patience counts evaluations that do not raise a metric: name it with "
+                "run.keep_best, such as 'eval/avg@1'"
+            )
+        if self.run.keep_best is None:
+            return self
+        if self.run.eval_every == 0:
+            raise ValueError("run.keep_best needs evaluations: leave out run.eval_every = 0")
+        keys = [
+            f"eval/{name and name + '/'}{figure}"
+            for name, config in self.evaluations().items()
+            for figure in (
+                f"avg@{config.eval.samples_per_task}",
+                *(f"pass@{k}" for k in config.eval.pass_k),
+            )
+        ]
+        if self.run.keep_best not in keys:
+            raise ValueError(
+                f"run.keep_best = {self.run.keep_best!r} is no figure of this run's evaluations, "
+                f"which are {', '.join(keys)}"
+            )
+        return self
+
     def to_json(self, *, exclude_none: bool = False) -> dict[str, JsonValue]:
         """The resolved configuration, bearer tokens left out."""
         token = {"token"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import annotated_types
 from pydantic import (
@@ -58,8 +58,14 @@ class RunSection(Section):
     """Newest checkpoints kept. Two, so that a damaged newest one costs a few steps only."""
     async_save: bool = False
     """Write checkpoints while training goes on, from a copy in host memory (docs/scaling.md)."""
-    eval_every: NonNegativeInt = 0
-    """Steps between evaluations on `eval.split`; 0 never evaluates during training."""
+    eval_every: NonNegativeInt | None = None
+    """Steps between evaluations (docs/evaluation.md); 0 never evaluates during training. When not
+    given a tenth of the run, at least 10 steps, where the environment holds `eval.split` out."""
+    keep_best: str | None = None
+    """A metric of the evaluations, such as `eval/avg@1`: the checkpoint at which it was highest is
+    kept besides the newest ones, as `checkpoints/best`."""
+    patience: NonNegativeInt = 0
+    """The run ends once so many evaluations in a row did not raise `keep_best`; 0 never."""
     resume: bool = False
     """Continue from the newest checkpoint in the run directory; an error if there is none."""
     stall_timeout_s: Seconds = 3600.0
@@ -592,7 +598,7 @@ class TeacherSection(Section):
     """Bearer token of that server."""
 
 
-class EvalSection(Section):
+class EvalKeys(Section):
     split: str = "test"
     """Split that is evaluated."""
     num_tasks: PositiveInt = 64
@@ -631,13 +637,37 @@ class EvalSection(Section):
         return [value] if isinstance(value, int) else _split_commas(value)
 
     @model_validator(mode="after")
-    def _enough_samples(self) -> EvalSection:
+    def _enough_samples(self) -> Self:
         if max(self.pass_k, default=1) > self.samples_per_task:
             raise ValueError(
                 f"pass_k = {self.pass_k} needs samples_per_task >= {max(self.pass_k)}, "
                 f"which is {self.samples_per_task}"
             )
         return self
+
+
+class EvalSet(EvalKeys):
+    """`[eval.sets.NAME]`: what differs from `[eval]`, and whose tasks they are."""
+
+    env: str | None = None
+    """Environment, as `env.id`; that one when not given."""
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """Passed to it, besides those of `env.config` where `env` does not name another one."""
+
+
+class EvalSection(EvalKeys):
+    sets: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], EvalSet] = Field(default_factory=dict)
+    """Several evaluations while training, by name; each is a table `[eval.sets.NAME]` with keys of
+    `[eval]` that differ, and `env` and `config` where it is of another environment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sets_differ_from_the_rest(cls, data: object) -> object:
+        sets = data.get("sets") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(sets, dict):
+            return data
+        rest = {key: value for key, value in data.items() if key != "sets"}
+        return rest | {"sets": {k: rest | v if isinstance(v, dict) else v for k, v in sets.items()}}
 
 
 class TrackSection(Section):

@@ -32,11 +32,14 @@ CONFIG_FILE = "config.toml"
 _FAILED_FOR_GOOD = {"env_error", "grader_error", "no_reference"}
 # What may differ when an evaluation goes on: where things run, how patiently, and how much of it.
 _MAY_DIFFER = {
-    "run": {"name", "dir", "resume", "force_resume", "stall_timeout_s"},
+    "run": {
+        *("name", "dir", "resume", "force_resume", "stall_timeout_s"),
+        *("eval_every", "keep_best", "patience", "num_steps", "save_every", "keep_checkpoints"),
+    },
     "env": {"url", "token"},
     "inference": {"urls", "token", "python", "num_servers", "args", "weights_dir"},
     "rollout": {"max_concurrent", "turn_timeout_s", "step_timeout_s", "episode_timeout_s"},
-    "eval": {"num_tasks", "pass_k", "success_threshold"},
+    "eval": {"num_tasks", "pass_k", "success_threshold", "sets"},
     "track": {"sinks"},
 }
 

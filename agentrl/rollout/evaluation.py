@@ -82,14 +82,19 @@ def summarise(rollouts: RolloutBatch, config: RunConfig) -> EvalStatistics | Non
     )
 
 
-def evaluation_metrics(rollouts: RolloutBatch, config: RunConfig) -> dict[str, float]:
-    """`eval/avg@k`, `eval/pass@k` for every k, and the fraction of samples that failed."""
+def evaluation_metrics(
+    rollouts: RolloutBatch, config: RunConfig, name: str = ""
+) -> dict[str, float]:
+    """Returns avg@k, pass@k for every k, and the fraction of samples that failed, below `eval/` or,
+    for a set with a name, `eval/NAME/`."""
+    prefix = f"eval/{name}/" if name else "eval/"
     num_failed = sum(error_codes(rollouts.trajectories).values())
     statistics = summarise(rollouts, config)
     if statistics is None:
-        return {"eval/error_fraction": 1.0}
+        return {f"{prefix}error_fraction": 1.0}
     metrics = {
-        f"eval/avg@{statistics.samples_per_task}": statistics.average.value,
-        "eval/error_fraction": num_failed / len(rollouts.trajectories),
+        # One name for a curve, also where a sample failed and a task has fewer.
+        f"{prefix}avg@{config.eval.samples_per_task}": statistics.average.value,
+        f"{prefix}error_fraction": num_failed / len(rollouts.trajectories),
     }
-    return metrics | {f"eval/pass@{k}": e.value for k, e in statistics.pass_at.items()}
+    return metrics | {f"{prefix}pass@{k}": e.value for k, e in statistics.pass_at.items()}

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -51,6 +52,8 @@ FORMAT_VERSION = 1
 SHARDED_VERSION = 2
 """Several ranks wrote it: a folder of shards in the place of each of those files."""
 MANIFEST_FILE = "manifest.json"
+BEST_NAME = "best"
+"""A link to the checkpoint at which `run.keep_best` was highest."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LEFTOVER_NAME = re.compile(r"\.(tmp|old|prune)-(step_\d{6,})")
 
@@ -66,12 +69,18 @@ class CheckpointNotSaved(CheckpointError):
 # writing ------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run_dir: str | Path, state: TrainState, *, keep: int = 2) -> Path:
-    """Write `state` to `run_dir/checkpoints/step_N` and prune all but the newest `keep`.
+def save_checkpoint(
+    run_dir: str | Path, state: TrainState, *, keep: int = 2, is_best: bool = False
+) -> Path:
+    """Write `state` to `run_dir/checkpoints/step_N` and prune all but the newest `keep` and the
+    best, which `run_dir/checkpoints/best` links to.
 
     The new folder appears by one rename after everything in it is on disk. Checkpoints of later
     steps belong to a timeline that this run left when it resumed from an earlier one: they are
     set aside as `step_N.abandoned`, not deleted and not used again.
+
+    Args:
+        is_best: the link moves to this one.
 
     Raises:
         CheckpointNotSaved: the operating system refused; the older checkpoints are intact.
@@ -108,6 +117,8 @@ def save_checkpoint(run_dir: str | Path, state: TrainState, *, keep: int = 2) ->
         ) from error
     try:
         if leads:
+            if is_best:
+                point_best_to(target)
             _prune(root, newest=state.step, keep=keep)
     except OSError as error:
         logger.warning("old checkpoints under %s could not be removed: %s", root, error)
@@ -183,6 +194,14 @@ def _move_into_place(partial: Path, target: Path) -> None:
     _remove(old)
 
 
+def point_best_to(target: Path) -> None:
+    """Makes `best` a link to this checkpoint beside it, in one step."""
+    link = target.with_name(f".{BEST_NAME}.partial")
+    link.unlink(missing_ok=True)
+    link.symlink_to(target.name)
+    os.replace(link, target.with_name(BEST_NAME))
+
+
 def _prune(root: Path, *, newest: int, keep: int) -> None:
     for step, path in _steps(root):
         if step > newest:
@@ -190,7 +209,10 @@ def _prune(root: Path, *, newest: int, keep: int) -> None:
             _remove(abandoned)
             path.rename(abandoned)
             logger.warning("set aside %s: this run continued from an earlier step", abandoned)
+    best = (root / BEST_NAME).resolve()
     for _, path in _steps(root)[:-keep]:
+        if path.resolve() == best:
+            continue
         # Renamed first: a kill during the removal must not leave a half-empty `step_N`.
         doomed = path.with_name(f".prune-{path.name}")
         _remove(doomed)

@@ -30,7 +30,6 @@ from pathlib import Path
 
 from agentrl import event_loop
 from agentrl.config import RunConfig
-from agentrl.rollout.evaluation import evaluate, evaluation_metrics
 from agentrl.rollout.metrics import rollout_metrics, staleness_metrics
 from agentrl.rollout.mixture import Part, environment_metrics, merged
 from agentrl.rollout.scheduler import RolloutBatch
@@ -40,6 +39,7 @@ from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
+from agentrl.train.held_out import evaluate_sets
 from agentrl.train.logprobs import packing_of
 from agentrl.train.run import (
     Outputs,
@@ -139,6 +139,9 @@ async def _steps(
     in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, trainer_thread)
     finished_step = last_step
     for step in range(last_step + 1, run.config.run.num_steps + 1):
+        if run.held_out.why_enough():
+            break
+
         # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
         step_started = time.perf_counter()
         collected = await unless_interrupted(interrupted, _collect(run, step, display), run)
@@ -172,8 +175,10 @@ async def _steps(
         run.mixture.advance(step)
 
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
-        if run.config.run.eval_every and step % run.config.run.eval_every == 0:
-            metrics |= await _evaluate(run, step, display)
+        is_best = False
+        if run.held_out.is_due(step, run.config):
+            metrics |= await evaluate_sets(run, step, display)
+            is_best = run.held_out.see(step, metrics)
         metrics["time/step_s"] = time.perf_counter() - step_started
         end = StepEnd(step, metrics, rollouts.trajectories, run, interrupted, display)
         for callback in callbacks:
@@ -184,17 +189,19 @@ async def _steps(
 
         # Checkpoint: where one is due, or where the disk refused the last.
         due = step % run.config.run.save_every == 0 or step == run.config.run.num_steps
-        if due or run.saver.refused:
-            await in_thread(save, run, step, run.mixture.data_position(), display)
+        if due or is_best or run.saver.refused:
+            await in_thread(save, run, step, run.mixture.data_position(), display, is_best)
         if interrupted.is_set():
             break
     run.saver.wait()
-    if interrupted.is_set() and finished_step > run.saver.step:
+    if (interrupted.is_set() or run.held_out.why_enough()) and finished_step > run.saver.step:
         save(run, finished_step, run.mixture.data_position(), display)
         run.saver.wait()
     require_saved(run, finished_step)
     if interrupted.is_set():
         display.note(f"stopped after step {finished_step}; continue with --resume")
+    elif enough := run.held_out.why_enough():
+        display.note(f"ended after step {finished_step}: {enough}")
 
 
 async def _collect(
@@ -279,21 +286,3 @@ def _training_metrics(run: Run, samples: list[Sample], seconds: float) -> dict[s
         "time/train_s": seconds,
         "train/tokens_per_s": num_tokens / seconds,
     }
-
-
-async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for part in run.mixture.parts:
-        rollouts = await evaluate(
-            part.config,
-            run.policy(run.evaluation),
-            part.scheduler.env,
-            capacity=part.scheduler.capacity,
-            agents=run.agents,
-            id_prefix=f"eval{step:06d}-{part.scheduler.id_prefix}",
-            on_progress=lambda done, total: display.phase("eval", done, total),
-        )
-        prefix = f"eval/{part.name}/" if part.name else "eval/"
-        for key, value in evaluation_metrics(rollouts, part.config).items():
-            metrics[key.replace("eval/", prefix, 1)] = value
-    return metrics

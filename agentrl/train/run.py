@@ -39,11 +39,12 @@ from agentrl.rollout.signals import SignalLog
 from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
 from agentrl.train.batch import zero_variance
+from agentrl.train.held_out import HeldOut, sets_to_evaluate
 from agentrl.train.model import (
     load_tokenizer,
 )
 from agentrl.train.optimizer import require_optimizer
-from agentrl.train.sampling import evaluation_sampling, training_sampling
+from agentrl.train.sampling import training_sampling
 from agentrl.train.saver import Saver
 from agentrl.train.serving import Serving, start_serving
 from agentrl.train.setup import run_directory
@@ -78,7 +79,7 @@ class Run:
     mixture: Mixture
     """Plays the groups of a step, of one environment or of several."""
     agents: Agents | None
-    evaluation: SamplingParams
+    held_out: HeldOut
     saver: Saver
     failing_steps: int = 0
     """Steps in a row in which most trajectories failed for one cause."""
@@ -144,8 +145,8 @@ async def assemble(
     for name, alone in config.environments.items():
         with named_in_errors(name):
             await require_shown_tools(envs[name], alone, renderer)
-    evaluation, said = evaluation_sampling(config, config.model.path)
-    if said is not None and config.run.eval_every and not quiet:
+    held_out = HeldOut(config, await sets_to_evaluate(config, env, quiet=quiet))
+    for said in held_out.said if not quiet else ():
         print(said)
     run_dir, lock = run_directory(config)
     checkpoint.clean_leftovers(run_dir)
@@ -190,7 +191,7 @@ async def assemble(
         renderer=renderer,
         mixture=Mixture(parts, Quotas(weights, rollout.groups_per_step), keep),
         agents=agents,
-        evaluation=evaluation,
+        held_out=held_out,
         saver=Saver(run_dir, in_background=config.run.async_save),
     )
 
@@ -331,11 +332,18 @@ def restore(run: Run) -> int:
         said = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())
         logger.warning("the run goes on with what its callbacks changed: %s", said)
         run.set_policies()
+    if run.config.run.keep_best:
+        run.held_out.restore(read_metrics(run.run_dir), state.step, run.run_dir)
     return state.step
 
 
-def save(run: Run, step: int, position: dict[str, JSON], display: Display) -> None:
+def save(
+    run: Run, step: int, position: dict[str, JSON], display: Display, is_best: bool = False
+) -> None:
     """Write a checkpoint, or begin to (`run.async_save`): `run.saver` says what is in place.
+
+    Args:
+        is_best: it becomes `checkpoints/best`.
 
     Where a full disk refused it the loop tries again after the next step, and a run that ends
     without its last checkpoint has failed (`require_saved`).
@@ -344,7 +352,8 @@ def save(run: Run, step: int, position: dict[str, JSON], display: Display) -> No
     run.saver.wait()
     keep = run.config.run.keep_checkpoints
     ranks.tell("save", [step, keep])
-    run.saver.save(run.trainer.state(step, run.fingerprint, position), keep=keep)
+    state = run.trainer.state(step, run.fingerprint, position)
+    run.saver.save(state, keep=keep, is_best=is_best)
 
 
 def save_first(run: Run, display: Display) -> None:

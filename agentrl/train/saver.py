@@ -32,21 +32,25 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, state: TrainState, *, keep: int) -> None:
+    def save(self, state: TrainState, *, keep: int, is_best: bool = False) -> None:
         """Write a state; the one before is written (`wait`).
 
         Args:
             state: in the background, one whose tensors are copies.
+            is_best: see `checkpoint.save_checkpoint`.
         """
         assert self._thread is None
         if not self.in_background:
             with ranks.working("save"):
-                self._write(state, keep)
+                self._write(state, keep, is_best)
             return
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # A daemon: it may never end where a connection to another rank broke; the process has to.
         self._thread = threading.Thread(
-            target=self._write_apart, args=(state, keep, device), name="agentrl-save", daemon=True
+            target=self._write_apart,
+            args=(state, keep, is_best, device),
+            name="agentrl-save",
+            daemon=True,
         )
         self._thread.start()
 
@@ -71,20 +75,20 @@ class Saver:
         if error is None or (isinstance(error, Exception) and not ranks.is_broken(error)):
             self.wait()
 
-    def _write_apart(self, state: TrainState, keep: int, device: int | None) -> None:
+    def _write_apart(self, state: TrainState, keep: int, is_best: bool, device: int | None) -> None:
         try:
             if device is not None:  # every thread begins with the first
                 torch.cuda.set_device(device)
             with ranks.working("save", breaks=False):
-                self._write(state, keep)
+                self._write(state, keep, is_best)
         except BaseException as error:
             self._error = error
 
-    def _write(self, state: TrainState, keep: int) -> None:
+    def _write(self, state: TrainState, keep: int, is_best: bool) -> None:
         """A full disk is a warning and no error: the run itself is still good, and so are older
         checkpoints."""
         try:
-            checkpoint.save_checkpoint(self._run_dir, state, keep=keep)
+            checkpoint.save_checkpoint(self._run_dir, state, keep=keep, is_best=is_best)
         except checkpoint.CheckpointNotSaved as error:
             self.refused = True
             if ranks.rank() == 0:

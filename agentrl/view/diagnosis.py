@@ -377,7 +377,8 @@ def _not_moving(seen: Evidence) -> Verdict:
 
 
 def _parted(seen: Evidence) -> Verdict:
-    key = next((k for row in seen.metrics for k in row if k.startswith("eval/avg@")), None)
+    keys = (key for row in seen.metrics for key in row)
+    key = next((k for k in keys if k.startswith("eval/") and "avg@" in k), None)
     if key is None:
         return "the run was not evaluated" if seen.metrics else None
     evals = series(seen.metrics, key)

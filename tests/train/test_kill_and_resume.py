@@ -30,6 +30,12 @@ BFLOAT16 = ["--model.dtype", "bfloat16", "--run.num_steps", "12"]
 
 ASYNC = ["--run.async_save", "true", "--run.num_steps", "24"]
 
+EVALUATED = [
+    *("--run.num_steps", "24", "--run.save_every", "4", "--run.eval_every", "3"),
+    *("--eval.num_tasks", "8", "--eval.sets.plain.split", "test", "--run.patience", "7"),
+    *("--eval.sets.greedy.temperature", "0", "--run.keep_best", "eval/greedy/avg@1"),
+]
+
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "agentrl", "train", str(QUICKSTART)]
@@ -52,8 +58,8 @@ def wait_until(condition, process: subprocess.Popen) -> bool:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("arguments", "num_steps", "num_kills"),
-    [([], NUM_STEPS, 20), (PPO, 30, 6), (BFLOAT16, 12, 4), (ASYNC, 24, 6)],
-    ids=["grpo, 20 kills", "ppo, 6 kills", "bfloat16, 4 kills", "async save, 6 kills"],
+    [([], NUM_STEPS, 20), (PPO, 30, 6), (BFLOAT16, 12, 4), (ASYNC, 24, 6), (EVALUATED, 24, 4)],
+    ids=["grpo, 20 kills", "ppo, 6 kills", "bfloat16, 4 kills", "async save, 6 kills", "evaluated"],
 )
 def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
     undisturbed = tmp_path / "undisturbed"
@@ -93,6 +99,9 @@ def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
         assert (ours / name).read_bytes() == (its / name).read_bytes(), name
     assert untimed(read_metrics(killed)) == untimed(read_metrics(undisturbed))
     assert contents(killed) == contents(undisturbed)
+    if arguments == EVALUATED:
+        best = [(each / "checkpoints" / "best").resolve().name for each in (killed, undisturbed)]
+        assert best[0] == best[1] and best[0].startswith("step_")
 
 
 @pytest.mark.slow

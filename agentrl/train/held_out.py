@@ -1,0 +1,149 @@
+"""Evaluations of a run while it trains, and what follows from them: the best checkpoint, the end.
+
+What the best is follows from the lines of metrics.jsonl alone, so a resumed run finds it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config import RunConfig
+from agentrl.env.client import EnvClient
+from agentrl.rollout.evaluation import evaluate, evaluation_metrics
+from agentrl.rollout.setup import split_size
+from agentrl.train.checkpoint import BEST_NAME, point_best_to
+from agentrl.train.sampling import evaluation_sampling
+
+if TYPE_CHECKING:
+    from agentrl.train.run import Run
+    from agentrl.view.display import Display
+
+logger = logging.getLogger(__name__)
+
+SHORTEST = 10
+"""Steps between evaluations that nobody asked for, at least; in all there are at most ten."""
+
+
+async def sets_to_evaluate(
+    config: RunConfig, env: EnvClient, *, quiet: bool
+) -> dict[str, RunConfig]:
+    """Returns the evaluations of a run by name; none where nobody asked for one and the environment
+    holds no tasks out.
+
+    Raises:
+        ConfigError: one that was asked for has no such split.
+    """
+    sets, run = config.evaluations(), config.run
+    if run.eval_every == 0:
+        return sets  # a callback may turn it on
+    if run.eval_every or run.keep_best or config.eval.sets:
+        for each in sets.values():
+            await split_size(env, each, each.eval.split)
+        return sets
+    splits = (await env.info(config.env.id, config.env.config)).splits
+    split = config.eval.split
+    if split == config.env.split or splits.get(split, 0) == 0 or run.num_steps < SHORTEST:
+        return {}
+    if not quiet:
+        print(
+            f"evaluates {config.eval.num_tasks} tasks of split {split!r} every "
+            f"{_interval(config)} steps; --run.eval_every 0 turns it off"
+        )
+    return sets
+
+
+def _interval(config: RunConfig) -> int:
+    run = config.run
+    return max(SHORTEST, run.num_steps // 10) if run.eval_every is None else run.eval_every
+
+
+class HeldOut:
+    """The evaluations of a run, and the best one so far."""
+
+    def __init__(self, config: RunConfig, sets: Mapping[str, RunConfig]) -> None:
+        """
+        Raises:
+            ConfigError: the model's generation_config.json cannot be used.
+        """
+        self.sets = dict(sets)
+        both = {
+            name: evaluation_sampling(each, each.model.path) for name, each in self.sets.items()
+        }
+        self.sampling = {name: sampling for name, (sampling, _) in both.items()}
+        self.said = list(dict.fromkeys(said for _, said in both.values() if said))
+        """What was taken from the model's generation_config.json, one line each."""
+        if config.run.eval_every == 0:
+            self.said = []
+        self.best_step: int | None = None
+        self.best: float | None = None
+        self._key, self._patience = config.run.keep_best, config.run.patience
+        self._num_since = 0
+
+    def is_due(self, step: int, config: RunConfig) -> bool:
+        """Whether a step ends with evaluations.
+
+        Args:
+            config: as it is now.
+        """
+        every = _interval(config)
+        return bool(self.sets and every) and step % every == 0
+
+    def see(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Takes in a step's metrics; returns whether they are the best so far."""
+        value = metrics.get(self._key) if self._key else None
+        if value is None:
+            return False
+        if self.best is None or value > self.best:
+            self.best, self.best_step, self._num_since = value, step, 0
+            return True
+        self._num_since += 1
+        return False
+
+    def why_enough(self) -> str | None:
+        """Returns why the run ends before its last step; None where it goes on."""
+        if not self._patience or self._num_since < self._patience:
+            return None
+        return (
+            f"{self._key} did not rise above {self.best:.3f}, that of step {self.best_step}, in "
+            f"{self._num_since} evaluations (run.patience)"
+        )
+
+    def restore(self, rows: Iterable[Mapping[str, Any]], last_step: int, run_dir: Path) -> None:
+        """Takes in the lines of a run that goes on after `last_step`."""
+        for row in rows:
+            if row["step"] <= last_step:
+                self.see(row["step"], row)
+        if self.best_step is None:
+            return
+        root = run_dir / "checkpoints"
+        target = root / f"step_{self.best_step:06d}"
+        if target.is_dir():
+            point_best_to(target)
+            return
+        logger.warning(
+            "%s was best at step %d, whose checkpoint is gone; the next evaluation counts as best",
+            *(self._key, self.best_step),
+        )
+        (root / BEST_NAME).unlink(missing_ok=True)
+        self.best = self.best_step = None
+        self._num_since = 0
+
+
+async def evaluate_sets(run: Run, step: int, display: Display) -> dict[str, float]:
+    """Plays every set with the policy as it is; returns their metrics."""
+    metrics = {}
+    for name, config in run.held_out.sets.items():
+        rollouts = await evaluate(
+            config,
+            run.policy(run.held_out.sampling[name]),
+            run.scheduler.env,
+            capacity=run.scheduler.capacity,
+            agents=run.agents,
+            id_prefix=f"eval{step:06d}-{name and name + '-'}",
+            on_progress=lambda done, total: display.phase("eval", done, total),
+        )
+        metrics |= evaluation_metrics(rollouts, config, name)
+    return metrics
