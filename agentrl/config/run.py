@@ -314,17 +314,21 @@ class RunConfig(Section):
             )
         return self
 
-    def evaluations(self) -> dict[str, RunConfig]:
-        """Returns the run with each of `eval.sets` in the place of `[eval]`, by name; without sets
-        the run itself, named ""."""
+    def evaluations(self) -> dict[str, tuple[str, RunConfig]]:
+        """Returns what is evaluated while training, by name: the environment of `environments` that
+        plays, and its configuration with the set's `[eval]`. Without `eval.sets` that is `[eval]`
+        in every environment."""
+        environments = self.environments
         found = {}
         for name, each in self.eval.sets.items():
-            id_ = each.env or self.env.id
-            rest = self.env.config if id_ == self.env.id else {}
-            env = self.env.model_copy(update={"id": id_, "config": rest | each.config})
+            part = each.env if each.env in environments else next(iter(environments))
+            config = environments[part]
+            id_ = config.env.id if each.env in (None, part) else each.env
+            rest = config.env.config if id_ == config.env.id else {}
+            env = config.env.model_copy(update={"id": id_, "config": rest | each.config})
             keys = EvalSection(**each.model_dump(exclude={"env", "config"}))
-            found[name] = self.model_copy(update={"env": env, "eval": keys})
-        return found or {"": self}
+            found[name] = part, config.model_copy(update={"env": env, "eval": keys})
+        return found or {name: (name, config) for name, config in environments.items()}
 
     @model_validator(mode="after")
     def _the_best_is_of_a_metric(self) -> RunConfig:
@@ -339,7 +343,7 @@ class RunConfig(Section):
             raise ValueError("run.keep_best needs evaluations: leave out run.eval_every = 0")
         keys = [
             f"eval/{name and name + '/'}{figure}"
-            for name, config in self.evaluations().items()
+            for name, (_, config) in self.evaluations().items()
             for figure in (
                 f"avg@{config.eval.samples_per_task}",
                 *(f"pass@{k}" for k in config.eval.pass_k),

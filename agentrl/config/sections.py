@@ -650,7 +650,7 @@ class EvalSet(EvalKeys):
     """`[eval.sets.NAME]`: what differs from `[eval]`, and whose tasks they are."""
 
     env: str | None = None
-    """Environment, as `env.id`; that one when not given."""
+    """Environment, as `env.id`, or the name of an `[[env]]`; the run's first when not given."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Passed to it, besides those of `env.config` where `env` does not name another one."""
 

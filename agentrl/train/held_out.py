@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.rollout.evaluation import evaluate, evaluation_metrics
-from agentrl.rollout.setup import split_size
+from agentrl.rollout.setup import named_in_errors, split_size
 from agentrl.train.checkpoint import BEST_NAME, point_best_to
 from agentrl.train.sampling import evaluation_sampling
 
@@ -27,58 +27,56 @@ SHORTEST = 10
 """Steps between evaluations that nobody asked for, at least; in all there are at most ten."""
 
 
-async def sets_to_evaluate(
-    config: RunConfig, env: EnvClient, *, quiet: bool
-) -> dict[str, RunConfig]:
-    """Returns the evaluations of a run by name; none where nobody asked for one and the environment
-    holds no tasks out.
+async def default_interval(config: RunConfig, envs: Mapping[str, EnvClient], *, quiet: bool) -> int:
+    """Returns the steps between evaluations where `run.eval_every` is not given; 0 for none.
 
     Raises:
-        ConfigError: one that was asked for has no such split.
+        ConfigError: an evaluation that was asked for has no such split.
     """
-    sets, run = config.evaluations(), config.run
-    if run.eval_every == 0:
-        return sets  # a callback may turn it on
-    if run.eval_every or run.keep_best or config.eval.sets:
-        for each in sets.values():
-            await split_size(env, each, each.eval.split)
-        return sets
-    splits = (await env.info(config.env.id, config.env.config)).splits
-    split = config.eval.split
-    if split == config.env.split or splits.get(split, 0) == 0 or run.num_steps < SHORTEST:
-        return {}
+    run, split = config.run, config.eval.split
+    asked = run.eval_every or run.keep_best or config.eval.sets
+    if asked and run.eval_every != 0:
+        for name, (part, each) in config.evaluations().items():
+            with named_in_errors(name):
+                await split_size(envs[part], each, each.eval.split)
+    if run.eval_every is not None:
+        return 0
+    if not asked:
+        for name, alone in config.environments.items():
+            splits = (await envs[name].info(alone.env.id, alone.env.config)).splits
+            if split == alone.env.split or splits.get(split, 0) == 0 or run.num_steps < SHORTEST:
+                return 0
+    interval = max(min(SHORTEST, run.num_steps), run.num_steps // 10)
     if not quiet:
         print(
-            f"evaluates {config.eval.num_tasks} tasks of split {split!r} every "
-            f"{_interval(config)} steps; --run.eval_every 0 turns it off"
+            f"evaluates {config.eval.num_tasks} tasks of split {split!r} every {interval} steps; "
+            "--run.eval_every 0 turns it off"
+            if not config.eval.sets
+            else f"evaluates {', '.join(config.eval.sets)} every {interval} steps"
         )
-    return sets
-
-
-def _interval(config: RunConfig) -> int:
-    run = config.run
-    return max(SHORTEST, run.num_steps // 10) if run.eval_every is None else run.eval_every
+    return interval
 
 
 class HeldOut:
     """The evaluations of a run, and the best one so far."""
 
-    def __init__(self, config: RunConfig, sets: Mapping[str, RunConfig]) -> None:
+    def __init__(self, config: RunConfig, default_interval: int) -> None:
         """
         Raises:
             ConfigError: the model's generation_config.json cannot be used.
         """
-        self.sets = dict(sets)
+        self.sets = config.evaluations()
         both = {
-            name: evaluation_sampling(each, each.model.path) for name, each in self.sets.items()
+            name: evaluation_sampling(each, each.model.path)
+            for name, (_, each) in self.sets.items()
         }
         self.sampling = {name: sampling for name, (sampling, _) in both.items()}
-        self.said = list(dict.fromkeys(said for _, said in both.values() if said))
+        is_on = bool(default_interval or config.run.eval_every)
+        self.said = list(dict.fromkeys(said for _, said in both.values() if said and is_on))
         """What was taken from the model's generation_config.json, one line each."""
-        if config.run.eval_every == 0:
-            self.said = []
         self.best_step: int | None = None
         self.best: float | None = None
+        self._default_interval = default_interval
         self._key, self._patience = config.run.keep_best, config.run.patience
         self._num_since = 0
 
@@ -86,10 +84,11 @@ class HeldOut:
         """Whether a step ends with evaluations.
 
         Args:
-            config: as it is now.
+            config: as it is now, a callback may have changed it.
         """
-        every = _interval(config)
-        return bool(self.sets and every) and step % every == 0
+        given = config.run.eval_every
+        every = self._default_interval if given is None else given
+        return bool(every) and step % every == 0
 
     def see(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Takes in a step's metrics; returns whether they are the best so far."""
@@ -135,12 +134,13 @@ class HeldOut:
 async def evaluate_sets(run: Run, step: int, display: Display) -> dict[str, float]:
     """Plays every set with the policy as it is; returns their metrics."""
     metrics = {}
-    for name, config in run.held_out.sets.items():
+    parts = {part.name: part.scheduler for part in run.mixture.parts}
+    for name, (part, config) in run.held_out.sets.items():
         rollouts = await evaluate(
             config,
             run.policy(run.held_out.sampling[name]),
-            run.scheduler.env,
-            capacity=run.scheduler.capacity,
+            parts[part].env,
+            capacity=parts[part].capacity,
             agents=run.agents,
             id_prefix=f"eval{step:06d}-{name and name + '-'}",
             on_progress=lambda done, total: display.phase("eval", done, total),

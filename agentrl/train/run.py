@@ -39,7 +39,7 @@ from agentrl.rollout.signals import SignalLog
 from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
 from agentrl.train.batch import zero_variance
-from agentrl.train.held_out import HeldOut, sets_to_evaluate
+from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.model import (
     load_tokenizer,
 )
@@ -145,7 +145,7 @@ async def assemble(
     for name, alone in config.environments.items():
         with named_in_errors(name):
             await require_shown_tools(envs[name], alone, renderer)
-    held_out = HeldOut(config, await sets_to_evaluate(config, env, quiet=quiet))
+    held_out = HeldOut(config, await default_interval(config, envs, quiet=quiet))
     for said in held_out.said if not quiet else ():
         print(said)
     run_dir, lock = run_directory(config)

@@ -12,7 +12,7 @@ from agentrl.env.client import connect
 from agentrl.errors import ConfigError
 from agentrl.tracking import read_metrics
 from agentrl.train.checkpoint import load_checkpoint
-from agentrl.train.held_out import HeldOut, sets_to_evaluate
+from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.loop import train
 
 SMALL = [
@@ -42,14 +42,14 @@ def scripted(monkeypatch, values):
 
 def test_a_set_takes_from_eval_and_env_what_it_does_not_name():
     config = load_config(QUICKSTART, [*SMALL, "--eval.sets.other.env", "countdown"])
-    sets = config.evaluations()
+    sets = {name: each for name, (_, each) in config.evaluations().items()}
     assert list(sets) == ["long", "greedy", "other"]
     assert [each.eval.num_tasks for each in sets.values()] == [4, 4, 4]
     assert [each.eval.temperature for each in sets.values()] == [None, 0, None]
     assert sets["long"].env.config == config.env.config | {"digits": 4}
     assert sets["greedy"].env == config.env
     assert (sets["other"].env.id, sets["other"].env.config) == ("countdown", {})
-    assert load_config(QUICKSTART).evaluations() == {"": load_config(QUICKSTART)}
+    assert load_config(QUICKSTART).evaluations() == {"": ("", load_config(QUICKSTART))}
     again = config.to_json()
     again["model"]["path"] = config.model.path
     assert load_config(again) == config, "what is written down reads back"
@@ -93,6 +93,8 @@ def test_a_run_evaluates_what_is_held_out_unless_told_not_to(tmp_path, capsys):
         ([], [10, 20, 30]),
         (["--run.num_steps", "300"], [30]),
         (["--run.num_steps", "9"], []),
+        (["--run.num_steps", "9", "--run.keep_best", "eval/avg@1"], [9, 18, 27]),
+        (["--run.num_steps", "9", "--eval.sets.a.temperature", "0"], [9, 18, 27]),
         (["--run.eval_every", "0"], []),
         (["--run.eval_every", "4"], [4, 8, 12, 16, 20, 24, 28]),
         (["--eval.split", "train"], []),
@@ -102,11 +104,11 @@ def test_a_run_evaluates_what_is_held_out_unless_told_not_to(tmp_path, capsys):
 def test_when_evaluations_are_due(overrides, steps):
     config = load_config(QUICKSTART, ["--run.num_steps", "30", *overrides])
 
-    async def sets():
+    async def interval():
         async with aclosing(connect(None)) as env:
-            return await sets_to_evaluate(config, env, quiet=True)
+            return await default_interval(config, {"": env}, quiet=True)
 
-    held_out = HeldOut(config, asyncio.run(sets()))
+    held_out = HeldOut(config, asyncio.run(interval()))
     assert [step for step in range(1, 31) if held_out.is_due(step, config)] == steps
 
 
@@ -137,7 +139,7 @@ def test_the_best_checkpoint_is_kept_and_the_run_ends_when_nothing_improves(
 
 def test_the_best_is_forgotten_aloud_where_its_checkpoint_is_gone(tmp_path, caplog):
     config = load_config(QUICKSTART, ["--run.keep_best", "eval/avg@1"])
-    state = HeldOut(config, {})
+    state = HeldOut(config, 1)
     state.restore([{"step": 1, "eval/avg@1": 0.5}, {"step": 2, "eval/avg@1": 0.9}], 1, tmp_path)
     assert state.best is None
     assert "eval/avg@1 was best at step 1, whose checkpoint is gone" in caplog.text
@@ -146,7 +148,7 @@ def test_the_best_is_forgotten_aloud_where_its_checkpoint_is_gone(tmp_path, capl
 
 def test_patience_counts_evaluations_in_a_row():
     config = load_config(QUICKSTART, ["--run.keep_best", "eval/avg@1", "--run.patience", "2"])
-    state = HeldOut(config, {})
+    state = HeldOut(config, 1)
     seen = [
         (state.see(step, {"eval/avg@1": value}), state.why_enough() is not None)
         for step, value in enumerate([0.2, 0.1, 0.3, 0.3], 1)
@@ -155,3 +157,17 @@ def test_patience_counts_evaluations_in_a_row():
     assert not state.see(5, {"reward/mean": 1.0}), "a step without an evaluation counts for nothing"
     assert not state.see(6, {"eval/avg@1": 0.2})
     assert "did not rise above 0.300, that of step 3, in 2 evaluations" in state.why_enough()
+
+
+def test_sets_of_several_environments_are_those_of_the_one_they_name():
+    data = load_config(QUICKSTART).to_json()
+    math = {"id": "math", "config": {"digits": 2}}
+    data["env"] = [{**math, "name": "sums"}, {**math, "name": "long", "max_turns": 5}]
+    assert list(load_config(data).evaluations()) == ["sums", "long"]
+    data["eval"] = {"sets": {"a": {}, "b": {"env": "long", "config": {"digits": 3}}}}
+    sets = load_config(data).evaluations()
+    assert [(part, each.rollout.max_turns) for part, each in sets.values()] == [
+        ("sums", 3),
+        ("long", 5),
+    ]
+    assert (sets["b"][1].env.id, sets["b"][1].env.config) == ("math", {"digits": 3})
