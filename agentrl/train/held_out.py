@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.rollout.evaluation import evaluate, evaluation_metrics
-from agentrl.rollout.setup import named_in_errors, split_size
+from agentrl.rollout.setup import split_size
 from agentrl.train.checkpoint import BEST_NAME, point_best_to
 from agentrl.train.sampling import evaluation_sampling
 
@@ -36,9 +36,8 @@ async def default_interval(config: RunConfig, envs: Mapping[str, EnvClient], *, 
     run, split = config.run, config.eval.split
     asked = run.eval_every or run.keep_best or config.eval.sets
     if asked and run.eval_every != 0:
-        for name, (part, each) in config.evaluations().items():
-            with named_in_errors(name):
-                await split_size(envs[part], each, each.eval.split)
+        for part, each in config.evaluations().values():
+            await split_size(envs[part], each, each.eval.split)
     if run.eval_every is not None:
         return 0
     if not asked:
