@@ -6,20 +6,20 @@ What the best is follows from the lines of metrics.jsonl alone, so a resumed run
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
+from agentrl.inference.base import SamplingParams
+from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.evaluation import evaluate, evaluation_metrics
+from agentrl.rollout.mixture import Mixture
+from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.setup import split_size
 from agentrl.train.checkpoint import BEST_NAME, point_best_to
 from agentrl.train.sampling import evaluation_sampling
-
-if TYPE_CHECKING:
-    from agentrl.train.run import Run
-    from agentrl.view.display import Display
 
 logger = logging.getLogger(__name__)
 
@@ -129,20 +129,26 @@ class HeldOut:
         self.best = self.best_step = None
         self._num_since = 0
 
-
-async def evaluate_sets(run: Run, step: int, display: Display) -> dict[str, float]:
-    """Plays every set with the policy as it is; returns their metrics."""
-    metrics = {}
-    parts = {part.name: part.scheduler for part in run.mixture.parts}
-    for name, (part, config) in run.held_out.sets.items():
-        rollouts = await evaluate(
-            config,
-            run.policy(run.held_out.sampling[name]),
-            parts[part].env,
-            capacity=parts[part].capacity,
-            agents=run.agents,
-            id_prefix=f"eval{step:06d}-{name and name + '-'}",
-            on_progress=lambda done, total: display.phase("eval", done, total),
-        )
-        metrics |= evaluation_metrics(rollouts, config, name)
-    return metrics
+    async def play(
+        self,
+        step: int,
+        mixture: Mixture,
+        policy: Callable[[SamplingParams], TokenPolicy],
+        agents: Agents | None,
+        on_progress: Callable[[int, int], None],
+    ) -> dict[str, float]:
+        """Plays every set with the policy as it is; returns their metrics."""
+        metrics = {}
+        parts = {part.name: part.scheduler for part in mixture.parts}
+        for name, (part, config) in self.sets.items():
+            rollouts = await evaluate(
+                config,
+                policy(self.sampling[name]),
+                parts[part].env,
+                capacity=parts[part].capacity,
+                agents=agents,
+                id_prefix=f"eval{step:06d}-{name and name + '-'}",
+                on_progress=on_progress,
+            )
+            metrics |= evaluation_metrics(rollouts, config, name)
+        return metrics

@@ -39,7 +39,6 @@ from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
-from agentrl.train.held_out import evaluate_sets
 from agentrl.train.logprobs import packing_of
 from agentrl.train.run import (
     Outputs,
@@ -177,7 +176,13 @@ async def _steps(
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
         is_best = False
         if run.held_out.is_due(step, run.config):
-            metrics |= await evaluate_sets(run, step, display)
+            metrics |= await run.held_out.play(
+                step,
+                run.mixture,
+                run.policy,
+                run.agents,
+                lambda done, total: display.phase("eval", done, total),
+            )
             is_best = run.held_out.see(step, metrics)
         metrics["time/step_s"] = time.perf_counter() - step_started
         end = StepEnd(step, metrics, rollouts.trajectories, run, interrupted, display)
