@@ -23,8 +23,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from agentrl.errors import ConfigError, HistoryError
-from agentrl.rollout.dialects.choose import NAME, SENTINEL, TOOL, Template
+from agentrl.errors import ConfigError, HistoryError, first_line
+from agentrl.rollout.dialects.choose import NAME, SENTINEL, TOOL, Template, rendered
 from agentrl.rollout.guard import Guard
 from agentrl.types import JSON, Action, Message, ParseStatus, ToolSpec
 
@@ -384,13 +384,16 @@ class Renderer:
             return None
 
     def _render(self, messages: list[Any], tools: list[ToolSpec], generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **self.template_kwargs,
-        )
+        def render(offered: list[Any] | None) -> str:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=offered,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+
+        return rendered(render, tools)
 
     def _tail(self, observation: list[Message]) -> str:
         """The text behind the dummy turn.
@@ -462,7 +465,13 @@ class Renderer:
         text = self._text(
             [_ASKED, {"role": "assistant", "content": _SENTINEL}, *observation], [], True
         )
-        rest = text[text.index(_SENTINEL) + len(_SENTINEL) :]
+        _, found, rest = text.rpartition(_SENTINEL)
+        if not found:
+            raise ConfigError(
+                "the chat template does not write what an assistant said in earlier turns (it is "
+                "one of an embedding or ranking model, or takes contents as lists of parts); name "
+                "another with model.chat_template"
+            )
         for mark in self.dialect.answer:
             rest = rest.removeprefix(mark)  # the policy wrote it
         return rest
@@ -484,7 +493,15 @@ class Renderer:
         return ids[0]
 
     def _find_close_token(self) -> int:
-        ids = self._encode(self._render_tail([_ASKED]))
+        from jinja2.exceptions import TemplateError
+
+        try:
+            ids = self._encode(self._render_tail([_ASKED]))
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template does not render a dialogue of texts ({first_line(error)}); set "
+                "what it lacks in rollout.template, or name another with model.chat_template"
+            ) from error
         # The closing tag must be one token, or "the turn is over" could be sampled in pieces.
         text = self.tokenizer.decode(ids[:1], skip_special_tokens=False)
         with_special = self.tokenizer.decode(ids[:1], skip_special_tokens=True)

@@ -35,6 +35,40 @@ def test_a_template_that_takes_no_tools_serves_without_them():
     assert Renderer(make_tokenizer(keeps)).history == "append_only"
 
 
+TOOLS_ONLY = CHATML.replace("{% if tools %}", "{% if true %}")
+
+
+def test_a_template_for_tools_only_gets_an_empty_list_where_there_are_none():
+    renderer = Renderer(make_tokenizer(TOOLS_ONLY))
+    asked = [{"role": "user", "content": "hi"}]
+    assert renderer.history == "append_only" and not renderer.template.hides_tools
+    text = renderer.tokenizer.decode(renderer.prompt(asked, []))
+    assert text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\nhi")
+    assert "look" in renderer.tokenizer.decode(renderer.prompt(asked, [TOOL]))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('one message at a time') }}", "one message at a time"),
+        ("{{ functions.names }}" + CHATML, "'functions' is undefined"),
+        ("{{ messages.count() + 'x' }}" + CHATML, "TypeError"),
+        ("{{ (messages | map('length')) | tojson }}" + CHATML, "not JSON serializable"),
+        ("<|im_start|>{{ messages[0].content }}<|im_end|>", "does not write what an assistant"),
+        (
+            CHATML.replace(
+                "{{ message.content }}",
+                "{% for part in message.content %}{{ part.text }}{% endfor %}",
+            ),
+            "takes contents as lists of parts",
+        ),
+    ],
+)
+def test_a_template_that_renders_no_dialogue_is_refused_in_words(template, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Renderer(make_tokenizer(template))
+
+
 def test_prompts_without_a_template_are_the_texts_alone():
     renderer = Renderer(make_tokenizer(RAW))
     tokenizer = renderer.tokenizer

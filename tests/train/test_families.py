@@ -1,5 +1,7 @@
 """Every family of docs/models.md against its own unpacked eager forward, one sample at a time."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +128,20 @@ def test_packed_samples_are_exact(model_type, tmp_path):
     for request, turn in zip(requests, sample(twin, requests, seed=1), strict=True):
         ours = recomputed_logprobs(model, request.prompt_ids, turn.token_ids, 1.0)
         assert turn.logprobs == pytest.approx(ours, abs=2e-4)
+
+
+@pytest.mark.slow
+def test_the_table_of_all_families_runs_on_a_handful():
+    command = [sys.executable, PAGE.parents[1] / "benchmarks" / "model_families.py"]
+    chosen = ["phi3", "llama4_text", "mamba", "recurrent_gemma", "deepseek_v4", "xlnet"]
+    ran = subprocess.run([*command, *chosen], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "families: {'exact': 5, 'refused': 1}" in ran.stdout
+    learned = subprocess.run(
+        [*command, "--gradients", "gpt_oss", "lfm2"], capture_output=True, text=True
+    )
+    assert learned.returncode == 0, learned.stdout + learned.stderr
+    assert "2 families, 0 WRONG" in learned.stdout
 
 
 def test_the_page_names_dialects_that_there_are():

@@ -29,6 +29,7 @@ from agentrl.train.attention import SHARED_ATTENTION_NAME
 from agentrl.train.logprobs import (
     backbone_hidden,
     logit_shape,
+    packing_of,
     require_exact,
     sample_logprobs,
     trained_matrix,
@@ -383,6 +384,22 @@ def test_what_stands_behind_the_head_is_measured(model_type, changes, shape):
     require_exact(model)
 
 
-def test_a_head_of_more_than_one_layer_is_refused_in_words():
-    with pytest.raises(ConfigError, match="ModernBertDecoderForCausalLM cannot be trained on"):
-        require_exact(tiny_model("modernbert-decoder"))
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("modernbert-decoder", "changes hidden states before its head"),
+        ("bert-generation", "lets a token see those that follow it"),
+        ("xlnet", "lets a token see those that follow it"),
+    ],
+)
+def test_a_family_that_is_no_causal_decoder_is_refused_in_words(model_type, reason):
+    with pytest.raises(ConfigError, match=f"cannot be trained on exactly: .*{reason}"):
+        require_exact(tiny_model(model_type))
+
+
+def test_keys_of_several_tokens_cost_the_packed_row(caplog):
+    """DeepSeek V4 makes one key of 128 tokens, more than a probe has."""
+    model = tiny_model("deepseek_v4")
+    require_exact(model)
+    assert packing_of(model) == 0
+    assert "make one key of several tokens" in caplog.text

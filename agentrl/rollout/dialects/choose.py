@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,12 @@ def named_dialect(name: str) -> Dialect:
     return DIALECTS[name]
 
 
-_TRIED: tuple[dict[str, JSON], ...] = ({"word": SENTINEL, "count": 417}, {"count": 417})
-"""Arguments of the example. Some templates write strings without their quotes."""
+_TRIED: tuple[dict[str, JSON], ...] = (
+    {"word": SENTINEL, "count": 417},
+    {"count": 417},
+    {"word": SENTINEL},
+)
+"""Arguments of the example. Some templates write strings without their quotes, or numbers with."""
 
 
 class Template:
@@ -118,7 +122,7 @@ class Template:
             try:
                 if NAME in self._render([*messages], [TOOL], True):
                     return False
-            except (TemplateError, TypeError):
+            except TemplateError:
                 continue
         return True
 
@@ -199,6 +203,8 @@ class Template:
                 f"the chat template is not valid Jinja (line {error.lineno}: {error.message}); "
                 "correct the model's chat_template.jinja or rollout.template"
             ) from error
+        except TemplateError:
+            return ""
         call_id = dialect.call_id.format(turn=0, index=0, name=NAME)
         call: dict[str, Any] = {
             "id": call_id,
@@ -214,7 +220,7 @@ class Template:
                 whole = self._render([*asked, turn], [TOOL], False)
                 if not whole.startswith(before):
                     before = self._render(asked, [TOOL], False)
-            except (TemplateError, TypeError):  # `'"arguments": ' + a mapping`
+            except TemplateError:  # `'"arguments": ' + a mapping`
                 continue
             self._arguments_as_text = as_text
             return whole[len(before) :].removesuffix(end) if whole.startswith(before) else ""
@@ -236,7 +242,7 @@ class Template:
             turn = {"role": "assistant", "content": content, key: SENTINEL, **more}
             try:
                 text = self._render([{"role": "user", "content": "x"}, turn], [TOOL], False)
-            except (TemplateError, TypeError):
+            except TemplateError:
                 return False
             return SENTINEL in text
 
@@ -249,6 +255,30 @@ class Template:
             if with_call or shows(key, "x"):
                 return key
         return None
+
+
+def rendered(render: Callable[[list[Any] | None], str], tools: list[ToolSpec]) -> str:
+    """Returns what a template makes of tools, or of none.
+
+    Some templates are written for dialogues with tools only and fail without a list of them. They
+    get an empty one.
+
+    Raises:
+        TemplateError: the template refuses the dialogue, or fails on it with an error of Python's.
+    """
+    from jinja2.exceptions import TemplateError, TemplateRuntimeError
+
+    try:
+        try:
+            return render([*tools] or None)
+        except (TypeError, AttributeError):
+            if tools:
+                raise
+            return render([])
+    except TemplateError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def template_source(chat_template: str) -> str:
@@ -311,14 +341,16 @@ def read_template(
     kwargs |= render_kwargs
 
     def render(messages: list[Any], tools: list[ToolSpec], generation_prompt: bool) -> str:
-        offered: list[Any] = [*tools]
-        rendered, _ = render_jinja_template(
-            conversations=[messages],
-            tools=offered or None,
-            add_generation_prompt=generation_prompt,
-            **kwargs,
-        )
-        return rendered[0]
+        def of_tools(offered: list[Any] | None) -> str:
+            texts, _ = render_jinja_template(
+                conversations=[messages],
+                tools=offered,
+                add_generation_prompt=generation_prompt,
+                **kwargs,
+            )
+            return texts[0]
+
+        return rendered(of_tools, tools)
 
     response = config.get("response_template")
     source = str(kwargs["chat_template"])
