@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import re
 import typing
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic import BaseModel
 
 from agentrl.cli import _parser
 from agentrl.config import RunConfig, valid_keys
+from agentrl.errors import DataError
 from agentrl.glossary import METRICS
 
 HERE = Path(__file__).parent
@@ -92,6 +95,78 @@ def _type(annotation: Any) -> str:
     return names.get(annotation, getattr(annotation, "__name__", "value"))
 
 
+_SWEBENCH = """\
+# SWE-bench
+
+Real bugs of real repositories: an agent works in the repository's container by shell commands,
+and the unmodified official harness grades what it changed in a fresh one. It needs a Docker
+engine.
+
+```
+pip install -e ".[swebench]"
+agentrl swebench doctor --dataset verified               # engine, disk, images, rows
+agentrl swebench pull --dataset verified --scrub         # images ahead of a run
+agentrl swebench run --dataset verified --model http://localhost:8000 --out results --slice 0:50
+agentrl swebench eval --dataset verified --predictions preds.jsonl --out results
+agentrl swebench validate --dataset D.jsonl --audit --out valid.jsonl    # before training
+agentrl train examples/swebench/run.toml
+```
+
+In training, the reward is the harness' verdict under the policy `strict`, confirmed by a control
+run in which a random part of the tests is altered: a patch that forges results passes an altered
+test or fails one that is as it was, and has the reward 0. How that works, what attacks were tried
+and what stays open: `environments/swebench/README.md`.
+
+## Rows
+
+A data set is an alias (`full`, `lite`, `verified`, `multilingual`, `multimodal`, `swe-gym`, ...),
+a Hugging Face name, or a `.jsonl`, `.json` or `.parquet` file. A row with `image` and
+`eval_script` is one of SWE-bench 5 and is used as it is; one with neither is told by its columns.
+Rows of SkyRL and of NeMo-Gym are taken out of what wraps them. No real row of the data sets below
+was converted and no image of theirs run: the adapters are tested on rows made in these shapes,
+and `validate` says of each instance whether it can be graded. `doctor` names rows whose log
+parser the harness does not have and rows without a test to fix.
+
+"""
+_SWEBENCH_KEYS = """\
+What is refused says so with its place in the file, before anything is started.
+
+## Keys of `env.config`
+
+"""
+
+
+def _refusal(adapter: typing.Callable[..., Any]) -> str:
+    """What an adapter that takes no row says."""
+    try:
+        adapter({"instance_id": "an instance"}, "")
+    except DataError as error:
+        return str(error).removeprefix(": ")
+    raise AssertionError(adapter)
+
+
+def swebench() -> str:
+    """SWE-bench: commands to begin with, what rows are read, the environment's keys."""
+    from agentrl_swebench import adapters
+    from agentrl_swebench.env import SWEBenchConfig
+
+    lines = [_NOTE, *_SWEBENCH.splitlines(), "| rows of | |", "|---|---|"]
+    for adapter in adapters.ADAPTERS:
+        about = inspect.getdoc(adapter) or ""
+        if about.startswith("Raises"):
+            message = _refusal(adapter)
+            lines.append(f"| {adapter.__name__.replace('_', '-')} | refused: {_cell(message)} |")
+        else:
+            first = " ".join(about.partition("\n\n")[0].split())
+            lines.append(f"| {adapter.__name__.replace('_', '-')} | {_cell(first)} |")
+    lines += ["", *_SWEBENCH_KEYS.splitlines(), "| key | type | default | |", "|---|---|---|---|"]
+    for name, field in SWEBenchConfig.model_fields.items():
+        default = "" if field.is_required() else f"`{json.dumps(field.default)}`"
+        about = " ".join((field.description or "").split())
+        lines.append(f"| `{name}` | {_kind(SWEBenchConfig, name)} | {default} | {_cell(about)} |")
+    return "\n".join(lines) + "\n"
+
+
 def metrics() -> str:
     """Every metric of a run."""
     lines = [
@@ -148,7 +223,12 @@ def _all_commands(
             yield from _all_commands(child)
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics, "commands.md": commands}
+PAGES = {
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "commands.md": commands,
+    "swebench.md": swebench,
+}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

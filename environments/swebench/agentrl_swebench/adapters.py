@@ -131,6 +131,82 @@ def swe_synth(row: Row, place: str) -> Row:
     )
 
 
+def swe_bench_live(row: Row, place: str) -> Row:
+    """SWE-bench-Live: `test_cmds` has the test commands as they are run, `log_parser` a short name
+    of a parser, and images are named as those of the official harness, under `starryzhang`."""
+    name = row["instance_id"].replace("__", "_1776_").lower()
+    parser = row.get("log_parser") or "pytest"
+    return _converted(
+        row,
+        place,
+        image=f"starryzhang/sweb.eval.x86_64.{name}:latest",
+        install="",
+        test="\n".join(_commands(row["test_cmds"], place)),
+        log_parser=parser if parser.startswith("parse_log_") else f"parse_log_{parser}",
+    )
+
+
+def multi_swe_bench(row: Row, place: str) -> Row:
+    """
+    Raises:
+        DataError: always.
+    """
+    raise DataError(
+        f"{place}: rows of Multi-SWE-bench (`org`, `number`, `fix_patch`) are graded by a harness "
+        "of their own, by build files that are no part of a row. For other languages take "
+        "SWE-rebench-V2 (`agentrl swebench data get swe-rebench-v2`) or `multilingual`"
+    )
+
+
+def swe_bench_pro(row: Row, place: str) -> Row:
+    """
+    Raises:
+        DataError: always.
+    """
+    raise DataError(
+        f"{place}: rows of SWE-bench Pro (`dockerhub_tag`, `selected_test_files_to_run`) are "
+        "graded by run scripts and parsers of their own, which no row has, in images with the "
+        "repository at /app. Take `verified`, `multilingual` or SWE-rebench-V2"
+    )
+
+
+def pull_request(row: Row, place: str) -> Row:
+    """
+    Raises:
+        DataError: always; nobody has run such a row.
+    """
+    raise DataError(
+        f"{place}: {row['instance_id']} names no test in FAIL_TO_PASS (SWE-Gym-Raw has such rows), "
+        "so nothing could tell a fix from no fix. Take SWE-Gym: `agentrl swebench data get "
+        "swe-gym --out FILE.jsonl`"
+    )
+
+
+def unpacked(row: Row, place: str) -> Row:
+    """The row that another trainer's row wraps: SkyRL's has it as `instance`, NeMo-Gym's as JSON in
+    `responses_create_params.metadata.instance_dict`. Any other row is returned as it is.
+
+    Raises:
+        DataError: a row of theirs has no instance in it.
+    """
+    inner: Any = None
+    if "env_class" in row and "prompt" in row:
+        what, inner = "SkyRL", row.get("instance")
+    elif isinstance(row.get("responses_create_params"), dict) and "instance_id" not in row:
+        what = "NeMo-Gym"
+        inner = (row["responses_create_params"].get("metadata") or {}).get("instance_dict")
+    else:
+        return row
+    if isinstance(inner, str):
+        try:
+            inner = json.loads(inner)
+        except ValueError as error:
+            raise DataError(f"{place}: the instance in a row of {what} is not JSON") from error
+    if not isinstance(inner, dict) or "instance_id" not in inner:
+        raise DataError(f"{place}: a row of {what} has no instance of SWE-bench in it")
+    return inner
+
+
 def swe_smith(row: Row, place: str) -> Row:
     """
     Raises:
@@ -155,6 +231,10 @@ def r2e_gym(row: Row, place: str) -> Row:
     )
 
 
+ADAPTERS: tuple[Callable[[Row, str], Row], ...] = (
+    *(swe_gym, swe_rebench, swe_rebench_v2, swe_bench_live, swe_synth),
+    *(swe_smith, r2e_gym, multi_swe_bench, swe_bench_pro, pull_request),
+)
 SWE_GYM_REPOS = frozenset(
     (
         *("pandas-dev/pandas", "getmoto/moto", "python/mypy", "iterative/dvc", "dask/dask"),
@@ -168,6 +248,14 @@ def adapter_of(row: Row) -> Callable[[Row, str], Row] | None:
     """By a row's columns; None: it is one of SWE-bench, or of nothing we know."""
     if "expected_output_json" in row:
         return r2e_gym
+    if "fix_patch" in row and "org" in row:
+        return multi_swe_bench
+    if "dockerhub_tag" in row or "selected_test_files_to_run" in row:
+        return swe_bench_pro
+    if "instance_id" in row and row.get("FAIL_TO_PASS") in (None, "", "[]", []):
+        return pull_request
+    if row.get("test_cmds"):
+        return swe_bench_live
     if str(row.get("repo", "")).startswith("swesmith/"):
         return swe_smith
     if row.get("install_config"):

@@ -135,12 +135,31 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--max-turn-tokens", type=int, default=4096, help="of one turn (default: %(default)s)"
     )
+    run.add_argument(
+        "--max-total-tokens",
+        type=int,
+        metavar="N",
+        help="begin no further instance once the model has written so many tokens in this call",
+    )
     run.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)g)")
     run.add_argument("--concurrency", type=int, default=4, help="instances at once (default: 4)")
     run.add_argument("--edit-tool", action="store_true", help="offer str_replace too")
     run.add_argument("--no-grade", action="store_true", help="stop after the predictions")
     run.add_argument(
         "--memory-mb", type=int, default=4096, help="of an agent's container (default: %(default)s)"
+    )
+    run.add_argument("--cpus", type=float, default=2.0, help="of it (default: %(default)g)")
+    run.add_argument(
+        "--disk-mb",
+        type=int,
+        help="that an agent may write, where the engine can limit it (default: no limit)",
+    )
+    run.add_argument(
+        "--command-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="of one command, at most 600 (default: %(default)g)",
     )
     run.add_argument(
         "--turn-timeout", type=float, default=600.0, help="seconds (default: %(default)g)"
@@ -159,6 +178,12 @@ def _add_dataset(command: argparse.ArgumentParser, *, required: bool = True) -> 
     )
     command.add_argument("--split", default="test", help="(default: %(default)s)")
     command.add_argument("--instance-ids", nargs="+", metavar="ID", help="only these instances")
+    command.add_argument(
+        "--filter", metavar="REGEX", help="only instances in whose id the expression is found"
+    )
+    command.add_argument(
+        "--slice", metavar="FROM:TO", help="of what is left, in the dataset's order, as in Python"
+    )
 
 
 def _add_grading(command: argparse.ArgumentParser, *, policy: str) -> None:
@@ -228,11 +253,28 @@ def _limits(arguments: argparse.Namespace) -> GradingLimits:
 
 
 def _load(arguments: argparse.Namespace) -> list[Instance]:
+    import re
+
+    from agentrl.errors import ConfigError
     from agentrl_swebench.dataset import load_instances
 
-    return load_instances(
+    instances = load_instances(
         arguments.dataset, split=arguments.split, instance_ids=arguments.instance_ids
     )
+    if arguments.filter is not None:
+        try:
+            wanted = re.compile(arguments.filter)
+        except re.error as error:
+            raise ConfigError(f"--filter {arguments.filter!r}: {error}") from error
+        instances = [each for each in instances if wanted.search(each.instance_id)]
+    if arguments.slice is not None:
+        if not re.fullmatch(r"-?\d*:-?\d*", arguments.slice):
+            raise ConfigError(f"--slice {arguments.slice!r} is not FROM:TO, as in 0:50")
+        start, end = (int(each) if each.strip("-") else None for each in arguments.slice.split(":"))
+        instances = instances[start:end]
+    if not instances:
+        raise ConfigError("--filter and --slice leave no instance")
+    return instances
 
 
 def _progress() -> Progress:

@@ -21,7 +21,7 @@ from typing import Any
 from agentrl.env.hub import DATA_SETS, load_hub
 from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
-from agentrl_swebench.adapters import adapter_of
+from agentrl_swebench.adapters import adapter_of, unpacked
 
 _KNOWN = {
     name.removeprefix("swe-bench-"): each
@@ -140,7 +140,7 @@ def to_official(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, d
     official: list[tuple[str, dict[str, Any]]] = []
     old: list[int] = []
     for place, row in rows:
-        if any(name in row for name in NEW_COLUMNS):
+        if "image" in row or "eval_script" in row:  # others have `log_parser` too
             official.append((place, row))
             continue
         adapter = adapter_of(row)
@@ -212,7 +212,13 @@ def test_names(row: dict[str, Any], column: str, place: str) -> tuple[str, ...]:
 
 
 def load_rows(source: str, split: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows as they are, each with its place. Without a split a dataset's usual one."""
+    """Rows, each with its place; those that another trainer wrapped are taken out of its rows.
+    Without a split a dataset's usual one."""
+    for place, row in _rows(source, split):
+        yield place, unpacked(row, place)
+
+
+def _rows(source: str, split: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     if split is None or (split == "test" and source.lower() in _TRAIN_ONLY):
         split = "train" if source.lower() in _TRAIN_ONLY else "test"
     path = Path(source)
@@ -270,7 +276,7 @@ def convert_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     python = os.environ.get("AGENTRL_SWEBENCH4_PYTHON")
     if not python:
         raise ConfigError(
-            f"{len(rows)} rows have the columns of SWE-bench 4 (no {', '.join(NEW_COLUMNS)}). Use "
+            f"{len(rows)} rows have the columns of SWE-bench 4 (no image, no eval_script). Use "
             "the dataset's present revision (SWE-bench/SWE-bench_Verified and its siblings on "
             "Hugging Face); if they are no rows of SWE-bench, name image, eval_script, log_parser "
             "and eval_type in each (environments/swebench/README.md, An instance of your own); or "

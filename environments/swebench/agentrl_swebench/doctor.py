@@ -28,6 +28,7 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
             "" if right else f"; {HARNESS_VERSION} is wanted: pip install 'agentrl-gym[swebench]'"
         )
         yield "ok" if right else "fix", "harness", f"swebench {version}{wanted}"
+    yield from _rows(instances)
     try:
         client = connect()
     except AgentRLError as error:
@@ -68,6 +69,30 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
             )
         else:
             yield "ok", "images", f"all {len(instances)} are local"
+
+
+def _rows(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
+    """What the rows say that no grading could follow."""
+    without = [each.instance_id for each in instances if not each.fail_to_pass]
+    if without:
+        yield "fix", "rows", f"{_some(without)} name no test in FAIL_TO_PASS: leave them out"
+    try:
+        from swebench.harness.log_parsers import PARSER_REGISTRY
+    except ImportError:
+        return
+    unknown = [each.instance_id for each in instances if each.log_parser not in PARSER_REGISTRY]
+    if unknown:
+        names = sorted({each.log_parser for each in instances} - set(PARSER_REGISTRY))
+        yield (
+            "fix",
+            "rows",
+            f"{_some(unknown)} want a log parser that the harness has not: {', '.join(names[:5])}",
+        )
+
+
+def _some(ids: list[str]) -> str:
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return ", ".join(ids[:3]) + more
 
 
 def _tagged(name: str) -> str:

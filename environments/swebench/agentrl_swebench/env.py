@@ -105,7 +105,9 @@ class SWEBenchConfig(EnvConfig):
     memory_mb: int = Field(default=4096, ge=64)
     """Of an agent's container."""
     cpus: float = Field(default=2.0, gt=0)
+    """Processors of an agent's container."""
     max_processes: int = Field(default=512, ge=16)
+    """In an agent's container, threads among them."""
     disk_mb: int | None = Field(default=None, ge=64)
     """Of what an agent writes, on an engine that can limit it: one that stores on btrfs, where the
     image's size is part of it, on zfs, or by overlay2 on xfs that is mounted with pquota."""

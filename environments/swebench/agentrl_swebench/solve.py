@@ -31,7 +31,7 @@ def drop_cut_line(path: Path) -> None:
 
 
 async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Path) -> int:
-    """Play the pending instances and append their predictions; how many failed."""
+    """Play the pending instances and append their predictions; how many have none."""
     try:
         from openai import AsyncOpenAI
     except ImportError:
@@ -52,6 +52,9 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
         "max_turns": arguments.max_turns,
         "edit_tool": arguments.edit_tool,
         "memory_mb": arguments.memory_mb,
+        "cpus": arguments.cpus,
+        "disk_mb": arguments.disk_mb,
+        "command_timeout_s": arguments.command_timeout,
         "grade": False,
     }
     limits = Limits(
@@ -62,10 +65,11 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
     )
     log = TrajectoryLog(arguments.out)
     capacity = asyncio.Semaphore(arguments.concurrency)
-    failed = 0
+    failed = left_out = spent = 0
 
     def record(trajectory: Trajectory) -> None:
-        nonlocal failed
+        nonlocal failed, spent
+        spent += sum(turn.num_tokens for turn in trajectory.turns)
         log.append(0, [trajectory])
         if trajectory.error is not None or "model_patch" not in trajectory.info:
             failed += 1
@@ -101,11 +105,23 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
                     env_config=config,
                 )
                 async with capacity:
+                    if arguments.max_total_tokens is not None and (
+                        spent >= arguments.max_total_tokens
+                    ):
+                        nonlocal left_out
+                        left_out += 1
+                        return
                     await play(episode, policy, env, limits, record)
 
             for index in range(len(pending)):
                 tasks.create_task(one(index))
-    return failed
+    if left_out:
+        print(
+            f"--max-total-tokens {arguments.max_total_tokens} are spent ({spent}); {left_out} "
+            "instances were not begun",
+            file=sys.stderr,
+        )
+    return failed + left_out
 
 
 def _append(path: Path, prediction: Prediction) -> None:

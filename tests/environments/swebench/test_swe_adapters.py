@@ -47,6 +47,8 @@ def in_shape(name, common):
         | {"language": "python", "image_name": f"{MOVED_REPOSITORY}:spans", "license": "MIT"}
         | {"install_config": json.dumps(REBENCH | {"test_cmd": ["pytest -rA tests"]})},
         "swe_synth": common | {"image_name": "own/spans:1", "test_cmd": "pytest -rA tests"},
+        "swe_bench_live": common
+        | {"test_cmds": ["pytest -rA tests"], "log_parser": "pytest", "pull_number": "1"},
     }[name]
 
 
@@ -57,6 +59,11 @@ def in_shape(name, common):
         ("swe_rebench", "swerebench/sweb.eval.x86_64.own_1776_spans-1:latest", "--tb=line"),
         ("swe_rebench_v2", f"{MOVED_REPOSITORY}:spans", "pytest -rA tests"),
         ("swe_synth", "own/spans:1", "pytest -rA tests"),
+        (
+            "swe_bench_live",
+            "starryzhang/sweb.eval.x86_64.own_1776_spans-1:latest",
+            "pytest -rA tests",
+        ),
     ],
 )
 def test_rows_become_official_ones(tmp_path, name, image, command):
@@ -90,6 +97,9 @@ def test_rows_become_official_ones(tmp_path, name, image, command):
             "data get swe-rebench-v2",
         ),
         (COMMON | {"expected_output_json": "{}"}, "R2E-Gym name tests without their files"),
+        ({"org": "o", "repo": "r", "number": 1, "fix_patch": ""}, "of Multi-SWE-bench"),
+        (COMMON | {"dockerhub_tag": "t", "fail_to_pass": "[]"}, "of SWE-bench Pro"),
+        ({**COMMON, "FAIL_TO_PASS": []}, "names no test in FAIL_TO_PASS"),
         (COMMON | {"install_config": {"install": "x"}}, "names no test_cmd"),
         (COMMON | {"install_config": "{"}, "is not JSON"),
         (COMMON | {"test_cmd": 3, "image_name": "i"}, "lacks a column or has one of"),
@@ -100,6 +110,31 @@ def test_rows_that_can_not_be_used_say_why(row, message):
     with pytest.raises(DataError, match=message) as caught:
         to_official([("rows.jsonl, line 3", row)])
     assert str(caught.value).startswith("rows.jsonl, line 3: ")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda row: {"prompt": [], "env_class": "null", "instance": row},
+        lambda row: {
+            "responses_create_params": {"metadata": {"instance_dict": json.dumps(row)}},
+        },
+        lambda row: row | {"responses_create_params": {"input": []}},
+    ],
+    ids=["skyrl", "nemo-gym", "nemo-gym, flat"],
+)
+def test_a_row_that_another_trainer_wrapped(tmp_path, wrap):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(wrap(in_shape("swe_gym", COMMON))) + "\n")
+    (instance,) = load_instances(path, instance_ids=["Own__Spans-1"])
+    assert instance.image.startswith("xingyaoww/")
+
+
+def test_a_wrapped_row_without_an_instance_says_so(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": [], "env_class": "gsm8k"}) + "\n")
+    with pytest.raises(DataError, match="line 1: a row of SkyRL has no instance"):
+        load_instances(path)
 
 
 def run_get(*arguments):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from aiohttp import web
+from test_swe_dataset import ROW
 
 from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError, DataError
@@ -95,6 +96,40 @@ def test_without_an_engine_doctor_says_so(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "fix  engine: no Docker engine answers" in shown
     assert "harness" in shown
+
+
+def test_doctor_finds_rows_that_no_grading_could_follow(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("swebench", reason="its list of log parsers is looked at")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    rows = [
+        ROW | {"instance_id": "a-1", "FAIL_TO_PASS": []},
+        ROW | {"instance_id": "a-2", "log_parser": "parse_log_own"},
+        ROW | {"instance_id": "a-3"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command("doctor", "--dataset", path) == 1
+    shown = capsys.readouterr().out
+    assert "fix  rows: a-1 name no test in FAIL_TO_PASS" in shown
+    assert "fix  rows: a-2 want a log parser that the harness has not: parse_log_own" in shown
+    assert "a-3" not in shown
+    command("doctor", "--dataset", path, "--filter", "a-[23]$", "--slice", "1:")  # a-3
+    assert "rows:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (("--filter", "("), "--filter"),
+        (("--slice", "3"), "is not FROM:TO"),
+        (("--slice", "9:"), "leave no instance"),
+    ],
+)
+def test_a_choice_of_instances_that_makes_no_sense(tmp_path, chosen, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    with pytest.raises(ConfigError, match=message):
+        command("doctor", "--dataset", path, *chosen)
 
 
 def test_run_refuses_what_makes_no_sense(tmp_path):
