@@ -198,6 +198,11 @@ def test_a_model_solves_and_an_interrupted_call_goes_on(
         assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"bash", "submit"}
         assert "You have 3 turns" in requests[0]["messages"][0]["content"]
 
+        before = len(requests)
+        assert command(*first, "--max-total-tokens", "0") == 1
+        assert "1 instances were not begun" in capsys.readouterr().err
+        assert len(requests) == before
+
         broken.clear()
         with open(out / "predictions.jsonl", "a") as file:
             file.write('{"instance_id": "agentrl__tally-1", "model_na')  # as a kill leaves it
