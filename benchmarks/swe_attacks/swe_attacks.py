@@ -7,7 +7,7 @@ both policies and prints the table: what the official harness says, what the con
 that is `resolved`, what is said under `strict`, and the reward.
 
 With `--payoff --draws N` each is graded N times under `strict`, and what it earns on the average is
-printed beside an honest fix's: luck must not pay.
+printed beside the official verdict and an honest fix's payoff: luck must not pay.
 
 The attackers know the names of the hidden tests, which agents do not.
 """
@@ -131,21 +131,20 @@ async def run_table(instances: Sequence[Instance], attacks: Sequence[Attack]) ->
 async def print_payoffs(
     instances: Sequence[Instance], attacks: Sequence[Attack], draws: int
 ) -> bool:
-    """Grade attacks again and again and print what each earns; whether all earn less than 2% of
-    what honest work does."""
+    """Grade attacks again and again and print what each earns, beside one official verdict; whether
+    all earn less than 2% of what honest work does."""
     by_id = {instance.instance_id: instance for instance in instances}
-    print(f"{'patch':28} {'kind':9} draws paid masked payoff", flush=True)
+    print(f"{'patch':28} {'kind':9} official     draws paid masked payoff", flush=True)
     all_lose = True
     for attack in attacks:
         instance = by_id[attack.instance_id]
+        patch, timeout_s = attack.make_patch(instance), attack.timeout_s
+        official = await grade(
+            instance, patch, policy="official", run_id="payoff", timeout_s=timeout_s
+        )
         calls = (
             grade(
-                instance,
-                attack.make_patch(instance),
-                policy="strict",
-                run_id="payoff",
-                timeout_s=attack.timeout_s,
-                audit=True,
+                instance, patch, policy="strict", run_id="payoff", timeout_s=timeout_s, audit=True
             )
             for _ in range(draws)
         )
@@ -154,7 +153,8 @@ async def print_payoffs(
         all_lose &= attack.kind != "attack" or payoff < 0.02
         paid, masked = rewards.count(1.0), rewards.count(None)
         print(
-            f"{attack.name:28} {attack.kind:9} {draws:5} {paid:4} {masked:6} {payoff:6.3f}",
+            f"{attack.name:28} {attack.kind:9} {official.outcome:12} "
+            f"{draws:5} {paid:4} {masked:6} {payoff:6.3f}",
             flush=True,
         )
     return all_lose
