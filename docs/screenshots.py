@@ -1,11 +1,13 @@
-"""Makes the pictures of docs/view.md: `python docs/screenshots.py RUN`, of a finished quickstart.
+"""Makes the pictures and the demonstration of the docs: `python docs/screenshots.py RUNS`.
 
-Needs playwright and a Chromium (Debian: apt install chromium). Serves the run and looks at its
-pages, wide and narrow, light and dark.
+RUNS holds three runs of the quickstart's run file: `quickstart`, `quickstart-seed-2` (another
+`run.seed`) and `too-fast` (`train.learning_rate` 0.03). Needs playwright and a Chromium (Debian:
+apt install chromium). Serves the runs and looks at their pages, wide and narrow, light and dark.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,60 +15,83 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
+from agentrl.view import report
 from agentrl.view.runs import RunFiles
 
 OUT = Path(__file__).parent / "view"
-SIZES = {"": (1400, 900), "_narrow": (420, 900)}
+SIZES = {"": (1400, 900), "_narrow": (390, 844)}
+PICTURES = {
+    ("", "light"): ("runs", "run", "groups", "trajectory", "diagnosis"),
+    ("", "dark"): ("runs", "trajectory"),
+    ("_narrow", "light"): ("groups", "trajectory"),
+    ("_narrow", "dark"): ("trajectory",),
+}
+"""Those that the docs show, by size and theme."""
+MAX_DEMONSTRATION_BYTES = 150_000
 
 
-def main(run: Path) -> None:
+def main(runs: Path, out: Path = OUT, *, every: bool = False) -> None:
+    """Takes the pictures that the docs show, or every page in every size and theme."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    command = [sys.executable, "-m", "agentrl", "view", str(run.parent), "--port", "0"]
+    command = [sys.executable, "-m", "agentrl", "view", str(runs), "--port", "0"]
+    all_pages = PICTURES["", "light"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        base = next(line for line in server.stdout if "http://" in line).split()[-1].rstrip("/")
+        base = next(line for line in server.stdout if "http://" in line).split()[0]
         try:
             with sync_playwright() as playwright:
                 browser = playwright.chromium.launch(
                     executable_path=chromium, args=["--no-sandbox"]
                 )
-                for suffix, (width, height) in SIZES.items():
-                    for scheme in ("light", "dark"):
-                        page = browser.new_page(
-                            viewport={"width": width, "height": height}, color_scheme=scheme
-                        )
-                        shoot(
-                            page,
-                            base,
-                            RunFiles(run).id,
-                            suffix + ("_dark" if scheme == "dark" else ""),
-                        )
-                        page.close()
+                for (size, theme), names in PICTURES.items():
+                    width, height = SIZES[size]
+                    page = browser.new_page(
+                        viewport={"width": width, "height": height},
+                        color_scheme="dark" if theme == "dark" else "light",
+                    )
+                    for name in all_pages if every else names:
+                        show(page, base, runs, name)
+                        suffix = size + ("_dark" if theme == "dark" else "")
+                        page.screenshot(path=out / f"{name}{suffix}.png")
+                    page.close()
                 browser.close()
         finally:
             server.terminate()
+    demonstration(runs, out / "demonstration.html")
 
 
-def shoot(page: Page, base: str, run: str, suffix: str) -> None:
-    """Takes the five pictures of one size and colour scheme."""
+def show(page: Page, base: str, runs: Path, name: str) -> None:
+    """Opens the page that a picture is of, and waits until it is drawn."""
+    quickstart, other, too_fast = (
+        RunFiles(runs / run).id for run in ("quickstart", "quickstart-seed-2", "too-fast")
+    )
+    address = {
+        "runs": f"#/?runs={quickstart},{other},{too_fast}&bands=1",
+        "run": f"#/run/{quickstart}",
+        "groups": f"#/run/{quickstart}/groups?sort=oldest&show=mixed",
+        "trajectory": f"#/run/{quickstart}/groups?sort=oldest&show=mixed",
+        "diagnosis": f"#/run/{too_fast}/diagnosis",
+    }[name]
+    page.goto("about:blank")
+    page.goto(base + address)
+    page.wait_for_selector("body[data-drawn] main h1")
+    if name == "trajectory":
+        page.locator("tr:has-text('calculator') a.open, a.open").first.click()
+        page.wait_for_selector(".tokens i")
+        if page.viewport_size and page.viewport_size["width"] < 600:
+            page.locator(".tokenpanel").scroll_into_view_if_needed()
+        else:
+            page.locator(".tokens i").nth(30).hover()
 
-    def picture(name: str) -> None:
-        page.wait_for_timeout(1500)  # charts are drawn
-        page.screenshot(path=OUT / f"{name}{suffix}.png")
 
-    for name, path in (("run", ""), ("groups", "/groups?sort=best"), ("diagnosis", "/diagnosis")):
-        page.goto(f"{base}#/run/{run}{path}")
-        page.reload()
-        picture(name)
-    page.goto(f"{base}#/run/{run}/groups?sort=best&show=mixed")
-    page.reload()
-    page.locator(".members a.open").first.click()
-    page.locator(".tokens i").nth(4).hover()
-    picture("trajectory")
-    page.goto(base)
-    page.reload()
-    picture("runs")
+def demonstration(runs: Path, file: Path) -> None:
+    """Writes a small report of a run, without the paths of this machine."""
+    report.MAX_BYTES = MAX_DEMONSTRATION_BYTES
+    run = RunFiles(runs / "quickstart")
+    page = report.report_html(run)
+    page = page.replace(str(run.path.parent), "runs")
+    file.write_text(re.sub(r'/[^"\\]*/(?=examples/quickstart/)', "", page), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), every="--every" in sys.argv)

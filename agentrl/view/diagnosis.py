@@ -567,8 +567,8 @@ RULES = [
     Rule(
         "one_component",
         "Every part of the reward is earned",
-        "look whether the best answers deserve the other parts",
-        "Look whether the best answers deserve the others: a grader that never pays looks the "
+        "check whether the best answers deserve the other parts",
+        "Check whether the best answers deserve the others: a grader that never pays looks the "
         "same (`agentrl env check` plays the gold answers). If they do not, the policy earns its "
         "reward without the task: lower that component's weight, or pay it only where the others "
         "are earned.",
@@ -612,7 +612,7 @@ RULES = [
         "never_rewarded",
         "A reward was seen",
         "begin with easier tasks or with demonstrations, and check the grader",
-        "Nothing can be learned from rewards that are all 0. Look whether the best answers "
+        "Nothing can be learned from rewards that are all 0. Check whether the best answers "
         "deserve one (`agentrl env check` plays the gold answers), begin with easier tasks, or "
         "give the model demonstrations first (`agentrl sft`).",
         "reward/mean",

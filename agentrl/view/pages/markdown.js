@@ -35,7 +35,7 @@ function markdown(text) {
       i = close + 1;
     } else if (heading) {
       paragraph();
-      blocks.push(el("p.heading", {}, inline(heading[2])));
+      blocks.push(el("p.heading", {}, el("span.faint", {}, heading[1] + " "), inline(heading[2])));
       i++;
     } else if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(line)) {
       paragraph();

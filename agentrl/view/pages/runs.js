@@ -81,7 +81,7 @@ async function comparison(runs, metric, choose, parameters, choice) {
   const placed = lines.filter((line) => line.x);
   const banded = asBands ? bandsOf(placed, found) : { curves: placed, bands: [] };
   const chart = plot({ ...banded, height: 260, limits: bounds(metric), label: metric + " of several runs", log, axis: over });
-  const settings = [...new Set(found.flatMap(({ details }) => Object.keys(details.config)))];
+  const settings = [...new Set(found.flatMap(({ details }) => Object.keys(details.config)))].filter((key) => key === "run.seed" || !NAMES_OF_A_RUN.has(key));
   const differing = settings.filter((key) => new Set(found.map(({ details }) => details.config[key])).size > 1);
   return [
     el(
