@@ -45,7 +45,7 @@ METRICS: dict[str, str] = {
     "baseline of the group they have no gradient.",
     "group/dropped/<reason>": "Groups dropped for this reason: `zero_variance`, `single` or "
     "`unscored` (too few rewards to compare), `stale` (too old to train on; played again), "
-    "`no_greedy_answer`.",
+    "`no_greedy_answer`, or what a filter of `rollout.keep` says.",
     "error/<code>": "Trajectories that failed with this code, such as `step_timeout`, "
     "`grader_error` or `turn_timeout`.",
     "env/<name>": "A metric of the environment, mean over trajectories with a reward. "

@@ -283,6 +283,7 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
         ("agent", "run"),
         ("agent", "home"),
         ("rollout", "generate"),
+        ("rollout", "keep"),
     ):
         table = data.get(section)
         value = table.get(key) if isinstance(table, dict) else None

@@ -246,7 +246,10 @@ class RolloutSection(Section):
     wave; 1 trains on what is left."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal, because their advantage is zero. With `max_waves` of
-    4 or more that is DAPO's dynamic sampling."""
+    4 or more that is DAPO's dynamic sampling. The same as "zero_variance" in `keep`."""
+    keep: list[str] = Field(default_factory=list)
+    """Filters that a group has to pass, in this order: `zero_variance`, or functions of your own,
+    `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that sampled may lag behind the one that is trained, counted from
     a trajectory's oldest token. 0 plays and trains in turn, 1 plays a step ahead while the trainer
@@ -268,6 +271,22 @@ class RolloutSection(Section):
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _filters(cls, value: object) -> object:
+        return _split_commas(value)
+
+    @field_validator("keep")
+    @classmethod
+    def _known_filters(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name != "zero_variance" and ":" not in name:
+                raise ValueError(
+                    f"there is no filter {name!r}; name 'zero_variance', or a function of your own "
+                    "as 'package.module:function' or 'path/to/file.py:function'"
+                )
+        return value
 
     @model_validator(mode="after")
     def _a_turn_fits_the_context(self) -> RolloutSection:

@@ -79,6 +79,8 @@ class TrajectoryEntry(msgspec.Struct, gc=False):
     """The beginning of what was said last."""
     env_id: str = ""
     """Empty in the index of an older run."""
+    dropped: str = ""
+    """Why no step trained on its group; empty where one did."""
 
 
 def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> TrajectoryEntry:
@@ -110,6 +112,7 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
         lowest_logprob=min((logprob for logprob, _ in sampled), default=None),
         preview=next((text for text in said if text.strip()), "")[:PREVIEW_CHARS],
         env_id=trajectory.env_id,
+        dropped=str(trajectory.info.get("dropped", "")),
     )
 
 

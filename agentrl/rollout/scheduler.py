@@ -94,6 +94,12 @@ class RolloutBatch:
     """Episodes that were started over because their environment was lost, since the last batch."""
 
 
+def mark_dropped(group: Group, reason: str) -> None:
+    """Write into a group's trajectories, and so into their log, that no step trains on it."""
+    for trajectory in group.trajectories:
+        trajectory.info["dropped"] = reason
+
+
 def stable_seed(*parts: JSON) -> int:
     """A 31-bit seed from its parts, the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
@@ -194,6 +200,7 @@ class GroupScheduler:
                 if reason is None:
                     batch.groups.append(group)
                 else:
+                    mark_dropped(group, reason)
                     batch.dropped[reason] += 1
             if len(batch.groups) >= num_groups:
                 break

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentrl.rollout.driver import Episode
-from agentrl.rollout.scheduler import GroupScheduler, KeepGroup, RolloutBatch
+from agentrl.rollout.scheduler import GroupScheduler, KeepGroup, RolloutBatch, mark_dropped
 from agentrl.types import Group, StopReason, Trajectory, TrajectoryError
 
 
@@ -42,6 +42,8 @@ class _Slot:
     trajectories: list[Trajectory] = field(default_factory=list)
     """All that ended, those of dropped groups included."""
     dropped: Counter[str] = field(default_factory=Counter)
+    dropped_positions: list[int] = field(default_factory=list)
+    """Of tasks whose groups were dropped; no step recorded them before a batch takes the slot."""
     group: Group | None = None
     task: asyncio.Task[None] | None = None
 
@@ -147,6 +149,7 @@ class GroupStream:
                 continue
             if self._staleness(slot.group) > self._max_staleness:
                 # Only a server that labels its tokens with another version than it was told.
+                mark_dropped(slot.group, "stale")
                 batch.dropped["stale"] += 1
             else:
                 batch.groups.append(slot.group)
@@ -161,7 +164,9 @@ class GroupStream:
 
     def outstanding(self) -> list[int]:
         """Positions of tasks that no batch has taken yet; what a resumed run has to play again."""
-        return [*(slot.position for slot in self._slots.values()), *self._scheduler.source.returned]
+        slots = self._slots.values()
+        played = [at for slot in slots for at in (*slot.dropped_positions, slot.position)]
+        return [*played, *self._scheduler.source.returned]
 
     async def aclose(self) -> None:
         """Cancel what is in flight; every episode begun has its record after this."""
@@ -208,7 +213,7 @@ class GroupStream:
         self._num_slots -= len(too_old)
         for slot in too_old:
             del self._slots[slot.number]
-            self._scheduler.source.returned.append(slot.position)
+            self._scheduler.source.returned += [*slot.dropped_positions, slot.position]
 
     async def _cancel(self, slots: list[_Slot]) -> None:
         tasks = [slot.task for slot in slots if slot.task is not None]
@@ -234,10 +239,12 @@ class GroupStream:
             if reason is None:
                 slot.group = group
                 return
+            mark_dropped(group, reason)
             slot.dropped[reason] += 1
             if slot.wave == self._max_waves:
                 return
             slot.wave += 1
+            slot.dropped_positions.append(slot.position)
             slot.position, slot.version = scheduler.source.take(), self.version
 
     async def _play_group(self, episodes: list[Episode], slot: _Slot) -> list[Trajectory]:

@@ -32,7 +32,7 @@ from agentrl import event_loop
 from agentrl.config import RunConfig
 from agentrl.rollout.metrics import rollout_metrics, staleness_metrics
 from agentrl.rollout.mixture import Part, environment_metrics, merged
-from agentrl.rollout.scheduler import RolloutBatch
+from agentrl.rollout.scheduler import RolloutBatch, mark_dropped
 from agentrl.rollout.setup import connected, running_agents
 from agentrl.train import ranks
 from agentrl.train.batch import trainable_samples, turn_states
@@ -244,6 +244,9 @@ async def _greedy_rewards(run: Run, part: Part, batch: RolloutBatch) -> dict[str
         if answer.trainable
     }
     compared = [group for group in batch.groups if group.group_id in rewards]
+    for group in batch.groups:
+        if group.group_id not in rewards:
+            mark_dropped(group, "no_greedy_answer")
     batch.dropped["no_greedy_answer"] += len(batch.groups) - len(compared)
     batch.groups = compared
     return rewards

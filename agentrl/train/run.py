@@ -38,7 +38,7 @@ from agentrl.rollout.setup import (
 from agentrl.rollout.signals import SignalLog
 from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
-from agentrl.train.batch import zero_variance
+from agentrl.train.filters import filters_of
 from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.model import (
     load_tokenizer,
@@ -129,6 +129,7 @@ async def assemble(
     """
     rollout = config.rollout
     require_optimizer(config.train)
+    keep = filters_of(rollout)
     sizes = {}
     for name, alone in config.environments.items():
         with named_in_errors(name):
@@ -181,7 +182,6 @@ async def assemble(
         )
         parts.append(Part(name, alone, scheduler))
     weights = [env.weight for env in config.envs] or [1.0]
-    keep = zero_variance if rollout.drop_zero_variance else None
     return Run(
         run_dir=run_dir,
         lock=lock,

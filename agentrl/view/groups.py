@@ -51,6 +51,7 @@ SHOWN_GROUPS: dict[str, Callable[[Group], bool]] = {
     "all": lambda group: True,
     "zero_variance": Group.zero_variance,
     "mixed": lambda group: not group.zero_variance(),
+    "dropped": lambda group: bool(group.entries[0].dropped),
 }
 """What `show` may ask of a group as a whole."""
 
@@ -252,6 +253,7 @@ def _described(
         "task_id": first.task_id,
         "mean": None if not rewards else group.mean(),
         "zero_variance": group.zero_variance(),
+        "dropped": first.dropped,
         "members": [
             {
                 **member_of(entry),

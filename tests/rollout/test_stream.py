@@ -219,6 +219,32 @@ def test_dropped_groups_are_replaced_at_once_and_only_so_often():
     assert len(batch.trajectories) == 12  # dropped ones are recorded too
 
 
+def test_a_dropped_group_is_marked_and_its_task_is_not_lost_before_a_step_told_of_it():
+    policy = TimedPolicy()
+
+    async def work(stream, scheduler):
+        stream.advance(0)
+        while stream.num_ended.total() < 12:  # two groups of two, and a replacement for each
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        early = sorted(stream.outstanding())
+        batch = await stream.next_batch()
+        return early, batch, stream.outstanding()
+
+    early, batch, late = drive(
+        policy,
+        work,
+        groups_per_step=2,
+        num_steps=1,
+        max_staleness=0,
+        keep=lambda group: "first" if int(group.group_id[1:]) < 4 else None,
+        max_waves=4,
+    )
+    assert early == [0, 1, 2, 3, 4, 5] and late == []
+    marks = {t.group_id: t.info.get("dropped") for t in batch.trajectories}
+    assert marks == {f"g{n:07d}": "first" if n < 4 else None for n in range(6)}
+
+
 def test_stragglers_are_cut_and_excluded_and_the_rest_of_the_group_trains():
     slow = "g0000000-m003"
     policy = TimedPolicy(lambda name: (1000, 1.0, "1.0") if name == slow else (1, 0.0, "1.0"))

@@ -2,7 +2,7 @@
 // The groups of a run: the trajectories of one task side by side, sorted and filtered.
 
 const SORTS = { newest: "newest first", oldest: "oldest first", worst: "worst reward", best: "best reward", longest: "longest", surprising: "most surprising token", malformed: "most malformed calls" };
-const SHOWS = { all: "all", failed: "failed", malformed: "malformed calls", tool_errors: "tool errors", truncated: "cut short", zero_variance: "zero variance", mixed: "different rewards" };
+const SHOWS = { all: "all", failed: "failed", malformed: "malformed calls", tool_errors: "tool errors", truncated: "cut short", zero_variance: "zero variance", mixed: "different rewards", dropped: "dropped by a filter" };
 const GROUPS_ON_PAGE = 20;
 
 async function groupsPage(page, id, parameters) {
