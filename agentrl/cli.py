@@ -160,6 +160,8 @@ def _add_run_command(
         from agentrl.config import load_config
 
         resume = ["--run.resume=true"] if getattr(arguments, "resume", False) else []
+        if replay := getattr(arguments, "replay", None):
+            resume.append(f"--run.replay={replay}")
         config = load_config(arguments.run_file, arguments.overrides + resume)
         if plays_one_environment:
             config = _one_environment(config, arguments.environment)
@@ -252,6 +254,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--resume",
         action="store_true",
         help="continue from the newest checkpoint of the run directory; an error if there is none",
+    )
+    command.add_argument(
+        "--replay",
+        metavar="RUN",
+        help="train on the trajectories that this run recorded, in place of new ones",
     )
     command.add_argument("--quiet", action="store_true", help="no display and no lines per step")
 
@@ -441,13 +448,39 @@ def _add_sft(commands: argparse._SubParsersAction) -> None:
         description=(
             "Supervised fine-tuning on JSONL demonstrations, one "
             '{"messages": [...], "tools": [...]} per line. Dialogues are tokenised exactly as '
-            "rollouts are; only assistant turns are trained."
+            "rollouts are; only assistant turns are trained. Or the best trajectories of a run: "
+            "agentrl sft --from RUN --best 1 --out MODEL."
         ),
     )
     command.add_argument(
-        "demonstrations", type=Path, metavar="DEMOS.jsonl", help="dialogues, one JSON per line"
+        "demonstrations",
+        type=Path,
+        nargs="?",
+        metavar="DEMOS.jsonl",
+        help="dialogues, one JSON per line",
     )
-    command.add_argument("--model", required=True, help="model to start from (directory or name)")
+    command.add_argument(
+        "--model", help="model to start from (directory or name); with --from the run's own"
+    )
+    command.add_argument(
+        "--from",
+        dest="run_dir",
+        type=Path,
+        metavar="RUN",
+        help="learn from the best trajectories that this run recorded (rejection sampling)",
+    )
+    command.add_argument(
+        "--best",
+        type=int,
+        default=1,
+        help="with --from: trajectories of each task (default: %(default)s)",
+    )
+    command.add_argument(
+        "--min-reward",
+        type=float,
+        default=1.0,
+        help="with --from: none of a lower reward (default: %(default)s)",
+    )
     command.add_argument("--out", type=Path, required=True, help="directory for the tuned model")
     command.add_argument(
         "--epochs", type=int, default=1, help="passes over the dialogues (default: %(default)s)"
@@ -509,6 +542,9 @@ def _sft(arguments: argparse.Namespace) -> int:
     result = sft(
         arguments.demonstrations,
         model_path=arguments.model,
+        run_dir=arguments.run_dir,
+        best=arguments.best,
+        min_reward=arguments.min_reward,
         out=arguments.out,
         num_epochs=arguments.epochs,
         batch_size=arguments.batch_size,

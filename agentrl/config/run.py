@@ -306,6 +306,26 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_replay_has_all_it_needs(self) -> RunConfig:
+        if self.run.replay is None:
+            return self
+        if "baselines" in self.objective.needs():
+            raise ValueError(
+                "run.replay: this objective compares with greedy answers, which no run records"
+            )
+        if self.rollout.is_truncated:
+            raise ValueError(
+                "run.replay: rollout.top_p, top_k or min_p trains a truncated distribution, and no "
+                "run records which ids were kept"
+            )
+        if self.run.eval_every:
+            raise ValueError(
+                "run.replay plays no episodes, so it cannot evaluate; set run.eval_every = 0 and "
+                "use agentrl eval --checkpoint afterwards"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_critic_warms_up_before_the_end(self) -> RunConfig:
         if self.objective.needs_critic and self.critic.warmup_steps >= self.run.num_steps:
             raise ValueError(

@@ -68,6 +68,9 @@ class RunSection(Section):
     """The run ends once so many evaluations in a row did not raise `keep_best`; 0 never."""
     resume: bool = False
     """Continue from the newest checkpoint in the run directory; an error if there is none."""
+    replay: Path | None = None
+    """Directory of a run whose recorded trajectories are trained on in place of new ones, step by
+    step (docs/mixtures.md)."""
     stall_timeout_s: Seconds = 3600.0
     """When no episode moves for so long while the trainer waits, the run says where each stands
     and ends with exit status 75. Longer than the rollout deadlines, which end single episodes."""

@@ -51,6 +51,7 @@ from agentrl.train.run import (
     save,
     save_first,
     unless_interrupted,
+    without_players,
 )
 from agentrl.train.sampling import training_sampling
 from agentrl.train.setup import interruptible, newest_run, resolve_device
@@ -98,6 +99,8 @@ def _after_restart(config: RunConfig) -> RunConfig:
 
 
 async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: bool) -> Path:
+    if config.run.replay is not None:
+        config = without_players(config)
     async with (
         connected(config) as envs,
         running_agents(config) as agents,

@@ -17,7 +17,7 @@ from typing import IO, TypeVar
 
 from transformers import PreTrainedModel
 
-from agentrl.config import AgentSection, RolloutSection, RunConfig
+from agentrl.config import AgentSection, InferenceSection, RolloutSection, RunConfig
 from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
@@ -26,6 +26,7 @@ from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.metrics import error_codes
 from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas
 from agentrl.rollout.policy import TokenPolicy
+from agentrl.rollout.recorded import RecordedMixture
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource
 from agentrl.rollout.setup import (
@@ -115,6 +116,15 @@ class Run:
         return token_policy(self.config, self.serving.engine, self.renderer, sampling)
 
 
+def without_players(config: RunConfig) -> RunConfig:
+    """The configuration of a replay, which needs no servers and no agent."""
+    inference = InferenceSection.model_validate({})
+    rollout = config.rollout.model_copy(update={"generate": None})
+    return config.model_copy(
+        update={"inference": inference, "rollout": rollout, "agent": AgentSection()}
+    )
+
+
 async def assemble(
     config: RunConfig, envs: Mapping[str, EnvClient], agents: Agents | None, *, quiet: bool
 ) -> Run:
@@ -130,8 +140,12 @@ async def assemble(
     rollout = config.rollout
     require_optimizer(config.train)
     keep = filters_of(rollout)
-    sizes = {}
-    for name, alone in config.environments.items():
+    recorded = None
+    if config.run.replay is not None:
+        names = [env.name for env in config.envs]
+        recorded = RecordedMixture(config.run.replay, config.run.num_steps, names)
+    sizes: dict[str, int | None] = dict.fromkeys(config.environments)
+    for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):
             sizes[name] = await split_size(envs[name], alone, alone.env.split)
             scorer_of(alone)
@@ -143,7 +157,7 @@ async def assemble(
         dialect=rollout.dialect,
         tools=rollout.tools,
     )
-    for name, alone in config.environments.items():
+    for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):
             await require_shown_tools(envs[name], alone, renderer)
     held_out = HeldOut(config, await default_interval(config, envs, quiet=quiet))
@@ -164,7 +178,7 @@ async def assemble(
     serving = await start_serving(config, trainer.model, run_dir, quiet=quiet)
     shared = asyncio.Semaphore(rollout.max_concurrent)
     parts = []
-    for name, alone in config.environments.items():
+    for name, alone in config.environments.items() if recorded is None else ():
         capacity = None
         if config.inference.backend != "embedded":
             sessions = (await envs[name].info(alone.env.id, alone.env.config)).max_sessions
@@ -189,7 +203,7 @@ async def assemble(
         trainer=trainer,
         serving=serving,
         renderer=renderer,
-        mixture=Mixture(parts, Quotas(weights, rollout.groups_per_step), keep),
+        mixture=recorded or Mixture(parts, Quotas(weights, rollout.groups_per_step), keep),
         agents=agents,
         held_out=held_out,
         saver=Saver(run_dir, in_background=config.run.async_save),

@@ -15,16 +15,17 @@ import msgspec
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from agentrl.config import TrainSection
+from agentrl.config import TrainSection, load_config
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
+from agentrl.rollout.recorded import best_trajectories
 from agentrl.rollout.render import Renderer
 from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.model import load_model, load_tokenizer, require_empty, save_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack, plan_micro_batches
 from agentrl.train.setup import resolve_device, resolve_dtype
-from agentrl.types import Message, Sample, TokenRow, ToolSpec
+from agentrl.types import Message, Sample, TokenRow, ToolSpec, samples_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,9 +39,12 @@ class SFTResult:
 
 
 def sft(
-    demonstrations: Path,
+    demonstrations: Path | None,
     *,
-    model_path: str,
+    model_path: str | None = None,
+    run_dir: Path | None = None,
+    best: int = 1,
+    min_reward: float = 1.0,
     out: Path,
     num_epochs: int = 1,
     batch_size: int = 32,
@@ -57,6 +61,11 @@ def sft(
     """Tune a model on demonstrations and save it, tokenizer included, to `out`.
 
     Args:
+        demonstrations: a file of dialogues; None learns from a run's own trajectories.
+        model_path: to start from; None: the model that the run started from.
+        run_dir: of that run, whose tokens are trained as they were sampled.
+        best: trajectories of each of its tasks, the highest rewards first.
+        min_reward: of a trajectory that is learned from.
         dialect: as `rollout.dialect`.
         tools: as `rollout.tools`.
 
@@ -65,21 +74,23 @@ def sft(
         ConfigError: the model cannot be loaded, or would not be shown the tools of a dialogue.
     """
     require_empty(out)
-    dialogues = read_demonstrations(demonstrations)
-    tokenizer = load_tokenizer(model_path)
-    renderer = Renderer(tokenizer, dialect=dialect, tools=tools)
-    has_tools = any(offered for _, offered in dialogues)
-    if has_tools and tools == "template" and renderer.template.hides_tools:
-        raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (of sft: --tools)")
-    samples = [
-        dialogue_to_sample(renderer, messages, offered, f"dialogue-{number}")
-        for number, (messages, offered) in enumerate(dialogues, 1)
-    ]
+    if demonstrations is not None and run_dir is None and model_path is not None:
+        samples = _of_demonstrations(demonstrations, model_path, dialect, tools)
+    elif demonstrations is None and run_dir is not None:
+        recorded = load_config(run_dir / "config.toml").model.path
+        model_path = model_path or recorded
+        _require_same_tokens(model_path, recorded)
+        chosen = best_trajectories(run_dir, best, min_reward)
+        samples = [sample for trajectory in chosen for sample in samples_of(trajectory)]
+    else:
+        raise ConfigError(
+            "sft learns from DEMOS.jsonl with --model, or from a run with --from; give one of them"
+        )
     kept = [sample for sample in samples if len(sample) <= max_tokens]
     if not kept:
         raise DataError(
-            f"{demonstrations}: all {len(samples)} dialogues are longer than --max-tokens "
-            f"{max_tokens}; raise it"
+            f"{demonstrations or run_dir}: all {len(samples)} dialogues are longer than "
+            f"--max-tokens {max_tokens}; raise it"
         )
     model = load_model(
         model_path,
@@ -114,8 +125,36 @@ def sft(
                 batch = [kept[index] for index in order[start : start + batch_size]]
                 losses.append(_update(learner, batch, token_budget))
                 progress.update(bar, advance=1, loss=losses[-1])
-    save_model(model, tokenizer, out, save_dtype)
+    save_model(model, load_tokenizer(model_path), out, save_dtype)
     return SFTResult(losses[0], losses[-1], len(losses), len(samples) - len(kept))
+
+
+def _of_demonstrations(
+    demonstrations: Path, model_path: str, dialect: str, tools: str
+) -> list[Sample]:
+    dialogues = read_demonstrations(demonstrations)
+    renderer = Renderer(load_tokenizer(model_path), dialect=dialect, tools=tools)
+    has_tools = any(offered for _, offered in dialogues)
+    if has_tools and tools == "template" and renderer.template.hides_tools:
+        raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (of sft: --tools)")
+    return [
+        dialogue_to_sample(renderer, messages, offered, f"dialogue-{number}")
+        for number, (messages, offered) in enumerate(dialogues, 1)
+    ]
+
+
+def _require_same_tokens(model_path: str, recorded: str) -> None:
+    """
+    Raises:
+        ConfigError: the ids of a run's trajectories mean other tokens to this model.
+    """
+    if model_path != recorded:
+        ours, its = load_tokenizer(model_path), load_tokenizer(recorded)
+        if ours.get_vocab() != its.get_vocab():
+            raise ConfigError(
+                f"--model {model_path} has another vocabulary than {recorded}, with which the run "
+                "was played; name a model of the same tokenizer"
+            )
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]]:

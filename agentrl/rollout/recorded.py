@@ -1,0 +1,107 @@
+"""What a run recorded, as if it were played again: for `run.replay`, and to learn from the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import DataError
+from agentrl.rollout.log import read_trajectories, step_file
+from agentrl.rollout.mixture import Mixture, Quotas
+from agentrl.rollout.scheduler import RolloutBatch
+from agentrl.types import JSON, Group, Trajectory
+
+
+class RecordedMixture(Mixture):
+    """Gives a step the groups that the same step of another run had, in the same order."""
+
+    def __init__(self, run_dir: Path, num_steps: int, names: list[str]) -> None:
+        """
+        Args:
+            names: of the environments; none where there is one without a name.
+
+        Raises:
+            DataError: the run recorded fewer steps.
+        """
+        super().__init__([], Quotas([], 0), None)
+        self._run_dir = run_dir
+        self._names = names
+        missing = [
+            step
+            for step in range(1, num_steps + 1)
+            if not step_file(run_dir / "trajectories", step).exists()
+        ]
+        if missing:
+            raise DataError(
+                f"run.replay: {run_dir} has no trajectories of step {missing[0]}; set "
+                f"run.num_steps = {missing[0] - 1} or name another run"
+            )
+
+    async def collect(
+        self, step: int, on_progress: Callable[[int, int], None]
+    ) -> dict[str, RolloutBatch]:
+        """Reads the step's trajectories."""
+        played = [t for _, t in read_trajectories(self._run_dir, steps=range(step, step + 1))]
+        on_progress(len(played), len(played))
+        return {name: _batch(part) for name, part in self._by_environment(played).items()}
+
+    def _by_environment(self, played: list[Trajectory]) -> dict[str, list[Trajectory]]:
+        parts: dict[str, list[Trajectory]] = {}
+        for trajectory in played:
+            name = trajectory.group_id.rpartition("-g")[0] if self._names else ""
+            parts.setdefault(name, []).append(trajectory)
+        if unknown := sorted(parts.keys() - set(self._names or [""])):
+            raise DataError(
+                f"run.replay: {self._run_dir} has groups of {', '.join(unknown)}, which no [[env]] "
+                "of this run file is named"
+            )
+        return parts
+
+    def stalled_for_s(self) -> float:
+        return 0.0
+
+    def data_position(self) -> dict[str, JSON]:
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """A replay goes on by the number of the step alone."""
+
+
+def _batch(trajectories: list[Trajectory]) -> RolloutBatch:
+    members: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        members.setdefault(trajectory.group_id, []).append(trajectory)
+    batch = RolloutBatch([], trajectories)
+    for group_id, group in members.items():
+        group = sorted(group, key=lambda trajectory: trajectory.trajectory_id)
+        if reason := group[0].info.get("dropped"):
+            batch.dropped[str(reason)] += 1
+        else:
+            batch.groups.append(Group(group_id, group[0].task_id, group))
+    return batch
+
+
+def best_trajectories(run_dir: Path, count: int, lowest_reward: float) -> list[Trajectory]:
+    """The `count` trajectories of highest reward of every task, none below `lowest_reward`.
+
+    Of equal ones the first that was played counts.
+
+    Raises:
+        DataError: the run recorded none like that.
+    """
+    tasks: dict[tuple[str, str], list[Trajectory]] = {}
+    num_seen = 0
+    for _, trajectory in read_trajectories(run_dir):
+        num_seen += 1
+        if trajectory.trainable and trajectory.reward >= lowest_reward:
+            best = tasks.setdefault((trajectory.env_id, trajectory.task_id), [])
+            best.append(trajectory)
+            best.sort(key=lambda each: -each.reward)
+            del best[count:]
+    if not tasks:
+        raise DataError(
+            f"{run_dir}: none of its {num_seen} trajectories has a reward of {lowest_reward:g} or "
+            "more; lower --min-reward"
+        )
+    return [trajectory for best in tasks.values() for trajectory in best]
