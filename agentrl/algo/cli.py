@@ -49,10 +49,13 @@ def _show(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from agentrl.algo.explain import NOTATION, describe
-    from agentrl.algo.objective import PRESETS, Objective
+    from agentrl.algo.objective import Objective
+    from agentrl.algo.presets import require_known
 
-    if arguments.preset not in PRESETS:
-        raise ConfigError(f"unknown preset {arguments.preset!r}; presets are {', '.join(PRESETS)}")
+    try:
+        require_known(arguments.preset)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     own = {"loss": arguments.loss, "advantage": arguments.advantage}
     own = {key: reference for key, reference in own.items() if reference is not None}
     try:

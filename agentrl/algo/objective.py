@@ -36,7 +36,7 @@ from agentrl.algo.loss_stages import (
     Ratio,
     Surrogate,
 )
-from agentrl.algo.presets import PRESET_DATA, stages_of
+from agentrl.algo.presets import PRESET_DATA, require_known, stages_of
 from agentrl.algo.stage import Stage
 from agentrl.algo.trust_stages import TrustMask
 from agentrl.algo.user_functions import batch_fields
@@ -90,8 +90,8 @@ class Objective(Stage):
         if not isinstance(data, Mapping):
             return data
         name = data.get("preset")
-        if name is not None and name not in PRESET_DATA:
-            raise ValueError(f"unknown preset {name!r}; presets are {', '.join(PRESET_DATA)}")
+        if name is not None:
+            require_known(name)
         return deep_merge(deep_merge(_KINDS, stages_of(str(name))), data)
 
     @classmethod

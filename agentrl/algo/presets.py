@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,55 @@ PRESET_DATA: dict[str, Preset] = {
             "aggregate": {"kind": "token"},
         },
     ),
+    "maxrl": Preset(
+        "MaxRL: the group's mean reward instead of its std",
+        "Tasks that are seldom solved: with rewards of 0 and 1 a rare success weighs as much as it "
+        "is rare.",
+        ("MaxRL, arXiv:2602.02710",),
+        {"scale": {"kind": "mean"}},
+    ),
+    "gigpo": Preset(
+        "GiGPO: groups within groups",
+        "Agents of many turns whose episodes pass through the same states: turns that began in the "
+        "same state are compared with each other as well.",
+        ("GiGPO, arXiv:2505.10978",),
+        {"credit": {"kind": "gigpo"}},
+    ),
+    "gmpo": Preset(
+        "GMPO: the geometric mean of the clipped ratios",
+        "Several updates per batch, where single tokens with extreme ratios disturb the mean.",
+        ("Geometric-Mean Policy Optimization, arXiv:2507.20673",),
+        {"surrogate": {"kind": "gmpo"}},
+    ),
+    "remax": Preset(
+        "ReMax: a greedy answer as the baseline",
+        "One trajectory per task, without a critic; each task is played once more, greedily.",
+        ("ReMax, arXiv:2310.10505",),
+        {
+            "baseline": {"kind": "given"},
+            "scale": {"kind": "none"},
+            "surrogate": {"kind": "logprob"},
+            "aggregate": {"kind": "sequence_token_sum"},
+        },
+    ),
+    "dppo": Preset(
+        "DPPO: a bound on the change of probability instead of a clipped ratio",
+        "Rare tokens, whose ratio leaves PPO's clip range while their probability hardly moves.",
+        ("Rethinking the trust region, arXiv:2602.04879",),
+        {"surrogate": {"kind": "ratio"}, "trust": [{"kind": "dppo_tv"}]},
+    ),
+    "swe_grpo": Preset(
+        "GRPO as in a published comparison for software engineering",
+        "To repeat that comparison: clip higher, the group's population std with a floor, and half "
+        "the squared distance of the reference's ratio from 1 as a penalty. With it go "
+        "train.learning_rate = 1e-6, train.betas = [0.9, 0.98] and train.weight_decay = 0.1.",
+        ("comparison of Search-R1, SSR-GRPO and a GRPO of its own",),
+        {
+            "scale": {"ddof": 0, "eps": 1e-8, "eps_mode": "max"},
+            "surrogate": {"high": 0.28},
+            "kl": {"where": "loss", "kind": "half_chi2", "coef": 0.001},
+        },
+    ),
     "areal": Preset(
         "AReaL's asynchronous recipe",
         "Asynchronous sampling: the ratio runs to the trainer's policy before the update, a "
@@ -204,6 +254,31 @@ PRESET_DATA: dict[str, Preset] = {
         },
     ),
 }
+
+
+_ELSEWHERE = {
+    "reinforce_plus_plus": "it is preset 'reinforce_pp' here",
+    "reinforce_plus_plus_baseline": "it is preset 'reinforce_pp_baseline' here",
+    "on_policy_distillation": "it is preset 'opd' here",
+    "gdpo": "set objective.reward.combine = 'normalize_then_sum' and give reward.weights, which a "
+    "preset cannot know",
+    "bnpo": "it depends on how a batch is split; set objective.aggregate.kind = 'local' with "
+    "objective.aggregate.local_rows",
+}
+"""Names that other trainers have, and what they are here."""
+
+
+def require_known(name: object) -> None:
+    """
+    Raises:
+        ValueError: there is no preset of this name; says which is meant.
+    """
+    if name in PRESET_DATA:
+        return
+    close = difflib.get_close_matches(str(name), PRESET_DATA, n=1)
+    hint = _ELSEWHERE.get(str(name)) or (f"did you mean {close[0]!r}?" if close else None)
+    known = f"presets are {', '.join(PRESET_DATA)}"
+    raise ValueError(f"unknown preset {name!r}; " + (f"{hint}; {known}" if hint else known))
 
 
 def stages_of(name: str) -> Mapping[str, Any]:

@@ -318,10 +318,10 @@ class RunConfig(Section):
                 "run.replay: rollout.top_p, top_k or min_p trains a truncated distribution, and no "
                 "run records which ids were kept"
             )
-        if self.run.eval_every:
+        if self.run.eval_every or self.run.keep_best:
             raise ValueError(
-                "run.replay plays no episodes, so it cannot evaluate; set run.eval_every = 0 and "
-                "use agentrl eval --checkpoint afterwards"
+                "run.replay plays no episodes, so it cannot evaluate; leave out run.eval_every and "
+                "run.keep_best, and use agentrl eval --checkpoint afterwards"
             )
         return self
 

@@ -117,11 +117,14 @@ class Run:
 
 
 def without_players(config: RunConfig) -> RunConfig:
-    """The configuration of a replay, which needs no servers and no agent."""
-    inference = InferenceSection.model_validate({})
-    rollout = config.rollout.model_copy(update={"generate": None})
+    """The configuration of a replay, which has no servers, no agent and no evaluations."""
     return config.model_copy(
-        update={"inference": inference, "rollout": rollout, "agent": AgentSection()}
+        update={
+            "inference": InferenceSection.model_validate({}),
+            "rollout": config.rollout.model_copy(update={"generate": None}),
+            "agent": AgentSection(),
+            "run": config.run.model_copy(update={"eval_every": 0}),
+        }
     )
 
 

@@ -246,6 +246,8 @@ def test_tool_tokens_change_no_preset(name: str, played: list[Episode]) -> None:
     with_tools, without = batch_of(played), batch_of(played, tool_tokens=False)
     for batch in (with_tools, without):
         batch.teacher_logprobs = batch.ref_logprobs
+        batch.baselines = torch.full_like(batch.rewards, 0.25)
+        batch.state_ids = torch.zeros_like(batch.turn_rewards, dtype=torch.long)
     close(
         trained(with_tools, compute_advantages(objective, with_tools)),
         trained(without, compute_advantages(objective, without)),

@@ -15,14 +15,29 @@ from agentrl.algo.stage import AMBIGUOUS_NAMES, Stage
 
 EXPECTED_PRESETS = [
     *("grpo", "dr_grpo", "ssr_grpo", "dapo", "gspo", "rloo", "ppo", "vapo", "reinforce_pp"),
-    *("reinforce_pp_baseline", "lite_ppo", "sapo", "cispo", "m2po", "opd", "search_r1", "areal"),
-    *("slime", "trl"),
+    *("reinforce_pp_baseline", "lite_ppo", "sapo", "cispo", "m2po", "opd", "search_r1"),
+    *("maxrl", "gigpo", "gmpo", "remax", "dppo", "swe_grpo", "areal", "slime", "trl"),
 ]
 
 
 def test_presets_are_complete_and_name_themselves() -> None:
     assert list(PRESETS) == EXPECTED_PRESETS
     assert all(PRESETS[name].preset == name for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("reinforce_plus_plus", "it is preset 'reinforce_pp' here"),
+        ("gdpo", "objective.reward.combine = 'normalize_then_sum'"),
+        ("dr_grop", "did you mean 'dr_grpo'?"),
+        ("xyz", "presets are grpo, dr_grpo"),
+    ],
+)
+def test_an_unknown_preset_says_what_is_meant(name: str, said: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        Objective.from_preset(name)
+    assert f"unknown preset {name!r}" in str(raised.value) and said in str(raised.value)
 
 
 def test_presets_differ_from_each_other() -> None:

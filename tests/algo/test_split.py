@@ -103,6 +103,7 @@ def steps(draw: st.DrawFn) -> tuple[Batch, torch.Tensor, torch.Tensor, list[list
         turn_rewards=torch.rand(rows, columns + 1, generator=generator),
         state_ids=torch.randint(0, 3, (rows, columns + 1), generator=generator),
         truncated=cut_of[trajectories],
+        baselines=torch.full((rows,), 0.25, dtype=torch.float64),
         old_entropy=-logprobs(),
     )
     parts = draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
