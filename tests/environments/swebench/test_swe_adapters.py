@@ -172,7 +172,9 @@ def test_data_get_filters_splits_and_writes(tmp_path, capsys):
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["swe_gym", "swe_rebench", "swe_rebench_v2", "swe_synth"])
+@pytest.mark.parametrize(
+    "name", ["swe_gym", "swe_rebench", "swe_rebench_v2", "swe_synth", "swe_bench_live"]
+)
 def test_converted_rows_are_graded_and_audited(engine, fixture_instances, name):
     spans = fixture_instances["agentrl__spans-1"]
     columns = ("base_commit", "patch", "test_patch")
