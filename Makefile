@@ -44,7 +44,7 @@ RETRY = echo "=== once more, those that failed:"
 # Of the fast tests at most two: more than that is no lost race.
 FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-package test-cluster package vllm types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -121,10 +121,15 @@ test-browser: $(VENV)/.dev
 	$(BIN)/pytest -m browser -s || { $(RETRY); $(BIN)/pytest -m browser -s --last-failed; }
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
-test-agents: $(AGENTS_VENV)/.agents
+test-agents: $(AGENTS_VENV)/.frameworks
 	export OMP_NUM_THREADS=1; agents="$(AGENTS_VENV)/bin/python -m pytest -s tests/agents"; \
-	$$agents -m "not docker" || { $(RETRY); $$agents -m "not docker" --last-failed; }
+	$$agents -m "not docker and not slow" || \
+		{ $(RETRY); $$agents -m "not docker and not slow" --last-failed; }
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
+
+## make test-agents-nightly  those that are slow to install or to import (a quarter of an hour)
+test-agents-nightly: $(AGENTS_VENV)/.long_tail
+	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s tests/agents -m "slow and not docker"
 
 ## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons
 ##                    are (Debian: apt install slurm-wlm munge) and this is root, Slurm
@@ -225,6 +230,34 @@ $(AGENTS_VENV)/.agents: pyproject.toml
 	@PATH="$(abspath $(AGENTS_VENV))/bin:$$PATH" npm install --silent --no-fund --no-audit \
 		--prefix $(AGENTS_VENV)/npm @qwen-code/qwen-code@0.24.4 || \
 		echo "npm's registry gave no qwen-code: its tests will be skipped"
+	@touch $@
+
+# Frameworks that want other versions of the same packages than those above.
+$(AGENTS_VENV)/.frameworks: $(AGENTS_VENV)/.agents
+	@echo "installing more frameworks and commands into $(AGENTS_VENV)"
+	@$(PYTHON) -m venv $(AGENTS_VENV)/one
+	@$(AGENTS_VENV)/one/bin/python -m pip install --quiet openai==2.54.0 'ag2[openai]==1.0.3' \
+		agno==3.1.10 autogen-agentchat==0.7.5 'autogen-ext[openai]==0.7.5' instructor==1.17.0 \
+		'strands-agents[openai]==1.62.0'
+	@PATH="$(abspath $(AGENTS_VENV))/bin:$$PATH" npm install --silent --no-fund --no-audit \
+		--prefix $(AGENTS_VENV)/npm @openai/codex@0.169.0 @anthropic-ai/claude-code@2.1.197 \
+		opencode-ai@1.18.33 ai@6.0.326 @ai-sdk/openai@3.0.141 @openai/agents@0.20.0 \
+		openai@7.57.0 zod@4.6.7 || \
+		echo "npm's registry did not give all agents: the tests of those will be skipped"
+	@touch $@
+
+$(AGENTS_VENV)/.long_tail: $(AGENTS_VENV)/.frameworks
+	@echo "installing the long tail of agents into $(AGENTS_VENV)"
+	@$(AGENTS_VENV)/one/bin/python -m pip install --quiet openai==2.54.0 camel-ai==0.2.90 \
+		haystack-ai==3.4.1 llama-index-core==0.14.25 llama-index-llms-openai-like==0.8.1 \
+		semantic-kernel==1.45.0
+	@$(PYTHON) -m venv $(AGENTS_VENV)/two
+	@$(AGENTS_VENV)/two/bin/python -m pip install --quiet dspy==3.4.1 google-adk==2.13.0 \
+		litellm==1.110.2
+	@$(PYTHON) -m venv $(AGENTS_VENV)/crewai
+	@$(AGENTS_VENV)/crewai/bin/python -m pip install --quiet crewai==1.15.30
+	@python3.12 -m venv $(AGENTS_VENV)/openhands && $(AGENTS_VENV)/openhands/bin/python -m pip \
+		install --quiet openhands-sdk==1.58.2 || echo "no Python 3.12: OpenHands is skipped"
 	@touch $@
 
 $(CLUSTER_VENV)/.cluster: pyproject.toml
