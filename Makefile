@@ -248,8 +248,8 @@ $(AGENTS_VENV)/.frameworks: $(AGENTS_VENV)/.agents
 
 $(AGENTS_VENV)/.long_tail: $(AGENTS_VENV)/.frameworks
 	@echo "installing the long tail of agents into $(AGENTS_VENV)"
-	@$(AGENTS_VENV)/one/bin/python -m pip install --quiet openai==2.54.0 camel-ai==0.2.90 \
-		haystack-ai==3.4.1 llama-index-core==0.14.25 llama-index-llms-openai-like==0.8.1 \
+	@$(AGENTS_VENV)/one/bin/python -m pip install --quiet openai==2.54.0 haystack-ai==3.4.1 \
+		llama-index-core==0.14.25 llama-index-llms-openai-like==0.8.1 \
 		semantic-kernel==1.45.0
 	@$(PYTHON) -m venv $(AGENTS_VENV)/two
 	@$(AGENTS_VENV)/two/bin/python -m pip install --quiet dspy==3.4.1 google-adk==2.13.0 \

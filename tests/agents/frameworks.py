@@ -63,18 +63,6 @@ async def autogen(prompt, base_url, api_key):
     return str((await agent.run(task=prompt)).messages[-1].content)
 
 
-def camel(prompt, base_url, api_key):
-    from camel.agents import ChatAgent
-    from camel.models import ModelFactory
-    from camel.toolkits import FunctionTool
-    from camel.types import ModelPlatformType
-
-    model = ModelFactory.create(
-        ModelPlatformType.OPENAI_COMPATIBLE_MODEL, "policy", api_key=api_key, url=base_url
-    )
-    return ChatAgent(model=model, tools=[FunctionTool(calculator)]).step(prompt).msgs[0].content
-
-
 def crewai(prompt, base_url, api_key):
     from crewai import LLM, Agent, Crew, Task
     from crewai.tools import tool
@@ -203,7 +191,6 @@ DISTRIBUTIONS = {
     "agno": "agno",
     "ag2": "ag2",
     "autogen": "autogen-agentchat",
-    "camel": "camel-ai",
     "crewai": "crewai",
     "dspy": "dspy",
     "google_adk": "google-adk",

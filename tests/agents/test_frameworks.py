@@ -20,7 +20,7 @@ import pytest
 from agent_play import LIMITS, TASKS, Recording, play, require_trained_alike
 
 from agentrl.agent_check import check
-from agentrl.config import AgentSection
+from agentrl.config import AgentRole, AgentSection
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.rollout.agent.runner import Agents, CallableRunner, make_agents
 from agentrl.rollout.agent.server import AgentServer
@@ -41,7 +41,7 @@ FRAMEWORKS = {
 }
 """Agent -> the environment that it is in."""
 SLOW_FRAMEWORKS = {
-    **dict.fromkeys(("camel", "haystack", "llama_index", "semantic_kernel"), "one"),
+    **dict.fromkeys(("haystack", "llama_index", "semantic_kernel"), "one"),
     **dict.fromkeys(("dspy", "google_adk"), "two"),
     "crewai": "crewai",
     "openhands": "openhands",
@@ -117,7 +117,8 @@ def framework(request, tmp_path):
 
 
 def require_checked(agents, dialogues=1):
-    """The scripted episodes: one row per dialogue, nothing refused. Returns calls and rows."""
+    """The scripted episodes: one row per dialogue, nothing refused. Returns calls and rows, and the
+    trajectories."""
     renderer = Renderer(load_tokenizer(str(MODEL)))
     played = asyncio.run(check(agents, renderer, prompt="17*3=?", timeout_s=SECONDS))
     for each in played:
@@ -126,10 +127,11 @@ def require_checked(agents, dialogues=1):
         assert each.num_dialogues <= dialogues
     calls = "+".join(str(len(each.trajectory.turns)) for each in played)
     rows = "+".join(str(len(each.trajectory.branches)) for each in played)
-    return f"{calls} scripted calls in {rows} rows"
+    told = f"{calls} scripted calls in {rows} rows"
+    return told, [each.trajectory for each in played]
 
 
-def require_exact_play(folder, runner, *, groups, **limits):
+def require_exact_play(folder, runner, *, groups, roles=(), **limits):
     """Episodes on the quickstart's model, its context made long enough."""
     shutil.copytree(MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -142,6 +144,7 @@ def require_exact_play(folder, runner, *, groups, **limits):
         Renderer(load_tokenizer(str(folder))),
         runner,
         groups=groups,
+        roles=roles,
         env_config=TASKS,
         limits=replace(LIMITS, **waits, **limits),
         max_turn_tokens=24,
@@ -156,7 +159,7 @@ def require_exact_framework(framework, folder):
     name, version, solve = framework
     server = AgentServer()
     dialogues = 8 if name in SEVERAL_DIALOGUES else 1
-    told = require_checked(Agents(server, CallableRunner(solve)), dialogues)
+    told, _ = require_checked(Agents(server, CallableRunner(solve)), dialogues)
     exact = require_exact_play(folder / "model", solve, groups=8, max_turns=8)
     print(f"\n| {name} {version} | {told} | {exact} |")
 
@@ -183,7 +186,15 @@ def test_a_command_is_exact_as_it_is_shipped(name, tmp_path):
     path = os.pathsep.join([str(binaries), str(PREFIX / "bin"), os.environ["PATH"]])
     command = ["env", f"PATH={path}", *COMMANDS[name]]
     section = AgentSection(command=command, answer="policy")
-    told = require_checked(make_agents(section, max_concurrent=1), dialogues=2)
+    told, trajectories = require_checked(make_agents(section, max_concurrent=1), dialogues=2)
+    for trajectory in trajectories:
+        served = trajectory.info.get("served_turns", [])
+        assert len(served) == (name == "opencode"), "its title"
+        for turn in (trajectory.turns[number] for number in served):
+            row = trajectory.branches[turn.branch]
+            assert not any(row.loss_mask[turn.start : turn.start + turn.num_tokens])
+    # Titles are trained here, so that their tokens are compared as well.
+    roles = [AgentRole(role="trained")]
     runner = make_agents(section, max_concurrent=1).runner
-    exact = require_exact_play(tmp_path / "model", runner, groups=1, max_turns=2)
+    exact = require_exact_play(tmp_path / "model", runner, roles=roles, groups=1, max_turns=3)
     print(f"\n| {name} | {told} | {exact} |")
