@@ -1,17 +1,20 @@
 """How much memory training takes on its device, before a weight is loaded.
 
 The model is built on torch's meta device, where tensors have shapes and no contents: its parameters
-are counted, and one forward pass counts what autograd would keep. What is estimated stands below,
-for P parameters of which T learn, N tokens of a micro-batch and a vocabulary of V:
+are counted, and one forward pass counts what autograd would keep. What a step takes is the most of
+a few moments (`moments_of_a_step`), each a sum of parts: for P parameters of which T learn, N
+tokens of a micro-batch and a vocabulary of V,
 
     weights        P in model.dtype; beside bfloat16 also the T in float32 that learn. Once more for
-                   the reference of a KL term, all of it once more for a critic
+                   the reference of a KL term, and for a critic. Ranks hold float32 shards alone
     gradients      T in float32
-    moments        two for each of T: 8 bytes with adamw, 2 with adamw_8bit
+    moments        AdamW's, two for each of T: 8 bytes with adamw, 2 with adamw_8bit
     activations    what autograd keeps of N tokens, of a rank's slice of them with
                    train.parallel.context; of a layer that is computed again only its input
     logits         of the chunks of the head, kept and under way, and the gradient of its weight
+    gathered       what ranks put together of their shards, and add up of their gradients
 
+Updates, pushes and restores hold less than these: gradients, or activations, are not there then.
 Not in it: what kernels need for themselves, fragmentation, the context of CUDA (together about a
 GiB), and a server or an embedded engine on the same device.
 """
@@ -49,21 +52,27 @@ _TOKENS_COUNTED = 512
 
 @dataclass(slots=True, frozen=True)
 class Memory:
-    """Bytes on one device, by what they hold."""
+    """Bytes on one device, by what they hold, at the moment at which they are most."""
 
     weights: int
     gradients: int
     moments: int
     activations: int
     logits: int
+    gathered: int
+    when: str = "the forward pass"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {name: value for name, value in asdict(self).items() if name != "when"}
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = (f"{name} {bytes_ / 2**30:.2f}" for name, bytes_ in asdict(self).items())
-        return f"{self.total / 2**30:.2f} GiB ({', '.join(parts)})"
+        parts = (f"{name} {value / 2**30:.2f}" for name, value in self.parts.items() if value)
+        return f"{self.total / 2**30:.2f} GiB in {self.when} ({', '.join(parts)})"
 
 
 def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = None) -> Memory:
@@ -85,48 +94,88 @@ def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = Non
         ).eval()
     parallel = config.train.parallel
     num_ranks = num_ranks or (parallel.data or 1) * parallel.context
-    return _estimate(model, config, itemsize, device_type, num_ranks)
+    moments = moments_of_a_step(model, config, itemsize, device_type, num_ranks)
+    return max(moments, key=lambda moment: moment.total)
 
 
-def _estimate(
+def moments_of_a_step(
     model: PreTrainedModel, config: RunConfig, itemsize: int, device_type: str, num_ranks: int
-) -> Memory:
+) -> list[Memory]:
+    """Returns what is held at each of them; see `estimate`, which builds the model."""
     text: PretrainedConfig = model.config.get_text_config()
     whole_row = max(config.train.token_budget, config.rollout.max_context_tokens)
     tokens = -(-whole_row // config.train.parallel.context)  # of it that a rank holds
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = parameters
-    if rank := config.model.lora.rank:
-        layers = (m for m in decoder_of(model).modules() if isinstance(m, torch.nn.Linear))
-        trained = sum(rank * (m.in_features + m.out_features) for m in layers)
-        parameters += trained
+    vocabulary, hidden = text.vocab_size, text.hidden_size
+    decoder = decoder_of(model)
+    parameters, of_decoder = _numel(model), _numel(decoder)
+    linear = [m for m in decoder.modules() if isinstance(m, torch.nn.Linear)]
+    rank = config.model.lora.rank
+    adapter = sum(rank * (m.in_features + m.out_features) for m in linear)
+    trained = adapter or parameters
+    parameters += adapter
+    if config.objective.needs_critic:  # without a head, and without an adapter
+        parameters, trained = parameters + of_decoder, trained + of_decoder
+    frozen = 0
+    if "ref_logprobs" in config.objective.needs() and not rank:
+        frozen = _numel(model)
     on_device = config.train.optimizer != "adamw_cpu"
-    masters = 4 * trained if itemsize < 4 and on_device else 0
-    copies = 2 if config.objective.needs_critic else 1
-    weights = copies * (parameters * itemsize + masters)
-    if "ref_logprobs" in config.objective.needs() and not config.model.lora.rank:
-        weights += parameters * itemsize
-    gradients = copies * 4 * trained if on_device else 0
-    moments = {"adamw": 8, "adamw_8bit": 2, "adamw_cpu": 0}[config.train.optimizer]
+    if num_ranks > 1:
+        weights = 4 * (parameters + frozen) // num_ranks if on_device else 0
+    else:
+        masters = 4 * trained if itemsize < 4 and on_device else 0
+        weights = (parameters + frozen) * itemsize + masters
+    bytes_of_moments = {"adamw": 8, "adamw_8bit": 2, "adamw_cpu": 0}[config.train.optimizer]
+    always = {
+        "weights": weights,
+        "gradients": 4 * trained // num_ranks if on_device else 0,
+        "moments": bytes_of_moments * trained // num_ranks,
+    }
 
+    if rank:  # what a frozen layer multiplies is not kept, but for the adapter beside it
+        model.requires_grad_(False)
+        for each in linear:
+            each.requires_grad_(True)
     by_layer, outside = kept_bytes(model, _TOKENS_COUNTED)
     again = _share_recomputed(by_layer, config.model.gradient_checkpointing)
-    inputs = _TOKENS_COUNTED * text.hidden_size * itemsize
-    kept = outside + sum(by_layer) - sum(again) + inputs * len(again) + max(again, default=0)
+    inputs = _TOKENS_COUNTED * hidden * itemsize
+    kept = outside + sum(by_layer) - sum(again) + inputs * len(again)
+    states = tokens * hidden * itemsize
+    activations = kept * tokens // _TOKENS_COUNTED + 2 * states  # gathered before the head
+    widest = max((max(m.in_features, m.out_features) for m in linear), default=hidden)
+    layer = max(again, default=0) * tokens // _TOKENS_COUNTED + tokens * widest * itemsize + states
 
-    positions = tokens  # that predict a trained token: all of them, at worst
-    vocabulary = text.vocab_size
-    chunk = min(positions, default_chunk_tokens(vocabulary, device_type)) * vocabulary
-    softmax = min(positions * vocabulary * itemsize, default_keep_bytes(device_type))
-    states = 3 * positions * text.hidden_size * itemsize  # gathered, their gradient, and scaled
-    head = 0 if config.model.lora.rank else vocabulary * text.hidden_size * 4
-    return Memory(
-        weights=weights // num_ranks,
-        gradients=gradients // num_ranks,
-        moments=copies * moments * trained // num_ranks,
-        activations=kept * tokens // _TOKENS_COUNTED,
-        logits=softmax + 2 * 4 * chunk + states + head,
-    )
+    # All tokens predict one that is trained, at worst.
+    chunk = min(tokens, default_chunk_tokens(vocabulary, device_type)) * vocabulary
+    softmax = min(tokens * vocabulary * itemsize, default_keep_bytes(device_type))
+    head = vocabulary * hidden
+    cast = head * itemsize if itemsize < 4 else 0  # of its float32 gradient, when that is complete
+    under_way = (4 + 3 * itemsize) * chunk
+    of_head = under_way if rank else 4 * head + max(cast, under_way)
+    waiting = head * itemsize if text.tie_word_embeddings and not rank else 0
+
+    layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+    of_a_layer = max(map(_numel, layers), default=0)
+    root = _numel(model) - sum(map(_numel, layers))  # embedding and head, gathered for a whole step
+    gathered = itemsize * (root + of_a_layer) if num_ranks > 1 else 0
+
+    def moment(when: str, activations: int, logits: int, gathered: int) -> Memory:
+        return Memory(
+            **always, activations=activations, logits=logits, gathered=gathered, when=when
+        )
+
+    found = [
+        moment("the head's forward pass", activations, softmax + 3 * 4 * chunk, gathered),
+        moment("the head's backward pass", activations, softmax + of_head + 2 * states, gathered),
+        moment("a layer's backward pass", activations + layer, waiting, gathered),
+    ]
+    if num_ranks > 1 and not rank:
+        added_up = 4 * root * (num_ranks + 1) // num_ranks + itemsize * head
+        found.append(moment("the sum of the ranks' gradients", 0, 0, added_up))
+    return found
+
+
+def _numel(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]:

@@ -22,7 +22,7 @@ from agentrl.train.memory import (
     chooses_token_budget,
     estimate,
     fitting_token_budget,
-    kept_bytes,
+    moments_of_a_step,
     remedies,
     with_token_budget,
 )
@@ -138,18 +138,18 @@ def test_every_part_is_within_15_percent_of_what_a_process_uses(tmp_path, checkp
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     used = json.loads(done.stdout.splitlines()[-1])
     config = config_of(tmp_path, "--model.gradient_checkpointing", checkpointing)
-    expected = estimate(config, device_type="cpu")
-    if checkpointing != "false":
-        # What one layer computes again comes and goes in the backward pass.
-        with torch.device("meta"):
-            layers, _ = kept_bytes(Qwen3ForCausalLM(Qwen3Config(**SHAPE)), NUM_TOKENS)
-        used["activations"] += max(layers)
-    for part, measured in used.items():
-        assert getattr(expected, part) == pytest.approx(measured, rel=0.15), (part, used, expected)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
+    moments = moments_of_a_step(model, config, 4, "cpu", 1)
+    expected = next(each for each in moments if each.when == "the head's backward pass")
+    for part in ("weights", "gradients", "moments"):
+        assert getattr(expected, part) == pytest.approx(used[part], rel=0.15), (part, used)
+    rest = used["activations"] + used["logits"]
+    assert expected.activations + expected.logits == pytest.approx(rest, rel=0.15), (used, expected)
 
 
 def test_parts_by_hand(tmp_path):
@@ -180,8 +180,7 @@ def test_remedies_make_it_smaller_one_after_another(tmp_path):
         "model.gradient_checkpointing",
         "train.token_budget",
         "train.optimizer",
-        "model.lora.rank",
-        "train.parallel.context",
+        "train.parallel.context",  # beside which an adapter saves nothing of so small a model
     ]
     assert all(smaller < larger for larger, smaller in pairwise(totals))
     assert totals[-1] < totals[0] / 2
@@ -202,7 +201,7 @@ def test_bfloat16_is_no_remedy_where_it_takes_more(tmp_path):
 @pytest.mark.parametrize(
     ("there", "status", "said"),
     [
-        (2**40, "ok", "GiB (weights "),
+        (2**40, "ok", "pass (weights "),
         (700 * 2**20, "fix", "with model.dtype = 'bfloat16', model.gradient_checkpointing = true"),
         (2**20, "fix", "no setting makes it fit"),
     ],
@@ -229,9 +228,10 @@ def test_doctor_estimates_a_rank_of_several(tmp_path, monkeypatch):
 
 
 def test_the_total_is_the_sum_and_is_said_with_its_parts():
-    found = Memory(*(2**30 * n for n in (1, 2, 3, 4, 5)))
+    found = Memory(*(2**30 * n for n in (1, 2, 3, 4, 5, 0)), when="a test")
     assert found.total == 15 * 2**30
-    assert str(found).startswith("15.00 GiB (weights 1.00, gradients 2.00")
+    assert str(found).startswith("15.00 GiB in a test (weights 1.00, gradients 2.00")
+    assert "gathered" not in str(found), "one rank gathers nothing"
 
 
 def test_the_token_budget_that_fits_is_the_largest(tmp_path):
