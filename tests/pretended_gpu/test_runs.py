@@ -137,6 +137,8 @@ WAITS = {
     "plain": (*BFLOAT16, "--train.token_budget", "256"),
     "critic": (*BFLOAT16, *CRITIC),
     "KL": (*BFLOAT16, *KL),
+    "adapter with KL": (*BFLOAT16, *LORA, *KL),
+    "prefixes not shared": (*BFLOAT16, "--train.share_prefixes", "false"),
     "moments in host memory": CASES["moments in host memory"],
 }
 
