@@ -109,6 +109,7 @@ async def policy_of(
         template_kwargs=config.rollout.template,
         dialect=config.rollout.dialect,
         tools=config.rollout.tools,
+        stop_token_ids=config.rollout.stop_token_ids,
     )
     sampling, said = evaluation_sampling(config, path)
     if said is not None:
@@ -186,6 +187,11 @@ def _chat_policy(config: RunConfig) -> Policy:
     from agentrl.rollout.chat import ChatPolicy
     from agentrl.rollout.dialects.choose import named_dialect
 
+    if config.rollout.stop_token_ids:
+        raise ConfigError(
+            "rollout.stop_token_ids: a chat server answers with texts and ends turns itself; "
+            "leave it out with inference.backend = 'openai'"
+        )
     base = config.inference.urls[0].rstrip("/")
     client = AsyncOpenAI(
         base_url=base if base.endswith("/v1") else f"{base}/v1",

@@ -64,15 +64,16 @@ def turns(renderer: Renderer, text: str, with_calls: bool) -> list[Message]:
         if with_calls:
             call_id = renderer.dialect.call_id.format(turn=turn, index=0, name="look")
             call = {"name": "look", "arguments": {"word": text}}
-            calls = [{"id": call_id, "type": "function", "function": call}]
-            said |= {"content": "", "tool_calls": calls}
+            calls: list[Any] = [{"id": call_id, "type": "function", "function": call}]
+            said["content"], said["tool_calls"] = "", calls
             heard = {"role": "tool", "content": text, "tool_call_id": call_id, "name": "look"}
         messages += [said, heard]
     return messages
 
 
 def frames(renderer: Renderer, ids: list[int]) -> list[int]:
-    added = renderer.tokenizer.added_tokens_decoder
+    tokenizer: Any = renderer.tokenizer
+    added = tokenizer.added_tokens_decoder
     guarded = renderer._guard.spellings
     return [each for each in ids if each in added and added[each].content in guarded]
 
@@ -144,7 +145,7 @@ def judge(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     logging.disable(logging.ERROR)
     paths = [path for each in parser.parse_args().folders for path in sorted(each.rglob("*.jinja"))]

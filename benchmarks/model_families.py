@@ -192,13 +192,14 @@ def plain_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 def long_factors_always(model: PreTrainedModel) -> None:
     """Makes the reference take longrope's long factors for short rows too, as vLLM does."""
     for module in model.modules():
-        rope = getattr(getattr(module, "config", None), "rope_parameters", None)
-        if hasattr(module, "rope_type") and isinstance(rope, dict):
-            module.config = copy.deepcopy(module.config)  # others read scales from the same table
-            rope = module.config.rope_parameters
-            for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-                if "original_max_position_embeddings" in table:
-                    table["original_max_position_embeddings"] = 1
+        config: Any = getattr(module, "config", None)
+        if not hasattr(module, "rope_type") or not getattr(config, "rope_parameters", None):
+            continue
+        module.config = copy.deepcopy(config)  # others read scales from the same table
+        rope: dict[str, Any] = module.config.rope_parameters  # pyright: ignore
+        for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            if "original_max_position_embeddings" in table:
+                table["original_max_position_embeddings"] = 1
 
 
 def own_logprobs(model: PreTrainedModel, ids: np.ndarray | list[int]) -> torch.Tensor:
@@ -452,7 +453,7 @@ def gradients(model_types: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--part", default="1/1", help="the first of two parts is 1/2")

@@ -133,7 +133,24 @@ class ModelSection(Section):
     a minute at the start, then less memory and often less time. A CPU needs g++ for it."""
     freeze_router: bool = False
     """Mixtures of experts: the routers stay as they are, and the experts learn."""
+    freeze: list[str] = Field(default_factory=list)
+    """Parameters that stay as they are, by name, `*` standing for any letters:
+    `["*.embed_tokens.*", "model.layers.0.*"]`."""
     lora: LoraSection = Field(default_factory=LoraSection)
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _all_is_frozen_beneath_an_adapter(self) -> ModelSection:
+        if self.freeze and self.lora.rank:
+            raise ValueError(
+                "model.freeze and model.lora.rank: beneath an adapter all weights are frozen; "
+                "leave model.freeze out, and name the adapter's layers in model.lora.targets"
+            )
+        return self
 
 
 class EnvSection(Section):
@@ -211,6 +228,9 @@ class RolloutSection(Section):
     stop_strings: list[str] = Field(default_factory=list)
     """A turn ends with the first token that completes one of these, `["</search>"]` for example.
     Tokens that an engine sampled beyond it are dropped, which is what stopping there gives."""
+    stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
+    """Tokens that end a turn beside the chat template's own. The turn's text goes without them, and
+    the template's own end is written behind them."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -221,6 +241,9 @@ class RolloutSection(Section):
     """So many of the likeliest tokens are; -1 keeps every token."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Tokens below this share of the likeliest one's probability are not sampled."""
+    repetition_penalty: float = 1.0
+    """Only 1. Under another penalty a token's distribution depends on the tokens before it, and the
+    trainer's, which is the model's own, would learn to undo that. `eval` takes one."""
     truncated_sampling: Literal["refuse", "correct"] = "refuse"
     """`correct`: the trainer computes the same truncated distribution, from the ids that the engine
     says it kept (`embedded`; vLLM with --return-sampling-mask). Of an engine that does not say, the
@@ -269,6 +292,17 @@ class RolloutSection(Section):
     to end too; then they are cancelled and the group goes without them. Needs backend `vllm`."""
     straggler_timeout_s: Seconds | None = None
     """See `min_group_size`. Cutting stragglers biases training to short episodes."""
+
+    @field_validator("repetition_penalty")
+    @classmethod
+    def _none_in_training(cls, value: float) -> float:
+        if value != 1:
+            raise ValueError(
+                "a penalty in training would be learned to be undone: the trainer's distribution "
+                "is the model's own; leave it at 1, set eval.repetition_penalty for evaluation, or "
+                "reward less repetition"
+            )
+        return value
 
     @field_validator("stop_strings", mode="before")
     @classmethod

@@ -145,6 +145,7 @@ def _model(config: RunConfig) -> Finding:
             template_kwargs=rollout.template,
             dialect=rollout.dialect,
             tools=rollout.tools,
+            stop_token_ids=rollout.stop_token_ids,
         )
         how = {
             "append_only": "its chat template never edits the past: one token row per episode",

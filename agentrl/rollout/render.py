@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import html
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -97,6 +97,7 @@ class Renderer:
         template_kwargs: dict[str, JSON] | None = None,
         dialect: str = "auto",
         tools: str = "template",
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -104,6 +105,7 @@ class Renderer:
             history: `auto` follows the self-test; the others force a mode. Forcing `append_only`
                 keeps what the template would have dropped in the model's context.
             tools: who tells the model of its tools, as `rollout.tools`.
+            stop_token_ids: end a turn besides the template's own, as `rollout.stop_token_ids`.
             template_kwargs: extra variables for the template, such as `enable_thinking`.
 
         Raises:
@@ -164,6 +166,9 @@ class Renderer:
         self.history: HistoryMode = history if history != "auto" else self._self_test()
         # Who forces append_only wants what the template would not write.
         self._audits = history == "auto"
+        self.stop_token_ids = tuple(
+            sorted({*self.stop_token_ids, *self._known_tokens(stop_token_ids)})
+        )
         self.num_audited = 0
         self._num_continued = 0
         # Most messages and longest content that an audit saw, without tools and with.
@@ -491,6 +496,18 @@ class Renderer:
         if len(ids) != 1 or self.tokenizer.decode(ids, skip_special_tokens=True):
             return None
         return ids[0]
+
+    def _known_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
+        for each in token_ids:
+            try:
+                known = bool(self._decode([each], skip_special_tokens=False))
+            except (IndexError, OverflowError, ValueError):
+                known = False
+            if not known:
+                raise ConfigError(
+                    f"rollout.stop_token_ids: the tokenizer has no token {each}; give ids of it"
+                )
+        return token_ids
 
     def _find_close_token(self) -> int:
         from jinja2.exceptions import TemplateError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import logging
 import re
 import shutil
@@ -194,6 +195,27 @@ def freeze_all_but_text(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) not in text:
             parameter.requires_grad_(False)
+
+
+def freeze_named(model: PreTrainedModel, patterns: list[str]) -> None:
+    """Leave parameters out of training whose names match one of the patterns of `model.freeze`.
+
+    Raises:
+        ConfigError: a pattern matches none, or nothing is left that learns.
+    """
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        found = fnmatch.filter(named, pattern)
+        if not found:
+            learning = [name for name, each in named.items() if each.requires_grad]
+            raise ConfigError(
+                f"model.freeze names {pattern!r}, which matches no parameter of "
+                f"{type(model).__name__}; they have names such as {learning[0]} and {learning[-1]}"
+            )
+        for name in found:
+            named[name].requires_grad_(False)
+    if not any(each.requires_grad for each in named.values()):
+        raise ConfigError("model.freeze leaves nothing that learns; name fewer parameters")
 
 
 def _require_unquantised(config: PretrainedConfig, path: str) -> None:

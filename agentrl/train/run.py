@@ -159,6 +159,7 @@ async def assemble(
         template_kwargs=rollout.template,
         dialect=rollout.dialect,
         tools=rollout.tools,
+        stop_token_ids=rollout.stop_token_ids,
     )
     for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):

@@ -23,7 +23,7 @@ from agentrl.train.critic import Critic, make_critic
 from agentrl.train.logprobs import decoder_of, sample_logprobs
 from agentrl.train.lora import add_adapter
 from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
-from agentrl.train.model import set_gradient_checkpointing
+from agentrl.train.model import freeze_named, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
 from agentrl.train.routers import freeze_routers, require_aux_loss
 from agentrl.train.setup import resolve_device, resolve_dtype, seed_everything
@@ -199,6 +199,7 @@ async def make_trainer(
     model = sharding.load_model(config.model.path, dtype=dtype, device=device, max_tokens=longest)
     if config.model.freeze_router:
         freeze_routers(model)
+    freeze_named(model, config.model.freeze)
     if config.train.router_aux_loss:
         require_aux_loss(model)
     if config.model.lora.rank:

@@ -120,6 +120,21 @@ def test_a_turn_cut_by_length_is_closed_by_the_template():
     assert cut == [CHATML_RENDERER.close_token_id, *closed]
 
 
+def test_a_run_names_more_tokens_that_end_a_turn():
+    plain = CHATML_RENDERER
+    encode = plain.tokenizer.encode
+    (end,) = encode("<|endoftext|>")
+    (dot,) = encode(".")
+    renderer = Renderer(make_tokenizer(CHATML), stop_token_ids=[end, dot])
+    assert set(renderer.stop_token_ids) == {*plain.stop_token_ids, end, dot}
+    assert renderer.history == "append_only" and renderer.close_token_id == plain.close_token_id
+    assert renderer.decode(encode("So.")) == "So"
+    observation = [{"role": "user", "content": "And?"}]
+    assert renderer.suffix(observation, closed_by=dot)[0] == renderer.close_token_id
+    with pytest.raises(ConfigError, match="stop_token_ids: the tokenizer has no token 99999"):
+        Renderer(make_tokenizer(CHATML), stop_token_ids=[99999])
+
+
 def test_several_observations_in_one_suffix():
     observations = [
         {"role": "tool", "content": "one", "tool_call_id": "a"},

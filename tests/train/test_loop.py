@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_teacher import PromptServer, running
 from transformers import AutoModelForCausalLM
 
@@ -262,6 +263,34 @@ def test_resuming_equals_never_having_stopped(finished, tmp_path):
     for name in ("model.safetensors", "optimizer.safetensors"):
         mine, its = ((d / "checkpoints" / "step_000003" / name) for d in (run_dir, finished))
         assert mine.read_bytes() == its.read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_frozen_stays_and_resumes(tmp_path):
+    """With a token that ends turns besides the template's own."""
+    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
+    (end,) = tokenizer.encode("7", add_special_tokens=False)
+    settings = ["--model.freeze", '["*.embed_tokens.*", "model.layers.0.*"]']
+    settings += ["--rollout.stop_token_ids", f"[{end}]", "--run.num_steps", "2"]
+    whole = run(tmp_path / "whole", *settings)
+    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "1")
+    run(parted, *settings, "--run.resume")
+    assert contents(parted) == contents(whole)
+    final = "checkpoints/step_000002/model.safetensors"
+    assert (parted / final).read_bytes() == (whole / final).read_bytes()
+    before = load_file(QUICKSTART.parent / "model" / "model.safetensors")
+    after = load_file(whole / final)
+    moved = {name for name, each in before.items() if not torch.equal(each, after[name])}
+    assert moved and not any("embed_tokens" in each or "layers.0." in each for each in moved)
+    found = 0
+    for _, trajectory in read_trajectories(whole):
+        for row in trajectory.branches:
+            following = [*row.loss_mask[1:], 0]
+            for token, mask, after_it in zip(row.token_ids, row.loss_mask, following, strict=True):
+                if mask and token == end:
+                    found += 1
+                    assert not after_it
+    assert found
 
 
 @pytest.mark.slow

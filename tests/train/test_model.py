@@ -34,7 +34,7 @@ from agentrl.train.logprobs import (
     sample_logprobs,
     trained_matrix,
 )
-from agentrl.train.model import load_model, load_tokenizer, set_gradient_checkpointing
+from agentrl.train.model import freeze_named, load_model, load_tokenizer, set_gradient_checkpointing
 from agentrl.train.plan import pack
 from agentrl.types import Sample
 
@@ -382,6 +382,18 @@ def test_what_stands_behind_the_head_is_measured(model_type, changes, shape):
     factor, cap = logit_shape(model)
     assert (factor, cap) == (pytest.approx(shape[0]), shape[1] and pytest.approx(shape[1]))
     require_exact(model)
+
+
+def test_parameters_are_frozen_by_name():
+    model = tiny_model("qwen3")
+    freeze_named(model, ["*.embed_tokens.*", "model.layers.0.*"])
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    assert "model.embed_tokens.weight" in frozen
+    assert all(name.startswith(("model.embed_tokens.", "model.layers.0.")) for name in frozen)
+    with pytest.raises(ConfigError, match=r"'layers\.0' .*matches no parameter.*model\.layers"):
+        freeze_named(model, ["layers.0"])
+    with pytest.raises(ConfigError, match="leaves nothing that learns"):
+        freeze_named(model, ["*"])
 
 
 @pytest.mark.parametrize(
