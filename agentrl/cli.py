@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_eval(commands)
     _add_rollout(commands)
+    _add_suite(commands)
     _add_regrade(commands)
     _add_compare(commands)
     _add_proxy(commands)
@@ -316,6 +317,26 @@ def _eval(config: RunConfig, arguments: argparse.Namespace) -> int:
         shard=arguments.shard,
         as_json=arguments.json,
     )
+
+
+def _add_suite(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "suite",
+        help="measure several models on several benchmarks: one table",
+        description="Play every benchmark of a suite file with every model, and write the table as "
+        "Markdown, HTML, LaTeX and JSON. Called again it plays what is missing "
+        "(docs/evaluation.md).",
+    )
+    command.add_argument("suite", type=Path, metavar="SUITE.toml", help="models and benchmarks")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="keeps every cell")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(handler=_suite)
+
+
+def _suite(arguments: argparse.Namespace) -> int:
+    from agentrl.suite import suite_command
+
+    return suite_command(arguments.suite, arguments.out, as_json=arguments.json)
 
 
 def _add_regrade(commands: argparse._SubParsersAction) -> None:

@@ -4,7 +4,14 @@ Sections mirror the packages. Unknown keys are errors that name the file, the do
 closest valid key. This package imports no torch, so that `--help` and `--dry-run` are quick.
 """
 
-from agentrl.config.load import CHANGEABLE, apply_overrides, load_config, valid_keys, with_change
+from agentrl.config.load import (
+    CHANGEABLE,
+    apply_overrides,
+    load_config,
+    load_tables,
+    valid_keys,
+    with_change,
+)
 from agentrl.config.run import RunConfig, weight_at
 from agentrl.config.sections import (
     AgentRole,
@@ -46,6 +53,7 @@ __all__ = [
     "TrainSection",
     "apply_overrides",
     "load_config",
+    "load_tables",
     "valid_keys",
     "weight_at",
     "with_change",

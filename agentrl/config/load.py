@@ -66,6 +66,22 @@ def load_config(
     return _validated(data, str(path), list(overrides), beside=path)
 
 
+def load_tables(tables: Sequence[Mapping[str, Any]], source: str, *, beside: Path) -> RunConfig:
+    """The configuration of several tables of a run file's keys, later ones over earlier ones.
+
+    Args:
+        source: what an error begins with.
+        beside: the file that they are of; see `load_config` for its relative paths.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    data: dict[str, Any] = {}
+    for table in tables:
+        _merge(data, copy.deepcopy(dict(table)))
+    return _validated(data, source, [], beside=beside)
+
+
 def with_change(config: RunConfig, key: str, value: JsonValue) -> RunConfig:
     """The configuration with another value of one key of `CHANGEABLE`.
 

@@ -141,14 +141,19 @@ class EpisodeLog:
         groups: dict[str, list[Trajectory]] = defaultdict(list)
         newest = {t.trajectory_id: t for _, t in read_trajectories(folder)}  # the last one counts
         for trajectory in newest.values():
-            if trajectory.error is None or trajectory.error.code in _FAILED_FOR_GOOD:
-                groups[trajectory.group_id].append(trajectory)
-            else:
+            if plays_again(trajectory):
                 self.num_again += 1
+            else:
+                groups[trajectory.group_id].append(trajectory)
         for members in groups.values():
             # Reward functions compare the members of a group, so it is scored as a whole.
             if not self._whole_groups or len(members) == self._size:
                 self.done |= {t.trajectory_id: t for t in members}
+
+
+def plays_again(trajectory: Trajectory) -> bool:
+    """Whether an episode failed for a reason that may have passed."""
+    return trajectory.error is not None and trajectory.error.code not in _FAILED_FOR_GOOD
 
 
 def read_evaluation(folder: Path) -> tuple[RunConfig, list[Trajectory]]:
