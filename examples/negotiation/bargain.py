@@ -32,7 +32,7 @@ class Bargain(Environment):
 
     @classmethod
     async def load_shared(cls, config):
-        from openai import AsyncOpenAI  # pip install 'agentrl-gym[eval]'
+        from openai import AsyncOpenAI  # pip install openai
 
         key = os.environ.get(config.buyer_key_variable, "none")
         return AsyncOpenAI(base_url=config.buyer_url, api_key=key)
