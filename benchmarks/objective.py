@@ -53,6 +53,8 @@ def step(rows: int, columns: int, group_size: int) -> tuple[Batch, torch.Tensor]
         policy_versions=torch.zeros(rows, columns, dtype=torch.long),
         current_version=0,
         turn_rewards=torch.zeros(rows, 4),
+        state_ids=torch.randint(0, 3, (rows, 4), generator=generator),
+        baselines=torch.rand(rows, generator=generator),
     )
     return batch, old + 0.05 * torch.randn(rows, columns, generator=generator)
 

@@ -278,7 +278,7 @@ def _in_one_call(
     return output[None]
 
 
-def _grouped(query: torch.Tensor, key: torch.Tensor) -> dict[str, bool]:
+def _grouped(query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
     """Arguments of `varlen_attn` for the heads of both, in dimension 1."""
     return {"enable_gqa": query.shape[1] != key.shape[1]} if _TOLD_OF_GROUPS else {}
 

@@ -350,6 +350,8 @@ def test_extreme_log_ratios_stay_finite() -> None:
             batch = step()
             batch.old_logprobs = batch.rollout_logprobs.clone()
             batch.ref_logprobs = batch.teacher_logprobs = batch.values = batch.rollout_logprobs
+            batch.baselines = torch.zeros_like(batch.rewards)
+            batch.state_ids = torch.zeros(batch.num_rows, 1, dtype=torch.long)
             prepare(objective, batch)
             live = (batch.rollout_logprobs + ratio_gap).requires_grad_()
             output = policy_loss(objective, batch, live)
