@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,19 @@ async def large_bodies(url, key):
     return [*statuses, (await post(url, key))[0]], 1
 
 
+async def a_long_prompt(url, key):
+    """It is within the limit of a body and would take minutes to become tokens."""
+    started = time.monotonic()
+    text = "word " * 12_000_000
+    statuses = []
+    for path in ("chat/completions", "messages/count_tokens"):
+        status, said, _ = await post(url, key, {"messages": [user(text)]}, path=path)
+        assert "60000000 characters" in said and "rollout.max_context_tokens" in said
+        statuses.append(status)
+    assert statuses == [400, 400] and time.monotonic() - started < 30
+    return [*statuses, (await post(url, key))[0]], None
+
+
 BODIES = (
     b"",
     b"{",
@@ -160,11 +174,12 @@ async def odd_schemas(url, key):
     "attack",
     [
         *(parallel, compaction, disconnects, duplicates, forked_children),
-        *(large_bodies, wrong_types, odd_schemas),
+        *(large_bodies, wrong_types, odd_schemas, a_long_prompt),
     ],
 )
 def test_an_agent_that_does_its_worst_is_one_record(attack, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 1 << 19)
+    if attack is not a_long_prompt:
+        monkeypatch.setattr(server_module, "MAX_BODY_BYTES", 1 << 19)
     seen = []
 
     async def solve(task, base_url, api_key):

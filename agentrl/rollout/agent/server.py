@@ -66,6 +66,8 @@ MAX_NOTED = 20
 KEEP_ALIVE_S = 10.0
 """A stream that waits longer for its first token says that it is alive."""
 MAX_BODY_BYTES = 64 << 20
+MAX_CHARACTERS_PER_TOKEN = 128
+"""Of the longest tokens of published vocabularies, which are spaces."""
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -220,24 +222,25 @@ class Live:
                 f"the episode has had its {self.max_turns} turns (rollout.max_turns)",
                 code="max_turns",
             )
-        place = self.rendered(call)
-        length, limit = len(place.prompt), recorder.policy.max_context_tokens
-        if length >= limit:
+        limit = recorder.policy.max_context_tokens
+        if _is_beyond(limit, call):  # which `rendered` refuses
             self.cut = StopReason.CONTEXT_LENGTH
-            raise RequestRefused(
-                f"the prompt has {length} tokens, and the maximum context length is {limit} "
-                "(rollout.max_context_tokens)",
-                code="context_length_exceeded",
-            )
+        place = self.rendered(call)
+        if len(place.prompt) >= limit:
+            self.cut = StopReason.CONTEXT_LENGTH
+            raise _too_long(f"{len(place.prompt)} tokens", limit)
         return place
 
     def rendered(self, call: Call) -> Place:
         """
         Raises:
-            RequestRefused: the chat template refuses the messages.
+            RequestRefused: the chat template refuses the messages, or no context could hold them.
         """
         from jinja2.exceptions import TemplateError
 
+        limit = self.recorder.policy.max_context_tokens
+        if _is_beyond(limit, call):
+            raise _too_long(f"{_characters(call)} characters", limit)
         try:
             return self.recorder.place(call.messages, call.tools)
         except (TemplateError, TypeError) as error:
@@ -249,6 +252,24 @@ class Live:
             if not self.failure.done():  # it ends the episode
                 self.failure.set_exception(error)
             raise RequestRefused(str(error), status=500, code="engine_failed") from error
+
+
+def _characters(call: Call) -> int:
+    return sum(len(message["content"]) for message in call.messages)
+
+
+def _is_beyond(limit: int, call: Call) -> bool:
+    """Whether no context of so many tokens could hold the text. To make tokens of megabytes takes
+    minutes, during which every episode waits."""
+    return _characters(call) > MAX_CHARACTERS_PER_TOKEN * limit
+
+
+def _too_long(length: str, limit: int) -> RequestRefused:
+    return RequestRefused(
+        f"the prompt has {length}, and the maximum context length is {limit} tokens "
+        "(rollout.max_context_tokens)",
+        code="context_length_exceeded",
+    )
 
 
 class AgentServer:
