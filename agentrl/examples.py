@@ -26,7 +26,9 @@ def copy_examples(out: Path) -> Path:
         ignored = shutil.ignore_patterns("__pycache__", "runs")
         shutil.copytree(beside, out, ignore=ignored)
         return out
-    files = [each for each in distribution("agentrl-gym").files or () if _INSTALLED in each.as_posix()]
+    files = [
+        each for each in distribution("agentrl-gym").files or () if _INSTALLED in each.as_posix()
+    ]
     if not files:
         raise DataError("this installation of agentrl has no examples; install its wheel again")
     for file in files:
