@@ -29,6 +29,12 @@ def test_defaults_and_round_trip_through_toml(tmp_path):
     assert again.objective.surrogate.high == pytest.approx(0.28)
 
 
+@pytest.mark.parametrize("agent", ['run = "play.py:solve"', 'command = ["solve", "{prompt}"]'])
+def test_a_run_with_an_agent_loads_what_it_wrote(agent, tmp_path):
+    config = load_config(_write(tmp_path, f'[model]\npath = "m"\n[agent]\n{agent}\n'), [])
+    assert load_config(_write(tmp_path, config.to_toml()), []) == config
+
+
 def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
     path = _write(tmp_path, MINIMAL + "[run]\nseed = 5\n")
     config = load_config(

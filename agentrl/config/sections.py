@@ -447,7 +447,9 @@ class AgentSection(Section):
                 f"agent.answer is 'last_line', 'policy' or 'file:PATH', not {self.answer!r}"
             )
         for key in ("answer", "home"):
-            if key in self.model_fields_set and self.run is not None:
+            # A run's own file names every key.
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and self.run is not None:
                 raise ValueError(f"agent.{key} is that of agent.command; remove it")
         if self.home != "private" and self.container is not None:
             raise ValueError("agent.home is that of a command without agent.container; remove it")
