@@ -55,6 +55,16 @@ def signal_group(leader_pid: int, number: int) -> None:
         os.killpg(leader_pid, number)
 
 
+def how_ended(status: int) -> str:
+    """Says how a process ended, from a status of `subprocess` or `os.waitstatus_to_exitcode`."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"died of {signal.Signals(-status).name}"
+    except ValueError:
+        return f"died of signal {-status}"
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends. Linux only.
 

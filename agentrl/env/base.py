@@ -128,12 +128,6 @@ class Environment:
     """Deadline of a step where the caller names none. A step that passes it ends the session with
     `step_timeout`. An `async def` method is cancelled then; a `def` method goes on in its thread,
     because a thread cannot be stopped."""
-    isolation: ClassVar[Literal["thread", "process"]] = "thread"
-    """`process`: every session has a process of its own, which is killed when it passes a
-    deadline. For blocking code that may hang, leak or crash; costs a fork per session."""
-    memory_mb: ClassVar[int | None] = None
-    """With `isolation = "process"`: memory a session may use beyond what it was forked with, in
-    MiB."""
     max_creating: ClassVar[int | None] = None
     """Sessions that may be in their `reset` at a time; further ones wait. For environments whose
     reset starts something heavy, such as a container. None: no bound of its own."""

@@ -344,7 +344,7 @@ async def _play_together(
 async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None:
     """What an episode changes on the class, its module or `self.shared`, and the remedy; None if
     nothing does."""
-    if subject.environment is None or subject.environment.isolation == "process":
+    if subject.environment is None:
         return None
     spec = subject.specs(1)[0]
     actions = await subject.moves(spec)

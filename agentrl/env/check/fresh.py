@@ -56,7 +56,7 @@ async def fresh_runs(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
 async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
     """Plays the subject in two processes with different hash seeds; None where that is not possible
     (no class, a class that cannot be imported by name, or one that takes too long to load)."""
-    if subject.environment is None or subject.environment.isolation == "process":
+    if subject.environment is None:
         return None
     try:
         target = registry.import_name(subject.environment)

@@ -41,8 +41,7 @@ LEAK_WAIT_S = 2.0
 async def check_event_loop(subject: Subject) -> str:
     """Nothing of an episode holds up the event loop for more than 50 ms, during which all other
     sessions would stand still."""
-    if subject.local().isolation == "process":
-        raise CheckSkipped("its sessions have processes, and so event loops, of their own")
+    subject.local()
     worst = 0.0
     cases = [(spec, seed) for seed, spec in enumerate(subject.specs(4))]
     async with subject.transport() as transport:
@@ -111,8 +110,7 @@ class _Watch(threading.Thread):
 async def check_globals(subject: Subject) -> str:
     """Episodes leave alone what belongs to the whole process: the working directory, environment
     variables, standard output, the seeds of global generators, limits, hooks and settings."""
-    if subject.local().isolation == "process":
-        raise CheckSkipped("its sessions have processes of their own")
+    subject.local()
     folder, variables, before = subject.folder, subject.variables, subject.process_state
     printed = _Printed()
     # What an import adds, it adds once; what an episode adds comes back.
@@ -325,8 +323,7 @@ def _left(before: dict[str, dict[str, str]], folder: Path) -> str:
 
 async def check_memory(subject: Subject) -> str:
     """A thousand episodes do not make the process grow."""
-    if subject.local().isolation == "process":
-        raise CheckSkipped("its sessions have processes of their own, which end with them")
+    subject.local()
     if subject.close_hangs:
         raise CheckSkipped("close() hangs, so every session keeps what it has")
     count, limit_s = 1000, MEMORY_TIME_S * (60 if subject.thorough else 1)

@@ -176,8 +176,6 @@ class Subject:
     def _played_class(self) -> type[Environment]:
         """The class, on what was loaded already."""
         environment, shared = self.local(), self.shared
-        if environment.isolation == "process":
-            return environment  # its processes import it by name and load it themselves
         return type(
             environment.__name__,
             (environment,),
@@ -185,7 +183,6 @@ class Subject:
                 "__module__": environment.__module__,
                 "__doc__": environment.__doc__,
                 "id": environment.id,
-                "isolation": "thread",
                 "load_shared": classmethod(lambda cls, config: shared),
                 "close_shared": classmethod(lambda cls, shared: None),
             },

@@ -31,9 +31,8 @@ from agentrl.env.check import (
     run_check,
     timeout_of,
 )
-from agentrl.env.sessions.fork_host import how_ended
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.processes import signal_group
+from agentrl.processes import how_ended, signal_group
 
 ALIVE_S = 1.0
 """The process says so often that its event loop runs."""
@@ -117,7 +116,10 @@ def _died(name: str, worker: SpawnProcess, seconds: float) -> CheckResult:
     worker.join()
     assert worker.exitcode is not None
     detail = f"the process {how_ended(worker.exitcode)} during this check"
-    remedy = "find the call that ends the process; isolation = 'process' keeps it from others"
+    remedy = (
+        "find the call that ends the process; start code that may crash as a process of its own, "
+        "or serve the environment apart with `agentrl env serve`"
+    )
     return CheckResult(name, asserts(name), "fail", detail, remedy, seconds, detail)
 
 

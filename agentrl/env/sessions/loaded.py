@@ -8,20 +8,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.episode import tools_before_reset
 from agentrl.env.protocol import EnvInfo, TaskPreview, TaskSpec, make_error
 from agentrl.env.sessions.boundary import Background, guard
-from agentrl.env.sessions.runner import LocalRunner, Runner
 from agentrl.env.threads import WorkerPool, call_timeout
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Task, ToolSpec
-
-if TYPE_CHECKING:
-    from agentrl.env.sessions.process import ProcessHost
 
 logger = logging.getLogger("agentrl.env")
 
@@ -42,10 +38,7 @@ class LoadedEnvironment:
     workers: WorkerPool
     loading: asyncio.Task[None] | None = None
     instance: Environment | None = None
-    """Answers `splits` and `get` for all sessions, once loading is done; None if a process of its
-    own does."""
-    host: ProcessHost | None = None
-    """With `isolation = "process"`."""
+    """Answers `splits` and `get` for all sessions, once loading is done."""
     splits: dict[str, int | None] = field(default_factory=dict)
     tools: list[ToolSpec] = field(default_factory=list)
     """What is offered before a task is known."""
@@ -55,17 +48,6 @@ class LoadedEnvironment:
     """Sessions; an environment in use is not dropped."""
 
     async def load(self) -> None:
-        if self.environment.isolation == "process":
-            from agentrl.env.sessions.process import ProcessHost
-
-            host = ProcessHost(self.environment, self.config)
-            try:
-                self.splits, self.tools = await host.load()
-            except BaseException:
-                await host.aclose()
-                raise
-            self.host = host
-            return
         shared = await call_method(self.workers, self.environment.load_shared, self.config)
         instance = self.environment(self.config, shared=shared)
         if not hasattr(instance, "_shared"):
@@ -79,8 +61,6 @@ class LoadedEnvironment:
 
     async def get(self, split: str, indices: Iterable[int]) -> list[Task]:
         """Tasks of a split, from the author's code."""
-        if self.host is not None:
-            return await self.host.get(split, indices)
         assert self.instance is not None
         get = self.instance.get
         tasks = await self.workers.run(lambda: [get(split, index) for index in indices])
@@ -89,19 +69,15 @@ class LoadedEnvironment:
                 raise EnvError(f"get() returned {type(task).__name__}, not a Task")
         return tasks
 
-    async def runner(self) -> Runner:
-        """A fresh instance, where `Environment.isolation` says."""
-        if self.host is not None:
-            return await self.host.runner()
+    def make_instance(self) -> Environment:
+        """Returns a fresh instance for one session."""
         assert self.instance is not None
         instance = self.environment(self.config, shared=self.instance.shared)
         instance._workers = self.workers
-        return LocalRunner(instance)
+        return instance
 
     async def close(self) -> None:
-        if self.host is not None:
-            await self.host.aclose()
-        elif self.instance is not None:
+        if self.instance is not None:
             close_shared = self.environment.close_shared
             await call_method(self.workers, close_shared, self.instance.shared)
 

@@ -134,7 +134,7 @@ class SessionManager:
         if 2 * hung >= most:
             return (
                 f"{hung} threads hang past their deadline, and at {most} calls are refused: "
-                "restart the process, and use isolation = 'process'"
+                "restart the process"
             )
         return None
 
@@ -278,7 +278,6 @@ class SessionManager:
             self._retire(session, error.code, error)
             raise
         except BaseException:  # cancelled at the deadline
-            self._kill(session)
             self._retire(session, "reset_timeout")
             raise
 
@@ -346,7 +345,6 @@ class SessionManager:
         message = f"the step of '{env_id}' took more than {timeout_s:g} s"
         self._background.stop(step.task)  # before its caller wakes, who may look at what hangs
         self._fail(session, step, make_error("step_timeout", message))
-        self._kill(session)
 
     def _fail(self, session: Session, step: Step, error: EnvError) -> None:
         if step.outcome is not None:
@@ -444,24 +442,19 @@ class SessionManager:
             logger.info(json.dumps(episode_record(session, outcome, error)))
         self._background.spawn(self._close(session))
 
-    def _kill(self, session: Session) -> None:
-        if session.runner is not None:
-            session.runner.kill()
-
     async def _close(self, session: Session) -> None:
         env_id = session.environment.id
         try:
             if session.calling is not None:
                 await asyncio.wait((session.calling,), timeout=CLOSE_TIMEOUT_S)
-            if session.runner is not None:
+            if (instance := session.instance) is not None:
                 async with call_timeout(CLOSE_TIMEOUT_S):
-                    await self._background.call(session.runner.close(), env_id)
+                    await self._background.call(instance.call(instance.close), env_id)
         except TimeoutError:
             logger.warning("close() of '%s' ran out of time", env_id)
         except EnvError as error:
             logger.warning("%s", error)
         finally:
-            self._kill(session)
             session.loaded.num_users -= 1
             self._capacity.release(session.environment)
 

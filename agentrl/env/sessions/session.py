@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.env import episode
 from agentrl.env.base import Environment
 from agentrl.env.protocol import StepReply, StepRequest, as_json, encode
 from agentrl.env.sessions.loaded import LoadedEnvironment
-from agentrl.env.sessions.runner import Runner
+from agentrl.env.tools import Tool
 from agentrl.errors import EnvError
 from agentrl.types import Message, Task, ToolSpec
 
@@ -60,13 +61,16 @@ class Session:
     lease_s: float
     key: str | None
     """The Idempotency-Key it was opened with."""
-    runner: Runner | None = None
+    instance: Environment | None = None
+    """None until the reset begins."""
     expires: float = 0.0
     """On the event loop's clock."""
     observation: list[Message] = field(default_factory=list)
     """The first prompt."""
     tools: list[ToolSpec] = field(default_factory=list)
     """As the agent was last told."""
+    offered: dict[str, Tool] | None = None
+    """What `tools` was made of."""
     told: bytes = b"[]"
     """`tools`, encoded, because the author's code may change the very objects."""
     step: int = 0
@@ -98,16 +102,17 @@ class Session:
 async def start(session: Session) -> None:
     """Make a session's instance and reset it. The prompt is copied as the wire would, so that
     nobody can change it afterwards."""
-    session.runner = await session.loaded.runner()
-    session.observation = as_json(await session.runner.start(session.task, session.seed))
-    tell_tools(session, session.runner)
+    instance = session.instance = session.loaded.make_instance()
+    first = await episode.start_episode(instance, session.task, session.seed)
+    session.observation = as_json(first)
+    tell_tools(session, instance)
 
 
 async def take_turn(session: Session, request: StepRequest) -> tuple[StepReply, bytes]:
     """The reply to an action, and encoded: what is no JSON is an error of the environment."""
-    assert session.runner is not None
-    result = await session.runner.turn(request.action, last=request.last)
-    changed = tell_tools(session, session.runner)
+    assert session.instance is not None
+    result = await episode.take_turn(session.instance, request.action, last=request.last)
+    changed = tell_tools(session, session.instance)
     reply = StepReply(
         observation=result.observation,
         reward=result.reward,
@@ -122,12 +127,13 @@ async def take_turn(session: Session, request: StepRequest) -> tuple[StepReply, 
     return reply, encode(reply)
 
 
-def tell_tools(session: Session, runner: Runner) -> bool:
-    """Note what the agent is offered now; returns whether it is something else than before."""
-    tools = runner.tools
-    if tools is session.tools:
+def tell_tools(session: Session, instance: Environment) -> bool:
+    """Notes what the agent is offered now, and returns whether that has changed."""
+    if instance._tools is session.offered:
         return False
-    before, session.tools, session.told = session.told, tools, encode(tools)
+    session.offered = instance._tools
+    session.tools = [tool.spec for tool in session.offered.values()]
+    before, session.told = session.told, encode(session.tools)
     return session.told != before
 
 

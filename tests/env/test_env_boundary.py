@@ -1,9 +1,6 @@
-"""Runners, and the boundary to code that does not stop."""
+"""The boundary to code that does not stop."""
 
 import asyncio
-import os
-import time
-from pathlib import Path
 
 import pytest
 from manager_calls import call, error_of, step, until
@@ -79,61 +76,5 @@ def test_a_step_that_ignores_its_cancellation_counts_until_it_is_closed(monkeypa
         assert not manager._background.stuck
         await manager.aclose()
         assert not manager._background.tasks
-
-    asyncio.run(main())
-
-
-class Own(Environment):
-    """In a process of its own."""
-
-    id = "own"
-    isolation = "process"
-    max_sessions = 8
-
-    def splits(self):
-        return {"train": 10}
-
-    def get(self, split, index):
-        return Task(f"{split}/{index}", "go", index)
-
-    def reset(self, task, *, seed):
-        self.rolls: list = []
-        return f"{task.prompt} {os.getpid()}"
-
-    @tool
-    def roll(self) -> str:
-        self.rolls.append(self.rng.randint(1, 10**9))
-        return ",".join(map(str, self.rolls))
-
-    @tool
-    def hang(self) -> str:
-        time.sleep(3600)
-        return ""
-
-
-def children():
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-
-
-def test_a_session_in_a_process_of_its_own_follows_the_same_rules():
-    async def main():
-        before = children()
-        manager = SessionManager(lambda _: Own)
-        assert (await manager.info("own")).splits == {"train": 10}
-        request = CreateRequest("own", TaskSpec("train", 1), count=2)
-        one, two = (await manager.create(request)).sessions
-        pids = {int(each.observation[0]["content"].split()[1]) for each in (one, two)}
-        assert len(pids) == 2 and os.getpid() not in pids
-        first = await step(manager, one, 0, call("roll"))
-        assert first.observation == (await step(manager, two, 0, call("roll"))).observation
-        assert (await step(manager, one, 0, call("roll"))).replayed
-        error = await error_of(step(manager, two, 1, call("hang"), timeout_s=0.2))
-        assert error.code == "step_timeout"
-        await until(lambda: manager.num_live == 1)
-        assert manager.workers.num_abandoned == 0
-        await manager.aclose()
-        assert manager.num_live == 0
-        assert not set(children()) - set(before)  # one of an earlier test may end meanwhile
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
     asyncio.run(main())
