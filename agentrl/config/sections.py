@@ -529,6 +529,8 @@ class ParallelSection(Section):
     device. Each needs the activations of `token_budget / context` tokens (docs/scaling.md)."""
     tensor: Literal[1] = 1
     """Ranks that share one matrix. Only 1 works so far."""
+    meeting_s: Seconds = 300.0
+    """Ranks that are started together find each other within this time, or each of them ends."""
     deadline_s: Seconds = 1800.0
     """A rank that the others wait for so long is taken for hung, and the run ends."""
 

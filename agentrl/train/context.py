@@ -57,6 +57,12 @@ def join(size: int) -> None:
             _context = Context(size, dist.get_rank() - first, group)
 
 
+def leave() -> None:
+    """Forget the group, which ends with its ranks; this process computes whole rows again."""
+    global _context
+    _context = Context()
+
+
 def of(model: nn.Module) -> Context:
     """Whose rows a model computes: of a sharded one (`agentrl.train.sharding`) this rank's group's.
 

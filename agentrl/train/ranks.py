@@ -16,6 +16,8 @@ import faulthandler
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,8 +49,8 @@ _watchdog: Watchdog | None = None
 _attempt = 0
 
 _FOREVER = datetime.timedelta(days=30)
-MEETING = datetime.timedelta(minutes=15)
-"""Ranks that are started together find each other by then, or one of them could not start."""
+_CONNECTING_S = 10.0
+"""What torch's client may need to give up by itself, after its time is over."""
 
 
 def rank() -> int:
@@ -104,7 +106,7 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
         group: Any = dist.new_group(backend=backend, timeout=deadline)
         _everywhere = group
     else:
-        store, own_rank, world_size = _meet()
+        store, own_rank, world_size = _meet(parallel.meeting_s)
         store.set_timeout(deadline)
         dist.init_process_group(
             backend, store=store, rank=own_rank, world_size=world_size, timeout=deadline
@@ -123,15 +125,22 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
         context.join(parallel.context)
 
 
-def _meet() -> tuple[Store, int, int]:
-    """A store for this attempt, this rank and how many they are, once all of them are there."""
+def _meet(limit_s: float) -> tuple[Store, int, int]:
+    """A store for this attempt, this rank and how many they are, once all of them are there.
+
+    Raises:
+        ConfigError: they are not within this time.
+    """
     global _launch
     absent: list[int] = []
+    over = time.monotonic() + limit_s
+    limit = datetime.timedelta(seconds=limit_s)
     # A program that has the port and never answers would hold torch's client for ever.
-    given_up_s = 2 * MEETING.total_seconds() + 60
-    faulthandler.dump_traceback_later(given_up_s, exit=True, file=sys.__stderr__ or sys.stderr)
+    silent = threading.Timer(limit_s + _CONNECTING_S, _nobody_answers, [limit_s])
+    silent.daemon = True
+    silent.start()
     try:
-        launch, own_rank, world_size = next(rendezvous("env://", timeout=MEETING))
+        launch, own_rank, world_size = next(rendezvous("env://", timeout=limit))
         store = launch
         if agents_share_store():
             # It outlives a restart, and with it the addresses of ranks that are gone.
@@ -139,7 +148,7 @@ def _meet() -> tuple[Store, int, int]:
         arrived = [f"arrived/{each}" for each in range(world_size)]
         store.set(arrived[own_rank], "")
         try:
-            store.wait(arrived, MEETING)
+            store.wait(arrived, datetime.timedelta(seconds=max(1.0, over - time.monotonic())))
         except dist.DistStoreError:
             absent = [each for each, key in enumerate(arrived) if not store.check([key])]
             raise
@@ -147,14 +156,25 @@ def _meet() -> tuple[Store, int, int]:
         return store, own_rank, world_size
     except dist.DistError as error:
         reason = f"without rank {', '.join(map(str, absent))}" if absent else first_line(error)
-        address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ConfigError(
-            f"rank {os.environ.get('RANK')} does not meet the others at {address}:{port} "
-            f"({reason}); MASTER_ADDR must name the machine of rank 0, MASTER_PORT be free there, "
-            "and all ranks be started"
-        ) from error
+        raise ConfigError(_not_met(reason)) from error
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        silent.cancel()
+
+
+def _nobody_answers(limit_s: float) -> None:
+    faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__ or sys.stderr)
+    reason = f"nothing answers there for {limit_s:g} s (train.parallel.meeting_s)"
+    print(f"error: {_not_met(reason)}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _not_met(reason: str) -> str:
+    address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return (
+        f"rank {os.environ.get('RANK')} does not meet the others at {address}:{port} ({reason}); "
+        "MASTER_ADDR must name the machine of rank 0, MASTER_PORT be free there, and all ranks be "
+        "started within train.parallel.meeting_s"
+    )
 
 
 def leave() -> None:
@@ -163,6 +183,7 @@ def leave() -> None:
         _watchdog.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    context.leave()
 
 
 def end_process(status: int) -> None:

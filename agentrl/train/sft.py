@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from agentrl.config import TrainSection, load_config
@@ -222,11 +223,12 @@ def dialogue_to_sample(
 
 def _update(learner: Learner, batch: list[Sample], token_budget: int) -> float:
     num_trained = sum(sample.num_trained for sample in batch)
-    total = 0.0
+    total = torch.zeros((), device=learner.model.device)  # read once: the host waits for it
     for rows in plan_micro_batches([len(sample) for sample in batch], token_budget):
         logprobs, _ = sample_logprobs(learner.model, pack(batch, rows), temperature=1.0)
-        loss = -logprobs.sum() / num_trained
-        loss.backward()
-        total += float(loss.detach())
+        part = -logprobs.sum() / num_trained
+        part.backward()
+        total += part.detach()
     learner.step()
-    return total if np.isfinite(total) else float("nan")
+    loss = float(total)
+    return loss if np.isfinite(loss) else float("nan")

@@ -8,7 +8,9 @@ from its last checkpoint.
 
 A rank that is killed closes its connections, so that what the others do with it fails at once. They
 answer then as well, and the one that is missing is named (`lost`). A machine that lost its power
-closes nothing: where the store was on it, that the store is silent for so long ends the others.
+closes nothing, and NCCL waits for a rank whatever became of it. So every rank counts on in the
+store, once a second, and looks whether the next one does: one that is silent for `SILENT_S` ends
+the run. Where the store was on the lost machine, that the store is silent ends the others.
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ import atexit
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 REMEDY = "Continue with --resume, or start with torchrun --max-restarts"
 ANSWER_S = 5.0
 """How long a rank that is asked may take to say where it stands; a stopped one never does."""
+SILENT_S = 45.0
+"""A rank that gives no sign of life for so long is lost. No call keeps Python's lock so long."""
+LOOK_S = 1.0
+"""Between two looks."""
 CLOSE_S = 60.0
 """How long a rank may take to close what it opened, once a connection broke."""
 
@@ -57,6 +64,9 @@ class Watchdog:
         """By thread: what it is at, and when that moved last."""
         self._over = threading.Event()
         self._failed = self._broken = False
+        self._next = (rank + 1) % size
+        """The rank whose signs of life this one watches."""
+        self._last_beat, self._silent_s = -1, 0.0
         self._place = f"{socket.gethostname()}, process {os.getpid()}"
         store.set(f"place/{rank}", self._place)
         self._thread = threading.Thread(target=self._watch, name="agentrl-watchdog", daemon=True)
@@ -136,48 +146,72 @@ class Watchdog:
         return f"{who} of {self._size} is gone: killed, or its machine lost"
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._deadline_s / 4)):
+        silent_s = min(self._deadline_s, SILENT_S)
+        while not self._over.wait(min(LOOK_S, self._deadline_s / 4)):
             # The store of a machine that lost its power does not refuse, it never answers.
             look = threading.Thread(target=self._look, daemon=True)
             look.start()
-            look.join(self._deadline_s + 2 * ANSWER_S)
+            # In parts, so that it does not count for how long all of them were stopped together.
+            for _ in range(math.ceil(silent_s + 2 * ANSWER_S)):
+                look.join(1.0)
+                if not look.is_alive():
+                    break
             if look.is_alive() and not self._over.is_set():
                 faulthandler.dump_traceback(all_threads=True)
                 _say(
                     f"{self._place}: the launcher's store{_where()} does not answer for "
-                    f"{self._deadline_s:g} s (train.parallel.deadline_s): its machine is gone, or "
-                    f"stopped. {REMEDY}"
+                    f"{silent_s:g} s: its machine is gone, or stopped. {REMEDY}"
                 )
                 os._exit(1)
-        if self._failed:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"left/{self._rank}", "")
+        with contextlib.suppress(RuntimeError):  # rank 0, and the store with it, may be gone first
+            self._store.set(f"{'left' if self._failed else 'closed'}/{self._rank}", "")
 
     def _look(self) -> None:
         try:
             slowest = self._slowest()
             if slowest is not None and time.monotonic() - slowest[2] > self._deadline_s:
                 self._store.set("rung", slowest[1])
-                self._end(work=slowest[1])
+                self._end(lambda found: verdict(slowest[1], self._deadline_s, self._size, found))
             if self._store.check(["rung"]):
-                self._end(work=None)
+                self._end()
             if self._store.check(["lost"]):
                 self._answer()
+            self._store.add(f"beat/{self._rank}", 1)
+            if self._next_is_silent():
+                failed = self._store.check([f"left/{self._next}"])  # with an error that said why
+                self._store.set("rung", "")
+                self._end(None if failed else self._silence)
         except RuntimeError:
             # Without the launcher's store there is nobody to tell, and torchrun ends this rank.
             self._over.set()
 
-    def _end(self, *, work: str | None) -> None:
+    def _next_is_silent(self) -> bool:
+        beat = self._store.add(f"beat/{self._next}", 0)
+        if beat != self._last_beat or self._store.check([f"closed/{self._next}"]):
+            self._last_beat, self._silent_s = beat, 0.0
+        # By looks, not by a clock: it goes on while all ranks are stopped.
+        self._silent_s += min(LOOK_S, self._deadline_s / 4)
+        return self._silent_s > SILENT_S
+
+    def _silence(self, found: Mapping[int, Standing]) -> str:
+        silent = sorted({self._next} | set(range(self._size)).difference(found))
+        who = ", ".join(f"rank {n} ({self._store.get(f'place/{n}').decode()})" for n in silent)
+        return (
+            f"{who} of {self._size} gave no sign of life for {SILENT_S:g} s: stopped, or its "
+            f"machine is gone. The stacks of the others are above. {REMEDY}"
+        )
+
+    def _end(self, why: Callable[[Mapping[int, Standing]], str] | None = None) -> None:
         """
         Args:
-            work: of this rank, that does not move; None: another rank rang.
+            why: what this rank says, from what the others answer; None: another one says it.
         """
         faulthandler.dump_traceback(all_threads=True)
         self._answer()
         time.sleep(ANSWER_S)
         # Of several that rang at once, one says so.
-        if work is not None and self._store.add("named", 1) == 1:
-            _say(verdict(work, self._deadline_s, self._size, self._standings()))
+        if why is not None and self._store.add("named", 1) == 1:
+            _say(why(self._standings()))
         os._exit(1)
 
     def _answer(self) -> None:

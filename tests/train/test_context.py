@@ -1,7 +1,8 @@
 """Rows that several ranks hold together: slices, heads, and what it comes to on real ranks."""
 
-import datetime
 import json
+import os
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -146,7 +147,6 @@ def test_another_number_of_ranks_is_refused(parallel, started, said, monkeypatch
 )
 def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
     """Another run's rank 0 has the port, or one was not started."""
-    monkeypatch.setattr(ranks, "MEETING", datetime.timedelta(seconds=1))
     other = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = str(other.port)
     if not taken:
@@ -157,8 +157,39 @@ def test_ranks_that_do_not_meet_say_why(rank, taken, said, monkeypatch):
     with pytest.raises(
         ConfigError, match=f"rank {rank} does not meet .* 127.0.0.1:{port} .*{said}"
     ):
-        ranks.join(torch.device("cpu"), ParallelSection())
+        ranks.join(torch.device("cpu"), ParallelSection(meeting_s=1))
     assert ranks.remembered("run_dir") is None, "another run in this process asks nobody"
+
+
+@pytest.mark.slow
+def test_ranks_with_a_wrong_port_end_within_the_same_limit():
+    """Rank 0 waits for one that asks a program that never answers."""
+    program = (
+        "import sys, torch; from agentrl.train import ranks; "
+        "from agentrl.config import ParallelSection; ranks._CONNECTING_S = 2.0; "
+        "ranks.join(torch.device('cpu'), ParallelSection(meeting_s=2))"
+    )
+    with socket.socket() as silent, socket.socket() as free:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        free.bind(("127.0.0.1", 0))
+        ports = [free.getsockname()[1], silent.getsockname()[1]]
+        free.close()
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ
+                | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+                | {"MASTER_PORT": str(port)},
+            )
+            for rank, port in enumerate(ports)
+        ]
+        for rank, (each, port) in enumerate(zip(started, ports, strict=True)):
+            _, said = each.communicate(timeout=90)
+            assert each.returncode == 1
+            assert f"rank {rank} does not meet the others at 127.0.0.1:{port}" in said
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
+import signal
 import subprocess
 import sys
+import time
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
 from agentrl.train.watchdog import Standing, verdict
 
@@ -52,3 +56,68 @@ def test_a_rank_whose_connection_broke_ends_whatever_it_waits_for(when):
     )
     assert rank.returncode == 1
     assert ("in never_returns" in rank.stderr) == (when == "as it closes")
+
+
+WAITS_FOR_EVER = """
+import sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from agentrl.train import watchdog
+
+watchdog.SILENT_S, watchdog.LOOK_S, watchdog.ANSWER_S = 3.0, 0.1, 1.0
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dog = watchdog.Watchdog(TCPStore("127.0.0.1", port), rank, 3, 1800.0)
+print("watches", flush=True)
+with dog.working("learn"):
+    sys.stdin.readline()  # as a collective of NCCL: nothing breaks when another rank is gone
+dog.close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def three_ranks():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS_FOR_EVER, str(rank), str(store.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    for each in started:
+        assert each.stdout is not None and each.stdout.readline() == "watches\n"
+    yield store, started
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_though_no_connection_breaks(three_ranks):
+    _, started = three_ranks
+    started[1].send_signal(signal.SIGSTOP)
+    for rank in (0, 2):
+        started[rank].wait(60)  # `communicate` would close what it reads from
+    said = [started[rank].stderr.read() for rank in (0, 2)]
+    errors = [line for each in said for line in each.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, said
+    assert "rank 1 (" in errors[0] and "of 3 gave no sign of life for 3 s" in errors[0]
+    assert started[0].returncode == started[2].returncode == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_closed_is_not_called_lost(three_ranks):
+    store, started = three_ranks
+    started[1].stdin.write("\n")
+    started[1].stdin.flush()
+    store.wait(["closed/1"], timedelta(seconds=60))
+    beats = store.add("beat/0", 0)
+    deadline = time.monotonic() + 60
+    while store.add("beat/0", 0) < beats + 60:  # twice as many looks as make a rank silent
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert [each.poll() for each in started] == [None, None, None]
