@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_suite(commands)
     _add_regrade(commands)
     _add_compare(commands)
+    _add_convert(commands)
     _add_proxy(commands)
     _add_sft(commands)
     _add_merge(commands)
@@ -378,6 +379,30 @@ def _compare(arguments: argparse.Namespace) -> int:
     from agentrl.compare import compare_command
 
     return compare_command(arguments.first, arguments.second, as_json=arguments.json)
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "convert",
+        help="evaluations of inspect_ai and lm-eval, read and written",
+        description="Turn an evaluation that `agentrl eval --out` kept into a log of inspect_ai "
+        "(OUT.eval) or samples of lm-evaluation-harness (OUT.jsonl); or either of them into a "
+        "folder, which regrade, compare and view read.",
+    )
+    command.add_argument("source", type=Path, metavar="SOURCE", help="a folder, .eval or .jsonl")
+    command.add_argument("out", type=Path, metavar="OUT", help="a folder, .eval or .jsonl")
+    command.add_argument(
+        "--score",
+        metavar="NAME",
+        help="which scorer or metric becomes the reward; the first one when not given",
+    )
+    command.set_defaults(handler=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from agentrl.exchange import convert_command
+
+    return convert_command(arguments.source, arguments.out, arguments.score)
 
 
 def _add_rollout(commands: argparse._SubParsersAction) -> None:

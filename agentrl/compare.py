@@ -68,6 +68,6 @@ def compare_command(first: Path, second: Path, *, as_json: bool) -> int:
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
-        if trajectory.trainable:
+        if trajectory.scored:
             rewards[trajectory.task_id].append(trajectory.reward)
     return {task: sum(values) / len(values) for task, values in sorted(rewards.items())}

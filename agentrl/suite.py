@@ -211,7 +211,7 @@ def _saturation(
         solved: dict[str, list[bool]] = defaultdict(list)
         for model in suite.models:
             for trajectory in played[model, benchmark]:
-                if trajectory.trainable:
+                if trajectory.scored:
                     solved[trajectory.task_id].append(trajectory.reward >= threshold)
         everyone: list[JSON] = [*sorted(task for task, each in solved.items() if all(each))]
         nobody: list[JSON] = [*sorted(task for task, each in solved.items() if not any(each))]

@@ -391,9 +391,14 @@ class Trajectory:
         )
 
     @property
+    def scored(self) -> bool:
+        """It ended without an error and its reward is finite: an evaluation counts it."""
+        return self.error is None and math.isfinite(self.reward)
+
+    @property
     def trainable(self) -> bool:
         """It ended without an error, its reward is finite and it holds a sampled token."""
-        return self.error is None and math.isfinite(self.reward) and self.num_sampled_tokens > 0
+        return self.scored and self.num_sampled_tokens > 0
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ def summarise(rollouts: RolloutBatch, config: RunConfig) -> EvalStatistics | Non
     A task whose samples failed in part counts with the rest, and limits the k of pass@k.
     """
     rewards = {
-        group.group_id: [t.reward for t in group.trajectories if t.trainable]
+        group.group_id: [t.reward for t in group.trajectories if t.scored]
         for group in rollouts.groups
     }
     rewards = {task: values for task, values in rewards.items() if values}
