@@ -80,7 +80,7 @@ def _evaluation(config: RunConfig, trajectories: list[Trajectory]) -> Evaluation
 def _config_of(env: str, model: str, trajectories: list[Trajectory]) -> RunConfig:
     size = max(len(members) for members in by_group(trajectories))
     tasks = len({t.task_id for t in trajectories})
-    evaluation = {"num_tasks": tasks, "samples_per_task": size}
+    evaluation: dict[str, JSON] = {"num_tasks": tasks, "samples_per_task": size}
     return load_config({"env": {"id": env}, "model": {"path": model}, "eval": evaluation})
 
 
@@ -315,23 +315,19 @@ def _from_inspect(message: Mapping[str, Any], attachments: Mapping[str, str]) ->
     if reasoning:
         read["reasoning"] = reasoning
     if calls := message.get("tool_calls"):
-        read["tool_calls"] = [_call(**{key: call[key] for key in _OF_A_CALL}) for call in calls]
+        read["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["function"], "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
     if "tool_call_id" in message:
         read["tool_call_id"] = message["tool_call_id"]
     if message["role"] == "tool" and message.get("function"):
         read["name"] = message["function"]
     return read
-
-
-_OF_A_CALL = ("id", "function", "arguments")
-
-
-def _call(id: str, function: str, arguments: JSON) -> JSON:
-    return {
-        "id": id,
-        "type": "function",
-        "function": {"name": function, "arguments": arguments},
-    }
 
 
 def _made(
