@@ -8,9 +8,7 @@ is bit for bit the episode in one process.
 
 from __future__ import annotations
 
-import base64
 import functools
-import hmac
 import http
 import json
 import math
@@ -64,7 +62,7 @@ _WRONG_INPUT = ("invalid_request", "not_found", "unauthorized", "forbidden")
 # would refuse the dictionaries that a web framework hands to pydantic.
 Index = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Field(strict=True, ge=1, le=1024)]
+One = Annotated[int, Field(strict=True, ge=1, le=1)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 LeaseSeconds = Annotated[float, Field(strict=True, gt=0, le=86_400)]
 
@@ -90,13 +88,14 @@ class TaskSpec:
 @_request
 @dataclass(slots=True, frozen=True)
 class CreateRequest:
-    """Open `count` sessions on one task and seed, each reset and ready for its first step."""
+    """Open a session on a task and a seed, reset and ready for its first step."""
 
     env: str
     task: TaskSpec
     seed: Seed = 0
     config: dict[str, JSON] = field(default_factory=dict)
-    count: Count = 1
+    count: One = 1
+    """A group of episodes is as many calls."""
     lease_s: LeaseSeconds | None = None
     """How long a session lives without a call; 300 if None."""
     timeout_s: Seconds | None = None
@@ -117,8 +116,6 @@ class SessionReply:
     """The first prompt."""
     tools: list[ToolSpec]
     """What the agent may call in its first turn."""
-    token: str = ""
-    """Opens the calls of this session and nothing else, on a server that asks for tokens."""
 
 
 @_reply
@@ -315,13 +312,6 @@ def from_problem(problem: Problem) -> EnvError:
     error = make_error(problem.code, problem.detail, retry_after_s=problem.retry_after_s)
     error.status, error.retryable = problem.status, problem.retryable
     return error
-
-
-def session_token(secret: bytes, session_id: str) -> str:
-    """What opens the calls of one session, and only them."""
-    text = f"session:{session_id}".encode("utf-8", "replace")
-    digest = hmac.digest(secret, text, "sha256")
-    return base64.urlsafe_b64encode(digest[:16]).rstrip(b"=").decode()
 
 
 T = TypeVar("T")

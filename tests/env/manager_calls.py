@@ -30,6 +30,12 @@ def run(test, **options):
     asyncio.run(main())
 
 
+async def open_group(manager, request, count):
+    """Sessions that are opened at the same time, on one task and seed."""
+    replies = await asyncio.gather(*(manager.create(request) for _ in range(count)))
+    return [reply.sessions[0] for reply in replies]
+
+
 def call(name, **arguments):
     return Action(tool_calls=(ToolCall("c", name, arguments),))
 

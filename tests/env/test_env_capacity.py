@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from manager_calls import open_group
 from sample_envs import Workshop
 
 from agentrl.env import Environment
@@ -67,8 +68,8 @@ def run(test, **options):
     asyncio.run(main())
 
 
-def request(env="slow", count=1, **rest):
-    return CreateRequest(env, TaskSpec(inline=Task("t", "go")), count=count, **rest)
+def request(env="slow", **rest):
+    return CreateRequest(env, TaskSpec(inline=Task("t", "go")), **rest)
 
 
 async def open_one(manager, env="slow", **rest):
@@ -84,30 +85,32 @@ async def error_of(awaitable) -> EnvError:
 # Order
 
 
+async def fill(capacity, environment, count):
+    for _ in range(count):
+        await capacity.acquire(environment, 1.0)
+
+
 def test_capacity_is_given_in_the_order_it_was_asked_for():
     async def test():
         capacity, order = Capacity(), []
 
-        async def come(name, environment, count):
-            await capacity.acquire(environment, count, 10.0)
+        async def come(name, environment):
+            await capacity.acquire(environment, 10.0)
             order.append(name)
 
-        await capacity.acquire(Small, 4, 1.0)
+        await fill(capacity, Small, 4)
         waiting = []
-        for name, environment, count in (("large", Small, 3), ("one", Small, 1), ("o", Other, 4)):
-            waiting.append(asyncio.ensure_future(come(name, environment, count)))
+        for name, environment in (("one", Small), ("two", Small), ("other", Other)):
+            waiting.append(asyncio.ensure_future(come(name, environment)))
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
-        assert order == ["o"]  # another environment's queue is its own
-        capacity.release(Small, 2)
+        assert order == ["other"]  # another environment's queue is its own
+        capacity.release(Small)
         await asyncio.sleep(0.01)
-        assert order == ["o"]  # nobody overtakes the group, though there is room for one
-        capacity.release(Small, 1)
-        await asyncio.sleep(0.01)
-        assert order == ["o", "large"]
-        capacity.release(Small, 3)
+        assert order == ["other", "one"]
+        capacity.release(Small)
         await asyncio.gather(*waiting)
-        assert order == ["o", "large", "one"] and capacity.live == {"small": 2, "other": 4}
+        assert order == ["other", "one", "two"] and capacity.live == {"small": 4, "other": 1}
 
     asyncio.run(test())
 
@@ -116,20 +119,23 @@ def test_on_a_full_process_nobody_overtakes_at_all():
     async def test():
         capacity, order = Capacity(max_sessions=4), []
 
-        async def come(name, environment, count):
-            await capacity.acquire(environment, count, 10.0)
+        async def come(name, environment):
+            await capacity.acquire(environment, 10.0)
             order.append(name)
 
-        await capacity.acquire(Small, 3, 1.0)
+        await fill(capacity, Small, 4)
         waiting = [
-            asyncio.ensure_future(come(name, environment, count))
-            for name, environment, count in (("group", Other, 2), ("single", Small, 1))
+            asyncio.ensure_future(come(name, environment))
+            for name, environment in (("other", Other), ("small", Small))
         ]
         await asyncio.sleep(0.01)
         assert order == []
-        capacity.release(Small, 3)
+        capacity.release(Small)
+        await asyncio.sleep(0.01)
+        assert order == ["other"]
+        capacity.release(Small)
         await asyncio.gather(*waiting)
-        assert order == ["group", "single"]
+        assert order == ["other", "small"]
 
     asyncio.run(test())
 
@@ -137,11 +143,11 @@ def test_on_a_full_process_nobody_overtakes_at_all():
 def test_waiting_is_bounded_in_time_and_length():
     async def test():
         capacity = Capacity(max_wait_s=0.5, max_waiting=2)
-        await capacity.acquire(Small, 4, 1.0)
+        await fill(capacity, Small, 4)
         started = time.monotonic()
-        waiting = [asyncio.ensure_future(capacity.acquire(Small, 1, 60.0)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(capacity.acquire(Small, 60.0)) for _ in range(2)]
         await asyncio.sleep(0)
-        error = await error_of(capacity.acquire(Small, 1, 60.0))
+        error = await error_of(capacity.acquire(Small, 60.0))
         assert "2 creations wait" in str(error) and time.monotonic() - started < 0.4
         for each in waiting:
             error = await error_of(each)
@@ -149,9 +155,8 @@ def test_waiting_is_bounded_in_time_and_length():
             assert error.status == 429 and error.retryable and error.retry_after_s
         assert capacity.num_waiting == 0 and capacity.live == {"small": 4}
         started = time.monotonic()
-        await error_of(capacity.acquire(Small, 1, 0.02))  # the rest of its time is for its reset
+        await error_of(capacity.acquire(Small, 0.02))  # the rest of its time is for its reset
         assert time.monotonic() - started < 0.4
-        assert (await error_of(capacity.acquire(Small, 5, 1.0))).code == "invalid_request"
 
     asyncio.run(test())
 
@@ -163,15 +168,15 @@ def test_any_mix_of_callers_who_wait_leave_and_release_loses_no_capacity():
 
         async def visit():
             nonlocal held
-            environment, count = chance.choice((Small, Other)), chance.randint(1, 4)
-            await capacity.acquire(environment, count, 1.0)
-            held += count
+            environment = chance.choice((Small, Other))
+            await capacity.acquire(environment, 1.0)
+            held += 1
             try:
                 assert held <= capacity.num_live <= 6 and max(capacity.live.values()) <= 4
                 await asyncio.sleep(chance.random() * 0.004)
             finally:
-                held -= count
-                capacity.release(environment, count)
+                held -= 1
+                capacity.release(environment)
 
         visits = []
         for _ in range(60):
@@ -193,7 +198,7 @@ def test_any_mix_of_callers_who_wait_leave_and_release_loses_no_capacity():
 
 def test_a_creation_waits_for_capacity_and_draining_refuses_those_who_wait():
     async def test(manager):
-        group = (await manager.create(request("small", 4))).sessions
+        group = await open_group(manager, request("small"), 4)
         waiting = asyncio.ensure_future(manager.create(request("small")))
         await asyncio.sleep(0.01)
         assert manager._capacity.num_waiting == 1 and not waiting.done()
@@ -216,7 +221,7 @@ def test_a_creation_waits_for_capacity_and_draining_refuses_those_who_wait():
 def test_so_many_resets_run_at_a_time():
     async def test(manager):
         Slow.seconds = 0.02
-        await asyncio.gather(*(manager.create(request(count=3)) for _ in range(3)))
+        await open_group(manager, request(), 9)
         assert Slow.attempts == 9 and Slow.most_creating == 2
 
     run(test)
@@ -225,7 +230,7 @@ def test_so_many_resets_run_at_a_time():
 def test_a_creation_that_gets_no_place_in_time_is_at_capacity():
     async def test(manager):
         Slow.seconds = 0.2
-        first = asyncio.ensure_future(manager.create(request(count=2)))
+        first = asyncio.ensure_future(open_group(manager, request(), 2))
         await asyncio.sleep(0.01)
         error = await error_of(manager.create(request(timeout_s=0.05)))
         assert error.code == "at_capacity" and "2 sessions at a time" in str(error)
@@ -254,7 +259,7 @@ def test_a_process_full_of_hung_threads_is_not_ready():
     async def main():
         manager = SessionManager(lambda _: Hanging)
         manager.workers.max_abandoned = most = 4
-        sessions = (await manager.create(request("hanging", most))).sessions
+        sessions = await open_group(manager, request("hanging"), most)
         for number, session in enumerate(sessions, start=1):
             step = StepRequest(0, Action("x"), timeout_s=0.05)
             assert (await error_of(manager.step(session.id, step))).code == "step_timeout"
@@ -286,7 +291,7 @@ def test_waiting_for_a_thread_is_no_part_of_a_deadline():
 
     async def main():
         manager = SessionManager(lambda _: Blocking, worker_threads=2)
-        sessions = (await manager.create(request("blocking", 8))).sessions
+        sessions = await open_group(manager, request("blocking"), 8)
         step = StepRequest(0, Action("x"), timeout_s=0.9)
         replies = await asyncio.gather(*(manager.step(each.id, step) for each in sessions))
         assert all(b"done" in reply for reply in replies)

@@ -81,8 +81,8 @@ def test_what_an_episode_writes_into_its_task_stays_there():
             return task.prompt
 
     async def scenario(manager):
-        request = CreateRequest("library", TaskSpec("train", 0), count=2)
-        await asyncio.gather(*(manager.create(request) for _ in range(2)))
+        request = CreateRequest("library", TaskSpec("train", 0))
+        await asyncio.gather(*(manager.create(request) for _ in range(4)))
 
     run(scenario, Scribbles)
     assert seen == [(1, 2, [1, 2])] * 4

@@ -154,11 +154,11 @@ def test_the_schema_describes_every_call_and_the_page_needs_nothing_from_outside
 
 
 def test_a_repeated_create_opens_once(http):
-    body = {"env": "workshop", "task": {"split": "train", "index": 0}, "count": 2}
+    body = {"env": "workshop", "task": {"split": "train", "index": 0}}
     headers = {"Idempotency-Key": "k1"}
     first, second = (http.post("/v1/sessions", json=body, headers=headers) for _ in range(2))
-    assert first.json() == second.json() and len(first.json()["sessions"]) == 2
-    other = http.post("/v1/sessions", json=body | {"count": 1}, headers=headers)
+    assert first.json() == second.json() and len(first.json()["sessions"]) == 1
+    other = http.post("/v1/sessions", json=body | {"seed": 1}, headers=headers)
     problem(other, 409, "idempotency_conflict")
     for session in first.json()["sessions"]:
         http.delete(f"/v1/sessions/{session['id']}")

@@ -9,7 +9,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manager_calls import call, error_of, run, step, until
+from manager_calls import call, error_of, open_group, run, step, until
 from sample_envs import Workshop
 
 from agentrl.env.protocol import CreateRequest, TaskSpec
@@ -42,7 +42,7 @@ def test_create_resets_and_says_what_the_client_needs():
 
 def test_a_group_starts_from_one_task_and_seed_and_goes_its_own_ways():
     async def test(manager):
-        group = (await manager.create(create(count=4, seed=3))).sessions
+        group = await open_group(manager, create(seed=3), 4)
         assert len({session.id for session in group}) == 4
         assert all(session.observation == group[0].observation for session in group)
         for number, session in enumerate(group):
@@ -120,10 +120,9 @@ def test_an_inline_task():
         (create(config={"fail_loading": "data"}), "invalid_request", "rows.jsonl, line 3"),
         (create(config={"fail_loading": "config"}), "invalid_request", "install it"),
         (create(config={"offer": ["fly"]}), "invalid_request", "offered_tools() names 'fly'"),
-        (create(count=17), "invalid_request", "never fits"),
         (create(index=666), "env_error", "no such task in the file"),
         (
-            CreateRequest("workshop", TaskSpec(inline=Task("t", "bad")), count=3),
+            CreateRequest("workshop", TaskSpec(inline=Task("t", "bad"))),
             "env_error",
             "reset failed",
         ),
@@ -161,13 +160,13 @@ def test_a_failed_loading_is_tried_again(monkeypatch):
 
 def test_capacity_counts_live_environments_only():
     async def test(manager):
-        group = (await manager.create(create(count=3))).sessions
-        error = await error_of(manager.create(create(count=2)))
+        group = await open_group(manager, create(), 4)
+        error = await error_of(manager.create(create()))
         assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"
         assert error.retryable and error.retry_after_s
         assert (await step(manager, group[0], 0, call("submit", value=1))).terminated
-        await until(lambda: manager.num_live == 2)  # the ended session only keeps its reply
-        await manager.create(create(count=2))
+        await until(lambda: manager.num_live == 3)  # the ended session only keeps its reply
+        await manager.create(create())
         assert manager.num_live == 4
 
     run(test, max_sessions=4)
@@ -175,7 +174,7 @@ def test_capacity_counts_live_environments_only():
 
 def test_an_environment_has_its_own_limit():
     async def test(manager):
-        await manager.create(create(count=16))
+        await open_group(manager, create(), 16)
         assert (await error_of(manager.create(create()))).code == "at_capacity"
         await manager.create(create("hello"))  # another environment's capacity is its own
 
@@ -184,13 +183,13 @@ def test_an_environment_has_its_own_limit():
 
 def test_a_repeated_create_opens_once():
     async def test(manager):
-        request = create(count=2)
+        request = create()
         first, second = await asyncio.gather(
             manager.create(request, "key"), manager.create(request, "key")
         )
         third = await manager.create(request, "key")
-        assert first == second == third and manager.num_live == 2
-        error = await error_of(manager.create(create(count=3), "key"))
+        assert first == second == third and manager.num_live == 1
+        error = await error_of(manager.create(create(seed=1), "key"))
         assert error.code == "idempotency_conflict"
         assert (await manager.create(request, "other")) != first
         for session in first.sessions:

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from manager_calls import open_group
 
 from agentrl.env import Environment, Task, threads
 from agentrl.env.protocol import CreateRequest, StepRequest, TaskSpec
@@ -201,10 +202,10 @@ def test_steps_that_block_have_their_whole_deadline_each():
 
     async def main():
         manager = SessionManager(lambda _: Blocking, worker_threads=4)
-        request = CreateRequest("blocking", TaskSpec(inline=Task("t", "go")), count=32)
-        opened = await manager.create(request)
+        request = CreateRequest("blocking", TaskSpec(inline=Task("t", "go")))
+        opened = await open_group(manager, request, 32)
         step = StepRequest(0, Action("0.3"), timeout_s=1.8)
-        await asyncio.gather(*(manager.step(each.id, step) for each in opened.sessions))
+        await asyncio.gather(*(manager.step(each.id, step) for each in opened))
         assert manager.readiness() is None and manager.workers.num_abandoned == 0
         await manager.aclose()
 

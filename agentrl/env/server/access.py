@@ -1,13 +1,9 @@
 """Who may call what: hosts, origins, tokens and protocol versions.
 
-Two kinds of token, sent as `Authorization: Bearer <token>`:
-
-* the *server token* opens everything;
-* a *session token* opens the calls of one session: `/v1/sessions/{id}` and what is below it.
-
-A server on a loopback address needs no server token; there, a session's id is what protects it.
-Such a server answers only requests that name a loopback host and come from no page of another
-origin, so that a website open in a browser on the same machine cannot reach it.
+A server's token, sent as `Authorization: Bearer <token>`, opens everything. A server on a loopback
+address needs none; there, a session's id is what protects it. Such a server answers only requests
+that name a loopback host and come from no page of another origin, so that a website open in a
+browser on the same machine cannot reach it.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ PUBLIC_PATHS = ("/healthz", "/readyz")
 """Asked by what watches over processes, which holds no token."""
 VERSIONLESS_PATHS = ("/v1/server", *PUBLIC_PATHS)
 """Answered whatever protocol version the client speaks, so that it can find out."""
-_SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/[a-z]+)?")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 
 
@@ -38,8 +33,6 @@ class Access:
     """The server token; None leaves everything open."""
     loopback_only: bool
     """Answer only requests for a loopback host, from no other origin."""
-    secret: bytes
-    """What session tokens are made with."""
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Let a request pass, or refuse it.
@@ -56,22 +49,13 @@ class Access:
             _check_loopback(given.getlist("host"), given.getlist("origin"))
         if self.token is not None and path not in PUBLIC_PATHS:
             scheme, _, token = given.get("authorization", "").partition(" ")
-            self._check_token(self.token, path, token if scheme.lower() == "bearer" else None)
+            if scheme.lower() != "bearer" or not _equal(token, self.token):
+                raise make_error(
+                    "unauthorized",
+                    "send the server's token as 'Authorization: Bearer ...' "
+                    f"(clients read it from {protocol.TOKEN_VARIABLE})",
+                )
         _check_version(path, given.get(protocol.PROTOCOL_HEADER))
-
-    def _check_token(self, token: str, path: str, given: str | None) -> None:
-        if given is not None and _equal(given, token):
-            return
-        session = _SESSION_PATH.fullmatch(path)
-        if given is not None and session is not None:
-            if _equal(given, protocol.session_token(self.secret, session[1])):
-                return
-            raise make_error("forbidden", "this is the token of neither the server nor the session")
-        raise make_error(
-            "unauthorized",
-            f"send the server's token as 'Authorization: Bearer ...' "
-            f"(clients read it from {protocol.TOKEN_VARIABLE})",
-        )
 
 
 def usable_token(token: str | None) -> str | None:

@@ -99,7 +99,7 @@ def make_app(
     app.state.server = ServerInfo([int(protocol.PROTOCOL_VERSION)], served.ids, max_body_bytes)
     app.add_middleware(
         Gate,
-        access=Access(usable_token(token), loopback_only, manager.secret),
+        access=Access(usable_token(token), loopback_only),
         transit=Transit(max_body_bytes),
         manager=manager,
     )

@@ -72,7 +72,7 @@ async def create(
     manager: Manager,
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Open and reset a group of sessions, once per Idempotency-Key."""
+    """Open and reset a session, once per Idempotency-Key."""
     return _reply(await manager.create(request, idempotency_key), 201)
 
 

@@ -26,7 +26,6 @@ _RETRY_AFTER_S = 1.0
 @dataclass(slots=True, eq=False)
 class _Waiter:
     environment: type[Environment]
-    count: int
     granted: asyncio.Future[None]
 
 
@@ -60,27 +59,21 @@ class Capacity:
     def limit(self, environment: type[Environment]) -> int:
         return min(environment.max_sessions, self._max_sessions or environment.max_sessions)
 
-    async def acquire(self, environment: type[Environment], count: int, timeout_s: float) -> None:
-        """Take capacity for `count` sessions, all at once, behind those who came before.
+    async def acquire(self, environment: type[Environment], timeout_s: float) -> None:
+        """Take capacity for a session, behind those who came before.
 
         Args:
             timeout_s: the deadline of the whole creation, of which at most half is waited.
 
         Raises:
-            EnvError: `invalid_request` if so many never fit, else `at_capacity`.
+            EnvError: `at_capacity`.
         """
-        limit = self.limit(environment)
-        if count > limit:
-            raise make_error(
-                "invalid_request",
-                f"a group of {count} never fits: '{environment.id}' takes {limit} sessions",
-            )
-        if not self._queue and self._fits(environment, count):
-            self.live[environment.id] += count
+        if not self._queue and self._fits(environment):
+            self.live[environment.id] += 1
             return
         if len(self._queue) >= self._max_waiting:
             raise self._full(environment, f"{len(self._queue)} creations wait")
-        waiter = _Waiter(environment, count, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(environment, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self._grant()
         wait_s = min(timeout_s / 2, self._max_wait_s)
@@ -94,8 +87,8 @@ class Capacity:
             raise self._full(environment, f"none became free in {wait_s:g} s")
         waiter.granted.result()
 
-    def release(self, environment: type[Environment], count: int = 1) -> None:
-        self.live[environment.id] -= count
+    def release(self, environment: type[Environment]) -> None:
+        self.live[environment.id] -= 1
         self._grant()
 
     def close(self) -> None:
@@ -131,12 +124,12 @@ class Capacity:
         finally:
             resets.release()
 
-    def _fits(self, environment: type[Environment], count: int) -> bool:
+    def _fits(self, environment: type[Environment]) -> bool:
         in_use = self.live[environment.id]
-        return in_use + count <= environment.max_sessions and self._fits_process(count)
+        return in_use < environment.max_sessions and not self._is_full()
 
-    def _fits_process(self, count: int) -> bool:
-        return self._max_sessions is None or self.num_live + count <= self._max_sessions
+    def _is_full(self) -> bool:
+        return self._max_sessions is not None and self.num_live >= self._max_sessions
 
     def _grant(self) -> None:
         """Give what is free to those who wait. Nobody overtakes: neither in the queue of an
@@ -144,15 +137,15 @@ class Capacity:
         full: set[str] = set()
         waiting: list[_Waiter] = []
         for position, waiter in enumerate(self._queue):
-            if not self._fits_process(waiter.count):
+            if self._is_full():
                 waiting += self._queue[position:]
                 break
             env_id = waiter.environment.id
-            if env_id in full or not self._fits(waiter.environment, waiter.count):
+            if env_id in full or not self._fits(waiter.environment):
                 full.add(env_id)
                 waiting.append(waiter)
             else:
-                self.live[env_id] += waiter.count
+                self.live[env_id] += 1
                 waiter.granted.set_result(None)
         self._queue = waiting
 
@@ -161,7 +154,7 @@ class Capacity:
             self._queue.remove(waiter)
             self._grant()  # those behind it may fit now
         elif waiter.granted.exception() is None:  # granted in the same moment
-            self.release(waiter.environment, waiter.count)
+            self.release(waiter.environment)
 
     def _full(self, environment: type[Environment], why: str) -> EnvError:
         used, limit = self.live[environment.id], self.limit(environment)

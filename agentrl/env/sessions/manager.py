@@ -41,7 +41,6 @@ from agentrl.env.protocol import (
     decode,
     encode,
     make_error,
-    session_token,
 )
 from agentrl.env.sessions.boundary import Background, guard, to_env_error
 from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
@@ -94,8 +93,6 @@ class SessionManager:
         self.metrics = Metrics()
         self.workers = WorkerPool(worker_threads, on_wait=self.metrics.thread_wait.inc)
         self.draining = False
-        self.secret = secrets.token_bytes(32)
-        """What session tokens are made with."""
         self._id_prefix = f"{name}-" if name else ""
         self._background = Background()
         self._environments = LoadedEnvironments(
@@ -162,11 +159,11 @@ class SessionManager:
     # Opening
 
     async def create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
-        """Open `request.count` sessions, all or none, waiting a while for capacity.
+        """Open a session, waiting a while for capacity.
 
-        A repeated call with the same idempotency key gets the same sessions, and `session_expired`
-        once one of them is closed: a copy that was late on the way opens nothing. A call runs to
-        its end even when its caller goes away; sessions nobody claims expire.
+        A repeated call with the same idempotency key gets the same session, and `session_expired`
+        once that is closed: a copy that was late on the way opens nothing. A call runs to its end
+        even when its caller goes away; a session that nobody claims expires.
         """
         if key is not None and key in self._closed_keys:
             raise make_error(
@@ -196,18 +193,16 @@ class SessionManager:
         try:
             if self.draining:
                 raise draining()
-            sessions = await self._open_group(request, key)
+            session = await self._open(request, key)
         except EnvError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
-        now = asyncio.get_running_loop().time()
-        for session in sessions:
-            session.expires = now + session.lease_s
-            self._sessions[session.id] = session
-            self.metrics.opened.labels(session.environment.id).inc()
+        session.expires = asyncio.get_running_loop().time() + session.lease_s
+        self._sessions[session.id] = session
+        self.metrics.opened.labels(session.environment.id).inc()
         if self._reaper is None:
             self._reaper = self._background.spawn(self._reap())
-        return CreateReply([self._session_reply(session) for session in sessions])
+        return CreateReply([self._session_reply(session)])
 
     def _session_reply(self, session: Session) -> SessionReply:
         return SessionReply(
@@ -218,11 +213,10 @@ class SessionManager:
             step=session.step,
             observation=session.observation,
             tools=from_json(session.told),
-            token=session_token(self.secret, session.id),
         )
 
-    async def _open_group(self, request: CreateRequest, key: str | None) -> list[Session]:
-        """All sessions that a request asks for, reset, or none.
+    async def _open(self, request: CreateRequest, key: str | None) -> Session:
+        """Make a session and reset it.
 
         Raises:
             EnvError: there is no capacity, the request is wrong, or the environment failed.
@@ -231,55 +225,34 @@ class SessionManager:
         timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
-        await self._capacity.acquire(environment, request.count, timeout_s)
-        loaded, failure = None, None
-        sessions: list[Session] = []
-        opening: list[asyncio.Task[None]] = []
+        await self._capacity.acquire(environment, timeout_s)
+        loaded = session = None
         try:
             loaded = await self._environments.load(environment, request.config, deadline - clock())
-            loaded.num_users += 1  # so that it is not dropped meanwhile
+            loaded.num_users += 1  # so that it is not dropped
             async with call_timeout(deadline - clock()):
                 task = await self._environments.task(loaded, request.task)
+                session_id = self._id_prefix + secrets.token_urlsafe(16)
                 lease_s = request.lease_s or DEFAULT_LEASE_S
-                for _ in range(request.count):
-                    session_id = self._id_prefix + secrets.token_urlsafe(16)
-                    session = Session(session_id, loaded, task, request.seed, lease_s, key)
-                    sessions.append(session)
-                    opening.append(self._background.spawn(self._open(session, deadline)))
-                await asyncio.gather(*opening, return_exceptions=True)
-        except TimeoutError:
-            failure = make_error("reset_timeout", f"reset of '{environment.id}' ran out of time")
-        finally:
-            if loaded is not None:
-                loaded.num_users -= 1
-            if not opening:  # else each gives its own back
-                self._capacity.release(environment, request.count)
-        for each in opening:
-            if failure is None and not each.cancelled():
-                failure = each.exception()
-        if failure is not None:
-            for session in sessions:
-                self._retire(session, "group_failed", failure)
-            raise failure
-        return sessions
-
-    async def _open(self, session: Session, deadline: float) -> None:
-        """Reset a session, which counts against the capacity already; if this fails, no longer."""
-        environment = session.environment
-        wait_s = (deadline - asyncio.get_running_loop().time()) / 2
-        session.loaded.num_users += 1
-        try:
-            async with self._capacity.resetting(environment, wait_s):
-                session.calling = self._background.spawn(
-                    guard(start(session), environment.id, session.task)
-                )
-                await self._background.wait(session.calling, environment.id)
-        except EnvError as error:
-            self._retire(session, error.code, error)
-            raise
-        except BaseException:  # cancelled at the deadline
-            self._retire(session, "reset_timeout")
-            raise
+                session = Session(session_id, loaded, task, request.seed, lease_s, key)
+                async with self._capacity.resetting(environment, (deadline - clock()) / 2):
+                    reset = guard(start(session), environment.id, task)
+                    session.calling = self._background.spawn(reset)
+                    await self._background.wait(session.calling, environment.id)
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, TimeoutError):
+                message = f"reset of '{environment.id}' ran out of time"
+                error = make_error("reset_timeout", message)
+            if session is not None:
+                code = error.code if isinstance(error, EnvError) else "reset_timeout"
+                self._retire(session, code, error)  # which gives back what it holds
+            else:
+                if loaded is not None:
+                    loaded.num_users -= 1
+                self._capacity.release(environment)
+            raise error from None
+        return session
 
     # Stepping
 
