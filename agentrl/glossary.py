@@ -46,6 +46,12 @@ METRICS: dict[str, str] = {
     "group/dropped/<reason>": "Groups dropped for this reason: `zero_variance`, `single` or "
     "`unscored` (too few rewards to compare), `stale` (too old to train on; played again), "
     "`no_greedy_answer`, or what a filter of `rollout.keep` says.",
+    "sampler/tasks": "Tasks of which a step has had a group; this and the next need a "
+    "`rollout.sampler` other than `uniform`.",
+    "sampler/repeated_fraction": "Groups of the step whose task had been played before.",
+    "sampler/rate_mean": "Mean of all tasks' running pass rates.",
+    "sampler/passed_fraction": "Tasks whose running pass rate is `rollout.sampler_passed` or more.",
+    "sampler/stage": "`staged`: the newest pool that is open, from 0.",
     "error/<code>": "Trajectories that failed with this code, such as `step_timeout`, "
     "`grader_error` or `turn_timeout`.",
     "env/<name>": "A metric of the environment, mean over trajectories with a reward. "
@@ -54,7 +60,7 @@ METRICS: dict[str, str] = {
     "env/unseen_tools": "Tools on offer that the first prompt does not name, as some chat "
     "templates leave them out; absent where there are none.",
     "env/<environment>/<metric>": "Of a run with several `[[env]]`: a metric of `reward/`, "
-    "`rollout/`, `group/`, `error/` or `env/` over the episodes of this one alone.",
+    "`rollout/`, `group/`, `sampler/`, `error/` or `env/` over the episodes of this one alone.",
     # the policy
     "policy/entropy": "Mean entropy of the policy at trained tokens, in nats. A fall to nearly 0 "
     "within a few steps is entropy collapse: groups stop to differ.",

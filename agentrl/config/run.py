@@ -30,6 +30,7 @@ from agentrl.config.sections import (
     TeacherSection,
     TrackSection,
     TrainSection,
+    require_sampler,
 )
 from agentrl.config.toml_text import toml_text
 from agentrl.errors import ConfigError
@@ -37,6 +38,7 @@ from agentrl.errors import ConfigError
 _LIMITS = {
     *("max_turns", "max_turn_tokens"),
     *("turn_timeout_s", "step_timeout_s", "episode_timeout_s"),
+    *("sampler", "sampler_stages"),
 }
 
 
@@ -136,6 +138,10 @@ class RunConfig(Section):
                     f"[[env]] {name}: max_turn_tokens = {config.rollout.max_turn_tokens} exceeds "
                     f"rollout.max_context_tokens = {config.rollout.max_context_tokens}"
                 )
+            try:
+                require_sampler(config.rollout.sampler, config.rollout.sampler_stages)
+            except ValueError as error:
+                raise ValueError(f"[[env]] {name}: {error}") from error
         weights = [each.weight for each in self.envs]
         corners = {step for w in weights if isinstance(w, list) for step, _ in w}
         for step in sorted({1, self.run.num_steps, *corners}) if weights else ():

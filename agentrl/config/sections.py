@@ -189,6 +189,10 @@ class MixedEnvSection(EnvSection):
     """Deadline of one environment step (and of reset)."""
     episode_timeout_s: Seconds | None = None
     """Deadline of a whole episode."""
+    sampler: str | None = None
+    """Chooses its tasks; this and the next key are those of `[rollout]` when not given."""
+    sampler_stages: list[PositiveInt] | None = None
+    """Where the pools of `staged` begin, after the first."""
     reward: RewardSection | None = None
     """`[env.reward]`: reward functions of its own, in place of `[reward]`."""
 
@@ -210,6 +214,25 @@ class MixedEnvSection(EnvSection):
         if not steps or steps != sorted(set(steps)):
             raise ValueError("weight needs pairs of a step and a weight, in the order of the steps")
         return self
+
+
+def require_sampler(name: str, stages: list[int]) -> None:
+    """
+    Raises:
+        ValueError: there is no such sampler, or its pools are not in order.
+    """
+    if name not in ("uniform", "difficulty", "staged") and ":" not in name:
+        raise ValueError(
+            f"there is no sampler {name!r}; choose 'uniform', 'difficulty' or 'staged', or name a "
+            "function of your own as 'package.module:function' or 'path/to/file.py:function'"
+        )
+    if stages != sorted(set(stages)):
+        raise ValueError(f"sampler_stages = {stages} are not in order; write [100, 300]")
+    if name == "staged" and not stages:
+        raise ValueError(
+            "sampler = 'staged' needs the tasks at which the next pools begin, such as "
+            "sampler_stages = [100, 300]"
+        )
 
 
 class RolloutSection(Section):
@@ -276,6 +299,20 @@ class RolloutSection(Section):
     keep: list[str] = Field(default_factory=list)
     """Filters that a group has to pass, in this order: `zero_variance`, or functions of your own,
     `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
+    sampler: str = "uniform"
+    """Chooses the tasks: `uniform` goes through the split in a new order each epoch, `difficulty`
+    prefers those with a pass rate near a target, `staged` opens pools of harder ones; or a function
+    of your own, `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
+    sampler_target: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """`difficulty`: tasks whose pass rate is near this one are drawn most."""
+    sampler_fresh: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """`difficulty`: share of tasks that were never played, as long as there are any."""
+    sampler_retired: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of tasks that were passed; with `staged`, of those of earlier pools."""
+    sampler_passed: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Pass rate at which a task, or a pool of them, is passed."""
+    sampler_stages: list[PositiveInt] = Field(default_factory=list)
+    """`staged`: indices of the tasks at which the second pool begins, the third, and so on."""
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that sampled may lag behind the one that is trained, counted from
     a trajectory's oldest token. 0 plays and trains in turn, 1 plays a step ahead while the trainer
@@ -324,6 +361,16 @@ class RolloutSection(Section):
                     "as 'package.module:function' or 'path/to/file.py:function'"
                 )
         return value
+
+    @model_validator(mode="after")
+    def _known_sampler(self) -> RolloutSection:
+        require_sampler(self.sampler, self.sampler_stages)
+        if self.sampler_fresh + self.sampler_retired > 1:
+            raise ValueError(
+                "rollout.sampler_fresh and rollout.sampler_retired are shares of the same whole; "
+                f"lower one of {self.sampler_fresh} and {self.sampler_retired}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_turn_fits_the_context(self) -> RolloutSection:

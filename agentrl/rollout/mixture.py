@@ -18,7 +18,7 @@ from agentrl.rollout.driver import Progress
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.scheduler import GroupScheduler, KeepGroup, RolloutBatch
 from agentrl.rollout.stream import GroupStream
-from agentrl.types import JSON
+from agentrl.types import JSON, Trajectory
 
 Weight = float | list[tuple[int, float]]
 
@@ -139,6 +139,22 @@ class Mixture:
                 batches[part.name] = part.stream.take_batch()
         return batches
 
+    def take_in(self, batches: Mapping[str, RolloutBatch]) -> dict[str, float]:
+        """Let samplers learn what a step's groups earned; returns their metrics."""
+        metrics: dict[str, float] = {}
+        for part in self.parts:
+            scheduler = part.scheduler
+            if scheduler.source.sampler is None:
+                continue
+            groups: dict[int, list[Trajectory]] = {}
+            for trajectory in batches[part.name].trajectories:
+                position = scheduler.position_of(trajectory.group_id)
+                groups.setdefault(position, []).append(trajectory)
+            told = scheduler.source.sampler.take_in(groups)
+            prefix = f"env/{part.name}/" if part.name else ""
+            metrics |= {f"{prefix}{key}": value for key, value in told.items()}
+        return metrics
+
     def advance(self, version: int) -> None:
         """The policy has new weights: the streams may play further ahead."""
         for part in self.parts:
@@ -165,7 +181,10 @@ class Mixture:
             source = part.scheduler.source
             returned: list[JSON] = []
             returned += source.returned if part.stream is None else part.stream.outstanding()
-            positions[part.name] = {"position": source.position, "returned": returned}
+            position: dict[str, JSON] = {"position": source.position, "returned": returned}
+            if source.sampler is not None:
+                position["sampler"] = source.sampler.state()
+            positions[part.name] = position
         alone = positions.get("")
         return alone if isinstance(alone, dict) else positions
 
@@ -177,6 +196,8 @@ class Mixture:
             source.position = of_part["position"]
             source.returned.clear()
             source.returned.extend(of_part.get("returned", []))
+            if source.sampler is not None:
+                source.sampler.restore(of_part.get("sampler", {}), source.returned)
 
     async def aclose(self) -> None:
         """Cancel what is in flight; every episode begun has its record after this."""

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +42,20 @@ Score = Callable[[list[Trajectory]], Awaitable[None]]
 """Rewards the trajectories of one group in place, errors included."""
 
 
+class TaskSampler(Protocol):
+    """Chooses tasks by what they earned; `rollout.sampler.Sampler`."""
+
+    def choose(self, position: int) -> None: ...
+
+    def index_at(self, position: int) -> int: ...
+
+    def take_in(self, groups: Mapping[int, list[Trajectory]]) -> dict[str, float]: ...
+
+    def state(self) -> dict[str, JSON]: ...
+
+    def restore(self, saved: Mapping[str, Any], outstanding: Iterable[int]) -> None: ...
+
+
 @dataclass(slots=True)
 class TaskSource:
     """Task indices of one split, each epoch in a new seeded order."""
@@ -55,16 +69,22 @@ class TaskSource:
     shuffle: bool = True
     returned: deque[int] = field(default_factory=deque)
     """Positions that were handed out and came back unused; handed out again before new ones."""
+    sampler: TaskSampler | None = None
+    """Chooses the task of every position; None goes through the epochs."""
 
     def take(self) -> int:
         """The next position."""
         if self.returned:
             return self.returned.popleft()
         position, self.position = self.position, self.position + 1
+        if self.sampler is not None:
+            self.sampler.choose(position)
         return position
 
     def index_at(self, position: int) -> int:
         """The task's index at a position."""
+        if self.sampler is not None:
+            return self.sampler.index_at(position)
         if self.size is None:
             return position
         if self.size < 1:
@@ -218,13 +238,18 @@ class GroupScheduler:
         Returns:
             One scored trajectory per group, in their order.
         """
-        positions = (int(group.group_id.removeprefix(f"{self.id_prefix}g")) for group in groups)
         episodes = [
             episode
-            for position in positions
-            for episode in self.group_at(position, size=1, id_prefix=id_prefix)
+            for group in groups
+            for episode in self.group_at(
+                self.position_of(group.group_id), size=1, id_prefix=id_prefix
+            )
         ]
         return await self._play_all(episodes, policy)
+
+    def position_of(self, group_id: str) -> int:
+        """The data position of a group of this scheduler."""
+        return int(group_id.removeprefix(f"{self.id_prefix}g"))
 
     def take_restarts(self) -> int:
         """Episodes started over since this was last asked."""

@@ -155,6 +155,7 @@ async def _steps(
             outputs.trajectories.append(step, rollouts.trajectories)
         rollout_s = time.perf_counter() - step_started
         metrics = rollout_metrics(rollouts) | environment_metrics(batches)
+        metrics |= run.mixture.take_in(batches)
         metrics["time/rollout_s"] = rollout_s
         require_some_success(run, rollouts, step, display)
 

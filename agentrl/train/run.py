@@ -28,7 +28,8 @@ from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.recorded import RecordedMixture
 from agentrl.rollout.render import Renderer
-from agentrl.rollout.scheduler import RolloutBatch, TaskSource
+from agentrl.rollout.sampler import Sampler, make_sampler
+from agentrl.rollout.scheduler import RolloutBatch, TaskSource, stable_seed
 from agentrl.rollout.setup import (
     make_scheduler,
     require_shown_tools,
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SAMPLER_KEYS = {"sampler", "sampler_stages"}
 STALL_REPORT_ROWS = 40
 MOST_FAILED = 0.75
 """Share of a step's trajectories that fail for one cause where something is broken."""
@@ -148,9 +150,12 @@ async def assemble(
         names = [env.name for env in config.envs]
         recorded = RecordedMixture(config.run.replay, config.run.num_steps, names)
     sizes: dict[str, int | None] = dict.fromkeys(config.environments)
+    samplers: dict[str, Sampler | None] = {}
     for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):
-            sizes[name] = await split_size(envs[name], alone, alone.env.split)
+            size = sizes[name] = await split_size(envs[name], alone, alone.env.split)
+            seed = stable_seed(config.run.seed, name)
+            samplers[name] = make_sampler(alone.rollout, size, seed)
             scorer_of(alone)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
     renderer = Renderer(
@@ -191,7 +196,7 @@ async def assemble(
             alone,
             token_policy(alone, serving.engine, renderer, training_sampling(alone)),
             envs[name],
-            TaskSource(alone.env.split, sizes[name], config.run.seed),
+            TaskSource(alone.env.split, sizes[name], config.run.seed, sampler=samplers[name]),
             group_size=rollout.group_size,
             score=scorer_of(alone),
             capacity=capacity,
@@ -241,6 +246,7 @@ def _fingerprint(
         "rollout.group_size": rollout.group_size,
         "rollout.temperature": rollout.temperature,
         **_truncation(rollout),
+        **_sampler(config),
         **_agent(config.agent),
         **({"rollout.generate": rollout.generate} if rollout.generate else {}),
         "reward": config.reward.model_dump(mode="json"),
@@ -270,7 +276,9 @@ def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dic
         }
     may_change = {"url", "token", "turn_timeout_s", "step_timeout_s", "episode_timeout_s"}
     return {
-        f"env.{env.name}": env.model_dump(mode="json", exclude=may_change)
+        f"env.{env.name}": env.model_dump(
+            mode="json", exclude=may_change if env.sampler else may_change | SAMPLER_KEYS
+        )
         | {"tasks": num_tasks[env.name]}
         for env in config.envs
     }
@@ -278,6 +286,15 @@ def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dic
 
 def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
     keys = ("top_p", "top_k", "min_p") if rollout.is_truncated else ()
+    return {f"rollout.{key}": getattr(rollout, key) for key in keys}
+
+
+def _sampler(config: RunConfig) -> dict[str, JSON]:
+    """Which tasks are chosen; keys of `[[env]]` stand with the environments."""
+    if all(each.rollout.sampler == "uniform" for each in config.environments.values()):
+        return {}
+    rollout = config.rollout
+    keys = [key for key in RolloutSection.model_fields if key.startswith("sampler")]
     return {f"rollout.{key}": getattr(rollout, key) for key in keys}
 
 

@@ -7,7 +7,7 @@ import pytest
 from test_loop import contents, untimed
 
 from agentrl.config import load_config
-from agentrl.errors import ConfigError
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
 
@@ -24,8 +24,16 @@ def run(run_dir: Path, *overrides: str) -> Path:
     return train(config, quiet=True)
 
 
-def test_three_environments_and_a_resume_after_a_kill(tmp_path):
-    whole = run(tmp_path / "whole")
+CHOOSING = [  # products by difficulty, of so few that they come again; sums in two pools
+    *("--rollout.sampler", "difficulty", "--env.products.config.num_tasks", "3"),
+    *("--env.sums.sampler", "staged", "--env.sums.sampler_stages", "[4]"),
+    *("--env.sums.config.num_tasks", "8", "--env.digits.sampler", "uniform"),
+]
+
+
+@pytest.mark.parametrize("keys", [[], CHOOSING], ids=["uniform", "choosing"])
+def test_three_environments_and_a_resume_after_a_kill(tmp_path, keys):
+    whole = run(tmp_path / "whole", *keys)
     metrics = read_metrics(whole)
     played = [
         [row[f"env/{name}/rollout/trajectories"] for name in ("products", "sums")]
@@ -44,12 +52,20 @@ def test_three_environments_and_a_resume_after_a_kill(tmp_path):
     shutil.copytree(whole, killed)
     for step in (2, 3):  # as if killed in step 2
         shutil.rmtree(killed / "checkpoints" / f"step_{step:06d}")
-    run(killed, "--run.resume")
+    run(killed, *keys, "--run.resume")
     for path in (whole / "checkpoints" / "step_000003").glob("*.safetensors"):
         other = killed / "checkpoints" / "step_000003" / path.name
         assert other.read_bytes() == path.read_bytes(), path.name
     assert untimed(read_metrics(killed)) == untimed(metrics)
     assert contents(killed) == contents(whole)
+
+    if keys:
+        last = metrics[-1]
+        assert last["env/products/sampler/tasks"] <= 3 and last["env/sums/sampler/stage"] == 0
+        assert last["env/products/sampler/repeated_fraction"] == 1
+        assert "env/digits/sampler/tasks" not in last
+        with pytest.raises(CheckpointError, match=r"env.sums.sampler: checkpoint \"staged\""):
+            run(killed, *keys, "--run.resume", "--env.sums.sampler", "difficulty")
 
 
 def test_an_environment_that_fails_at_the_start_is_named(tmp_path):
