@@ -40,9 +40,9 @@ SPECIAL = re.compile(
 )
 
 
-def tokenizer_for(source: str) -> Any:
-    """Makes a tokenizer with every special token that a template seems to spell."""
-    special = list(dict.fromkeys(["<eos>", "<bos>", *SPECIAL.findall(source)]))
+def tokenizer_for(source: str, also: str = "") -> Any:
+    """Makes a tokenizer with every special token that a template, or another text, spells."""
+    special = list(dict.fromkeys(["<eos>", "<bos>", *SPECIAL.findall(source + also)]))
     tokenizer = make_tokenizer(source, special=special)
     tokenizer.bos_token = "<bos>"
     return tokenizer

@@ -170,6 +170,8 @@ def python_call(name, arguments):
     return f"{name}({', '.join(f'{k}={dumps(v)}' for k, v in arguments.items())})"
 
 
+M3 = "]<]minimax[>["
+K3_TYPE = {str: "string", int: "number"}
 COHERE = "<|START_OF_TURN_TOKEN|>"
 QUOTED_KEY = '"KEY"'
 
@@ -528,6 +530,71 @@ FAMILIES = {
         ("3</parameter>", "3"),
         ("[e~[", "]~b]", "<minimax:tool_call>", "</minimax:tool_call>"),
         think=("", "\n</think>\n\n"),
+    ),
+    "minimax_m3": Family(
+        build(
+            "]~b]{{ m.role }}\n@[e~[\n",
+            "]~b]ai\n@[e~[\n",
+            "]~b]tool\n<response>@</response>[e~[\n",
+            "]~b]ai\n",
+            calls=each(
+                f'{M3}<invoke name="$name">'
+                + parameters(f"{M3}<KEY>VALUE{M3}</KEY>")
+                + f"{M3}</invoke>\n",
+                around=(f"{M3}<tool_call>\n", f"{M3}</tool_call>"),
+            ),
+            think="{% if m.reasoning_content %}<mm:think>{{ m.reasoning_content }}</mm:think>"
+            "{% else %}</mm:think>{% endif %}",
+        ),
+        joined(
+            lambda n, a: (
+                f'{M3}<invoke name="{n}">'
+                + "".join(f"{M3}<{k}>{plain(v)}{M3}</{k}>" for k, v in a.items())
+                + f"{M3}</invoke>\n"
+            ),
+            around=(f"{M3}<tool_call>\n", f"{M3}</tool_call>"),
+        ),
+        (f"3{M3}</count>", "3"),
+        ("[e~[", "]~b]", M3, "<mm:think>", "</mm:think>"),
+        think=("<mm:think>", "</mm:think>"),
+    ),
+    "kimi_k3": Family(
+        build(
+            '<|open|>message role="{{ m.role }}"<|sep|>@<|close|>message<|sep|><|end_of_msg|>',
+            '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>{{ m.reasoning_content }}'
+            "<|close|>think<|sep|><|open|>response<|sep|>@<|close|>message<|sep|><|end_of_msg|>",
+            '<|open|>message role="tool"<|sep|>@<|close|>message<|sep|><|end_of_msg|>',
+            '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
+            calls="<|close|>response<|sep|>"
+            + each(
+                '<|open|>call tool="$name" index="{{ loop.index }}"<|sep|>'
+                "{% for k, v in c.function.arguments.items() %}"
+                '<|open|>argument key="{{ k }}" type="{{ \'string\' if v is string else '
+                "'number' }}\"<|sep|>{{ v if v is string else (v | tojson) }}"
+                "<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>",
+                around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            ),
+            think="",
+        ),
+        lambda calls: (
+            "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
+            + "".join(
+                f'<|open|>call tool="{n}" index="{i + 1}"<|sep|>'
+                + "".join(
+                    f'<|open|>argument key="{k}" type="{K3_TYPE[type(v)]}"<|sep|>{plain(v)}'
+                    "<|close|>argument<|sep|>"
+                    for k, v in a.items()
+                )
+                + "<|close|>call<|sep|>"
+                for i, (n, a) in enumerate(calls)
+            )
+            + "<|close|>tools<|sep|>"
+        ),
+        ("3<|close|>argument<|sep|>", "3"),
+        ("<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"),
+        think=("", "<|close|>think<|sep|>"),
+        final=("<|open|>response<|sep|>", "<|close|>response<|sep|><|close|>message<|sep|>"),
+        call_end="<|close|>message<|sep|>",
     ),
     "phi4": Family(
         build(

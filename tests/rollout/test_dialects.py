@@ -44,7 +44,7 @@ NAMES = sorted(FAMILIES)
 def opened(name):
     """A family writes its thoughts so, and with them its prompt, where that opens them."""
     family = FAMILIES[name]
-    return "" if family.think[0] else "<|im_start|>assistant\n<think>\n"
+    return "" if family.think[0] else f"<|im_start|>assistant\n{DIALECTS[name].think[0]}\n"
 
 
 def read(name, text, prompt_end=""):
@@ -400,6 +400,20 @@ def test_reasoning_goes_where_the_template_wants_it():
     assert "hm" not in dropped.template.text([asked, said, asked], [], True)
 
 
+def test_schemas_made_by_hand_name_types_as_python_does():
+    kinds = {"a": "int", "b": "float", "c": "bool", "d": "dict", "e": "list", "f": "str"}
+    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    values = {"a": 1, "b": 0.5, "c": True, "d": {"x": 1}, "e": [1], "f": "1"}
+    body = "".join(
+        f"<parameter={name}>{value if name == 'f' else json.dumps(value)}</parameter>"
+        for name, value in values.items()
+    )
+    text = f"<tool_call><function=f>{body}</function></tool_call>"
+    action, _ = DIALECTS["qwen_xml"].read_turn(text, [tool], turn_id=0)
+    assert calls_of(action) == [("f", values)]
+
+
 def test_untyped_arguments_take_the_type_of_the_schema():
     kinds = {"n": "integer", "x": "number", "s": "string", "b": "boolean", "o": "object"}
     schema = {k: {"type": v} for k, v in kinds.items()} | {
@@ -474,6 +488,14 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+
+
+def m3(text):
+    """MiniMax M3's mark before each tag."""
+    mark = "]<]minimax[>["
+    return ("" if text.startswith("@") else mark) + text.replace("@", mark)
+
+
 TOKYO = ("get_weather", {"city": "Tokyo"})
 
 
@@ -578,6 +600,73 @@ TOKYO = ("get_weather", {"city": "Tokyo"})
             "deepseek_v4",
             '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n'
             "</｜DSML｜function_calls>",
+            None,
+        ),
+        (
+            "granite3",
+            '<tool_call>[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]',
+            [TOKYO],
+        ),
+        ("granite3", '<think>hm<tool_call>[{"name": "get_weather", "arguments": {}}]', None),
+        ("phi4", ' functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]', [TOKYO]),
+        ("phi4", 'functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}', None),
+        (
+            "command_r",
+            'Action:\n```json\n[{"tool_name": "get_weather", "parameters": {"city": "Tokyo"}}]```',
+            [TOKYO],
+        ),
+        ("command_r", 'Plan.\nAction: ```json\n[{"tool_name": "get_weather"', None),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+            '```json\n{"city": "Tokyo"}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            [TOKYO],
+        ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="a&amp;b&quot;c" index="1"<|sep|>'
+            '<|open|>argument key="k" type="array"<|sep|>[1]<|close|>argument<|sep|>'
+            "<|close|>call<|sep|><|close|>tools<|sep|>",
+            [('a&b"c', {"k": [1]})],
+        ),
+        (
+            "minimax_m3",
+            m3('<tool_call>\n@<invoke name="f">@<a>@<item>1@</item>@<item>@<b>x@</b>@</item>@</a>')
+            + m3("@<c>@<d>@</d>@</c>@</invoke>\n@</tool_call>"),
+            [("f", {"a": [1, {"b": "x"}], "c": {"d": ""}})],
+        ),
+        ("minimax_m3", m3('<tool_call>@<invoke name="f">@<a>1@</b>@</invoke>@</tool_call>'), None),
+        ("minimax_m3", m3('<tool_call>@<invoke name="f">@<a>1@</invoke>@</tool_call>'), None),
+        (
+            "minimax_m3",
+            m3('<tool_call>@<invoke name="f">@<a>@<b>1@</a>@</invoke>@</tool_call>'),
+            None,
+        ),
+        (
+            "minimax_m3",
+            m3('<tool_call>@<invoke name="f">@<a>1@</a>@<a>2@</a>@</invoke>@</tool_call>'),
+            None,
+        ),
+        (
+            "minimax_m3",
+            m3('<tool_call>@<invoke name="f">' + "@<a>" * 200 + "@</a>" * 200)
+            + m3("@</invoke>@</tool_call>"),
+            None,
+        ),
+        (
+            "seed_oss",
+            "<seed:tool_call><function=get_weather><parameter=city>Tokyo\n</parameter></function>"
+            "</seed:tool_call>",
+            [("get_weather", {"city": "Tokyo\n"})],
+        ),
+        (
+            "minicpm5",
+            '<function name="f"><param name="a"><![CDATA[<b> </param>]]></param></function>',
+            [("f", {"a": "<b> </param>"})],
+        ),
+        (
+            "minicpm5",
+            '<function name="f"><param name="a"><![CDATA[<b></param></function>',
             None,
         ),
         (

@@ -30,7 +30,17 @@ class Call(NamedTuple):
     """As the policy wrote it; None in dialects whose calls carry none."""
 
 
+MAX_DEPTH = 100
+"""Of elements inside each other."""
 _FIRST_OBJECT = json.JSONDecoder()
+_PYTHON_TYPES = {
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+"""What schemas that were made by hand call JSON Schema's types."""
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
@@ -95,36 +105,105 @@ def xml_calls(
     parameter: re.Pattern[str],
     openers: tuple[str, ...],
     trim_newlines: bool = False,
+    escaped: bool = False,
 ) -> list[Call]:
     """Parameters as tags whose text carries no type: the tool's schema says which it is.
 
     A text that is not of the declared type stays a text, for the environment to answer. `pattern`
     has the groups `name` and `parameters`; `parameter` has `key` and `value`, and `string` where
-    the tag itself says whether the value is one.
+    the tag itself says whether the value is one (`true`, or `string` as its type).
 
     Args:
         openers: what opens a call or a parameter. Inside a key or a value it says that the one
             before was never closed, and its value would be another's.
         trim_newlines: a value stands on lines of its own.
+        escaped: `&` and `"` stand escaped in names and keys.
     """
+
+    def named(text: str) -> str:
+        return text.replace("&quot;", '"').replace("&amp;", "&") if escaped else text.strip()
+
     calls = []
     for match in _all(pattern, text):
-        name, arguments = match["name"].strip(), {}
+        name, arguments = named(match["name"]), {}
         properties = _properties(name, tools)
         for found in _all(parameter, match["parameters"], may_be_empty=True):
-            key, value = found["key"].strip(), found["value"]
+            key, value = named(found["key"]), found["value"]
             if opened := next((each for each in openers if each in key or each in value), None):
                 raise Unreadable(f"parameter {key[:60]!r} was not closed before {opened!r}")
             if key in arguments:
                 raise Unreadable(f"parameter {key!r} is given twice")
-            if trim_newlines:
-                value = value.removeprefix("\n").removesuffix("\n")
+            if trim_newlines and len(value) > 1 and value[0] == value[-1] == "\n":
+                value = value[1:-1]
             schema = properties.get(key)
             if (said := found.groupdict().get("string")) is not None:
-                schema = {"type": "string"} if said == "true" else {}
+                schema = {"type": "string"} if said in ("true", "string") else {}
             arguments[key] = _typed(value, schema if isinstance(schema, dict) else {})
         calls.append(Call(name, arguments))
     return calls
+
+
+_Element = tuple[str, list[Any], str]
+"""Name, children and text."""
+
+
+def element_calls(
+    text: str, tools: list[ToolSpec], *, pattern: re.Pattern[str], mark: str
+) -> list[Call]:
+    """MiniMax M3's: each tag is behind a mark, a parameter is an element of its name, an object has
+    elements inside, and a list has elements `item`. Texts take the schema's type."""
+    calls = []
+    for match in _all(pattern, text):
+        properties: Any = {"type": "object", "properties": _properties(match["name"], tools)}
+        arguments = _of_element(_element(match["parameters"], mark), properties, depth=0)
+        calls.append(Call(match["name"].strip(), _object(arguments, "no parameters")))
+    return calls
+
+
+def _element(text: str, mark: str) -> _Element:
+    before, *pieces = text.split(mark)
+    _require_space(before)
+    open_ones: list[_Element] = [("", [], "")]
+    for piece in pieces:
+        tag = re.match(r"<(/?)([^<>/]+)>", piece)
+        if not tag:
+            raise Unreadable(f"{piece[:60]!r} is no tag")
+        behind = piece[tag.end() :]
+        if not tag[1]:
+            open_ones.append((tag[2], [], behind))
+            continue
+        name, children, said = open_ones.pop()
+        if name != tag[2] or not open_ones:
+            raise Unreadable(f"</{tag[2]}> closes nothing")
+        _require_space(behind)
+        if children:
+            _require_space(said)
+        open_ones[-1][1].append((name, children, said))
+    if len(open_ones) > 1:
+        raise Unreadable(f"parameter {open_ones[-1][0][:60]!r} was not closed")
+    return open_ones[0]
+
+
+def _of_element(element: _Element, schema: dict[str, Any], depth: int) -> JSON:
+    _, children, said = element
+    types = _types(schema)
+    if depth > MAX_DEPTH:
+        raise Unreadable(f"elements inside {MAX_DEPTH} others")
+    if not children and depth and not (said == "" and types & {"array", "object"}):
+        return _typed(said, schema)
+    items = all(child[0] == "item" for child in children)
+    if items and ("array" in types or (children and not types)):
+        of_items = schema.get("items")
+        of_items = of_items if isinstance(of_items, dict) else {}
+        return [_of_element(child, of_items, depth + 1) for child in children]
+    properties, value = schema.get("properties"), {}
+    for child in children:
+        if child[0] in value:
+            raise Unreadable(f"parameter {child[0]!r} is given twice")
+        known = properties.get(child[0]) if isinstance(properties, dict) else None
+        known = known if isinstance(known, dict) else {}
+        value[child[0]] = _of_element(child, known, depth + 1)
+    return value
 
 
 def pythonic_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
@@ -265,6 +344,7 @@ def _typed(text: str, schema: dict[str, Any]) -> JSON:
 def _types(schema: dict[str, Any]) -> set[str]:
     declared = schema.get("type", [])
     types = {declared} if isinstance(declared, str) else set(declared)
+    types = {_PYTHON_TYPES.get(each, each) for each in types}
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         types |= _types(choice)
     return types

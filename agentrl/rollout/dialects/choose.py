@@ -181,7 +181,8 @@ class Template:
             for dialect in readers.values():
                 # One of two delimiters is another family's, whose calls end in another way.
                 marks = [mark for mark in dialect.call or () if mark]
-                if marks and dialect.call != shared and all(mark in text for mark in marks):
+                spelled = all(mark in text or repr(mark)[1:-1] in text for mark in marks)
+                if marks and dialect.call != shared and spelled:
                     said = f"its delimiters stand in the {place}"
                     return dialect, f"{said}, and the chat template writes no calls"
         return DIALECTS["hermes"], "the default, because the chat template writes no calls"

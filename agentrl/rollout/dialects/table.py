@@ -16,6 +16,7 @@ from functools import partial
 from agentrl.rollout.dialects.calls import (
     Call,
     Unreadable,
+    element_calls,
     framed_calls,
     gemma_calls,
     json_calls,
@@ -49,6 +50,8 @@ class Dialect:
     call: tuple[str, str | None] | None = None
     """What opens and closes a region of calls; closed by None, it reaches to the next that opens,
     or to the end of the turn."""
+    also_opens: str | None = None
+    """What opens a region of calls in other versions of the family."""
     inside: tuple[str, ...] = ()
     """Marks that stand in a region of calls only, beside the one that closes it. In a text they
     are the rest of a call that was never opened."""
@@ -75,7 +78,13 @@ class Dialect:
         """All that stands around thoughts and calls."""
         return [
             mark
-            for mark in (*(self.think or ()), *(self.call or ()), *self.inside, *self.answer)
+            for mark in (
+                *(self.think or ()),
+                *(self.call or ()),
+                self.also_opens,
+                *self.inside,
+                *self.answer,
+            )
             if mark
         ]
 
@@ -118,7 +127,8 @@ class Dialect:
         opened, closed = self.think or (None, None)
         call_opens, call_closes = self.call or (None, None)
         thought = self.thought or re.compile(re.escape(opened) if opened else r"(?!)")
-        others = [re.escape(mark) for mark in (closed, call_opens) if mark]
+        openers = [mark for mark in (call_opens, self.also_opens) if mark]
+        others = [re.escape(mark) for mark in (closed, *openers) if mark]
         marks = re.compile("|".join([thought.pattern, *others]))
         position = _end_of_open_thought(thought, closed, prompt_end, text)
         thinking, position = position is not None, position or 0
@@ -127,7 +137,7 @@ class Dialect:
                 end = text.find(closed, position)
                 parts.reasoning.append(text[position:] if end < 0 else text[position:end])
                 if end < 0:
-                    if call_opens and call_opens in parts.reasoning[-1]:
+                    if any(each in parts.reasoning[-1] for each in (*openers, *self.inside)):
                         parts.problem = (
                             f"the call stands in reasoning that was never closed by {closed}"
                         )
@@ -147,7 +157,7 @@ class Dialect:
                 before = text[: mark.start()]
                 begins = thought.match(before)
                 parts = Split(reasoning=[before[begins.end() :] if begins else before])
-            elif mark[0] == call_opens:
+            elif mark[0] in openers:
                 if call_closes:
                     end = text.find(call_closes, position)
                 else:
@@ -278,7 +288,8 @@ _FUNCTION_NAME = partial(
     xml_calls,
     pattern=_compile(r'\A"(?P<name>[^"\n]+)">(?P<parameters>.*)\Z'),
     parameter=_compile(
-        r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?(?P<value>.*?)(?:\]\]>)?</param>'
+        r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?'
+        r"(?P<value>(?<=\[CDATA\[).*?(?=\]\]>)|(?<!\[CDATA\[).*?)(?:\]\]>)?</param>"
     ),
     openers=("<function name=", "<param name=", "<![CDATA["),
 )
@@ -288,6 +299,26 @@ _MISTRAL = partial(
         r"\A\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?(?P<arguments>\s*\{.*)\Z"
     ),
 )
+
+
+_MINIMAX = "]<]minimax[>["
+_XTML = partial(
+    xml_calls,
+    pattern=_compile(
+        r'<\|open\|>call tool="(?P<name>[^"\n]+)"(?: index="\d+")?<\|sep\|>'
+        r"(?P<parameters>.*?)<\|close\|>call<\|sep\|>"
+    ),
+    parameter=_compile(
+        r'<\|open\|>argument key="(?P<key>[^"\n]+)" type="(?P<string>\w+)"<\|sep\|>'
+        r"(?P<value>.*?)<\|close\|>argument<\|sep\|>"
+    ),
+    openers=("<|open|>tools", "<|open|>call", "<|open|>argument"),
+    escaped=True,
+)
+
+
+def _phi_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
+    return json_calls(text.strip().removeprefix("functools"), tools)
 
 
 def _mistral_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
@@ -341,6 +372,37 @@ DIALECTS = {
             call_id="functions.{name}:{index}",
         ),
         Dialect(
+            "kimi_k3",
+            "Kimi K3",
+            _XTML,
+            call=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            inside=("<|open|>call", "<|open|>argument", "<|close|>call", "<|close|>argument"),
+            think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+            answer=(
+                "<|open|>response<|sep|>",
+                "<|close|>response<|sep|>",
+                "<|close|>message<|sep|>",
+            ),
+            ends=("<|end_of_msg|>",),
+        ),
+        Dialect(
+            "minimax_m3",
+            "MiniMax M3",
+            partial(
+                element_calls,
+                pattern=_compile(
+                    re.escape(_MINIMAX)
+                    + r'<invoke name="(?P<name>[^"\n]+)">(?P<parameters>.*?)'
+                    + re.escape(_MINIMAX)
+                    + "</invoke>"
+                ),
+                mark=_MINIMAX,
+            ),
+            call=(f"{_MINIMAX}<tool_call>", f"{_MINIMAX}</tool_call>"),
+            inside=(_MINIMAX,),
+            think=("<mm:think>", "</mm:think>"),
+        ),
+        Dialect(
             "deepseek_v32",
             "DeepSeek V3.2",
             _DSML,
@@ -361,7 +423,7 @@ DIALECTS = {
                 framed_calls,
                 pattern=_compile(
                     r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n<]+)\n"
-                    r"```json\n(?P<arguments>.*?)\n```<｜tool▁call▁end｜>"
+                    r"```json\n(?P<arguments>.*?)\s*```<｜tool▁call▁end｜>"
                 ),
             ),
             call=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -444,6 +506,13 @@ DIALECTS = {
             ends=("<|END_OF_TURN_TOKEN|>",),
         ),
         Dialect(
+            "command_r",
+            "Command R, Command R+",
+            call=("Action:\n```json", "```"),
+            also_opens="Action: ```json",
+            think=None,
+        ),
+        Dialect(
             "step3",
             "Step 3",
             _STEP,
@@ -482,8 +551,19 @@ DIALECTS = {
             call=("<function name=", "</function>"),
             inside=("<param name=", "</param>"),
         ),
-        Dialect("phi4", "Phi-4-mini", call=("<|tool_call|>", "<|/tool_call|>")),
-        Dialect("granite3", "Granite 3", call=("<|tool_call|>", None)),
+        Dialect(
+            "phi4",
+            "Phi-4-mini",
+            _phi_calls,
+            call=("<|tool_call|>", "<|/tool_call|>"),
+            bare=_compile(r"\s*functools\s*\["),
+        ),
+        Dialect(
+            "granite3",
+            "Granite 3",
+            call=("<|tool_call|>", None),
+            also_opens="<tool_call>",
+        ),
         Dialect(
             "hermes",
             "Qwen2.5, Qwen3, Granite 4, SmolLM3, Ernie 4.5, Hermes",
