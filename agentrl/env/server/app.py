@@ -13,7 +13,6 @@ Whatever is wrong is an `EnvError`, or becomes one, and is answered as problem d
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment
-from agentrl.env.protocol import ServerInfo, StepRequest, make_error
+from agentrl.env.protocol import ServerInfo, make_error
 from agentrl.env.registry import Served
 from agentrl.env.server import routes
 from agentrl.env.server.access import Access, usable_token
@@ -37,8 +36,6 @@ from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.threads import MAX_THREADS
 from agentrl.errors import EnvError
 from agentrl.types import JSON
-
-_STEP_PATH = re.compile(r"/v1/sessions/([^/]+)/step")
 
 
 def make_app(
@@ -101,7 +98,6 @@ def make_app(
         Gate,
         access=Access(usable_token(token), loopback_only),
         transit=Transit(max_body_bytes),
-        manager=manager,
     )
     for kind in (EnvError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_problem)
@@ -115,17 +111,13 @@ class Gate:
     """Checks access and reads the body before the application sees a request.
 
     FastAPI reads a body before it looks at dependencies, so that access as a dependency would let
-    anybody have megabytes read. A step is answered here at once: finding its route and reading it
-    would cost FastAPI as much as all the rest of a step.
+    anybody have megabytes read.
     """
 
-    def __init__(
-        self, app: ASGIApp, access: Access, transit: Transit, manager: SessionManager
-    ) -> None:
+    def __init__(self, app: ASGIApp, access: Access, transit: Transit) -> None:
         self._app = app
         self._access = access
         self._transit = transit
-        self._manager = manager
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,13 +129,6 @@ class Gate:
                 body = b""
                 if scope["method"] not in ("GET", "DELETE"):
                     body = await hold.read(scope["headers"], receive)
-                step = _STEP_PATH.fullmatch(scope["path"])
-                if step is not None and scope["method"] == "POST":
-                    request = protocol.decode(body, StepRequest)
-                    reply = await routes.step(step[1], request, self._manager)
-                    await reply(scope, receive, send)
-                    return
-                protocol.check_json(body)
             except EnvError as error:
                 await _problem(error)(scope, receive, send)
                 return
@@ -175,26 +160,15 @@ async def _answer_problem(request: Request, error: Exception) -> Response:
     if isinstance(error, EnvError):
         return _problem(error)
     if isinstance(error, RequestValidationError):
-        return _problem(make_error("invalid_request", _say_what_is_wrong(request, error)))
+        return _problem(make_error("invalid_request", protocol.describe_problems(error.errors())))
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path[:200]
         return _problem(make_error("not_found", f"there is nothing at {path}"))
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = ", ".join(_methods_of(request))
         return _problem(make_error("method_not_allowed", f"send {allowed}"), {"allow": allowed})
-    if isinstance(error, HTTPException):  # of reading JSON
-        return _problem(make_error("invalid_request", "the body is not valid JSON"))
     # A bug here. Its trace is logged by the HTTP server, to which it is raised again.
     return _problem(make_error("env_error", f"internal error: {type(error).__name__}"))
-
-
-def _say_what_is_wrong(request: Request, error: RequestValidationError) -> str:
-    problems = error.errors()
-    if problems[0]["type"] == "json_invalid":
-        return f"the body is not valid JSON: {problems[0]['ctx']['error']}"
-    if problems[0]["loc"] == ("body",) and isinstance(error.body, bytes):
-        return "send the body as Content-Type: application/json"
-    return protocol.describe_problems(problems)
 
 
 def _methods_of(request: Request) -> list[str]:
