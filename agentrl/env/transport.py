@@ -8,6 +8,7 @@ sent again, because it or its answer may have been lost, and asking twice is the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping
@@ -29,7 +30,6 @@ from agentrl.env.protocol import (
     make_error,
 )
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
-from agentrl.retry import retry
 from agentrl.types import JSON
 
 if TYPE_CHECKING:
@@ -179,26 +179,22 @@ class Http:
             EnvUnavailable: nothing answered in time, or the connection broke.
         """
         body = None if request is None else protocol.encode(request)
-        patience_s = PATIENCE_S
-
-        async def attempt(remaining_s: float) -> tuple[int, bool, bytes]:
-            nonlocal patience_s
-            if patience_s > PATIENCE_S:  # the request before this one was not answered
-                await self._check_health()
-            wait_s, patience_s = min(patience_s, remaining_s), min(2 * patience_s, MAX_PATIENCE_S)
-            return await self._send(method, path, body, headers, wait_s)
-
-        def again_if_unanswered(error: Exception) -> float | None:
-            return 0.0 if isinstance(error, TimeoutError) else None
-
-        try:
-            status, is_ours, answer = await retry(
-                attempt, timeout_s=timeout_s, retry_after_s=again_if_unanswered, first_pause_s=0.0
-            )
-        except TimeoutError as error:
-            raise EnvUnavailable(
-                f"environment server {self.url} did not answer within {timeout_s:.1f} s"
-            ) from error
+        clock = asyncio.get_running_loop().time
+        deadline, wait_s = clock() + timeout_s, PATIENCE_S
+        while True:
+            remaining_s = deadline - clock()
+            try:
+                status, is_ours, answer = await self._send(
+                    method, path, body, headers, min(wait_s, remaining_s)
+                )
+                break
+            except TimeoutError as error:
+                if remaining_s <= wait_s:
+                    raise EnvUnavailable(
+                        f"environment server {self.url} did not answer within {timeout_s:.1f} s"
+                    ) from error
+            await self._check_health()
+            wait_s = min(2 * wait_s, MAX_PATIENCE_S)
         return self._read(status, is_ours, answer, reply)
 
     def _read(self, status: int, is_ours: bool, answer: bytes, reply: type[Any] | None) -> Any:
