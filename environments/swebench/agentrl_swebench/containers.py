@@ -4,7 +4,6 @@ file system that can be written. All else is `agentrl.env.container.container`."
 from __future__ import annotations
 
 import io
-import re
 import tarfile
 import time
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 
 from agentrl.env.container.container import Container, ContainerSpec
 from agentrl.env.container.engine import MAX_LIFE_S, Engine, labels
+from agentrl.env.container.programs import PROGRAM_PATH
 
 WORKDIR = "/testbed"
 
@@ -19,10 +19,6 @@ _READ_FILE = r"""
 path=$(realpath -e -- "$1") && [ -f "$path" ] \
     && printf '%s\0%s\0' "$(stat -c %a -- "$path")" "$path" && cat -- "$path"
 """
-
-_PROGRAM = re.compile(
-    r"/(?:usr/(?:local/)?)?s?bin/[^/]+|/(?:usr/)?lib(?:32|64)?/(?:.*/)?lib[^/]+\.so.*"
-)
 
 _ENVIRONMENT = {
     "BASH_ENV": "/root/.bashrc",  # where SWE-bench's images activate the project's environment
@@ -97,7 +93,7 @@ class InstanceContainer(Container):
         """Programs and libraries of the system that are not the image's any more, as the engine
         sees them."""
         changes = await self._call(lambda client: client.api.diff(self.id)) or []
-        return [each["Path"] for each in changes if _PROGRAM.fullmatch(each["Path"])]
+        return [each["Path"] for each in changes if PROGRAM_PATH.fullmatch(each["Path"])]
 
     async def read_file(self, path: str, max_bytes: int) -> File | None:
         """A regular file; None: there is none, or it is larger."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import signal
 import stat
 import tarfile
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from agentrl.env.container.engine import remove
+from agentrl.env.container.programs import RUNNER_PATH
 from agentrl_swebench.testfiles import packed
 
 if TYPE_CHECKING:
@@ -68,17 +68,6 @@ class _GuardedContainers:
         self._watch.follow(self._client, str(container.id))
         self._watch.image_id = self._client.images.get(image).id or ""
         return _GuardedContainer(container, self._watch)
-
-
-_RUNNER_PATH = re.compile(
-    r"/.*/(?:site|dist)-packages/(?:_?pytest|pluggy|iniconfig|py|xdist|unittest2|nose|tox"
-    r"|hypothesis|pytest_[^/]*|(?:site|user)customize)(?:/.*)?\.(?!pyc$)\w+"
-    r"|/.*/python3?(?:\.\d+)?/(?!(?:site|dist)-packages/)(?:[^/]+|(?:unittest|importlib)/[^/]+)\.py"
-    r"|/.*bin/(?:python[\d.]*|py\.?test|bash|sh|dash|env|git|tox|make|prove|node|ruby|perl|java|go)"
-    r"|/(?:etc/ld\.so\.preload|etc/bash\.bashrc|etc/profile|root/\.bashrc|etc/passwd)"
-)
-"""What runs or finds tests: runners and their plugins, the standard library, interpreters, shells.
-Compiled files and folders are left out: any run may write into those."""
 
 
 class _GuardedContainer:
@@ -154,7 +143,7 @@ class _GuardedContainer:
         with contextlib.suppress(
             DockerException, RequestException, OSError, KeyError, tarfile.TarError
         ):
-            changed = {path for path in self._changes() if _RUNNER_PATH.fullmatch(path)}
+            changed = {path for path in self._changes() if RUNNER_PATH.fullmatch(path)}
             if self._read_script() != self._watch.script:
                 changed.add(_SCRIPT_FILE)
             self._watch.changed = changed

@@ -1,0 +1,487 @@
+"""Tasks in Harbor's format: the agent works in the task's container by `bash`, and its work is
+verified in a fresh one.
+
+An episode: a container of the task's image, commands, then `submit`. The agent's processes are
+ended, its changes are carried into a new container (`sandbox.py`), the tests are put there and run
+(`verify.py`), and what they write is the reward. A task of several steps goes on with the next
+step's instruction after each `submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentrl.env.base import EnvConfig, Environment, Observation
+from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
+from agentrl.env.container.engine import Engine, connect, reap
+from agentrl.env.registry import register
+from agentrl.env.tools import tool
+from agentrl.env.values import to_observation
+from agentrl.errors import ConfigError, DataError, EnvError, GraderError
+from agentrl.types import JSON, Action, Task, ToolCall
+from agentrl_harbor.images import build_or_find
+from agentrl_harbor.sandbox import SCRIPT_FAILED, TOO_LARGE, Image, TaskContainer
+from agentrl_harbor.task import (
+    EnvironmentTable,
+    HarborTask,
+    Network,
+    Step,
+    load_tasks,
+    pack,
+    resolve,
+)
+from agentrl_harbor.verify import Verified, verify
+
+PROMPT = """\
+{instruction}
+
+You work in a Linux container, in {workdir}.
+- `bash` runs a command there. Each command is a new shell: `cd` and variables do not last, \
+changes to files do. There is no input{network}. A command is stopped after \
+{command_timeout_s:g} seconds.
+- `submit` ends your work{step}. Tests that you do not see decide what it is worth."""
+
+
+class HarborConfig(EnvConfig):
+    """Which tasks, and what an agent may use."""
+
+    source: str
+    """A folder with `task.toml`, or one with such folders in it."""
+    task_ids: list[str] | None = None
+    """Only these; a task's id is its folder's name."""
+    network: Literal["task", "none"] = "task"
+    """`task`: none, or the public one, as the task says, which is public where it says nothing;
+    `none`: no task has a network, nor its verifier. Tasks with a list of allowed hosts are refused
+    unless this is `none`."""
+    policy: Literal["strict", "all"] = "strict"
+    """Which of the agent's changes the verifier sees where it shares the task's image: `strict`
+    leaves out what decides how any test runs (programs of the image, files that shells,
+    interpreters and pytest read by themselves); `all` leaves out nothing, as Harbor."""
+    verifier: Literal["fresh", "shared"] = "fresh"
+    """`shared`: where a task says nothing else, its tests run in the agent's own container, among
+    the processes that it left, as Harbor does: for tasks whose work is a running server. Nothing
+    then keeps an agent from paying itself."""
+    reward_key: str = "reward"
+    """Which of a verifier's rewards is the episode's, where it gives several."""
+    host_variables: list[str] = Field(default_factory=list)
+    """Variables of this machine that a task may read by `${NAME}`."""
+    command_timeout_s: float = Field(default=120.0, gt=0, le=3600)
+    """Deadline of one command."""
+    max_output_chars: int = Field(default=10_000, ge=100)
+    """Of a command's output; the middle of a longer one is left out."""
+    max_processes: int = Field(default=512, ge=16)
+    """In a container, threads among them."""
+
+
+@dataclass(slots=True)
+class Shared:
+    tasks: dict[str, HarborTask]
+    engine: Engine = field(default_factory=Engine)
+    images: dict[str, Image] = field(default_factory=dict)
+    """By the folder or name that they were made from."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while an image is built or pulled."""
+
+
+@register("harbor", max_sessions=64)
+class HarborEnvironment(Environment):
+    """Tasks in Harbor's format, verified in a container that the agent was never in."""
+
+    Config = HarborConfig
+    # An image may have to be built first.
+    reset_timeout_s = 1800.0
+    step_timeout_s = 7200.0
+
+    @classmethod
+    def load_shared(cls, config: HarborConfig) -> Shared:
+        """The tasks; makes sure that there is an engine, and that nothing is left of earlier runs
+        on it.
+
+        Raises:
+            ConfigError: a package or the engine's address is missing or wrong.
+            EnvUnavailable: no engine answers.
+            DataError: the tasks can't be read, or ask for what there is not here.
+        """
+        tasks = {task.id: task for task in load_tasks(Path(config.source).expanduser())}
+        if config.task_ids is not None:
+            if missing := set(config.task_ids) - set(tasks):
+                raise DataError(f"source {config.source} has no task {', '.join(sorted(missing))}")
+            tasks = {task_id: tasks[task_id] for task_id in config.task_ids}
+        for task in tasks.values():
+            _check_network(task, config)
+        client = connect()
+        try:
+            reap(client)
+        finally:
+            client.close()
+        return Shared(tasks)
+
+    def splits(self) -> dict[str, int | None]:
+        return {"test": len(self.shared.tasks)}
+
+    def get(self, split: str, index: int) -> Task:
+        task = list(self.shared.tasks.values())[index]
+        return Task(task.id, task.steps[0].instruction, metadata=dict(task.table.metadata))
+
+    async def reset(self, task: Task, *, seed: int) -> str:
+        self._container: TaskContainer | None = None
+        self._number = 0
+        self._results: list[dict[str, float]] = []
+        self._reports: list[JSON] = []
+        self._num_left_out = 0
+        found = self.shared.tasks.get(task.id)
+        if found is None:
+            raise DataError(f"task {task.id!r} is not in source {self.config.source}")
+        self._task: HarborTask = found
+        self._run_id = f"{task.id}.{uuid.uuid4().hex[:12]}"
+        self._left_s = self._allowance()
+        image = await self._image(found.folder / "environment", found.table.environment)
+        self._image_in_use = image
+        self._container = await self._start(image, found.table.environment, self._step.agent)
+        await self._prepare(found.table.environment.healthcheck)
+        self.metrics.update(commands=0.0, command_s=0.0, timeouts=0.0)
+        return self._prompt()
+
+    @tool
+    async def bash(
+        self,
+        command: Annotated[
+            str, Field(max_length=MAX_COMMAND_CHARS, description="a command for bash -c")
+        ],
+    ) -> str:
+        """Run a command in a new shell in the working folder."""
+        if self._left_s <= 0:
+            return "The time for commands is over: call submit."
+        ran = await self._living().run(
+            command,
+            timeout_s=min(self.config.command_timeout_s, self._left_s),
+            max_chars=self.config.max_output_chars,
+        )
+        self._left_s -= ran.seconds
+        self.metrics["commands"] += 1
+        self.metrics["command_s"] += ran.seconds
+        self.metrics["timeouts"] += ran.timed_out
+        return _describe(ran)
+
+    @tool
+    async def submit(self) -> str:
+        """End your work; tests decide what it is worth."""
+        verified = await self._verify()
+        if self._after(verified):
+            self._end(truncated=False)
+            return ""
+        self._number += 1
+        self._left_s = self._allowance()
+        # The next step's agent may be another user; what the last one left running is ended.
+        container = self._living()
+        container.spec = replace(container.spec, user=self._user(self._step.agent.user))
+        await self._prepare(None)
+        return self._prompt()
+
+    async def on_text(self, text: str) -> str:
+        return "Call one of the tools: bash, submit."
+
+    async def step(self, action: Action) -> Observation:
+        observation = to_observation(await self.run_tools(action), "run_tools()")
+        if self._finish is None and self.episode.last_turn:
+            self._after(await self._verify())
+            self._end(truncated=True)
+        return observation
+
+    async def close(self) -> None:
+        container, self._container = getattr(self, "_container", None), None
+        if container is not None:
+            await _remove(container)
+
+    def oracle(self) -> Iterator[Action] | None:
+        """The task's solution, as commands of an agent's."""
+        if any(step.solution is None for step in self._task.steps):
+            return None
+        return self._solve()
+
+    def _solve(self) -> Iterator[Action]:
+        variables = resolve(
+            self._task.solution_env, self.config.host_variables, f"{self._task.folder} [solution]"
+        )
+        exports = "".join(f"export {name}={_quote(text)}; " for name, text in variables.items())
+        for step in self._task.steps:
+            assert step.solution is not None
+            encoded = base64.b64encode(pack((step.solution,))).decode()
+            size = MAX_COMMAND_CHARS - 200
+            # Harbor puts it there as root; a user who may not has it elsewhere.
+            yield _bash(
+                "folder=/solution; rm -rf $folder; mkdir -p $folder || folder=/tmp/solution; "
+                "mkdir -p $folder; echo $folder > /tmp/solution.at; : > /tmp/solution.b64"
+            )
+            for start in range(0, len(encoded), size):
+                yield _bash(f"printf %s {encoded[start : start + size]} >> /tmp/solution.b64")
+            yield _bash(
+                "folder=$(cat /tmp/solution.at); base64 -d /tmp/solution.b64 | tar -x -C $folder; "
+                "rm /tmp/solution.b64 /tmp/solution.at; export DEBIAN_FRONTEND=noninteractive; "
+                f"{exports}$folder/solve.sh; code=$?; rm -rf $folder; exit $code"
+            )
+            yield Action(tool_calls=(ToolCall("call", "submit", {}),))
+
+    # How a step begins
+
+    @property
+    def _step(self) -> Step:
+        return self._task.steps[self._number]
+
+    def _allowance(self) -> float:
+        """Seconds that all commands of a step may take; what the model takes does not count."""
+        return self._step.agent.timeout_sec or 3600.0
+
+    def _user(self, given: str | int | None) -> str:
+        return str(given) if given is not None else self._image_in_use.user
+
+    def _prompt(self) -> str:
+        step, number, total = self._step, self._number + 1, len(self._task.steps)
+        of = f" on step {number} of {total}" if total > 1 else ""
+        network = self._network(self._task.table.environment, step.agent)
+        return PROMPT.format(
+            instruction=step.instruction,
+            workdir=self._living().spec.workdir,
+            network="" if network != "none" else " and no network",
+            command_timeout_s=self.config.command_timeout_s,
+            step=of,
+        )
+
+    async def _prepare(self, check) -> None:
+        step, container = self._step, self._living()
+        if step.workdir is not None:
+            workdir = container.spec.workdir
+            await container.put(pack((step.workdir,)), workdir)
+            if (step.workdir / "setup.sh").is_file():
+                ran = await container.run(
+                    f"bash {_quote(f'{workdir}/setup.sh')}", timeout_s=600, max_chars=1000
+                )
+                if ran.exit_code != 0:
+                    raise EnvError(
+                        f"setup.sh of step {step.name} of {self._task.folder} failed: {ran.output}",
+                        code="setup_failed",
+                    )
+        await container.wait_healthy(check)
+        await container.wait_healthy(step.healthcheck)
+
+    async def _image(self, folder: Path, table: EnvironmentTable) -> Image:
+        """A task's image, built or pulled at its first use."""
+        return await asyncio.to_thread(
+            build_or_find, self.shared.images, self.shared.lock, folder, table
+        )
+
+    async def _start(
+        self, image: Image, table: EnvironmentTable, phase: Network, *, verifier: bool = False
+    ) -> TaskContainer:
+        user = self._step.verifier.user if verifier else self._step.agent.user
+        variables = resolve(
+            table.env, self.config.host_variables, f"{self._task.folder} [environment]"
+        )
+        container = await TaskContainer.start(
+            self.shared.engine,
+            image,
+            table,
+            run_id=self._run_id,
+            role="grade" if verifier else "agent",
+            network=self._network(table, phase),
+            user=user,
+            environment=variables,
+            max_processes=self.config.max_processes,
+            life_s=6 * 3600,
+        )
+        try:
+            # Harbor's folders are there from the start.
+            await container.as_root(
+                "mkdir -p -- /logs/agent /logs/artifacts /logs/verifier "
+                f"{'' if container.spec.workdir == '/' else _quote(container.spec.workdir)} "
+                "&& chmod 777 /logs/agent /logs/artifacts /logs/verifier"
+            )
+        except BaseException:
+            await _remove(container)
+            raise
+        return container
+
+    def _network(self, table: EnvironmentTable, phase: Network) -> str:
+        mode = phase.network_mode or table.network_mode or "public"
+        return "none" if self.config.network == "none" or mode == "no-network" else "bridge"
+
+    def _living(self) -> TaskContainer:
+        if self._container is None:
+            raise EnvError("the episode has no container any more")
+        return self._container
+
+    # How a step ends
+
+    async def _verify(self) -> Verified:
+        """Run the tests of the step on the work as it stands.
+
+        Raises:
+            GraderError: there is no verdict; the episode has no reward.
+        """
+        try:
+            if self.config.verifier == "shared" and not self._step.separate:
+                return await self._run_tests(self._living())
+            return await self._verify_apart()
+        except EnvError as error:
+            if error.code in (SCRIPT_FAILED, TOO_LARGE):  # the agent's doing
+                return Verified(problem=str(error))
+            raise GraderError(f"{self._task.id}: no reward: {error}") from error
+
+    async def _verify_apart(self) -> Verified:
+        """Carry the work into a new container and run the tests there."""
+        step, container, task = self._step, self._living(), self._task
+        await container.sweep()
+        last = self._number + 1 == len(task.steps)
+        table, image = task.table.environment, self._image_in_use
+        if step.separate:
+            table = step.verifier.environment or table
+            folder = step.bundled or task.folder / "environment"
+            if step.bundled is None and table.docker_image is None:
+                table = table.model_copy(
+                    update={"docker_image": task.table.environment.docker_image}
+                )
+            image = await self._image(folder, table)
+        fresh = await self._start(image, table, step.verifier, verifier=True)
+        try:
+            if step.separate:
+                left_out = await container.carry_folders(fresh, step.artifacts)
+            else:
+                if not image.programs:
+                    image = replace(image, programs=await fresh.list_programs())
+                    self._image_in_use = image
+                    for key, known in self.shared.images.items():
+                        if known.id == image.id:
+                            self.shared.images[key] = image
+                left_out = await container.carry(
+                    fresh, image.programs, everything=self.config.policy == "all"
+                )
+            if last:
+                await self.close()  # its memory is the tests' now
+            verified = await self._run_tests(fresh)
+        finally:
+            await _remove(fresh)
+        verified.left_out = left_out
+        return verified
+
+    async def _run_tests(self, container: TaskContainer) -> Verified:
+        verifier = self._step.verifier
+        variables = resolve(
+            verifier.env, self.config.host_variables, f"{self._task.folder} [verifier]"
+        )
+        return await verify(
+            container,
+            self._step,
+            {**container.spec.environment, **variables},
+            timeout_s=verifier.timeout_sec or 600.0,
+        )
+
+    def _after(self, verified: Verified) -> bool:
+        """Note what a step was worth; whether it was the last."""
+        self._results.append(verified.rewards)
+        self._num_left_out += len(verified.left_out)
+        self._reports.append(
+            {
+                "step": self._step.name,
+                "rewards": dict(verified.rewards),
+                "problem": verified.problem,
+                "output": verified.output,
+                "left_out": list(verified.left_out),
+            }
+        )
+        missed = any(
+            verified.rewards.get(key, float("-inf")) < least
+            for key, least in self._step.min_reward.items()
+        )
+        return missed or self._number + 1 == len(self._task.steps)
+
+    def _end(self, *, truncated: bool) -> None:
+        rewards = self._results
+        if self._task.table.multi_step_reward_strategy == "final":
+            rewards = rewards[-1:]
+        else:
+            # As Harbor: a step without a verdict is left out, unless that is true of all.
+            rewards = [each for each in rewards if each] or [{}]
+        names = sorted({name for each in rewards for name in each})
+        means = {
+            name: sum(each.get(name, 0.0) for each in rewards) / len(rewards) for name in names
+        }
+        key = self.config.reward_key
+        if key not in means and len(means) == 1:
+            key = names[0]
+        if means and key not in means:
+            raise ConfigError(
+                f"the verifier of {self._task.id} gives the rewards {', '.join(names)}: say with "
+                "`reward_key` which one is the episode's"
+            )
+        self.metrics["no_reward"] = float(any(not each for each in self._results))
+        self.metrics["left_out"] = float(self._num_left_out)
+        self.finish(
+            means.get(key, 0.0),
+            {"rewards": dict(means), "steps": self._reports},
+            truncated=truncated,
+        )
+
+
+def _describe(ran: CommandResult) -> str:
+    """A command's output and how it ended."""
+    if ran.timed_out:
+        end = f"stopped after {ran.seconds:.0f} seconds; every process in the container was killed"
+    elif ran.flooded:
+        end = (
+            f"stopped because it wrote more than {MAX_STREAM_BYTES >> 20} MiB; every process in "
+            "the container was killed"
+        )
+    else:
+        end = f"exit code {ran.exit_code}"
+    if ran.out_of_memory:
+        end += "; a process was killed for want of memory"
+    separator = "" if not ran.output or ran.output.endswith("\n") else "\n"
+    return f"{ran.output}{separator}[{end}]"
+
+
+def _check_network(task: HarborTask, config: HarborConfig) -> None:
+    if config.network == "none":
+        return
+    table = task.table
+    phases = [
+        table.environment,
+        *(
+            each
+            for step in task.steps
+            for each in (step.agent, step.verifier, step.verifier.environment)
+            if each is not None
+        ),
+    ]
+    if any(each.network_mode == "allowlist" for each in phases):
+        raise DataError(
+            f"{task.folder / 'task.toml'}: network_mode = 'allowlist': agentrl's containers reach "
+            'all of the network or nothing of it: set network = "none", or leave the task out '
+            "with `task_ids`"
+        )
+
+
+async def _remove(container: TaskContainer) -> None:
+    try:
+        await asyncio.shield(container.remove())
+    except EnvError:
+        # Its input is closed, so it ends by itself; the engine is in trouble, not the work.
+        with contextlib.suppress(EnvError):
+            await container.remove()
+
+
+def _bash(command: str) -> Action:
+    return Action(tool_calls=(ToolCall("call", "bash", {"command": command}),))
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"

@@ -1,0 +1,78 @@
+"""Images of tasks: built from their folders once per content, or found by name."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from agentrl.env.container.engine import ImageMissing, connect, engine_errors
+from agentrl.errors import DataError
+from agentrl_harbor.sandbox import Image
+from agentrl_harbor.task import EnvironmentTable, pack
+
+REPOSITORY = "agentrl/harbor"
+
+
+def build_or_find(
+    known: dict[str, Image], lock: threading.Lock, folder: Path, table: EnvironmentTable
+) -> Image:
+    """The image of a folder with a Dockerfile, or the one that the table names.
+
+    An image is built again where its folder's files change; what its base image's tag means then
+    is not looked at.
+
+    Raises:
+        DataError: the Dockerfile does not build.
+        ImageMissing: the named image is neither local nor to be had.
+        EnvError: the engine failed.
+    """
+    key = table.docker_image or str(folder)
+    with lock:
+        if key not in known:
+            client = connect(timeout_s=table.build_timeout_sec)
+            try:
+                with engine_errors():
+                    known[key] = (
+                        _pulled(client, table.docker_image)
+                        if table.docker_image
+                        else _built(client, folder)
+                    )
+            finally:
+                client.close()
+        return known[key]
+
+
+def _pulled(client: Any, name: str) -> Image:
+    from docker.errors import APIError, ImageNotFound
+
+    try:
+        return _image(client.images.get(name))
+    except ImageNotFound:
+        try:
+            return _image(client.images.pull(name))
+        except APIError as error:
+            raise ImageMissing(f"image {name} is neither local nor to be had: {error}") from error
+
+
+def _built(client: Any, folder: Path) -> Image:
+    from docker.errors import APIError, BuildError, ImageNotFound
+
+    tag = f"{REPOSITORY}:{hashlib.sha256(pack((folder,))).hexdigest()[:24]}"
+    try:
+        return _image(client.images.get(tag))
+    except ImageNotFound:
+        try:
+            image, _ = client.images.build(path=str(folder), tag=tag, rm=True, forcerm=True)
+        except BuildError as error:
+            said = "".join(each.get("stream", "") for each in error.build_log)[-2000:]
+            raise DataError(f"{folder / 'Dockerfile'} does not build: {error}\n{said}") from error
+        except APIError as error:
+            raise DataError(f"{folder / 'Dockerfile'} does not build: {error}") from error
+        return _image(image)
+
+
+def _image(found: Any) -> Image:
+    config = found.attrs.get("Config") or {}
+    return Image(found.id, config.get("User") or "0", config.get("WorkingDir") or "/", frozenset())

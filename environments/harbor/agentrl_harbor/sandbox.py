@@ -1,0 +1,354 @@
+"""A task's container, and what of an agent's work is carried into the verifier's.
+
+Nothing that the agent may have changed is asked for anything: which files it changed, and what is
+in them, the engine says. The verifier's container is made from the task's image; the agent's
+changes are written into it as files, without those that decide how any test runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import re
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
+
+from agentrl.env.container.container import Container, ContainerSpec
+from agentrl.env.container.engine import Engine, labels
+from agentrl.env.container.programs import PROGRAM_PATH, RUNNER_PATH
+from agentrl.errors import EnvError
+from agentrl_harbor.task import EnvironmentTable, Healthcheck
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+MAX_CARRIED_BYTES = 2 << 30
+"""Of an agent's changes."""
+SCRIPT_FAILED = "script_failed"
+TOO_LARGE = "too_large"
+"""Codes of errors that an agent's changes may cause."""
+_CAPABILITIES = (
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID",
+    "SETPCAP", "SETUID", "SYS_CHROOT",
+)  # fmt: skip
+"""The engine's own choice without devices and raw sockets: tasks install packages, start servers
+and change users."""
+
+_ADDED, _DELETED = 1, 2  # 0: changed
+
+_NEVER = re.compile(
+    r"/(?:tests|solution|logs/verifier|proc|sys|dev|run/secrets)(?:/.*)?"
+    r"|/(?:\.dockerenv|etc/(?:hosts|hostname|resolv\.conf))"
+)
+"""What the verifier brings itself, and what the engine does."""
+_START_UP = re.compile(
+    r"/(?:root|home/[^/]+)/\.(?:bash\w*|profile|pam_environment|zsh\w*|pythonrc.*)"
+    r"|/etc/(?:ld\.so\..*|profile(?:\.d/.*)?|bash.*|environment|pam\.d/.*|sudoers.*|inputrc)"
+    r"|.*/(?:site|user)customize(?:\.\w+|/.*)"
+    r"|/(?:conftest\.py|\.?pytest\.(?:ini|toml)|tox\.ini|setup\.(?:cfg|py)|pyproject\.toml)"
+    r"|.*/(?:pytest\.py|_?pytest/.*)"
+)
+"""Files that shells, interpreters and pytest read by themselves."""
+_PTH_WITH_CODE = re.compile(rb"^import[ \t]", re.MULTILINE)
+_LIST_PROGRAMS = (
+    'IFS=:; for folder in $PATH; do for each in "$folder"/*; do '
+    '[ -f "$each" ] && [ -x "$each" ] && printf "%s\\0" "$each"; done; done; exit 0'
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Image:
+    """What the engine knows of a task's image."""
+
+    id: str
+    user: str
+    workdir: str
+    programs: frozenset[str]
+    """Paths of all programs that are found by name; empty until they are listed."""
+
+
+class TaskContainer(Container):
+    """A running container of a task's image; `start` makes one and `remove` ends it."""
+
+    @classmethod
+    async def start(
+        cls,
+        engine: Engine,
+        image: Image,
+        table: EnvironmentTable,
+        *,
+        run_id: str,
+        role: str,
+        network: str,
+        user: str | int | None,
+        environment: Mapping[str, str],
+        max_processes: int,
+        life_s: int,
+    ) -> TaskContainer:
+        """Start one, with the limits that the task gives.
+
+        Raises:
+            EnvError: the engine refused or does not answer; nothing is left behind.
+        """
+        spec = ContainerSpec(
+            image.id,
+            workdir=table.workdir or image.workdir,
+            environment=environment,
+            user=str(user) if user is not None else image.user,
+            read_only=False,
+            tmpfs=(),
+            network=network,
+            capabilities=_CAPABILITIES,
+            memory_mb=table.memory_mb or 2048,
+            cpus=table.cpus or 1.0,
+            max_processes=max_processes,
+            life_s=life_s,
+        )
+        return await cls.create(engine, spec, labels(run_id, role))
+
+    async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
+        """Unpack an archive in a folder, which is made where there is none."""
+        await self.as_root('mkdir -p -- "$1"', folder)
+        await self._call(lambda client: client.api.put_archive(self.id, folder, archive))
+
+    async def get(self, path: str, max_bytes: int) -> bytes | None:
+        """A regular file's content; None: there is none, or it is larger."""
+
+        def read(client: DockerClient) -> bytes | None:
+            with _archive(client, self.id, path) as archive:
+                member = archive.next() if archive is not None else None
+                if archive is None or member is None or not member.isreg():
+                    return None
+                file = archive.extractfile(member)
+                return file.read() if file is not None and member.size <= max_bytes else None
+
+        return await self._call(read)
+
+    async def as_root(self, script: str, *arguments: str, timeout_s: float = 60.0) -> bytes:
+        """Run a script of agentrl's as root, in a container that no agent was in.
+
+        Raises:
+            EnvError: it failed.
+        """
+        as_root = TaskContainer(self._engine, self.id, None, replace(self.spec, user="0"))
+        ran = await as_root.script(script, *arguments, timeout_s=timeout_s, max_bytes=16 << 20)
+        if ran.exit_code != 0:
+            raise EnvError(
+                f"a script failed in a container of {self.spec.image[:19]}: {ran.errors[-300:]}",
+                code=SCRIPT_FAILED,
+            )
+        return ran.output
+
+    async def list_programs(self) -> frozenset[str]:
+        """Paths of the programs that are found by name."""
+        found = await self.as_root(_LIST_PROGRAMS)
+        return frozenset(found.decode(errors="surrogateescape").split("\0")) - {""}
+
+    async def wait_healthy(self, check: Healthcheck | None) -> None:
+        """Wait until the task's check passes.
+
+        Raises:
+            EnvError: it failed too often.
+        """
+        if check is None:
+            return
+        loop = asyncio.get_running_loop()
+        grace_over, failures = loop.time() + check.start_period_sec, 0
+        while True:
+            ran = await self.run(check.command, timeout_s=check.timeout_sec, max_chars=500)
+            if ran.exit_code == 0:
+                return
+            in_grace = loop.time() < grace_over
+            failures += not in_grace
+            if failures >= check.retries:
+                raise EnvError(
+                    f"the task's health check failed {failures} times: {ran.output.strip()}",
+                    code="unhealthy",
+                )
+            await asyncio.sleep(check.start_interval_sec if in_grace else check.interval_sec)
+
+    async def carry(
+        self, target: TaskContainer, programs: frozenset[str], *, everything: bool
+    ) -> list[str]:
+        """Write this container's changes into another of the same image, in which nobody was.
+
+        Args:
+            programs: those of the image.
+            everything: also what decides how any test runs.
+
+        Returns what was left out: a path and a reason each.
+
+        Raises:
+            EnvError: the changes are too large, or the engine failed.
+        """
+        found = await self._call(lambda client: client.api.diff(self.id)) or []
+        changes = {each["Path"]: each["Kind"] for each in found}
+        left_out: list[str] = []
+        kept: list[str] = []
+        for path, kind in sorted(changes.items()):
+            if _NEVER.fullmatch(path):
+                continue
+            reason = None if everything else _reason(path, kind, changes, programs)
+            if reason is None:
+                kept.append(path)
+            else:
+                left_out.append(f"{path}: {reason}")
+        with tempfile.TemporaryFile() as packed:
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                await self._call(
+                    lambda client: (
+                        _pack(client, self.id, kept, changes, archive, left_out)
+                        if everything
+                        else _pack(client, self.id, kept, changes, archive, left_out, _runs_code)
+                    )
+                )
+            packed.seek(0)
+            deleted = [path for path in kept if changes[path] == _DELETED]
+            for start in range(0, len(deleted), 200):
+                await target.as_root('rm -rf -- "$@"', *deleted[start : start + 200])
+            await target.put(packed)
+        return left_out
+
+    async def carry_folders(self, target: TaskContainer, paths: Iterable[str]) -> list[str]:
+        """Write these files and folders, where there are any, to where they are in this one.
+
+        Returns what was left out.
+        """
+        left_out: list[str] = []
+        with tempfile.TemporaryFile() as packed:
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                changes = dict.fromkeys(paths, _ADDED)
+                await self._call(
+                    lambda client: _pack(client, self.id, list(changes), changes, archive, left_out)
+                )
+            packed.seek(0)
+            await target.put(packed)
+        return left_out
+
+
+def _reason(
+    path: str, kind: int, changes: Mapping[str, int], programs: frozenset[str]
+) -> str | None:
+    """Why a change decides how any test runs; None: it does not."""
+    folder, _, name = path.rpartition("/")
+    if _START_UP.fullmatch(path):
+        return "read by shells, interpreters or pytest by themselves"
+    if kind != _ADDED:
+        return (
+            "a program of the image"
+            if path in programs or RUNNER_PATH.fullmatch(path) or PROGRAM_PATH.fullmatch(path)
+            else None
+        )
+    folders = {each.rpartition("/")[0] for each in programs}
+    if folder in folders and any(each.rpartition("/")[2] == name for each in programs):
+        return "takes the place of a program of the image"
+    if RUNNER_PATH.fullmatch(path) and not _in_new_environment(path, changes):
+        return "runs or finds tests"
+    return None
+
+
+def _in_new_environment(path: str, changes: Mapping[str, int]) -> bool:
+    """Whether a file is in a virtual environment of Python's that the agent made."""
+    while path := path.rpartition("/")[0]:
+        if changes.get(f"{path}/pyvenv.cfg") == _ADDED:
+            return True
+    return False
+
+
+def _runs_code(member: tarfile.TarInfo, content: bytes) -> str | None:
+    if member.name.endswith(".pth") and _PTH_WITH_CODE.search(content):
+        return "runs code whenever Python starts"
+    return None
+
+
+def _pack(
+    client: DockerClient,
+    container_id: str,
+    paths: list[str],
+    changes: Mapping[str, int],
+    archive: tarfile.TarFile,
+    left_out: list[str],
+    refuse: Any = None,
+) -> None:
+    """Add these paths of a container to an archive: new folders whole, of others what changed.
+
+    Folders of the image are added without what is in them, for their owner and mode.
+    """
+    wanted = set(paths)
+    total = 0
+    for path in paths:
+        parent = path.rpartition("/")[0]
+        if changes[path] == _DELETED or (changes.get(parent) == _ADDED and parent in wanted):
+            continue
+        with _archive(client, container_id, path) as source:
+            while source is not None and (member := source.next()) is not None:
+                inner = member.name.partition("/")[2]
+                full = f"{path}/{inner}" if inner else path
+                if changes[path] != _ADDED and member.isdir():
+                    member.name = full[1:]
+                    archive.addfile(member)
+                    break
+                if full in changes and full not in wanted:
+                    continue
+                if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+                    left_out.append(f"{full}: neither a file, a folder nor a link")
+                    continue
+                total += member.size
+                if total > MAX_CARRIED_BYTES:
+                    raise EnvError(
+                        f"the agent changed more than {MAX_CARRIED_BYTES >> 20} MiB",
+                        code=TOO_LARGE,
+                    )
+                member.name = full[1:]
+                if member.islnk():  # the engine names it as seen from the folder above
+                    member.linkname = f"{parent}/{member.linkname}"[1:]
+                content = source.extractfile(member) if member.isreg() else None
+                if content is not None and refuse is not None and full.endswith(".pth"):
+                    text = content.read()
+                    if reason := refuse(member, text):
+                        left_out.append(f"{full}: {reason}")
+                        continue
+                    content = io.BytesIO(text)
+                archive.addfile(member, content)
+
+
+@contextlib.contextmanager
+def _archive(
+    client: DockerClient, container_id: str, path: str
+) -> Iterator[tarfile.TarFile | None]:
+    """What is at a path of a container, read as it comes; None: nothing is."""
+    from docker.errors import NotFound
+
+    try:
+        chunks, _ = client.api.get_archive(container_id, path)
+    except NotFound as error:
+        if "such container" in str(error).lower():
+            raise
+        yield None
+        return
+    with contextlib.closing(chunks), tarfile.open(fileobj=_Chunks(chunks), mode="r|") as archive:
+        yield archive
+
+
+class _Chunks(io.RawIOBase):
+    """A file of what an iterator gives."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def read(self, size: int = -1) -> bytes:
+        parts, length = [self._rest], len(self._rest)
+        while size < 0 or length < size:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            parts.append(chunk)
+            length += len(chunk)
+        whole = b"".join(parts)
+        taken, self._rest = (whole, b"") if size < 0 else (whole[:size], whole[size:])
+        return taken

@@ -1,0 +1,412 @@
+"""Harbor's task directories, read and checked.
+
+A task is a folder with `task.toml`, `instruction.md`, `environment/` (a Dockerfile and what it
+copies, or the name of an image in `task.toml`), `tests/test.sh`, and perhaps `solution/solve.sh`. A
+task of several steps has `steps/NAME/` with an instruction, tests and a solution each.
+
+What a task asks for and cannot have here is an error that names the key, never left out silently.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from agentrl.errors import DataError
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_FILES_BYTES = 256 << 20
+"""Of a folder that is put into a container."""
+
+_STEP_NAME = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,255}")
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][\w./:@-]{0,254}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])B?", re.IGNORECASE)
+_CANARY = re.compile(r"(?:\s*(?:<!--.*canary.*-->|#.*canary.*)\s*\n)+\s*", re.IGNORECASE)
+
+_NOT_HERE = {
+    "gpus": "graphics processors",
+    "tpu": "TPUs",
+    "mcp_servers": "MCP servers in the container",
+    "skills_dir": "skills",
+}
+"""Keys of [environment] that a container of agentrl's does not give."""
+
+
+class _Table(BaseModel):
+    # Harbor's format grows; keys that only its own runner reads are left to it.
+    model_config = ConfigDict(extra="ignore")
+
+
+class Network(_Table):
+    network_mode: Literal["no-network", "public", "allowlist"] | None = None
+
+
+class Healthcheck(_Table):
+    command: str
+    interval_sec: float = Field(default=5.0, ge=0)
+    timeout_sec: float = Field(default=30.0, gt=0)
+    start_period_sec: float = Field(default=0.0, ge=0)
+    start_interval_sec: float = Field(default=5.0, ge=0)
+    retries: int = Field(default=3, ge=1)
+
+
+class EnvironmentTable(Network):
+    docker_image: str | None = None
+    build_timeout_sec: float = Field(default=600.0, gt=0)
+    os: str = "linux"
+    cpus: float | None = Field(default=None, gt=0)
+    memory_mb: int | None = Field(default=None, ge=64)
+    storage_mb: int | None = Field(default=None, ge=1)
+    env: dict[str, str] = Field(default_factory=dict)
+    healthcheck: Healthcheck | None = None
+    workdir: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_keys(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for key, what in _NOT_HERE.items():
+            if values.get(key):
+                raise ValueError(f"{key}: agentrl's containers have no {what}")
+        values = dict(values)
+        for old in ("memory", "storage"):
+            if (size := values.pop(old, None)) is not None:
+                values.setdefault(f"{old}_mb", _megabytes(size))
+        if values.get("allow_internet") is not None and values.get("network_mode") is None:
+            values["network_mode"] = "public" if values["allow_internet"] else "no-network"
+        return values
+
+    @field_validator("docker_image")
+    @classmethod
+    def _is_a_name(cls, image: str | None) -> str | None:
+        if image is not None and not _IMAGE_NAME.fullmatch(image):
+            raise ValueError(f"{image!r} is not the name of an image")
+        return image
+
+    @field_validator("os")
+    @classmethod
+    def _is_linux(cls, os_name: str) -> str:
+        if os_name.lower() != "linux":
+            raise ValueError(f"os = {os_name!r}: only Linux containers run here")
+        return os_name
+
+
+class AgentTable(Network):
+    timeout_sec: float | None = Field(default=None, gt=0)
+    user: str | int | None = None
+
+
+class VerifierTable(Network):
+    timeout_sec: float | None = Field(default=None, gt=0)
+    env: dict[str, str] = Field(default_factory=dict)
+    user: str | int | None = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: EnvironmentTable | None = None
+    collect: list[Any] = Field(default_factory=list)
+
+    @field_validator("collect")
+    @classmethod
+    def _collects_nothing(cls, collect: list[Any]) -> list[Any]:
+        if collect:
+            raise ValueError(
+                "[[verifier.collect]] runs in services of a compose file, which "
+                "agentrl does not start"
+            )
+        return collect
+
+    def separate(self) -> bool | None:
+        """Whether it runs in an image of its own; None: it does not say."""
+        if self.environment_mode is not None:
+            return self.environment_mode == "separate"
+        return True if self.environment is not None else None
+
+
+class Artifact(_Table):
+    source: str
+    service: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+    @field_validator("source")
+    @classmethod
+    def _inside(cls, source: str) -> str:
+        if not source.startswith("/") or ".." in PurePosixPath(source).parts:
+            raise ValueError(f"{source!r} must be an absolute path without '..'")
+        return source
+
+    @field_validator("service")
+    @classmethod
+    def _of_main(cls, service: str | None) -> str | None:
+        if service not in (None, "main"):
+            raise ValueError(f"service {service!r}: agentrl starts no services of a compose file")
+        return service
+
+
+class StepTable(_Table):
+    name: str
+    agent: AgentTable = Field(default_factory=AgentTable)
+    verifier: VerifierTable = Field(default_factory=VerifierTable)
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
+    artifacts: list[Artifact] = Field(default_factory=list)
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str) -> str:
+        if not _STEP_NAME.fullmatch(name):
+            raise ValueError(f"step {name!r} is not the name of a folder")
+        return name
+
+
+class TaskTable(_Table):
+    """`task.toml`."""
+
+    task: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    environment: EnvironmentTable = Field(default_factory=EnvironmentTable)
+    agent: AgentTable = Field(default_factory=AgentTable)
+    verifier: VerifierTable = Field(default_factory=VerifierTable)
+    solution: dict[str, dict[str, str]] = Field(default_factory=dict)
+    steps: list[StepTable] = Field(default_factory=list)
+    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
+    artifacts: list[Artifact] = Field(default_factory=list)
+
+    @field_validator("steps")
+    @classmethod
+    def _different(cls, steps: list[StepTable]) -> list[StepTable]:
+        names = [step.name.casefold() for step in steps]
+        if len(set(names)) < len(names):
+            raise ValueError("two steps have one name")
+        return steps
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """What the agent does before its work is verified once: a whole task, or a step of one."""
+
+    name: str
+    """Empty: the task has no steps."""
+    instruction: str
+    folders: tuple[Path, ...]
+    """With its tests: the task's, then the step's."""
+    test: str
+    """Path of the test script in the container."""
+    solution: Path | None
+    """Folder with solve.sh."""
+    workdir: Path | None
+    """Files that are put into the working folder before the step."""
+    agent: AgentTable
+    verifier: VerifierTable
+    separate: bool
+    """The verifier's container has an image of its own and gets the artifacts alone."""
+    bundled: Path | None
+    """The folder whose Dockerfile makes the separate verifier's image, tests included."""
+    artifacts: tuple[str, ...]
+    min_reward: dict[str, float]
+    healthcheck: Healthcheck | None
+
+
+@dataclass(slots=True, frozen=True)
+class HarborTask:
+    id: str
+    """The folder's name."""
+    folder: Path
+    table: TaskTable
+    steps: tuple[Step, ...]
+    solution_env: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_tasks(source: Path) -> list[HarborTask]:
+    """The task that a folder is, or those below it, by the names of their folders.
+
+    Raises:
+        DataError: there is none, or one is wrong; the error names its file and key.
+    """
+    if (source / "task.toml").is_file():
+        return [load_task(source)]
+    if not source.is_dir():
+        raise DataError(f"source {source} is not a folder: give a Harbor task or a folder of tasks")
+    found = [each for each in sorted(source.iterdir()) if (each / "task.toml").is_file()]
+    if not found:
+        raise DataError(f"source {source} has no task.toml and no folder with one")
+    return [load_task(each) for each in found]
+
+
+def load_task(folder: Path) -> HarborTask:
+    """One task.
+
+    Raises:
+        DataError: it is wrong, or asks for what agentrl's containers do not have.
+    """
+    path = folder / "task.toml"
+    try:
+        table = TaskTable.model_validate(tomllib.loads(path.read_text()))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise DataError(f"{path}: {key}: {problem['msg']}") from error
+    environment = folder / "environment"
+    for name in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml"):
+        if (environment / name).exists():
+            raise DataError(
+                f"{environment / name}: agentrl starts one container for a task and no services "
+                "of a compose file; leave this task out with `task_ids`"
+            )
+    if table.environment.docker_image is None and not (environment / "Dockerfile").is_file():
+        raise DataError(
+            f"{folder} has no environment/Dockerfile, and {path} no environment.docker_image"
+        )
+    steps = tuple(_step(folder, table, step) for step in table.steps or [None])
+    return HarborTask(folder.resolve().name, folder, table, steps, table.solution.get("env", {}))
+
+
+def resolve(variables: Mapping[str, str], allowed: list[str], where: str) -> dict[str, str]:
+    """Variables of a task, with `${NAME}` and `${NAME:-default}` replaced.
+
+    Args:
+        allowed: variables of this process that a task may read.
+
+    Raises:
+        DataError: the task asks for another variable of this process, or one that is not set.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match.groups()
+        if name in allowed and name in os.environ:
+            return os.environ[name]
+        if default is not None:
+            return default
+        if name in allowed:
+            raise DataError(f"{where} asks for the variable {name}, which is not set")
+        raise DataError(
+            f"{where} asks for this machine's variable {name}: name it in the environment's "
+            "`host_variables` if the task's container may see it"
+        )
+
+    return {name: _VARIABLE.sub(value, text) for name, text in variables.items()}
+
+
+def pack(folders: tuple[Path, ...]) -> bytes:
+    """An archive of what is in these folders, root's; of two files of a name the last folder's.
+
+    Raises:
+        DataError: a file leads out of its folder, is none, or they are too large.
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        root = folder.resolve()
+        for path in sorted(folder.rglob("*")):
+            if not path.resolve().is_relative_to(root):
+                raise DataError(f"{path} leads out of {folder}")
+            if not (path.is_file() or path.is_dir()):
+                raise DataError(f"{path} is neither a file nor a folder")
+            found[path.relative_to(folder).as_posix()] = path
+    if sum(each.stat().st_size for each in found.values() if each.is_file()) > MAX_FILES_BYTES:
+        raise DataError(f"{folders[-1]} holds more than {MAX_FILES_BYTES >> 20} MiB")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
+        for name, path in found.items():
+            member = archive.gettarinfo(path, name)
+            if member.islnk():  # of two links to one file each is a file of its own
+                member.type, member.size = tarfile.REGTYPE, path.stat().st_size
+            member.uid = member.gid = member.mtime = 0  # what is packed depends on content alone
+            member.uname = member.gname = ""
+            if name.endswith(".sh"):
+                member.mode |= 0o555
+            if member.isfile():
+                with path.open("rb") as file:
+                    archive.addfile(member, file)
+            else:
+                archive.addfile(member)
+    return packed.getvalue()
+
+
+def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
+    base = folder if step is None else folder / "steps" / step.name
+    if not base.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"{base} leads out of {folder}")
+    agent, verifier = table.agent, table.verifier
+    if step is not None:
+        agent = _over(step.agent, table.agent)
+        verifier = _over(step.verifier, table.verifier)
+    tests = tuple(
+        dict.fromkeys(each for each in (folder / "tests", base / "tests") if each.is_dir())
+    )
+    # A step's own test script counts first, then the task's.
+    scripts = [each for each in reversed(tests) if (each / "test.sh").is_file()]
+    separate = verifier.separate() or False
+    own_image = verifier.environment and verifier.environment.docker_image
+    bundled = next(
+        (each for each in reversed(tests) if separate and (each / "Dockerfile").is_file()), None
+    )
+    if not scripts and not (separate and own_image):
+        raise DataError(f"{base} has no tests/test.sh")
+    instruction = base / "instruction.md"
+    try:
+        text = _without_canary(instruction.read_text()) if instruction.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{instruction} can't be read: {error}") from error
+    if not text or not text.strip():
+        raise DataError(f"{instruction} is missing or empty")
+    solution = next(
+        (
+            each
+            for each in (base / "solution", folder / "solution")
+            if (each / "solve.sh").is_file()
+        ),
+        None,
+    )
+    gates = step.min_reward if step is not None else None
+    artifacts = [*table.artifacts, *(step.artifacts if step is not None else [])]
+    workdir = base / "workdir" if step is not None else None
+    return Step(
+        name="" if step is None else step.name,
+        instruction=text.strip(),
+        folders=tests,
+        test="/tests/test.sh",
+        solution=solution,
+        workdir=workdir if workdir is not None and workdir.is_dir() else None,
+        agent=agent,
+        verifier=verifier,
+        separate=separate,
+        bundled=bundled,
+        artifacts=tuple(dict.fromkeys(["/logs/artifacts", *(a.source for a in artifacts)])),
+        min_reward=gates if isinstance(gates, dict) else {} if gates is None else {"reward": gates},
+        healthcheck=step.healthcheck if step is not None else None,
+    )
+
+
+def _over(step: T, task: T) -> T:
+    """The step's table, with the task's values where the step gives none."""
+    given = {name: getattr(step, name) for name in step.model_fields_set}
+    return task.model_copy(update=given)
+
+
+def _without_canary(text: str) -> str:
+    """A text without the marks against training on it in its first lines."""
+    canary = _CANARY.match(text)
+    return text[canary.end() :] if canary else text
+
+
+def _megabytes(size: Any) -> int:
+    match = _SIZE.fullmatch(str(size).strip())
+    if match is None:
+        raise ValueError(f"{size!r} is no size such as '2G' or '512M'")
+    return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2].upper()])

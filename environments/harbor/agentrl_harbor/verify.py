@@ -1,0 +1,83 @@
+"""The verifier of a task: its tests, in a container that the agent was never in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+
+from agentrl.errors import DataError
+from agentrl_harbor.sandbox import TaskContainer
+from agentrl_harbor.task import Step, pack
+
+MAX_REWARD_BYTES = 1 << 16
+_CLEAR = (
+    "rm -rf -- /logs/verifier /tests /solution; mkdir -p -- /logs/verifier /logs/agent "
+    "/logs/artifacts && chmod 777 /logs/verifier /logs/agent /logs/artifacts"
+)
+_CLEAR_BUNDLED = _CLEAR.replace(" /tests", "")
+_RUN = '"$1" > /logs/verifier/test-stdout.txt 2>&1'
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a verifier found."""
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Empty: it wrote none."""
+    problem: str = ""
+    """Why there are no rewards."""
+    output: str = ""
+    """The end of what the tests wrote."""
+    left_out: list[str] = field(default_factory=list)
+    """Changes of the agent that the verifier did not see: a path and a reason each."""
+
+
+async def verify(
+    container: TaskContainer, step: Step, environment: dict[str, str], *, timeout_s: float
+) -> Verified:
+    """Run a step's tests in a container that holds the agent's work, and read the reward.
+
+    Raises:
+        EnvError: the container or the engine failed.
+        DataError: the tests can't be put there.
+    """
+    bundled = step.bundled is not None or (
+        step.separate
+        and step.verifier.environment is not None
+        and step.verifier.environment.docker_image is not None
+    )
+    await container.as_root(_CLEAR_BUNDLED if bundled else _CLEAR)
+    if not bundled:
+        await container.put(pack(step.folders), "/tests")
+    ran = await container.script(_RUN, step.test, timeout_s=timeout_s, environment=environment)
+    log = await container.get("/logs/verifier/test-stdout.txt", 16 << 20)
+    output = (log or b"").decode(errors="replace")[-4000:]
+    if ran.exit_code is None:
+        return Verified(problem=f"the tests ran longer than {timeout_s:g} s", output=output)
+    try:
+        rewards = await _read(container)
+    except DataError as error:
+        return Verified(problem=str(error), output=output)
+    return Verified(rewards, output=output)
+
+
+async def _read(container: TaskContainer) -> dict[str, float]:
+    """The rewards that the tests wrote.
+
+    Raises:
+        DataError: they wrote none, or none that can be read.
+    """
+    whole = await container.get("/logs/verifier/reward.json", MAX_REWARD_BYTES)
+    text = await container.get("/logs/verifier/reward.txt", MAX_REWARD_BYTES)
+    if whole is None and text is None:
+        raise DataError("the tests wrote neither /logs/verifier/reward.txt nor reward.json")
+    try:
+        values = json.loads(whole) if whole is not None else float((text or b"").decode())
+    except ValueError as error:
+        raise DataError(f"the reward file can't be read: {error}") from error
+    rewards = values if isinstance(values, dict) else {"reward": values}
+    for name, value in rewards.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"reward {name!r} is {value!r}, not a finite number")
+    return {name: float(value) for name, value in rewards.items()}

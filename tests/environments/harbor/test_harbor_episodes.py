@@ -1,0 +1,184 @@
+"""Whole episodes on a real engine: solutions paid, nothing else, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.env.container.engine import connect
+from agentrl.env.episode import start_episode, take_turn
+from agentrl_harbor.attack import ATTACKS, bash, play, submit
+from agentrl_harbor.env import HarborConfig, HarborEnvironment
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+
+
+def shared_for(folder, *task_ids, **config):
+    settings = HarborConfig(source=str(folder), task_ids=list(task_ids) or None, **config)
+    return HarborEnvironment.load_shared(settings), settings
+
+
+def played(folder, task_id, commands=None, **config):
+    shared, settings = shared_for(folder, task_id, **config)
+    actions = None if commands is None else [bash(command) for command in commands]
+    return asyncio.run(play(shared, settings, task_id, actions))
+
+
+def containers():
+    """Ids of this process's containers."""
+    client = connect()
+    try:
+        mine = f"/{os.getpid()}/"
+        found = client.api.containers(all=True, filters={"label": "agentrl.owner"})
+        return [each["Id"] for each in found if mine in each["Labels"]["agentrl.owner"]]
+    finally:
+        client.close()
+
+
+def test_solutions_are_paid_and_doing_nothing_is_not(task_folder):
+    # Those whose work is carried in different ways; `test_harbor_parity.py` plays all.
+    for task_id in ("own-verifier", "user", "variables", "layout"):
+        assert played(task_folder, task_id).reward == 1.0, task_id
+    assert played(task_folder, "layout", []).reward == 0.0
+    assert containers() == []
+
+
+def test_steps_are_played_in_order_and_a_missed_one_ends_the_task(task_folder):
+    shared, settings = shared_for(task_folder, "steps")
+
+    async def episode(first_command):
+        environment = HarborEnvironment(settings, shared=shared)
+        try:
+            prompt = await start_episode(environment, environment.get("test", 0), 0)
+            assert "Write 1 to /app/one" in str(prompt) and "/app/two" not in str(prompt)
+            await take_turn(environment, bash(first_command))
+            return await take_turn(environment, submit())
+        finally:
+            await environment.close()
+
+    going_on = asyncio.run(episode("echo 1 > /app/one"))
+    assert not going_on.terminated and "/app/two" in str(going_on.observation)
+    missed = asyncio.run(episode("echo 2 > /app/one"))
+    assert missed.terminated and missed.reward == 0.0
+    assert len(missed.info["steps"]) == 1
+    whole = played(task_folder, "steps")
+    assert whole.reward == 1.0 and [each["step"] for each in whole.info["steps"]] == [
+        "first",
+        "second",
+    ]
+
+
+def test_rewards_are_read_as_the_verifier_wrote_them(task_folder):
+    part = played(task_folder, "in-part", ["touch a b c"])
+    assert part.reward == 0.75
+    two = played(task_folder, "two-rewards", ["printf 'yes\\nyes\\n' > answer"])
+    assert two.info["rewards"] == {"reward": 2.0, "lines": 2.0}
+    two = played(task_folder, "two-rewards", ["printf 'yes\\n\\n' > answer"], reward_key="lines")
+    assert two.reward == 2.0
+    none = played(task_folder, "two-rewards", ["mkdir answer"])  # its tests write no valid JSON
+    assert none.reward == 0.0 and none.metrics["no_reward"] == 1.0
+    assert "can't be read" in none.info["steps"][0]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("task_id", "names"),
+    [
+        (
+            "mend",
+            ("reward written early", "a process that rewrites the tests", "Python's start"),
+        ),
+        ("hello", ("tests folder is a link", "interpreters replaced", "programs shadowed")),
+        ("artifacts", ("reward folder is a link", "a process that pays later", "tools replaced")),
+    ],
+)
+def test_attacks_are_refused(task_folder, task_id, names):
+    shared, settings = shared_for(task_folder, task_id)
+    for name in names:
+        result = asyncio.run(play(shared, settings, task_id, [bash(ATTACKS[name])]))
+        assert result.reward == 0.0, (name, result.info)
+    assert containers() == []
+
+
+def test_an_attack_is_paid_where_the_tests_run_in_the_agents_container(task_folder):
+    shared, settings = shared_for(task_folder, "mend", verifier="shared")
+    command = ATTACKS["Python's start"]
+    assert asyncio.run(play(shared, settings, "mend", [bash(command)])).reward == 1.0
+
+
+def test_the_limits_of_a_task_hold(task_folder):
+    shared, settings = shared_for(task_folder, "mend", command_timeout_s=2)
+
+    async def episode():
+        environment = HarborEnvironment(settings, shared=shared)
+        try:
+            await start_episode(environment, environment.get("test", 0), 0)
+            results = []
+            for command in (
+                "python3 -c 'bytearray(700 << 20)'",
+                "sleep 60",
+                "ls /sys/class/net",
+                "cat /tests/test.sh",
+            ):
+                results.append(await take_turn(environment, bash(command)))
+            return [str(each.observation) for each in results]
+        finally:
+            await environment.close()
+
+    memory, slept, network, tests = asyncio.run(episode())
+    assert "want of memory" in memory
+    assert "stopped after 2 seconds" in slept
+    assert "lo\n" in network.replace("\\n", "\n") and "eth0" not in network
+    assert "No such file" in tests
+
+
+SCRIPT = """
+import asyncio, sys
+from agentrl_harbor.attack import play
+from agentrl_harbor.env import HarborConfig, HarborEnvironment
+config = HarborConfig(source=sys.argv[1], task_ids=["steps"])
+shared = HarborEnvironment.load_shared(config)
+print("ready", flush=True)
+async def forever():
+    while True:
+        await play(shared, config, "steps")
+asyncio.run(forever())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_whenever_a_process_is_ended(task_folder, sent, tmp_path):
+    """At ten moments of an episode and its gradings: no container of the process stays."""
+    client = connect()
+    networks = {each["Id"] for each in client.api.networks()}
+    folders = set(Path("/tmp").iterdir())
+    for moment in range(10):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(task_folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2 + 0.7 * moment)  # the moment is what is tried, not waited for
+        process.send_signal(sent)
+        process.wait(60)
+        mine = f"/{process.pid}/"
+        deadline = time.monotonic() + 60
+        while True:
+            found = client.api.containers(all=True, filters={"label": "agentrl.owner"})
+            left = [each for each in found if mine in each["Labels"]["agentrl.owner"]]
+            if not left or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        assert left == [], (moment, left)
+    assert {each["Id"] for each in client.api.networks()} <= networks
+    assert list(tmp_path.iterdir()) == []
+    assert not [each for each in set(Path("/tmp").iterdir()) - folders if "agentrl" in each.name]
+    client.close()

@@ -1,0 +1,154 @@
+"""Harbor's task directories: what is read, and what is refused by name."""
+
+import io
+import re
+import tarfile
+from pathlib import Path
+
+import harbor_tasks
+import pytest
+
+from agentrl.errors import DataError
+from agentrl_harbor.env import HarborConfig, _check_network
+from agentrl_harbor.sandbox import _reason
+from agentrl_harbor.task import load_task, load_tasks, pack, resolve
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return harbor_tasks.write(tmp_path)
+
+
+def test_all_shapes_load(folder):
+    tasks = {task.id: task for task in load_tasks(folder)}
+    assert list(tasks) == sorted(harbor_tasks.tasks())
+    hello = tasks["hello"].steps[0]
+    assert hello.instruction == "Write the word hello to /app/hello.txt."  # without its canary
+    assert not hello.separate and hello.solution is not None
+    first, second = tasks["steps"].steps
+    assert (first.name, first.min_reward) == ("first", {"reward": 1.0})
+    assert second.workdir is not None and first.workdir is None
+    own = tasks["own-verifier"].steps[0]
+    assert own.separate and own.bundled == folder / "own-verifier" / "tests"
+    assert own.artifacts == ("/logs/artifacts", "/app/out.txt")
+    assert tasks["mend"].table.environment.memory_mb == 512
+    assert [task.id for task in load_tasks(folder / "hello")] == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[[steps]]\nname = "../../victim"\n', "is not the name of a folder"),
+        ('[[steps]]\nname = "/etc"\n', "is not the name of a folder"),
+        ('[[steps]]\nname = ".."\n', "is not the name of a folder"),
+        ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', "two steps have one name"),
+        ('artifacts = ["/app/../../etc"]\n', "without '..'"),
+        ('artifacts = ["relative"]\n', "absolute path"),
+        ('[environment]\ndocker_image = "--privileged"\n', "is not the name of an image"),
+        ("[environment]\ngpus = 1\n", "graphics processors"),
+        ('[environment]\nos = "windows"\n', "only Linux"),
+        ('[environment]\nmemory = "a lot"\n', "is no size"),
+        ("[environment]\ncpus = -1\n", "greater than 0"),
+        ("[agent\n", "can't be read"),
+        ('[[verifier.collect]]\ncommand = "x"\n', "compose file"),
+    ],
+)
+def test_wrong_tasks_are_refused_by_file_and_key(folder, toml, message):
+    (folder / "hello" / "task.toml").write_text(toml)
+    with pytest.raises(DataError, match=r"hello/task\.toml.*") as caught:
+        load_task(folder / "hello")
+    assert message in str(caught.value)
+
+
+def test_what_is_missing_is_named(folder):
+    (folder / "hello" / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(DataError, match="no services of a compose file"):
+        load_tasks(folder)
+    (folder / "total" / "tests" / "test.sh").unlink()
+    with pytest.raises(DataError, match=r"has no tests/test\.sh"):
+        load_task(folder / "total")
+    (folder / "mend" / "instruction.md").write_text("\n")
+    with pytest.raises(DataError, match=r"instruction\.md is missing or empty"):
+        load_task(folder / "mend")
+    with pytest.raises(DataError, match=r"has no task\.toml"):
+        load_tasks(folder / "mend" / "tests")
+
+
+def test_a_step_that_is_a_link_out_of_its_task_is_refused(folder, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    first = folder / "steps" / "steps" / "first"
+    first.rename(outside / "first")
+    first.symlink_to(outside / "first")
+    with pytest.raises(DataError, match="leads out of"):
+        load_task(folder / "steps")
+
+
+def test_a_packed_folder_holds_only_its_own_files(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    tests = tmp_path / "tests"
+    (tests / "inner").mkdir(parents=True)
+    (tests / "test.sh").write_text("echo 1\n")
+    (tests / "inner" / "same").hardlink_to(tests / "test.sh")
+    with tarfile.open(fileobj=io.BytesIO(pack((tests,)))) as archive:
+        members = {each.name: each for each in archive.getmembers()}
+        assert set(members) == {"test.sh", "inner", "inner/same"}
+        assert members["test.sh"].mode & 0o555 == 0o555 and members["test.sh"].uid == 0
+        inner = archive.extractfile(members["inner/same"])
+        assert inner is not None and inner.read() == b"echo 1\n"
+    before = pack((tests,))
+    (tests / "test.sh").touch()
+    assert pack((tests,)) == before  # the time of a file changes nothing
+    (tests / "link").symlink_to(secret)
+    with pytest.raises(DataError, match="leads out of"):
+        pack((tests,))
+
+
+def test_a_task_reads_no_variable_of_this_machine_unasked(monkeypatch):
+    monkeypatch.setenv("TOKEN", "secret")
+    assert resolve({"A": "${NAME:-there}"}, [], "task") == {"A": "there"}
+    assert resolve({"A": "x${TOKEN:-none}"}, [], "task") == {"A": "xnone"}
+    with pytest.raises(DataError, match="host_variables"):
+        resolve({"A": "${TOKEN}"}, [], "task")
+    assert resolve({"A": "x${TOKEN}"}, ["TOKEN"], "task") == {"A": "xsecret"}
+
+
+def test_a_list_of_hosts_is_refused_unless_there_is_no_network(folder):
+    path = folder / "hello" / "task.toml"
+    path.write_text('[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["pypi.org"]\n')
+    task = load_task(folder / "hello")
+    with pytest.raises(DataError, match='set network = "none"'):
+        _check_network(task, HarborConfig(source=str(folder)))
+    _check_network(task, HarborConfig(source=str(folder), network="none"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "kept"),
+    [
+        ("/app/answer", 1, True),
+        ("/app/mean.py", 0, True),
+        ("/usr/local/bin/mytool", 1, True),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", 1, True),
+        ("/app/venv/bin/python3", 1, True),  # of a new virtual environment
+        ("/app/conftest.py", 1, True),
+        ("/usr/bin/python3", 0, False),
+        ("/usr/bin/grep", 2, False),
+        ("/usr/local/bin/grep", 1, False),
+        ("/root/.bashrc", 0, False),
+        ("/etc/ld.so.preload", 1, False),
+        ("/conftest.py", 1, False),
+        ("/usr/lib/python3.11/json/__init__.py", 0, True),  # of a package that tests import
+        ("/usr/lib/python3.11/os.py", 0, False),
+        ("/usr/lib/python3/dist-packages/sitecustomize.py", 1, False),
+        ("/app/_pytest/runner.py", 1, False),
+    ],
+)
+def test_which_changes_a_verifier_sees(path, kind, kept):
+    programs = frozenset({"/usr/bin/python3", "/usr/bin/grep", "/usr/local/bin/other"})
+    changes = {path: kind, "/app/venv": 1, "/app/venv/pyvenv.cfg": 1}
+    assert (_reason(path, kind, changes, programs) is None) == kept
+
+
+def test_the_page_names_every_key():
+    page = (Path(__file__).parents[3] / "docs" / "harbor.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(HarborConfig.model_fields)
