@@ -80,9 +80,9 @@ def test_rewards_are_read_as_the_verifier_wrote_them(task_folder):
     assert two.info["rewards"] == {"reward": 2.0, "lines": 2.0}
     two = played(task_folder, "two-rewards", ["printf 'yes\\n\\n' > answer"], reward_key="lines")
     assert two.reward == 2.0
-    none = played(task_folder, "two-rewards", ["mkdir answer"])  # its tests write no valid JSON
+    none = played(task_folder, "two-rewards", ["chmod -x /tmp; rm -rf /logs; touch /logs"])
     assert none.reward == 0.0 and none.metrics["no_reward"] == 1.0
-    assert "can't be read" in none.info["steps"][0]["problem"]
+    assert "script failed" in none.info["steps"][0]["problem"]
 
 
 @pytest.mark.parametrize(
