@@ -23,12 +23,12 @@ from agentrl.config import CHANGEABLE, RunConfig, load_config
 from agentrl.evaluate import Progress, play
 from agentrl.rollout.episodes import Shard
 from agentrl.rollout.evaluation import summarise
-from agentrl.rollout.log import TrajectoryLog, read_trajectories
+from agentrl.rollout.log import read_trajectories
 from agentrl.rollout.metrics import error_codes, rollout_metrics
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.signals import read_signals
 from agentrl.statistics import EvalStatistics
-from agentrl.tracking import MetricsWriter, read_metrics
+from agentrl.tracking import METRICS_FILE, MetricsWriter, read_metrics
 from agentrl.types import JSON, Group, Trajectory
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ def rollout(
     checkpoint: str | None = None,
     out: Path | str | None = None,
     on_progress: Progress | None = None,
+    resume: bool = False,
 ) -> Rollouts:
     """Play the tasks of `[eval]`, as `agentrl rollout` does.
 
@@ -172,25 +173,22 @@ def rollout(
         checkpoint: see `evaluate`.
         out: a directory for configuration, metrics and trajectories; None writes nothing.
         on_progress: see `evaluate`.
+        resume: play only what `out` does not hold; see `evaluate`.
 
     Raises:
-        ConfigError: `out` already holds rollouts.
+        ConfigError: `out` already holds rollouts and `resume` is not asked for, or others.
         AgentRLError: with the reason and the remedy.
     """
-    if out is None:
-        return _timed(config, checkpoint, on_progress)
-    with MetricsWriter(out) as writer:
-        (writer.run_dir / "config.toml").write_text(config.to_toml())
-        played = _timed(config, checkpoint, on_progress)
-        TrajectoryLog(writer.run_dir).append(1, played.trajectories)
-        writer.write(1, played.metrics)
-    return played
-
-
-def _timed(config: RunConfig, checkpoint: str | None, on_progress: Progress | None) -> Rollouts:
     started = time.perf_counter()
-    played = play(config, checkpoint, on_progress)
-    return measured(played, time.perf_counter() - started)
+    folder = Path(out) if out is not None else None
+    batch = play(config, checkpoint, on_progress, out=folder, resume=resume)
+    played = measured(batch, time.perf_counter() - started)
+    if folder is not None:
+        if resume:
+            (folder / METRICS_FILE).unlink(missing_ok=True)
+        with MetricsWriter(folder) as writer:
+            writer.write(0, played.metrics)
+    return played
 
 
 def measured(played: RolloutBatch, seconds: float) -> Rollouts:

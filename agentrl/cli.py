@@ -416,12 +416,21 @@ def _add_rollout(commands: argparse._SubParsersAction) -> None:
     )
     _add_checkpoint(command)
     command.add_argument("--out", type=Path, required=True, help="directory of the result")
+    command.add_argument(
+        "--resume",
+        dest="go_on",
+        action="store_true",
+        help="go on with the rollouts in --out: play what is missing there, or failed for a reason "
+        "that may have passed",
+    )
 
 
 def _rollout(config: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.commands import rollout_command
 
-    return rollout_command(config, checkpoint=arguments.checkpoint, out=arguments.out)
+    return rollout_command(
+        config, checkpoint=arguments.checkpoint, out=arguments.out, resume=arguments.go_on
+    )
 
 
 def _add_proxy(commands: argparse._SubParsersAction) -> None:

@@ -50,14 +50,16 @@ def evaluate_command(
     return 0 if evaluation.statistics is not None else 1
 
 
-def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path) -> int:
+def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path, resume: bool) -> int:
     """`agentrl rollout`: play episodes and keep everything: trajectories, metrics, a report.
 
     Raises:
-        ConfigError: `out` already holds rollouts.
+        ConfigError: `out` already holds rollouts and `resume` is not asked for, or others.
     """
     with _progress("rollout") as show:
-        played = api.rollout(config, checkpoint=checkpoint, out=out, on_progress=show)
+        played = api.rollout(
+            config, checkpoint=checkpoint, out=out, on_progress=show, resume=resume
+        )
     return conclude(out, played)
 
 

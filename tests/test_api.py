@@ -73,7 +73,7 @@ def test_rollouts_are_returned_and_written_only_where_asked(tmp_path, monkeypatc
     kept = [trajectory for _, trajectory in read_trajectories(tmp_path / "out")]
     assert [t.messages for t in kept] == [t.messages for t in played.trajectories]
     assert read_metrics(tmp_path / "out")[0]["reward/mean"] == played.metrics["reward/mean"]
-    with pytest.raises(ConfigError, match="already holds the metrics"):
+    with pytest.raises(ConfigError, match="already holds an evaluation"):
         rollout(config(tmp_path / "unused"), out=tmp_path / "out")
 
 

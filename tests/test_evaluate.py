@@ -128,6 +128,23 @@ def test_rollouts_are_kept_with_metrics_and_a_report_that_shows_tokens(capsys, t
     assert "\\u003c|im_start|>" in (out / "report.html").read_text()
     assert main(["rollout", RUN, *few, "--out", str(out)]) == 2, "nothing is overwritten"
     assert "already holds" in capsys.readouterr().err
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    shutil.copy(out / "config.toml", killed)
+    TrajectoryLog(killed).append(0, [t for _, t in read_trajectories(out)][:4])
+    assert main(["rollout", RUN, *few, "--out", str(killed), "--resume"]) == 0
+    assert played(killed) == played(out)
+    assert (killed / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_a_training_run_is_no_folder_to_go_on_in(capsys, tmp_path):
+    assert main(["eval", RUN, *FEW, "--out", str(tmp_path)]) == 0
+    log = tmp_path / "trajectories"
+    (log / "step_000000.msgpack.zst").rename(log / "step_000003.msgpack.zst")
+    for command in ("eval", "rollout"):
+        assert main([command, RUN, *FEW, "--out", str(tmp_path), "--resume"]) == 2
+        assert "holds a training run" in capsys.readouterr().err
+    assert (log / "step_000003.msgpack.zst").exists(), "it would have been deleted"
 
 
 def played(folder: Path) -> dict[str, tuple]:

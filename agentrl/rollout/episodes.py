@@ -102,6 +102,9 @@ class EpisodeLog:
                     "choose another --out"
                 )
             _require_same(self.folder / CONFIG_FILE, config)
+            log = self.folder / "trajectories"
+            if log.is_dir() and any(step for _, step in step_files(log)):
+                raise ConfigError(f"{self.folder} holds a training run: choose another --out")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / CONFIG_FILE, config.to_toml())

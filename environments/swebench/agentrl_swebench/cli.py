@@ -506,7 +506,13 @@ def _run(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path: Path = arguments.out / "predictions.jsonl"
     drop_cut_line(path)
-    done = {each.instance_id for each in load_predictions(path, instances)} if _has(path) else set()
+    earlier = load_predictions(path, instances) if _has(path) else []
+    if earlier and (name := earlier[0].model_name_or_path) != arguments.model_name:
+        raise ConfigError(
+            f"{path} holds predictions of {name}: give --model-name {name} to go on, or --out "
+            "another folder"
+        )
+    done = {each.instance_id for each in earlier}
     pending = [each for each in instances if each.instance_id not in done]
     if done:
         print(f"{len(done)} predictions are of an earlier call")

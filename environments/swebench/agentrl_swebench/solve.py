@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.chat import ChatPolicy
 from agentrl.rollout.dialects.choose import named_dialect
 from agentrl.rollout.driver import Episode, Limits, play
-from agentrl.rollout.log import TrajectoryLog
+from agentrl.rollout.log import TrajectoryLog, cut_torn_record, step_files
 from agentrl.types import Trajectory
 from agentrl_swebench.dataset import Instance, Prediction
 from agentrl_swebench.env import SWEBenchEnvironment
@@ -64,6 +64,8 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
         episode_timeout_s=24 * 3600.0,
     )
     log = TrajectoryLog(arguments.out)
+    for cut, _ in step_files(log.directory):
+        cut_torn_record(cut)  # what is appended behind one could not be read
     capacity = asyncio.Semaphore(arguments.concurrency)
     failed = left_out = spent = 0
 

@@ -12,6 +12,7 @@ from test_swe_dataset import ROW
 
 from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError, DataError
+from agentrl.rollout import read_trajectories
 from agentrl_swebench.cli import add_subcommands
 
 
@@ -136,6 +137,12 @@ def test_run_refuses_what_makes_no_sense(tmp_path):
     words = ("run", "--dataset", "x.jsonl", "--model", "http://x", "--out", tmp_path)
     with pytest.raises(ConfigError, match="--max-turns"):
         command(*words, "--max-turns", "0")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    row = {"instance_id": ROW["instance_id"], "model_name_or_path": "one", "model_patch": ""}
+    (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n")
+    words = ("run", "--dataset", tmp_path / "rows.jsonl", *words[3:])
+    with pytest.raises(ConfigError, match="predictions of one: give --model-name one"):
+        command(*words, "--model-name", "other")
 
 
 @pytest.mark.docker
@@ -206,8 +213,11 @@ def test_a_model_solves_and_an_interrupted_call_goes_on(
         broken.clear()
         with open(out / "predictions.jsonl", "a") as file:
             file.write('{"instance_id": "agentrl__tally-1", "model_na')  # as a kill leaves it
+        (log,) = (out / "trajectories").glob("step_*")
+        log.write_bytes(log.read_bytes() + b"torn")
         before = len(requests)
         assert command(*first[:-1], "--policy", "strict") == 0
+        assert len({t.task_id for _, t in read_trajectories(out)}) == 4
         assert len(requests) - before == 2  # one instance, two turns
     told = capsys.readouterr().out
     assert "3 predictions are of an earlier call" in told
