@@ -101,6 +101,9 @@ class Evaluation:
             record[f"avg@{self.statistics.samples_per_task}"] = average
             for k, estimate in self.statistics.pass_at.items():
                 record[f"pass@{k}"] = asdict(estimate)
+            for k, estimate in self.statistics.all_of.items():
+                if k > 1:  # of one sample both are the same
+                    record[f"pass^{k}"] = asdict(estimate)
         return record
 
 

@@ -371,6 +371,12 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("first", type=Path, metavar="A", help="a folder of agentrl eval --out")
     command.add_argument("second", type=Path, metavar="B", help="another one")
+    command.add_argument(
+        "--difference",
+        type=float,
+        metavar="D",
+        help="say how many tasks find a difference of D, such as 0.02, in four of five evaluations",
+    )
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(handler=_compare)
 
@@ -378,7 +384,9 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     from agentrl.compare import compare_command
 
-    return compare_command(arguments.first, arguments.second, as_json=arguments.json)
+    return compare_command(
+        arguments.first, arguments.second, as_json=arguments.json, wanted=arguments.difference
+    )
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

@@ -102,7 +102,7 @@ def _print_table(config: RunConfig, result: dict) -> None:
     for heading in ("figure", "value", "95% interval (over tasks)"):
         table.add_column(heading)
     for name, entry in result.items():
-        if "@" in name:
+        if "@" in name or "^" in name:
             shown = "-" if entry["low"] is None else f"{entry['low']:.3f} to {entry['high']:.3f}"
             table.add_row(name, f"{entry['value']:.3f}", shown)
     console = Console()

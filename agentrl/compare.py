@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.episodes import read_evaluation
 from agentrl.statistics import PairedDifference, paired_difference
 from agentrl.types import Trajectory
@@ -35,12 +35,22 @@ def compare(
     return paired_difference(list(shared.values())), shared
 
 
-def compare_command(first: Path, second: Path, *, as_json: bool) -> int:
-    """`agentrl compare`: print the difference and the tasks that changed most."""
+def compare_command(
+    first: Path, second: Path, *, as_json: bool, wanted: float | None = None
+) -> int:
+    """`agentrl compare`: print the difference and the tasks that changed most; with `wanted`, how
+    many tasks find such a difference.
+
+    Raises:
+        ConfigError: `wanted` is 0.
+    """
+    if wanted == 0:
+        raise ConfigError("--difference 0: no number of tasks finds that; give one like 0.02")
     (_, one), (_, other) = read_evaluation(first), read_evaluation(second)
     difference, tasks = compare(one, other)
     if as_json:
-        print(json.dumps(asdict(difference) | {"tasks": tasks}))
+        needed = {} if wanted is None else {"tasks_needed": difference.tasks_for(wanted)}
+        print(json.dumps(asdict(difference) | needed | {"tasks": tasks}))
         return 0
     print(f"A = {first}, B = {second}: {difference.num_tasks} tasks in both")
     print(f"A {difference.first:.3f}, B {difference.second:.3f}")
@@ -52,6 +62,8 @@ def compare_command(first: Path, second: Path, *, as_json: bool) -> int:
         f"with so many tasks a difference of {difference.detectable:.3f} is found in four of five "
         "evaluations; one of half that size needs four times as many"
     )
+    if wanted is not None:
+        print(f"one of {wanted:g} needs {difference.tasks_for(wanted):,} tasks like these")
     left_out = len(_means(one)) + len(_means(other)) - 2 * difference.num_tasks
     if left_out:
         print(f"{left_out} tasks that only one of them has are left out")

@@ -144,6 +144,7 @@ def _results(result: Evaluation) -> dict[str, Any]:
     if (of := result.statistics) is not None:
         named = {"mean": of.average.value, "stderr": of.average.standard_error}
         named |= {f"pass@{k}": estimate.value for k, estimate in of.pass_at.items()}
+        named |= {f"pass^{k}": estimate.value for k, estimate in of.all_of.items() if k > 1}
         metrics = {
             n: {"name": n, "value": value} for n, value in named.items() if value is not None
         }

@@ -1,13 +1,13 @@
-"""What an evaluation may claim: avg@k, pass@k and their confidence intervals. No torch.
+"""What an evaluation may claim: avg@k, pass@k, pass^k and their confidence intervals. No torch.
 
 Tasks are drawn from a benchmark's population and samples are drawn for each task, so samples of one
 task resemble each other and tasks are the independent units. Every interval here is clustered by
 task: 64 tasks with 16 samples each are 64 observations of the benchmark, not 1024. Treating them as
 1024 makes intervals up to four times too narrow, and "significant" differences out of noise.
 
-Both figures are the mean over tasks of one number per task, and get an interval for such a mean:
+Every figure is the mean over tasks of one number per task, and gets an interval for such a mean:
 
-* Rewards of 0 and 1, and pass@k: the score interval (Wilson, 1927) with the effective sample size
+* Rewards of 0 and 1, pass@k and pass^k: the score interval (Wilson, 1927) with the effective size
   p(1 - p) / SE^2, where SE is the standard error over tasks, and Student's t quantile with
   num_tasks - 1 degrees of freedom (Dean and Pagano, 2015, "Evaluating confidence interval methods
   for binomial proportions in clustered surveys"; the truncation of the effective size follows Korn
@@ -69,6 +69,8 @@ class EvalStatistics:
     """avg@k: the mean reward of a task, averaged over tasks; every task counts once."""
     pass_at: dict[int, Estimate]
     """pass@k by k: the chance that at least one of k samples of a task passes."""
+    all_of: dict[int, Estimate]
+    """pass^k by k: the chance that all k samples of a task pass, which is its reliability."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,6 +91,11 @@ class PairedDifference:
     least as large when each task's difference has a random sign."""
     detectable: float
     """The smallest true difference that 80% of such evaluations would find at 5%."""
+
+    def tasks_for(self, difference: float) -> int:
+        """Returns how many such tasks, with as many samples each, find a difference in 80% of
+        evaluations: the error shrinks with the root of their number."""
+        return max(2, math.ceil(self.num_tasks * (self.detectable / abs(difference)) ** 2))
 
 
 def paired_difference(
@@ -153,7 +160,7 @@ def evaluation_statistics(
         rewards: task id -> rewards of its samples. Samples without a reward (an error of the
             grader) must be left out and reported beside the result.
         success_threshold: a sample passes if its reward is at least this.
-        ks: the k of pass@k; none may exceed the number of samples of any task.
+        ks: the k of pass@k and pass^k; none may exceed the number of samples of any task.
 
     Raises:
         DataError: no tasks, a task without samples, a reward that is not finite, or a k larger than
@@ -172,19 +179,20 @@ def evaluation_statistics(
     num_passed = [
         sum(value >= success_threshold for value in values) for values in rewards.values()
     ]
-    pass_estimates = {}
+    pass_estimates, all_estimates = {}, {}
     for k in sorted(set(ks)):
         if k < 1 or k > min(num_samples):
             raise DataError(
                 f"pass@{k} needs at least {max(k, 1)} samples of every task (and k >= 1); the "
                 f"smallest task has {min(num_samples)}"
             )
-        per_task = np.array(
-            [pass_at_k(n, c, k) for n, c in zip(num_samples, num_passed, strict=True)]
-        )
+        counts = list(zip(num_samples, num_passed, strict=True))
         # A task with n samples says at most as much about pass@k as n // k separate tries of k.
         most = sum(n // k for n in num_samples)
-        pass_estimates[k] = proportion_estimate(per_task, most)
+        some = np.array([pass_at_k(n, c, k) for n, c in counts])
+        every = np.array([1.0 - pass_at_k(n, n - c, k) for n, c in counts])  # none of k fails
+        pass_estimates[k] = proportion_estimate(some, most)
+        all_estimates[k] = proportion_estimate(every, most)
     return EvalStatistics(
         num_tasks=len(rewards),
         num_samples=sum(num_samples),
@@ -196,6 +204,7 @@ def evaluation_statistics(
             else mean_estimate(task_means)
         ),
         pass_at=pass_estimates,
+        all_of=all_estimates,
     )
 
 

@@ -161,12 +161,15 @@ def _spent(trajectories: Sequence[Trajectory], prices: tuple[float, float] | Non
     for trajectory in trajectories:
         task = tasks[trajectory.task_id]
         task["tokens_sampled"] += trajectory.num_sampled_tokens
-        task["tokens_read"] += sum(turn.start for turn in trajectory.turns)
+        counted = trajectory.info.get("prompt_tokens")  # by a chat server
+        in_rows = sum(turn.start for turn in trajectory.turns)
+        task["tokens_read"] += counted if isinstance(counted, int) else in_rows
         task["seconds"] += trajectory.total_s
     spent: dict[str, Any] = {key: sum(task[key] for task in tasks.values()) for key in _COUNTED}
     if prices is not None:
         read, sampled = prices
-        spent["cost"] = (spent["tokens_read"] * read + spent["tokens_sampled"] * sampled) / 1e6
+        for each in (spent, *tasks.values()):
+            each["cost"] = (each["tokens_read"] * read + each["tokens_sampled"] * sampled) / 1e6
     return spent | {"tasks": dict(sorted(tasks.items()))}
 
 

@@ -31,6 +31,7 @@ def test_avg_and_pass_at_k_of_a_model(capsys, tmp_path):
     result = evaluate(capsys, RUN, *FEW, "--out", str(tmp_path))
     assert (result["num_tasks"], result["num_samples"], result["num_failed"]) == (6, 24, 0)
     assert 0 < result["avg@4"]["value"] < 1, "the warm start guesses about half the time"
+    assert result["pass^4"]["value"] <= result["avg@4"]["value"] and "pass^1" not in result
     assert result["avg@4"]["value"] == result["pass@1"]["value"] < result["pass@4"]["value"]
     for name in ("avg@4", "pass@4"):
         estimate = result[name]
@@ -48,16 +49,19 @@ def test_a_table_for_people(capsys):
 
 
 @pytest.mark.parametrize("parse_tool_calls", [True, False])
-def test_a_chat_server_is_evaluated_through_the_same_episodes(capsys, parse_tool_calls):
+def test_a_chat_server_is_evaluated_through_the_same_episodes(capsys, tmp_path, parse_tool_calls):
     with chat_server(MODEL, parse_tool_calls=parse_tool_calls) as url:
         result = evaluate(
             capsys,
             *(RUN, "--inference.backend", "openai", "--inference.urls", url),
             *("--eval.num_tasks", "8", "--eval.temperature", "0"),
+            *("--out", str(tmp_path / "chat")),
         )
     greedy = evaluate(capsys, RUN, "--eval.num_tasks", "8", "--eval.temperature", "0")
     assert result["num_failed"] == 0
     assert result["avg@1"] == greedy["avg@1"], "greedy answers do not depend on the way there"
+    (_, first), *_ = read_trajectories(tmp_path / "chat")
+    assert first.info["prompt_tokens"] > first.num_sampled_tokens > 0, "what a suite counts"
 
 
 def test_a_chat_server_samples_its_own_way_unless_told(capsys):
@@ -258,6 +262,10 @@ def test_two_evaluations_of_the_same_tasks_are_compared(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["num_tasks"] == 6 and found["low"] <= found["value"] <= found["high"]
     assert found["value"] == pytest.approx(found["second"] - found["first"])
+    assert main(["compare", str(cold), str(hot), "--difference", "0.01"]) == 0
+    assert "one of 0.01 needs " in capsys.readouterr().out
+    assert main(["compare", str(cold), str(hot), "--difference", "0"]) == 2
+    capsys.readouterr()
     assert main(["compare", str(cold), str(cold)]) == 0
     shown = capsys.readouterr().out
     assert "B - A +0.000" in shown and "p = 1" in shown and "better" not in shown

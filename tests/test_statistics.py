@@ -145,7 +145,7 @@ def coverage(concentration: float, mean: float, *, num_tasks: int, samples: int)
     """Share of simulated evaluations whose interval holds the true mean: clustered and naive."""
     generator = np.random.default_rng(0)
     clustered = naive = 0
-    num_trials = 1500
+    num_trials = 2000
     for _ in range(num_trials):
         p = generator.beta(mean * concentration, (1 - mean) * concentration, num_tasks)
         task_values = generator.binomial(samples, p) / samples
@@ -171,6 +171,38 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(
         assert naive < 0.85, "the simulated tasks do not differ enough to tell the two apart"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("concentration", "mean", "num_tasks", "highest"),
+    # Where tasks are much alike, the intervals are wider than they need be.
+    [(1.0, 0.5, 30, 0.965), (4.0, 0.6, 100, 0.97), (1.0, 0.9, 64, 0.97), (1000.0, 0.3, 30, 1.0)],
+)
+def test_intervals_of_k_samples_and_of_graded_rewards_cover_the_truth(
+    concentration, mean, num_tasks, highest
+):
+    generator = np.random.default_rng(0)
+    a, b = mean * concentration, (1 - mean) * concentration
+    steps = np.arange(4)
+    all_pass, none_passes = (np.prod((x + steps) / (a + b + steps)) for x in (a, b))
+    truth = {"pass@4": 1 - none_passes, "pass^4": all_pass, "graded": 0.5 * mean + 0.25}
+    covered = dict.fromkeys(truth, 0)
+    for _ in range(2000):
+        chances = generator.beta(a, b, (num_tasks, 1))
+        passed = generator.random((num_tasks, 8)) < chances
+        binary = evaluation_statistics(dict(enumerate(passed * 1.0)), ks=[4])
+        graded = passed * 0.5 + generator.uniform(0, 0.5, passed.shape)
+        found = {
+            "pass@4": binary.pass_at[4],
+            "pass^4": binary.all_of[4],
+            "graded": mean_estimate(graded.mean(axis=1)),
+        }
+        for name, estimate in found.items():
+            covered[name] += estimate.low <= truth[name] <= estimate.high
+    print(covered)
+    for name, count in covered.items():
+        assert 0.93 <= count / 2000 <= (0.965 if name == "graded" else highest), name
+
+
 # ------------------------------------------------------------------------------- the summary
 
 
@@ -182,7 +214,11 @@ def test_summary_of_a_small_evaluation():
     assert [e.value for e in result.pass_at.values()] == pytest.approx(
         [0.5, (5 / 6 + 0 + 1) / 3, 2 / 3]
     )
-    assert list(result.pass_at) == [1, 2, 4]
+    assert list(result.pass_at) == list(result.all_of) == [1, 2, 4]
+    # Of the six pairs of a's samples one has two that pass.
+    assert [e.value for e in result.all_of.values()] == pytest.approx(
+        [0.5, (1 / 6 + 0 + 1) / 3, 1 / 3]
+    )
     # Rewards of 0 and 1: pass@1 is avg@k, interval included.
     assert result.pass_at[1] == result.average
 
@@ -238,11 +274,14 @@ def test_a_paired_difference_by_hand():
     assert found.low == pytest.approx(0.5 - 4.302653 * error, rel=1e-5)
     # Of the four signs of 1 and 0.5, two have a sum as large as 1.5.
     assert found.p_value == 0.5
+    assert found.tasks_for(found.detectable) == 3
+    assert found.tasks_for(-found.detectable / 4) == pytest.approx(48, abs=1)
     assert paired_difference([(0.5, 0.5), (1.0, 1.0)]).p_value == 1.0
     with pytest.raises(DataError, match="at least two tasks"):
         paired_difference([(0.0, 1.0)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tasks", [12, 40])
 def test_the_paired_test_errs_as_often_as_it_says_and_finds_what_it_says(num_tasks):
     generator = np.random.default_rng(num_tasks)
@@ -250,16 +289,18 @@ def test_the_paired_test_errs_as_often_as_it_says_and_finds_what_it_says(num_tas
     def rejected(effect: float) -> tuple[float, float]:
         """Shares of simulated comparisons with p <= 0.05, and with the effect in the interval."""
         small = covered = 0
-        for _ in range(400):
+        for _ in range(2000):
             difficulty = generator.uniform(0, 1, num_tasks)
             first = generator.binomial(8, difficulty * 0.8) / 8
             second = generator.binomial(8, difficulty * 0.8 + effect) / 8
             found = paired_difference(list(zip(first, second, strict=True)), num_draws=2000)
             small += found.p_value <= 0.05
             covered += found.low <= effect <= found.high
-        return small / 400, covered / 400
+        return small / 2000, covered / 2000
 
     size, coverage = rejected(0.0)
-    assert 0.02 <= size <= 0.085 and 0.92 <= coverage <= 0.98
+    # Of few tasks there are few signs to exchange: the test then errs less often than it says.
+    assert 0.015 <= size <= 0.065 and 0.935 <= coverage <= 0.965
     power, coverage = rejected(0.15)
-    assert power > (0.35 if num_tasks == 12 else 0.85) and 0.92 <= coverage <= 0.98
+    print(size, power, coverage)
+    assert power > (0.35 if num_tasks == 12 else 0.85) and 0.935 <= coverage <= 0.965

@@ -83,6 +83,7 @@ def test_a_suite_is_played_once_and_every_cell_equals_an_evaluation(tmp_path, ca
     assert (cell["tokens_read"], cell["tokens_sampled"]) == (read, sampled)
     assert cell["cost"] == pytest.approx((read + 10 * sampled) / 1e6)
     assert sum(task["tokens_sampled"] for task in cell["tasks"].values()) == sampled
+    assert sum(task["cost"] for task in cell["tasks"].values()) == pytest.approx(cell["cost"])
     assert "cost" not in result["cells"][2]
     for benchmark in ("one", "sums"):
         of = result["saturation"][benchmark]

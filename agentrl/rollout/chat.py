@@ -89,6 +89,10 @@ class ChatPolicy:
             action, status = _with_calls(action, choice.message.tool_calls)
         if isinstance(reasoning, str) and reasoning:
             action = replace(action, reasoning=reasoning)
+        if completion.usage:  # there are no tokens here to count them by
+            before = trajectory.info.get("prompt_tokens")
+            read = completion.usage.prompt_tokens
+            trajectory.info["prompt_tokens"] = read + (before if isinstance(before, int) else 0)
         said, turn_id = trajectory.branches[0].messages, len(trajectory.turns)
         said.append(assistant_message(action))
         trajectory.turns.append(
