@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_regrade(commands)
     _add_compare(commands)
     _add_convert(commands)
+    _add_tasks(commands)
     _add_proxy(commands)
     _add_sft(commands)
     _add_merge(commands)
@@ -411,6 +412,47 @@ def _convert(arguments: argparse.Namespace) -> int:
     from agentrl.exchange import convert_command
 
     return convert_command(arguments.source, arguments.out, arguments.score)
+
+
+def _add_tasks(commands: argparse._SubParsersAction) -> None:
+    command = _add_run_command(
+        commands,
+        "tasks",
+        _tasks,
+        help="find tasks of the evaluation that are trained on, or that say nothing",
+        description="Compare the prompts of eval.split with those of env.split, exactly and "
+        "nearly; and list the tasks that every sample of some evaluations solves, or none.",
+    )
+    command.add_argument(
+        "--played",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="folders of agentrl eval --out, of any models, for the tasks that all or none solve",
+    )
+    command.add_argument(
+        "--threshold",
+        type=float,
+        default=0.8,
+        help="share of what is special in a prompt that makes it near another; %(default)s",
+    )
+    command.add_argument(
+        "--most", type=int, default=100_000, help="tasks that are read of a split; %(default)s"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _tasks(config: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentrl.overlap import tasks_command
+
+    return tasks_command(
+        config,
+        arguments.played,
+        threshold=arguments.threshold,
+        most=arguments.most,
+        as_json=arguments.json,
+    )
 
 
 def _add_rollout(commands: argparse._SubParsersAction) -> None:

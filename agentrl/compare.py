@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def compare(
     Raises:
         DataError: they have fewer than two tasks in common.
     """
-    left, right = _means(first), _means(second)
+    left, right = mean_rewards(first), mean_rewards(second)
     shared = {task: (left[task], right[task]) for task in left if task in right}
     if len(shared) < 2:
         raise DataError(
@@ -64,7 +64,7 @@ def compare_command(
     )
     if wanted is not None:
         print(f"one of {wanted:g} needs {difference.tasks_for(wanted):,} tasks like these")
-    left_out = len(_means(one)) + len(_means(other)) - 2 * difference.num_tasks
+    left_out = len(mean_rewards(one)) + len(mean_rewards(other)) - 2 * difference.num_tasks
     if left_out:
         print(f"{left_out} tasks that only one of them has are left out")
     for name, sign in (("B", 1), ("A", -1)):
@@ -77,9 +77,24 @@ def compare_command(
     return 0
 
 
-def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def mean_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the mean reward of every task over its samples that have one."""
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.scored:
             rewards[trajectory.task_id].append(trajectory.reward)
     return {task: sum(values) / len(values) for task, values in sorted(rewards.items())}
+
+
+def saturated(
+    trajectories: Iterable[Trajectory], threshold: float
+) -> tuple[int, list[str], list[str]]:
+    """Returns the number of tasks, those that every sample solves, and those that none does: they
+    tell no two models apart."""
+    solved: dict[str, list[bool]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.scored:
+            solved[trajectory.task_id].append(trajectory.reward >= threshold)
+    everyone = sorted(task for task, each in solved.items() if all(each))
+    nobody = sorted(task for task, each in solved.items() if not any(each))
+    return len(solved), everyone, nobody

@@ -13,11 +13,12 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from agentrl import api
-from agentrl.compare import compare
+from agentrl.compare import compare, saturated
 from agentrl.config import RunConfig, load_config, load_tables
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.episodes import CONFIG_FILE, plays_again, read_evaluation
@@ -211,14 +212,9 @@ def _saturation(
     found: dict[str, JSON] = {}
     for benchmark in suite.benchmarks:
         threshold = suite.cells[suite.models[0], benchmark].eval.success_threshold
-        solved: dict[str, list[bool]] = defaultdict(list)
-        for model in suite.models:
-            for trajectory in played[model, benchmark]:
-                if trajectory.scored:
-                    solved[trajectory.task_id].append(trajectory.reward >= threshold)
-        everyone: list[JSON] = [*sorted(task for task, each in solved.items() if all(each))]
-        nobody: list[JSON] = [*sorted(task for task, each in solved.items() if not any(each))]
-        found[benchmark] = {"tasks": len(solved), "all_solve": everyone, "none_solves": nobody}
+        everything = chain.from_iterable(played[model, benchmark] for model in suite.models)
+        number, everyone, nobody = saturated(everything, threshold)
+        found[benchmark] = {"tasks": number, "all_solve": [*everyone], "none_solves": [*nobody]}
     return found
 
 
