@@ -21,7 +21,7 @@ from agentrl import api
 from agentrl.compare import compare, saturated
 from agentrl.config import RunConfig, load_config, load_tables
 from agentrl.errors import ConfigError, DataError
-from agentrl.rollout.episodes import CONFIG_FILE, plays_again, read_evaluation
+from agentrl.rollout.episodes import CONFIG_FILE, SUITE_FILE, plays_again, read_evaluation
 from agentrl.statistics import Estimate
 from agentrl.types import JSON, Trajectory
 
@@ -334,7 +334,10 @@ def _latex(text: str) -> str:
 
 def suite_command(path: Path, out: Path, *, as_json: bool) -> int:
     """`agentrl suite`: play what is missing, write the tables, print one; the exit status."""
-    result = play_suite(load_suite(path), out)
+    suite = load_suite(path)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / SUITE_FILE).write_bytes(path.read_bytes())
+    result = play_suite(suite, out)
     text = json.dumps(result, indent=2) + "\n"
     for name, written in (
         ("suite.json", text),

@@ -28,6 +28,8 @@ from agentrl.rollout.log import (
 from agentrl.types import Trajectory
 
 CONFIG_FILE = "config.toml"
+SUITE_FILE = "played.toml"
+"""What a suite plays, in the folder of its cells, `MODEL/BENCHMARK`."""
 # Of a task or its grader: playing it again would fail again.
 _FAILED_FOR_GOOD = {"env_error", "grader_error", "no_reference"}
 # What may differ when an evaluation goes on: where things run, how patiently, and how much of it.

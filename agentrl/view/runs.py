@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl import glossary
 from agentrl.errors import DataError
+from agentrl.rollout.episodes import SUITE_FILE
 from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
 from agentrl.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
@@ -46,6 +47,12 @@ class RunFiles:
         self._position = self._inode = self._num_lines = 0
         self._damaged: list[str] = []
         self._index = TrajectoryIndex(self.path)
+
+    @property
+    def cell(self) -> tuple[str, str] | None:
+        """Model and benchmark, where this is an evaluation of a suite."""
+        in_suite = (self.path.parent.parent / SUITE_FILE).exists()
+        return (self.path.parent.name, self.path.name) if in_suite else None
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of metrics.jsonl so far; [] before the first.
@@ -174,7 +181,7 @@ class RunFiles:
         notes, _ = self.notes()
         return {
             "id": self.id,
-            "name": self.path.name,
+            "name": "/".join(self.cell or [self.path.name]),
             "path": str(self.path),
             **{key: status[key] for key in ("state", "message", "time")},
             "step": step,
@@ -250,7 +257,17 @@ def _run_dirs(paths: Iterable[Path]) -> Iterable[Path]:
         if _is_run(path):
             yield path
         elif path.is_dir():
-            yield from sorted(child for child in path.iterdir() if _is_run(child))
+            for child in sorted(path.iterdir()):
+                if _is_run(child):
+                    yield child
+                elif (child / SUITE_FILE).exists():
+                    yield from _cells(child)
+            if (path / SUITE_FILE).exists():
+                yield from _cells(path)
+
+
+def _cells(suite: Path) -> Iterable[Path]:
+    return sorted(path for path in suite.glob("*/*") if path.is_dir() and _is_run(path))
 
 
 def _is_run(path: Path) -> bool:

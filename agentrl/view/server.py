@@ -28,7 +28,7 @@ from agentrl import event_loop
 from agentrl.env.server.access import names_loopback
 from agentrl.env.server.serve import is_loopback, running
 from agentrl.errors import ConfigError, DataError
-from agentrl.view import diagnosis, groups, notes, trajectory
+from agentrl.view import diagnosis, evaluations, groups, notes, trajectory
 from agentrl.view.runs import RunFiles, Runs
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 PAGES = Path(__file__).with_name("pages")
 SCRIPTS = (
     *("dom.js", "plot.js", "markdown.js"),
-    *("runs.js", "run.js", "groups.js", "trajectory.js", "main.js"),
+    *("runs.js", "run.js", "groups.js", "trajectory.js", "evaluations.js", "main.js"),
 )
 """In the order in which they are loaded."""
 STYLE = "style.css"
@@ -127,6 +127,15 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
     @app.get("/api/tasks")
     def compare_tasks(first: str, second: str) -> Response:
         return _json(groups.compare_tasks(runs.get(first), runs.get(second)))
+
+    @app.get("/api/evaluations")
+    def list_evaluations() -> Response:
+        return _json(evaluations.list_evaluations(runs.all()))
+
+    @app.get("/api/evaluations/tasks")
+    def matrix(asked: Annotated[str, Query(alias="runs")], show: str = "all", offset: Count = 0):
+        chosen = [runs.get(each) for each in asked.split(",") if each]
+        return _json(evaluations.matrix(chosen, show, offset))
 
     @app.get("/api/runs/{run}/groups")
     def find(run: str, query: Annotated[groups.Query, Depends(_query)]) -> Response:

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from attacks import ATTACKS
 from planted import FAULTS, plant
+from test_evaluations import REWARDS, evaluation
 from test_report import hostile
 
 from agentrl.rollout import TrajectoryLog
+from agentrl.rollout.episodes import SUITE_FILE
 from agentrl.rollout.signals import RowSignals, SignalLog
 from agentrl.tracking import read_metrics
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
@@ -712,3 +714,27 @@ def test_a_trajectory_of_a_million_tokens(tmp_path, page):
         heap = page.evaluate("performance.memory.usedJSHeapSize") // 2**20
         print(f"server holds {memory(server.pid)} MB, the page's heap {heap} MB")
         assert memory(server.pid) < 900 and heap < 100
+
+
+def test_evaluations_are_compared_down_to_a_sample(tmp_path, page):
+    for model, rewards in REWARDS.items():
+        evaluation(tmp_path / "table" / model / "sums", rewards)
+    (tmp_path / "table" / SUITE_FILE).write_text("")
+    with serving(tmp_path) as (url, _):
+        page.goto(url)
+        page.get_by_role("link", name="evaluations").click()
+        drawn(page, "#/evaluations")
+        for model in ("strong", "weak"):
+            page.get_by_label(f"choose {model}, sums").check()
+            page.wait_for_selector(f".matrix th:has-text('{model}, sums')")
+        assert page.locator(".matrix tbody tr").count() == 4
+        page.locator("select[name=show]").select_option("A right, B wrong")
+        page.wait_for_selector(".matrix .count:has-text('1 task of 4')")
+        row = page.locator(".matrix tbody tr")
+        assert row.locator(".sample.solved").count() == 2 and row.locator(".sample").count() == 4
+        row.locator(".sample").first.click()
+        drawn(page, "/t/0/")
+        page.go_back()
+        page.locator(".matrix tbody tr a").first.click()
+        drawn(page, "#/tasks")
+        assert page.locator(".two h2 a").all_text_contents() == ["strong/sums", "weak/sums"]

@@ -14,6 +14,7 @@ async function draw({ again = false } = {}) {
   let every = 0;
   try {
     if (kind === "tasks") await tasksPage(page, parameters);
+    else if (kind === "evaluations") every = await evaluationsPage(page, parameters);
     else if (kind !== "run") every = await runsPage(page, parameters);
     else if (!what) every = await runPage(page, id, parameters);
     else if (what === "groups") every = await groupsPage(page, id, parameters);
@@ -99,7 +100,7 @@ const themeSwitch = el("button.link.theme", { onclick: () => (keep("theme", THEM
 darkSystem.addEventListener("change", themed);
 
 document.body.append(
-  el("div.top", {}, el("a.brand", { href: "#/" }, "agentrl"), stored ? el("span.faint", {}, "report") : el("a", { href: "#/" }, "all runs"), themeSwitch),
+  el("div.top", {}, el("a.brand", { href: "#/" }, "agentrl"), stored ? el("span.faint", {}, "report") : [el("a", { href: "#/" }, "all runs"), el("a", { href: "#/evaluations" }, "evaluations")], themeSwitch),
   tip,
 );
 window.addEventListener("hashchange", () => draw());
