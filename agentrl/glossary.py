@@ -145,6 +145,9 @@ METRICS: dict[str, str] = {
     "stops.",
     "sync/servers_missed": "Servers that did not get the weights in time. They get them before "
     "they are asked again.",
+    "sync/sleep_s": "Before the update: until all servers had given their GPU's memory back "
+    "(`inference.share`).",
+    "sync/not_asleep": "Servers that could not, and were ended; they start again after the update.",
     # time
     "time/step_s": "The whole step.",
     "time/rollout_s": "Of that, waiting for rollouts. With `rollout.max_staleness` above 0 they "

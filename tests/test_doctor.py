@@ -185,5 +185,10 @@ def test_a_server_on_the_gpu_that_trains_has_to_fit(tmp_path, arguments, num_gpu
     found = list(_memory_of_servers(config, 2 * needed, num_gpus))
     assert [each[0] for each in found] == ([status] if status else [])
     assert all(said in each[2] for each in found)
+    # Where training leaves too little, taking turns is what helps.
+    inference = config.inference.model_copy(update={"args": []})
+    config = config.model_copy(update={"inference": inference})
+    [(finding, _, detail)] = _memory_of_servers(config, int(1.2 * needed), 1)
+    assert finding == "fix" and "with inference.share = 'sleep' it is 0.8" in detail, detail
     share = memory.share_for_servers(config, 2 * needed, device_type="cuda")
     assert 0.38 <= share <= 0.4  # half is training's, a tenth stays free

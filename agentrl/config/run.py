@@ -245,6 +245,11 @@ class RunConfig(Section):
                 "advantage would be 0; set rollout.group_size to 2 or more (8 is usual), or choose "
                 "an objective without a group baseline"
             )
+        if self.inference.share == "sleep" and self.rollout.max_staleness:
+            raise ValueError(
+                "inference.share = 'sleep' has servers asleep while the trainer learns, and "
+                "rollout.max_staleness above 0 plays meanwhile; set one of them to its default"
+            )
         if self.inference.backend == "embedded":
             for key in ("max_staleness", "oversample_groups", "min_group_size"):
                 if getattr(self.rollout, key):

@@ -540,6 +540,11 @@ class InferenceSection(Section):
     """How new weights reach the servers. `file`: through `weights_dir`, on any machine.
     `nccl`: from the trainer's GPU to the servers' GPUs, which must be others; the trainer's holds
     one more copy of the weights."""
+    share: Literal["split", "sleep"] = "split"
+    """How the trainer and servers that this run starts share a GPU, where it is the only one.
+    `split`: each keeps its part of the memory. `sleep`: they take turns; while the trainer learns
+    the servers give their memory back, and while they sample it keeps its weights there alone, the
+    optimizer's state in host memory (docs/memory.md)."""
     weights_dir: Path | None = None
     """Where the file goes: a directory that trainer and servers share, on disk or in memory
     (/dev/shm/my-run); `weights` in the run directory when not given."""
@@ -556,6 +561,13 @@ class InferenceSection(Section):
     def _chat_servers_have_urls(self) -> InferenceSection:
         if self.backend == "openai" and not self.urls:
             raise ValueError("backend 'openai' needs inference.urls")
+        if self.share == "sleep" and (
+            self.backend != "vllm" or self.urls or self.transfer != "file"
+        ):
+            raise ValueError(
+                "inference.share = 'sleep' is for vLLM servers that this run starts on the "
+                "trainer's GPU: it needs backend = 'vllm', no urls, and transfer = 'file'"
+            )
         if self.backend == "embedded" and self.urls:
             raise ValueError(
                 "inference.urls names servers, and backend 'embedded' asks none; set "

@@ -181,12 +181,13 @@ def _memory(config: RunConfig) -> Finding:
         said = f"{needed}, of {there / 2**30:.1f} GiB{chosen}"
         if config.model.compile:
             said += "; activations as without model.compile, which keeps less"
-        if needed.total <= memory.USABLE * there:
+        room = memory.room_for_training(config, there)
+        if needed.total <= room:
             return "ok", what, said
         settings = []
         for setting, smaller in memory.remedies(config, device_type=device, num_ranks=num_ranks):
             settings.append(setting)
-            if smaller.total <= memory.USABLE * there:
+            if smaller.total <= room:
                 then = f"with {', '.join(settings)} it takes {smaller.total / 2**30:.1f} GiB"
                 return "fix", what, f"{said}; {then}"
     except (AgentRLError, OSError, ValueError) as error:
@@ -213,9 +214,21 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
     what, each = "memory of servers", f"{inference.num_servers} on the GPU that trains"
     left = memory.share_for_servers(config, there, device_type="cuda")
     share = memory.share_in_arguments(inference.args)
+    turns = ", in turns" if inference.share == "sleep" else ""
+    least = _least_share(config, there)
     if share is None:
-        said = f"{each}: {left:.2f} of it for each, which training leaves ({memory.SHARE_FLAG})"
-        yield ("ok" if left > 0.1 else "fix"), what, said
+        said = f"{each}{turns}: {left:.2f} of it for each, which training leaves"
+        if left >= least:
+            yield "ok", what, f"{said} ({memory.SHARE_FLAG})"
+            return
+        said += f", and its weights and a small cache need {least:.2f}"
+        if not turns:
+            alone = inference.model_copy(update={"share": "sleep"})
+            config = config.model_copy(update={"inference": alone})
+            in_turns = memory.share_for_servers(config, there, device_type="cuda")
+            if in_turns >= least:
+                said += f"; with inference.share = 'sleep' it is {in_turns:.2f}"
+        yield "fix", what, said
     elif share > left:
         yield (
             "fix",
@@ -225,6 +238,16 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
         )
     else:
         yield "ok", what, f"{each}: {share:g} of it for each, and training leaves {left:.2f}"
+
+
+def _least_share(config: RunConfig, there: int) -> float:
+    """The share of a GPU that holds a server's weights and a small cache."""
+    from agentrl.train import memory
+
+    try:
+        return max(0.1, memory.bytes_of_weights(config) / there + 0.05)
+    except (NotImplementedError, OSError, RuntimeError, ValueError):
+        return 0.1
 
 
 async def _open_a_task(config: RunConfig) -> None:

@@ -108,6 +108,8 @@ class VLLMLauncher:
         self._servers: list[_Server] = []
         self._sockets_dir: str | None = None
         self._watchers: list[asyncio.Task[None]] = []
+        self._may_start = asyncio.Event()
+        self._may_start.set()
 
     async def start(self) -> None:
         """Start all servers and return when every one answers.
@@ -152,6 +154,19 @@ class VLLMLauncher:
         if self._sockets_dir is not None:
             shutil.rmtree(self._sockets_dir, ignore_errors=True)
             self._sockets_dir = None
+
+    def hold(self) -> None:
+        """Start no server, and miss none, until `release`: the trainer has their GPU."""
+        self._may_start.clear()
+
+    def release(self) -> None:
+        for server in self._servers:  # nobody looked meanwhile
+            server.answered_at = server.engine_answered_at = time.monotonic()
+        self._may_start.set()
+
+    async def stop(self, url: str) -> None:
+        """End a server, which is started again when it is next missed."""
+        await self._stop(next(server for server in self._servers if server.url == url))
 
     async def _require_vllm(self) -> tuple[str, int]:
         """Returns the device that vLLM computes on (`cpu`, `cuda`, ...) and how many it sees."""
@@ -243,6 +258,7 @@ class VLLMLauncher:
     async def _watch(self, server: _Server) -> None:
         while True:
             await asyncio.sleep(POLL_S)
+            await self._may_start.wait()
             assert server.process is not None
             status = server.process.poll()
             if status is not None:
@@ -272,6 +288,7 @@ class VLLMLauncher:
             logger.warning("vLLM server %s %s; restarting it", server.url, reason)
             await self._stop(server)
             self._count_restart(server, reason)
+            await self._may_start.wait()
             try:
                 self._spawn(server)
                 await self._until_ready(server)

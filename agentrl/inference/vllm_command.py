@@ -44,6 +44,8 @@ class ServerSettings:
     adapter: Path | None = None
     """Folder of a low-rank adapter, which is then what is served as `served_model_name`; the bare
     model gets `-base` behind its name."""
+    sleeps: bool = False
+    """It can give its GPU's memory back while the trainer learns. A CPU has no such memory."""
     extra_args: Sequence[str] = ()
     """Further arguments of the server, after agentrl's own, which they override."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +101,8 @@ def server_command(
     if settings.plugin_dir is not None:
         backend = json.dumps({"backend": settings.transfer_backend})
         command += ["--weight-transfer-config", backend]
+    if settings.sleeps and platform != "cpu":
+        command.append("--enable-sleep-mode")
     if adapter is not None:
         command += _adapter_arguments(adapter, settings.served_model_name)
     # Compiled for a CPU, an adapter's layers do for every batch what the first one needed.

@@ -5,6 +5,12 @@
 Pausing without an update in between costs nothing, an update without a pause kills the worker, and
 a server that stays paused answers nobody. So resume is sent whatever happens after the pause was:
 an error, a deadline, the cancellation of the caller.
+
+Of a server that sleeps while the trainer has its GPU:
+
+    wake its weights -> pause -> start -> update -> finish(version) -> wake its cache -> resume
+
+Whatever fails before the end leaves it asleep: it has no weights, or no cache to sample with.
 """
 
 from __future__ import annotations
@@ -57,7 +63,12 @@ class ServerControl:
         self.url = url
 
     async def update(
-        self, send: Callable[[], Awaitable[None]], *, version: int, on_update: OnUpdate
+        self,
+        send: Callable[[], Awaitable[None]],
+        *,
+        version: int,
+        on_update: OnUpdate,
+        wakes: bool = False,
     ) -> float:
         """Replace the weights, and label the new ones `version`.
 
@@ -65,6 +76,7 @@ class ServerControl:
             send: has the paused server load them; the server was prepared for it before.
             on_update: what happens to sequences in flight. The caches are emptied in all three
                 cases, so that nothing computed with the old weights is used with the new ones.
+            wakes: the server may be asleep, and is awake afterwards.
 
         Returns:
             Seconds from asking for the pause to the answer of resume.
@@ -76,16 +88,41 @@ class ServerControl:
         paused_at = time.monotonic()
         failure: BaseException | None = None
         try:
+            if wakes:
+                await self._wake("weights")
             await self.post(f"/pause?mode={on_update}&clear_cache=true")
             await self._start()
             await send()
             await self.post("/finish_weight_update", {"weight_version": str(version)})
+            if wakes:
+                await self._wake("kv_cache")
         except BaseException as error:
             failure = error
             raise
         finally:
-            await _uninterrupted(self._resume(failure))
+            if failure is None or not wakes:
+                await _uninterrupted(self._resume(failure))
         return time.monotonic() - paused_at
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Have the server give its GPU's memory back. It answers no request until it is woken.
+
+        Args:
+            keep_weights: in host memory, because no update brings all of them.
+
+        Raises:
+            ServerUnreachable, WeightSyncError: it may have its memory still.
+        """
+        await self.post(f"/sleep?level={1 if keep_weights else 2}&mode=abort")
+
+    async def _wake(self, part: str) -> None:
+        try:
+            await self.post(f"/wake_up?tags={part}")
+        except ServerFailed as error:
+            raise ServerFailed(
+                f"{error}; the server could not take back the memory of its {part}: if the trainer "
+                "left too little on the GPU, lower --gpu-memory-utilization in inference.args"
+            ) from error
 
     async def dead(self) -> bool:
         """Whether the server is gone, or says that its engine is."""

@@ -60,6 +60,7 @@ class VLLMWeightSync(WeightSync):
         tolerance: float,
         timeout_s: float = 300.0,
         on_missed: Callable[[str], None] | None = None,
+        sleeps: bool = False,
     ) -> None:
         """
         Args:
@@ -77,6 +78,7 @@ class VLLMWeightSync(WeightSync):
             on_missed: called with the address of a server that a push did not reach while it
                 reached another. It has older weights, or the ones on its disk, and is to get no
                 request before `push_to` gave it the current ones. None: every push waits for all.
+            sleeps: the servers are put to `sleep`, and a push wakes them.
         """
         if len(probe_ids) < 2:
             raise ValueError("the probe needs a prompt of at least two tokens")
@@ -90,6 +92,7 @@ class VLLMWeightSync(WeightSync):
         self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._on_missed = on_missed
+        self._sleeps = sleeps
         self._missed: set[str] = set()
         self._pushed: ProbeLogprobs | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -144,6 +147,25 @@ class VLLMWeightSync(WeightSync):
             if self._pushed is None:
                 raise WeightSyncError(f"{url} cannot be given weights: none were pushed yet")
             await self._update(url.rstrip("/"), self._pushed, check_first=True)
+
+    async def sleep(self, *, keep_weights: bool) -> dict[str, WeightSyncError]:
+        """Have all servers give their GPU's memory back until the next push.
+
+        Returns:
+            By address, why one may have its memory still.
+        """
+        failed: dict[str, WeightSyncError] = {}
+
+        async def each(url: str) -> None:
+            control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
+            try:
+                await control.sleep(keep_weights=keep_weights)
+            except WeightSyncError as error:
+                failed[url] = error
+
+        async with self._one_at_a_time:
+            await asyncio.gather(*map(each, self._urls))
+        return failed
 
     async def aclose(self) -> None:
         if self._http is not None:
@@ -211,6 +233,7 @@ class VLLMWeightSync(WeightSync):
                 lambda: self._transfer.send(control),
                 version=pushed.version,
                 on_update=self._on_update,
+                wakes=self._sleeps,
             )
             result = await probe(control, self._model_name, pushed)
         except ServerFailed as error:

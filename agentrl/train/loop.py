@@ -56,6 +56,7 @@ from agentrl.train.run import (
 from agentrl.train.sampling import training_sampling
 from agentrl.train.setup import interruptible, newest_run, resolve_device
 from agentrl.train.signals import StepSignals
+from agentrl.train.turns import on_device
 from agentrl.types import Group, Sample
 from agentrl.view.display import Display, loading
 from agentrl.view.report import first_sentence, report_run
@@ -163,6 +164,7 @@ async def _steps(
         train_started = time.perf_counter()
         samples = trainable_samples(rollouts.groups)
         if samples:
+            metrics |= await run.serving.sleep(run.trainer.model)
             metrics |= await in_thread(
                 _learn, run, step, samples, rollouts.groups, greedy_rewards, outputs
             )
@@ -277,7 +279,7 @@ def _learn(
         objective = run.config.objective
         outputs.signals.write(step, signals.rows(samples, objective, outputs.signals.keeps))
 
-    with ranks.working("learn"):
+    with ranks.working("learn"), on_device(run.trainer, run.serving.sleeps):
         return run.trainer.learn(
             step,
             samples,

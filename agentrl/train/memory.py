@@ -46,6 +46,8 @@ SHARE_FLAG = "--gpu-memory-utilization"
 """vLLM's, for the share of a GPU's memory that a server takes when it starts; 0.92 by default."""
 USABLE = 0.9
 """Share of a device's memory; the rest is for what is not estimated."""
+ASLEEP = 2 * 2**30
+"""Bytes that a sleeping server keeps: its context, graphs and buffers of libraries."""
 # Enough that what does not grow with the tokens is small beside what does.
 _TOKENS_COUNTED = 512
 
@@ -254,20 +256,43 @@ def fitting_token_budget(
     return BUDGET_STEP * (smallest + max(first - 1, 0))
 
 
+def room_for_training(config: RunConfig, there: int) -> float:
+    """Returns the bytes of a device that training may take, by what is kept back for contexts and
+    fragmentation, and by what servers keep that sleep on it."""
+    asleep = ASLEEP * config.inference.num_servers if config.inference.share == "sleep" else 0
+    return USABLE * there - asleep
+
+
 def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> float:
     """Returns the share of a device's memory that training leaves to each server on the device:
     what is estimated, and a tenth for contexts and fragmentation, are taken off. At least 0.05.
+
+    Servers that sleep while the trainer learns get all but the weights that it leaves there.
 
     Args:
         there: bytes of the device.
     """
     try:
-        needed = estimate(config, device_type=device_type, num_ranks=1).total
+        if config.inference.share == "sleep":
+            needed = bytes_of_weights(config)
+        else:
+            needed = estimate(config, device_type=device_type, num_ranks=1).total
     except (NotImplementedError, OSError, RuntimeError, ValueError):
         logger.info("the model's layers cannot be counted: servers get a third of the memory")
         return 0.33
     left = (USABLE - needed / there) / config.inference.num_servers
     return max(0.05, int(100 * left) / 100)
+
+
+def bytes_of_weights(config: RunConfig) -> int:
+    """Returns what a server holds of the model, and a trainer that makes room for it.
+
+    Raises:
+        OSError, ValueError, NotImplementedError, RuntimeError: as `estimate`.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    return _numel(model) * (4 if config.model.dtype == "float32" else 2)
 
 
 def share_in_arguments(arguments: Sequence[str]) -> float | None:

@@ -51,6 +51,7 @@ from agentrl.train.saver import Saver
 from agentrl.train.serving import Serving, start_serving
 from agentrl.train.setup import run_directory
 from agentrl.train.trainer import Trainer, make_trainer
+from agentrl.train.turns import leave_device
 from agentrl.types import JSON
 from agentrl.view.curves import REWARD, series
 from agentrl.view.display import Display
@@ -184,6 +185,8 @@ async def assemble(
     if trainer.chose_token_budget and not config.run.resume and not quiet:
         print(f"train.token_budget = {trainer.config.train.token_budget}, by the device's memory")
 
+    if config.inference.share == "sleep":
+        leave_device(trainer)
     serving = await start_serving(config, trainer.model, run_dir, quiet=quiet)
     shared = asyncio.Semaphore(rollout.max_concurrent)
     parts = []

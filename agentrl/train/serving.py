@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ class Serving:
     """None where engine and trainer share their weights."""
     launcher: VLLMLauncher | None = None
     """None unless this run started the servers."""
+    sleeps: bool = False
+    """The servers sleep while the trainer learns (`inference.share`)."""
     own_model: PreTrainedModel | None = None
     """What the embedded engine samples from where every rank has but a shard of the trainer's."""
 
@@ -73,6 +76,8 @@ class Serving:
         """
         if self.launcher is not None and self.launcher.failure is not None:
             raise InferenceError(self.launcher.failure)
+        if self.sleeps and self.launcher is not None:
+            self.launcher.release()
         if ranks.size() > 1:  # they put the weights together with this one, and compute the probe
             probe = None if self.sync is None else [self.sync.probe_ids, self.sync.temperature]
             ranks.tell("push", [version, probe])
@@ -87,6 +92,25 @@ class Serving:
         metrics = {} if self.sync is None else await self.sync.push(model, version)
         self.engine.policy_version = version
         return metrics
+
+    async def sleep(self, model: PreTrainedModel) -> dict[str, float]:
+        """Have the servers give their GPU's memory back until the next push; returns metrics.
+
+        One that cannot is ended. None is started before the push, in whatever state it is.
+        """
+        if not self.sleeps:
+            return {}
+        assert self.sync is not None and self.launcher is not None
+        started = time.monotonic()
+        self.launcher.hold()
+        # An update of an adapter brings none of the weights beneath it.
+        failed = await self.sync.sleep(keep_weights=has_adapter(model))
+        for url, error in failed.items():
+            logger.warning(
+                "%s does not sleep and is ended until the trainer is done: %s", url, error
+            )
+            await self.launcher.stop(url)
+        return {"sync/sleep_s": time.monotonic() - started, "sync/not_asleep": len(failed)}
 
     async def aclose(self) -> None:
         await self.engine.aclose()
@@ -140,6 +164,11 @@ async def start_serving(
         # Whatever it is started with, the first push brings the trainer's weights.
         start, _ = servable(config.model.path, run_dir / "served")
         must_be_others = transfer.backend == "nccl" or is_sharded(model)
+        if inference.share == "sleep" and ranks.size() > 1:
+            raise ConfigError(
+                f"inference.share = 'sleep' works with one rank, and {ranks.size()} were started; "
+                "give the servers GPUs of their own, or start one"
+            )
         devices, extra = _servers_devices(config, computing_device(model), must_be_others)
         launcher = launcher_of(
             config,
@@ -182,9 +211,10 @@ async def start_serving(
         # Long enough for a server that died to be there again.
         timeout_s=inference.startup_timeout_s,
         on_missed=engine.distrust,
+        sleeps=inference.share == "sleep",
     )
     engine.resync = sync.push_to
-    serving = Serving(engine, sync, launcher)
+    serving = Serving(engine, sync, launcher, sleeps=inference.share == "sleep")
     try:
         await engine.start()
     except BaseException:
@@ -227,29 +257,33 @@ def _servers_devices(
     """
     if trainers.type != "cuda":
         return None, []
-    if must_be_others or _num_visible() > 1:
+    takes_turns = config.inference.share == "sleep"
+    if must_be_others or (len(_visible_gpus()) > 1 and not takes_turns):
         return _other_gpus(trainers), []
+    devices = None
+    if takes_turns and len(_visible_gpus()) > 1:
+        devices = {"CUDA_VISIBLE_DEVICES": _visible_gpus()[trainers.index or 0]}
     if share_in_arguments(config.inference.args) is not None:
-        return None, []
+        return devices, []
     share = share_for_servers(config, device_memory("cuda"), device_type="cuda")
     logger.info(
-        "servers share the trainer's GPU: each gets %.2f of its memory, which training leaves; "
+        "servers %s the trainer's GPU: each gets %.2f of its memory, which the trainer leaves; "
         "inference.args = ['%s', '...'] sets another share",
+        "take turns on" if takes_turns else "share",
         share,
         SHARE_FLAG,
     )
-    return None, [SHARE_FLAG, f"{share:.2f}"]
+    return devices, [SHARE_FLAG, f"{share:.2f}"]
 
 
-def _num_visible() -> int:
+def _visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(named.split(",")) if named else torch.cuda.device_count()
+    return named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
 
 
 def _other_gpus(trainers: torch.device) -> dict[str, str]:
     """What leaves the servers all GPUs of this machine but those of its ranks."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
+    visible = _visible_gpus()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     used = range(num_ranks) if num_ranks > 1 else [trainers.index or 0]
     others = [gpu for number, gpu in enumerate(visible) if number not in used]
@@ -353,6 +387,7 @@ def server_settings(
         plugin_dir=plugin_dir,
         transfer_backend=transfer_backend,
         align_rounding=inference.align_rounding,
+        sleeps=inference.share == "sleep",
         adapter=adapter,
         extra_args=[*extra_args, *inference.args],
         env=env or {},

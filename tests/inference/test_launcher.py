@@ -18,7 +18,7 @@ from agentrl.errors import InferenceError
 from agentrl.inference import launcher as launcher_module
 from agentrl.inference.http import make_client
 from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm_command import ServerSettings, server_environment
+from agentrl.inference.vllm_command import ServerSettings, server_command, server_environment
 
 FAKE = Path(__file__).parent / "fake_vllm"
 
@@ -159,6 +159,29 @@ def test_a_server_that_died_is_restarted_on_its_port(tmp_path):
         assert not can_connect(url)
 
     asyncio.run(go())
+
+
+@pytest.mark.slow
+def test_none_is_restarted_while_the_trainer_has_the_gpu(tmp_path):
+    async def go():
+        launcher = make_launcher(tmp_path)
+        await launcher.start()
+        url = launcher.urls[0]
+        launcher.hold()
+        await launcher.stop(url)
+        await asyncio.sleep(3 * launcher_module.POLL_S)  # that nothing happens cannot be waited for
+        assert len(started(tmp_path / "vllm-0.log")) == 1
+        launcher.release()
+        await until(lambda: launcher.restarts == 1 and can_connect(url))
+        await launcher.aclose()
+
+    asyncio.run(go())
+
+
+def test_a_server_that_sleeps_is_started_so_where_there_is_a_gpu(tmp_path):
+    settings = ServerSettings(python="p", model="m", log_dir=tmp_path, sleeps=True)
+    assert "--enable-sleep-mode" in server_command(settings, 1, "cuda")
+    assert "--enable-sleep-mode" not in server_command(settings, 1, "cpu")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from agentrl.train.watchdog import Standing, verdict
 
