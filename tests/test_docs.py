@@ -67,6 +67,6 @@ def test_keys_that_the_docs_name_exist():
             # Below a key that holds a table, such as env.config, the names are another's.
             below = any(name.startswith(f"{key}.") for key in keys)
             known = below or {name, f"objective.{name}"} & (keys | parents)
-            assert known or re.search(r"\.(py|md|toml|jsonl|safetensors)$", name), (
+            assert known or re.search(r"\.(py|md|toml|jsonl?|safetensors)$", name), (
                 f"{page.name}: {name}"
             )
