@@ -11,6 +11,8 @@ RUN ?= examples/quickstart/run.toml
 # vLLM pins its own torch, so it has an environment of its own; agentrl speaks HTTP to it.
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
+# So does SGLang.
+SGLANG_VENV ?= .venv-sglang
 # TRL, OpenEnv and SWE-bench 4 bring much that agentrl does not need, and not the same of it.
 ADAPTERS_VENV ?= .venv-adapters
 # Frameworks for agents, each with many packages of its own.
@@ -31,8 +33,8 @@ JOBS ?= 4
 LONG_JOBS ?= 3
 # Of those with vLLM: a server takes 2 GB.
 VLLM_JOBS ?= 2
-FAST := "not slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
-LONG := "slow and not docker and not vllm and not browser and not gpu and not network and not cluster"
+FAST := "not slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
+LONG := "slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
 # Benchmarks with a target or an environment of their own.
@@ -44,7 +46,7 @@ RETRY = echo "=== once more, those that failed:"
 # Of the fast tests at most two: more than that is no lost race.
 FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-docker test-docker-slow test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-sglang test-docker test-docker-slow test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -92,6 +94,14 @@ test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 		{ $(RETRY); $(BIN)/pytest -m vllm --last-failed; }
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
 	$(BIN)/pytest $(TWO_SERVERS) || { $(RETRY); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
+
+## make sglang       install SGLang's CPU build into .venv-sglang (1.75 GB; x86-64)
+sglang: $(SGLANG_VENV)/.sglang
+
+## make test-sglang  install SGLang, then the tests against real SGLang servers
+test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.sglang
+	export AGENTRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1; \
+	$(BIN)/pytest -m sglang || { $(RETRY); $(BIN)/pytest -m sglang --last-failed; }
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
@@ -173,7 +183,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(DOCS_VENV) $(PACKAGE_VENV) $(PRETENDED_GPU_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(DOCS_VENV) $(PACKAGE_VENV) $(PRETENDED_GPU_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -200,6 +210,11 @@ $(VLLM_VENV)/.vllm:
 	@# Their builds on the package index are for CUDA and do not load beside a CPU torch.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -c 'import vllm' && touch $@
+
+$(SGLANG_VENV)/.sglang: tests/sglang_cpu/install.sh tests/sglang_cpu/sglang_cpu_stubs.py
+	@echo "making $(SGLANG_VENV) and installing SGLang (CPU)"
+	@tests/sglang_cpu/install.sh $(SGLANG_VENV) $(PYTHON) $(TORCH_VERSION)
+	@touch $@
 
 # torch first: anything else that asks for it takes the CUDA build.
 $(ADAPTERS_VENV)/.adapters: pyproject.toml

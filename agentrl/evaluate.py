@@ -143,20 +143,25 @@ def model_path(config: RunConfig, checkpoint: str | None) -> str:
 async def _engine(
     config: RunConfig, path: str, stack: AsyncExitStack, *, for_agents: bool
 ) -> InferenceEngine:
-    if config.inference.backend == "vllm":
-        from agentrl.inference.vllm import VLLMEngine
+    if config.inference.has_servers:
+        from agentrl.inference.backends import BACKENDS
 
         urls = config.inference.urls
         if not urls:
             from agentrl.train.serving import launcher_of, servable
 
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="agentrl-vllm-")))
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="agentrl-servers-")))
             base, adapter = servable(path, folder / "model")
+            if adapter is not None and config.inference.backend == "sglang":
+                raise ConfigError(
+                    f"{path} is an adapter, which is not served with SGLang: merge it (`agentrl "
+                    "merge`), or set inference.backend = 'vllm'"
+                )
             launcher = launcher_of(config, base, log_dir=folder, plugin_dir=None, adapter=adapter)
             await stack.enter_async_context(aclosing(launcher))
             await launcher.start()
             urls = launcher.urls
-        engine = VLLMEngine(
+        engine = BACKENDS[config.inference.backend].engine(
             urls,
             model=config.inference.model,
             token=config.inference.token,

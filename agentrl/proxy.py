@@ -55,7 +55,7 @@ def proxy_command(config: RunConfig, *, checkpoint: str | None, out: Path) -> in
     if config.inference.backend == "openai":
         raise ConfigError(
             "agents are recorded token by token, which a chat server cannot do; set "
-            "inference.backend = 'vllm' or 'embedded'"
+            "inference.backend = 'vllm', 'sglang' or 'embedded'"
         )
     rollouts, interrupted = RolloutBatch([], []), False
     with MetricsWriter(out) as writer:

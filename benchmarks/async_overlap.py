@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 from agentrl.config import load_config
-from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm_command import ServerSettings
+from agentrl.inference.launcher import ServerLauncher
+from agentrl.inference.program import ServerSettings
 from agentrl.rollout import read_trajectories
 from agentrl.sync.plugin import write_plugin
 from agentrl.tracking import read_metrics
@@ -148,7 +148,7 @@ async def _with_server(python: str, folder: Path, args: argparse.Namespace) -> N
         # Which core it runs on is the operating system's to say, see `pin_this_process`.
         env={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "KMP_BLOCKTIME": "0"},
     )
-    launcher = VLLMLauncher(settings)
+    launcher = ServerLauncher(settings)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("this needs two cores: one for the server, one for the trainer")

@@ -31,13 +31,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from agentrl.inference.http import make_client
-from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm_command import ServerSettings
-from agentrl.sync.control import OnUpdate, ServerControl
+from agentrl.inference.launcher import ServerLauncher
+from agentrl.inference.program import ServerSettings
+from agentrl.sync.control import OnUpdate, VLLMControl
 from agentrl.sync.plugin import write_plugin
 from agentrl.sync.probe import probe, trainer_logprobs
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer
-from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.logprobs import recomputed_logprobs
 from agentrl.train.model import load_model
 
@@ -79,7 +79,7 @@ async def measure(python: str, dtype: str, in_flight: list[int], repeats: int) -
             plugin_dir=write_plugin(Path(scratch) / "plugin"),
             env={"OMP_NUM_THREADS": "1"},
         )
-        launcher = VLLMLauncher(settings)
+        launcher = ServerLauncher(settings)
         await launcher.start()
         try:
             async with make_client() as http:
@@ -144,7 +144,7 @@ class Bench:
     async def against_reload(self, repeats: int) -> None:
         """Both without sequences in flight, from the pause to the answer of resume."""
         sync = self.sync("keep")
-        control = ServerControl(self.http, self.url, timeout_s=60)
+        control = VLLMControl(self.http, self.url, timeout_s=60)
         directory = self.weights / "reload"
         shutil.copytree(MODEL, directory)
         ours_s, reload_s, reload_diff, ours_diff = [], [], 0.0, 0.0
@@ -176,8 +176,8 @@ class Bench:
             f"ratio {ours / reload:.2f}\n"
         )
 
-    def sync(self, mode: OnUpdate) -> VLLMWeightSync:
-        return VLLMWeightSync(
+    def sync(self, mode: OnUpdate) -> ServerWeightSync:
+        return ServerWeightSync(
             [self.url],
             transfer=FileTransfer(self.weights),
             on_update=mode,

@@ -254,19 +254,36 @@ class RunConfig(Section):
             for key in ("max_staleness", "oversample_groups", "min_group_size"):
                 if getattr(self.rollout, key):
                     raise ValueError(
-                        f"rollout.{key} needs inference.backend = 'vllm': the embedded engine "
-                        "samples in lockstep from the weights that are being trained"
+                        f"rollout.{key} needs inference.backend = 'vllm' or 'sglang': the "
+                        "embedded engine samples in lockstep from the weights that are "
+                        "being trained"
                     )
         if self.agent.is_on and self.rollout.generate is not None:
             raise ValueError("[agent] and rollout.generate both play the episodes; remove one")
         if self.plays_by_agent and self.inference.backend == "openai":
             raise ValueError(
                 "agents are recorded token by token, which a chat server cannot do; set "
-                "inference.backend to 'embedded' or 'vllm'"
+                "inference.backend to 'embedded', 'vllm' or 'sglang'"
             )
+        if self.inference.backend == "sglang":
+            if self.model.lora.rank:
+                raise ValueError(
+                    "model.lora trains an adapter, which is not sent to SGLang servers; set "
+                    "inference.backend = 'vllm' or 'embedded'"
+                )
+            if self.inference.transfer != "file" and self.rollout.on_update == "wait":
+                raise ValueError(
+                    "rollout.on_update = 'wait' ends requests in flight by an update of one call, "
+                    f"and inference.transfer = '{self.inference.transfer}' takes several; set "
+                    "'keep' or 'abort', or inference.transfer = 'file'"
+                )
+        elif self.inference.transfer == "tensor":
+            raise ValueError("inference.transfer = 'tensor' needs inference.backend = 'sglang'")
         if self.inference.transfer == "nccl":
-            if self.inference.backend != "vllm":
-                raise ValueError("inference.transfer = 'nccl' needs inference.backend = 'vllm'")
+            if not self.inference.has_servers:
+                raise ValueError(
+                    "inference.transfer = 'nccl' needs inference.backend = 'vllm' or 'sglang'"
+                )
             if self.model.lora.rank:
                 raise ValueError(
                     "inference.transfer = 'nccl' sends whole weights, and model.lora trains an "
@@ -296,7 +313,7 @@ class RunConfig(Section):
         elif len(given) != 1:
             raise ValueError(
                 "objective.distill learns from a teacher: set teacher.path to a model with the "
-                "policy's tokenizer, or teacher.url to a vLLM server that holds one"
+                "policy's tokenizer, or teacher.url to a server that holds one"
                 + (", not both" if given else "")
             )
         elif self.teacher.url is not None and self.rollout.temperature != 1:

@@ -316,17 +316,17 @@ class RolloutSection(Section):
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that sampled may lag behind the one that is trained, counted from
     a trajectory's oldest token. 0 plays and trains in turn, 1 plays a step ahead while the trainer
-    works, more is asynchronous. Above 0 it needs the `vllm` backend."""
+    works, more is asynchronous. Above 0 it needs servers."""
     on_update: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight when new weights arrive at a server: `keep` goes on with them under the
     new weights, `wait` ends them first, `abort` cuts them and resumes by ids afterwards."""
     oversample_groups: NonNegativeInt = 0
     """Groups in flight beyond what a step needs. A step then takes those that are ready first and
     what would be too old for the next is played again later: faster, and biased to short episodes.
-    Needs the `vllm` backend."""
+    Needs servers."""
     min_group_size: PositiveInt | None = None
     """With `straggler_timeout_s`: once so many members of a group ended, the others have that long
-    to end too; then they are cancelled and the group goes without them. Needs backend `vllm`."""
+    to end too; then they are cancelled and the group goes without them. Needs servers."""
     straggler_timeout_s: Seconds | None = None
     """See `min_group_size`. Cutting stragglers biases training to short episodes."""
 
@@ -506,24 +506,25 @@ class AgentSection(Section):
 
 
 class InferenceSection(Section):
-    backend: Literal["embedded", "vllm", "openai"] = "embedded"
+    backend: Literal["embedded", "vllm", "sglang", "openai"] = "embedded"
     """`embedded`: samples in this process from the trainer's own weights.
-    `vllm`: token ids over HTTP from vLLM servers, `urls` or started by this run.
+    `vllm`, `sglang`: token ids over HTTP from servers, `urls` or started by this run.
     `openai`: any chat server, for `agentrl eval` and `agentrl rollout`."""
     urls: Annotated[list[str], Field(default_factory=list)]
-    """Servers of the `vllm` and `openai` backends, comma-separated, without `/v1`; refused with
-    `embedded`. Empty with `vllm`: the run starts its own."""
+    """Servers of the other backends, comma-separated, without `/v1`; refused with `embedded`. One
+    of `sglang` may be an sglang-router. Empty with `vllm` or `sglang`: the run starts its own."""
     model: str = "policy"
     """Name under which those servers know the model."""
     token: str | None = Field(default=None, repr=False)
     """Bearer token of those servers; OPENAI_API_KEY is read for the `openai` backend."""
     python: str | None = None
-    """Interpreter of the virtual environment in which vLLM is installed, to start servers with;
-    when not given AGENTRL_VLLM_PYTHON, or what `make vllm` made in .venv-vllm."""
+    """Interpreter of the virtual environment in which vLLM or SGLang is installed, to start servers
+    with; when not given AGENTRL_VLLM_PYTHON or AGENTRL_SGLANG_PYTHON, or what `make vllm` or `make
+    sglang` made in .venv-vllm or .venv-sglang."""
     num_servers: PositiveInt = 1
     """Servers to start when there are no `urls`."""
     args: list[str] = Field(default_factory=list)
-    """Further arguments of the vLLM servers that are started, such as
+    """Further arguments of the servers that are started, for vLLM
     `["--gpu-memory-utilization", "0.5"]`."""
     align_rounding: bool = True
     """A vLLM server that this run starts on a CPU with bfloat16 rounds where the trainer's model
@@ -536,10 +537,11 @@ class InferenceSection(Section):
     while it loads new weights: raise this where that takes minutes."""
     retry_for_s: Seconds = 120.0
     """How long a request waits for servers that are down or full."""
-    transfer: Literal["file", "nccl"] = "file"
+    transfer: Literal["file", "nccl", "tensor"] = "file"
     """How new weights reach the servers. `file`: through `weights_dir`, on any machine.
     `nccl`: from the trainer's GPU to the servers' GPUs, which must be others; the trainer's holds
-    one more copy of the weights."""
+    one more copy of the weights. `tensor`, of SGLang servers with one GPU each: in
+    HTTP requests, to servers that do not see `weights_dir`."""
     share: Literal["split", "sleep"] = "split"
     """How the trainer and servers that this run starts share a GPU, where it is the only one.
     `split`: each keeps its part of the memory. `sleep`: they take turns; while the trainer learns
@@ -552,6 +554,11 @@ class InferenceSection(Section):
     """After every update a server's log-probabilities of a probe may differ from the trainer's by
     so much, else the run stops; 1e-3 with float32 weights and 0.2 with bfloat16 when not given."""
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers sample for the run, which are sent its weights."""
+        return self.backend in ("vllm", "sglang")
+
     @field_validator("urls", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
@@ -561,17 +568,17 @@ class InferenceSection(Section):
     def _chat_servers_have_urls(self) -> InferenceSection:
         if self.backend == "openai" and not self.urls:
             raise ValueError("backend 'openai' needs inference.urls")
-        if self.share == "sleep" and (
-            self.backend != "vllm" or self.urls or self.transfer != "file"
-        ):
+        if self.share == "sleep" and (not self.has_servers or self.urls or self.transfer == "nccl"):
             raise ValueError(
-                "inference.share = 'sleep' is for vLLM servers that this run starts on the "
-                "trainer's GPU: it needs backend = 'vllm', no urls, and transfer = 'file'"
+                "inference.share = 'sleep' is for servers that this run starts on the trainer's "
+                "GPU: it needs backend = 'vllm' or 'sglang', no urls, and another transfer than "
+                "'nccl'"
             )
         if self.backend == "embedded" and self.urls:
             raise ValueError(
                 "inference.urls names servers, and backend 'embedded' asks none; set "
-                "inference.backend = 'vllm' (or 'openai', for eval and rollout), or remove the urls"
+                "inference.backend = 'vllm' or 'sglang' (or 'openai', for eval and rollout), or "
+                "remove the urls"
             )
         return self
 
@@ -710,7 +717,7 @@ class TeacherSection(Section):
     path: str | None = None
     """Frozen model that runs beside the policy, with the policy's tokenizer, dtype and device."""
     url: str | None = None
-    """A vLLM server that holds the teacher, without `/v1`."""
+    """A vLLM or SGLang server that holds the teacher, without `/v1`."""
     model: str = "teacher"
     """Name under which that server knows it."""
     token: str | None = Field(default=None, repr=False)
@@ -741,7 +748,7 @@ class EvalKeys(Section):
     max_tokens: PositiveInt | None = None
     """Tokens sampled in one turn; `rollout.max_turn_tokens` where the model names none either."""
     seed: NonNegativeInt | None = None
-    """Of what is sampled. When not given `run.seed`, or a vLLM server's own random stream."""
+    """Of what is sampled. When not given `run.seed`, or a server's own random stream."""
     success_threshold: float = 1.0
     """Reward from which a trajectory counts as passed."""
 

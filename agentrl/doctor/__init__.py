@@ -205,21 +205,23 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
         there: bytes of each GPU.
         num_gpus: that this machine has; servers share the trainer's where it is the only one.
     """
+    from agentrl.inference.backends import BACKENDS
     from agentrl.train import memory
 
     inference, num_ranks = config.inference, config.train.parallel.data or 1
-    starts = inference.backend == "vllm" and not inference.urls
+    starts = inference.has_servers and not inference.urls
     if not starts or num_gpus != 1 or num_ranks * config.train.parallel.context > 1:
         return
     what, each = "memory of servers", f"{inference.num_servers} on the GPU that trains"
     left = memory.share_for_servers(config, there, device_type="cuda")
-    share = memory.share_in_arguments(inference.args)
+    flag = BACKENDS[inference.backend].program.share_flag
+    share = memory.share_in_arguments(inference.args, flag)
     turns = ", in turns" if inference.share == "sleep" else ""
     least = _least_share(config, there)
     if share is None:
         said = f"{each}{turns}: {left:.2f} of it for each, which training leaves"
         if left >= least:
-            yield "ok", what, f"{said} ({memory.SHARE_FLAG})"
+            yield "ok", what, f"{said} ({flag})"
             return
         said += f", and its weights and a small cache need {least:.2f}"
         if not turns:
@@ -234,7 +236,7 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
             "fix",
             what,
             f"{each}: {share:g} of it for each by inference.args, and training leaves {left:.2f}: "
-            f"lower {memory.SHARE_FLAG}, or leave it out",
+            f"lower {flag}, or leave it out",
         )
     else:
         yield "ok", what, f"{each}: {share:g} of it for each, and training leaves {left:.2f}"
@@ -283,7 +285,7 @@ def _config_without_a_file(overrides: list[str]) -> RunConfig:
 
 
 def _servers(config: RunConfig) -> Iterator[Finding]:
-    if config.inference.backend != "vllm":
+    if not config.inference.has_servers:
         return
 
     async def findings(url: str) -> list[Finding]:

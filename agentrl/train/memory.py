@@ -42,8 +42,6 @@ BUDGET_STEP = 1024
 MAX_TOKEN_BUDGET = 65536
 """Of a rank. Of so many tokens the kernels are as fast as they get, and what ranks exchange once
 per micro-batch is small beside the work on it."""
-SHARE_FLAG = "--gpu-memory-utilization"
-"""vLLM's, for the share of a GPU's memory that a server takes when it starts; 0.92 by default."""
 USABLE = 0.9
 """Share of a device's memory; the rest is for what is not estimated."""
 ASLEEP = 2 * 2**30
@@ -218,7 +216,7 @@ def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
     """Whether nobody has set it, and what is free on the device is for training alone: no embedded
     engine, server or teacher comes onto it later."""
     inference = config.inference
-    starts_server = inference.backend == "vllm" and not inference.urls
+    starts_server = inference.has_servers and not inference.urls
     shared = inference.backend == "embedded" or (starts_server and inference.transfer == "file")
     given = "token_budget" in config.train.model_fields_set
     return device_type == "cuda" and not (given or shared or config.teacher.path)
@@ -295,14 +293,14 @@ def bytes_of_weights(config: RunConfig) -> int:
     return _numel(model) * (4 if config.model.dtype == "float32" else 2)
 
 
-def share_in_arguments(arguments: Sequence[str]) -> float | None:
-    """Returns what `--gpu-memory-utilization` says in a server's arguments, None where it is not
-    among them or no number."""
+def share_in_arguments(arguments: Sequence[str], flag: str) -> float | None:
+    """Returns what `flag` says in a server's arguments, None where it is not among them or no
+    number."""
     words = " ".join(arguments).replace("=", " ").split()
-    if SHARE_FLAG not in words[:-1]:
+    if flag not in words[:-1]:
         return None
     try:
-        return float(words[words.index(SHARE_FLAG) + 1])
+        return float(words[words.index(flag) + 1])
     except ValueError:
         return None
 

@@ -1,12 +1,13 @@
 """Who samples for a run, and how it comes to new weights.
 
 `embedded`: this process, from the trainer's own weights; there is nothing to send.
-`vllm`: servers behind `inference.urls`, or started and watched over by this run; after every
-training step they get the weights through `agentrl.sync`, as a file or over NCCL.
+`vllm`, `sglang`: servers behind `inference.urls`, or started and watched over by this run; after
+every training step they get the weights through `agentrl.sync`, as a file or over NCCL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -21,23 +22,26 @@ from transformers import PreTrainedModel
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, InferenceError
+from agentrl.inference.backends import BACKENDS
 from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.inference.embedded_sampling import require_exact_cache, share_weights
-from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm import VLLMEngine
-from agentrl.inference.vllm_command import ServerSettings
+from agentrl.inference.http import EngineSession
+from agentrl.inference.launcher import ServerLauncher
+from agentrl.inference.program import ServerSettings
+from agentrl.inference.sglang import workers_of
 from agentrl.sync.adapter import ADAPTER_FOLDER, has_adapter, write_adapter
+from agentrl.sync.control import SGLangControl, VLLMControl
 from agentrl.sync.nccl import Library, NCCLTransfer
 from agentrl.sync.plugin import write_plugin
+from agentrl.sync.push import ServerWeightSync
+from agentrl.sync.sglang import FolderTransfer, TensorTransfer, TorchTransfer
 from agentrl.sync.shards import computing_dtype, copy_trained, is_sharded
 from agentrl.sync.transfer import FileTransfer, Transfer, in_thread
-from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train import ranks
 from agentrl.train.logprobs import computing_device
 from agentrl.train.lora import add_adapter, base_of, is_adapter
 from agentrl.train.memory import (
-    SHARE_FLAG,
     device_memory,
     share_for_servers,
     share_in_arguments,
@@ -46,8 +50,6 @@ from agentrl.train.model import load_model
 
 logger = logging.getLogger(__name__)
 
-BESIDE = Path(".venv-vllm/bin/python")
-"""Where `make vllm` puts vLLM."""
 PROBE_TOKENS = 32
 """Length of the prompt by which a server's weights are compared with the trainer's."""
 AGENT_PATIENCE_S = 0.2
@@ -58,9 +60,9 @@ long. More makes larger batches, and each of them later where an agent is busy."
 @dataclass(slots=True)
 class Serving:
     engine: InferenceEngine
-    sync: VLLMWeightSync | None = None
+    sync: ServerWeightSync | None = None
     """None where engine and trainer share their weights."""
-    launcher: VLLMLauncher | None = None
+    launcher: ServerLauncher | None = None
     """None unless this run started the servers."""
     sleeps: bool = False
     """The servers sleep while the trainer learns (`inference.share`)."""
@@ -148,10 +150,11 @@ async def start_serving(
             embedded_engine(config, own_model or model, for_agents=config.plays_by_agent),
             own_model=own_model,
         )
-    if inference.backend != "vllm":
+    backend = BACKENDS.get(inference.backend)
+    if backend is None:
         raise ConfigError(
             f"inference.backend = {inference.backend!r} can be evaluated against, but not trained "
-            "with: it returns no token ids and takes no weights; use embedded or vllm"
+            "with: it returns no token ids and takes no weights; use embedded, vllm or sglang"
         )
     launcher = None
     weights_dir = inference.weights_dir or run_dir / "weights"
@@ -174,17 +177,18 @@ async def start_serving(
             config,
             start,
             log_dir=run_dir / "logs",
-            plugin_dir=run_dir / "plugin",
+            plugin_dir=run_dir / "plugin" if inference.backend == "vllm" else None,
             transfer_backend=transfer.backend,
             adapter=adapter,
             env=devices,
             extra_args=extra,
         )
         if not quiet:
-            print(f"starting vLLM, half a minute or more; its log is in {run_dir / 'logs'}")
+            name = backend.program.name
+            print(f"starting {name}, half a minute or more; its log is in {run_dir / 'logs'}")
         await launcher.start()
     urls = inference.urls or (launcher.urls if launcher else [])
-    engine = VLLMEngine(
+    engine = backend.engine(
         urls,
         model=inference.model,
         token=inference.token,
@@ -199,11 +203,12 @@ async def start_serving(
     tolerance = 1e-3 if config.model.dtype == "float32" else 0.2
     vocab_size = model.config.get_text_config().vocab_size
     probe = np.random.default_rng(0).integers(vocab_size, size=PROBE_TOKENS)
-    sync = VLLMWeightSync(
-        urls,
+    sync = ServerWeightSync(
+        await _workers(config, urls),
         model_name=inference.model,
         token=inference.token,
         transfer=transfer,
+        control=VLLMControl if inference.backend == "vllm" else SGLangControl,
         on_update=config.rollout.on_update,
         probe_ids=probe.tolist(),
         temperature=config.rollout.temperature,
@@ -211,7 +216,6 @@ async def start_serving(
         # Long enough for a server that died to be there again.
         timeout_s=inference.startup_timeout_s,
         on_missed=engine.distrust,
-        sleeps=inference.share == "sleep",
     )
     engine.resync = sync.push_to
     serving = Serving(engine, sync, launcher, sleeps=inference.share == "sleep")
@@ -221,6 +225,18 @@ async def start_serving(
         await serving.aclose()
         raise
     return serving
+
+
+async def _workers(config: RunConfig, urls: Sequence[str]) -> list[str]:
+    """Returns who gets weights: the servers, and in place of a router those behind it.
+
+    Raises:
+        InferenceError: an address does not answer, or is a router without a worker.
+    """
+    if config.inference.backend != "sglang":
+        return list(urls)
+    async with contextlib.aclosing(EngineSession(config.inference.token)) as http:
+        return [worker for url in urls for worker in await workers_of(http, url.rstrip("/"))]
 
 
 def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
@@ -236,14 +252,17 @@ def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -> Transfer:
+    on_sglang = config.inference.backend == "sglang"
+    if config.inference.transfer == "tensor":
+        return TensorTransfer(weights_dir)
     if config.inference.transfer == "file":
-        return FileTransfer(weights_dir)
+        return FolderTransfer(weights_dir) if on_sglang else FileTransfer(weights_dir)
     if (device := computing_device(model)).type != "cuda":
         raise ConfigError(
             f"inference.transfer = 'nccl' sends from GPU to GPU, and the model is on the "
             f"{device.type}; set model.device = 'cuda' or inference.transfer = 'file'"
         )
-    return NCCLTransfer(Library())
+    return TorchTransfer() if on_sglang else NCCLTransfer(Library())
 
 
 def _servers_devices(
@@ -263,7 +282,8 @@ def _servers_devices(
     devices = None
     if takes_turns and len(_visible_gpus()) > 1:
         devices = {"CUDA_VISIBLE_DEVICES": _visible_gpus()[trainers.index or 0]}
-    if share_in_arguments(config.inference.args) is not None:
+    flag = BACKENDS[config.inference.backend].program.share_flag
+    if share_in_arguments(config.inference.args, flag) is not None:
         return devices, []
     share = share_for_servers(config, device_memory("cuda"), device_type="cuda")
     logger.info(
@@ -271,9 +291,9 @@ def _servers_devices(
         "inference.args = ['%s', '...'] sets another share",
         "take turns on" if takes_turns else "share",
         share,
-        SHARE_FLAG,
+        flag,
     )
-    return devices, [SHARE_FLAG, f"{share:.2f}"]
+    return devices, [flag, f"{share:.2f}"]
 
 
 def _visible_gpus() -> list[str]:
@@ -298,8 +318,8 @@ def _other_gpus(trainers: torch.device) -> dict[str, str]:
 def servable(path: str, folder: Path) -> tuple[str, Path | None]:
     """What a server is started with for a model: its path, and the folder of an adapter on top.
 
-    vLLM takes every safetensors file of a folder for weights of the model, and a checkpoint of a
-    run has others: such a one is served from `folder`, where links lead to the rest of it.
+    A server takes every safetensors file of a folder for weights of the model, and a checkpoint of
+    a run has others: such a one is served from `folder`, where links lead to the rest of it.
     """
     checkpoint = Path(path)
     if is_adapter(path):
@@ -324,9 +344,9 @@ def launcher_of(
     adapter: Path | None = None,
     env: dict[str, str] | None = None,
     extra_args: Sequence[str] = (),
-) -> VLLMLauncher:
+) -> ServerLauncher:
     """Returns a launcher of servers for this run, not started yet; `server_settings` says more."""
-    return VLLMLauncher(
+    return ServerLauncher(
         server_settings(
             config,
             model_path,
@@ -336,7 +356,8 @@ def launcher_of(
             adapter=adapter,
             env=env,
             extra_args=extra_args,
-        )
+        ),
+        BACKENDS[config.inference.backend].program,
     )
 
 
@@ -352,10 +373,10 @@ def server_settings(
     extra_args: Sequence[str] = (),
     python: str | None = None,
 ) -> ServerSettings:
-    """Returns how a run's vLLM servers are started.
+    """Returns how a run's servers are started.
 
     Args:
-        plugin_dir: where the weight-transfer plugin is written for the servers to load; None for
+        plugin_dir: where vLLM's weight-transfer plugin is written for the servers to load; None for
             servers whose weights never change, or that have agentrl installed.
         transfer_backend: see `Transfer.backend`.
         adapter: folder of the adapter that is trained.
@@ -364,17 +385,19 @@ def server_settings(
         python: the servers' interpreter; found as `inference.python` says when None.
 
     Raises:
-        ConfigError: no interpreter with vLLM is named.
+        ConfigError: no interpreter with the servers' package is named.
     """
     inference = config.inference
-    python = python or inference.python or os.environ.get("AGENTRL_VLLM_PYTHON")
-    if python is None and BESIDE.exists():
-        python = str(BESIDE)
+    program = BACKENDS[inference.backend].program
+    python = python or inference.python or os.environ.get(program.python_variable)
+    if python is None and program.beside.exists():
+        python = str(program.beside)
     if python is None:
         raise ConfigError(
-            "inference.backend = 'vllm' needs servers: name running ones with inference.urls, or "
-            "with inference.python the interpreter of an environment that has vLLM (`make vllm` "
-            f"makes {BESIDE.parents[1]}, which is found by itself)"
+            f"inference.backend = {inference.backend!r} needs servers: name running ones with "
+            "inference.urls, or with inference.python the interpreter of an environment that has "
+            f"{program.name} (`make {program.package}` makes {program.beside.parents[1]}, which is "
+            "found by itself)"
         )
     return ServerSettings(
         python=python,

@@ -1,13 +1,14 @@
 """A teacher: a frozen model beside the policy, or a server that is asked for log-probs.
 
-A server answers `/v1/completions` with the log-probs of the prompt it was sent, so the prompt is
-the whole row and the one token it must sample is thrown away. Both kinds must read ids as the
+A server answers with the log-probs of the prompt it was sent, so the prompt is the whole row; vLLM
+must sample one token, which is thrown away, SGLang none. Both kinds must read ids as the
 policy does, which is checked before the first rollout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,8 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.config import TeacherSection
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.http import make_client, require_address
-from agentrl.inference.vllm_api import (
+from agentrl.inference.token_api import (
     COMPLETIONS,
+    SGLANG,
+    Endpoint,
     NotJSON,
     SamplingFields,
     error_message,
@@ -53,7 +56,7 @@ class _Passing(Exception):
 
 
 class TeacherServer:
-    """A vLLM server that holds the teacher.
+    """A vLLM or SGLang server that holds the teacher; it is asked which.
 
     Its log-probs are those of the raw logits, temperature 1.
     """
@@ -70,6 +73,7 @@ class TeacherServer:
         self.url = require_address(url, "teacher.url")
         self.model = model
         self._token = token
+        self._endpoint: Endpoint | None = None
 
     async def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Compare how the server and the policy tokenise a text of many scripts.
@@ -88,7 +92,7 @@ class TeacherServer:
                 )
         except InferenceError as error:
             raise ConfigError(
-                f"teacher.url does not answer as a vLLM server does ({error}); check teacher.url "
+                f"teacher.url does not answer as vLLM or SGLang does ({error}); check teacher.url "
                 "and teacher.model"
             ) from error
         if tokens != tokenizer.encode(_PROBE, add_special_tokens=False):
@@ -117,22 +121,32 @@ class TeacherServer:
                 return await self._row(http, sample)
 
         async with self._http() as http:
+            await self._find_endpoint(http)
             return await asyncio.gather(*map(row, samples))
+
+    async def _find_endpoint(self, http: httpx.AsyncClient) -> None:
+        """Nothing is decided where it does not answer: the calls afterwards say why."""
+        if self._endpoint is None:
+            with contextlib.suppress(httpx.RequestError):
+                answer = await http.get("/model_info", timeout=TIMEOUT_S)
+                self._endpoint = SGLANG if answer.status_code == 200 else COMPLETIONS
 
     async def _row(self, http: httpx.AsyncClient, sample: Sample) -> np.ndarray:
         """(num_trained,) float32"""
         ids = [int(token_id) for token_id in sample.token_ids]
-        sampling = SamplingFields(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        endpoint = self._endpoint or COMPLETIONS
+        num_sampled = 0 if endpoint == SGLANG else 1
+        sampling = SamplingFields(max_tokens=num_sampled, temperature=0.0, prompt_logprobs=0)
         found = await self._ask(
             http,
-            COMPLETIONS,
-            request_body(COMPLETIONS, self.model, ids, sampling),
-            lambda answer: read_prompt_logprobs(self.url, answer),
+            endpoint,
+            request_body(endpoint, self.model, ids, sampling),
+            lambda answer: read_prompt_logprobs(endpoint, self.url, answer),
         )
         if found is None or len(found) != len(ids):
             raise InferenceError(
                 f"{self.url}: {len(ids)} prompt tokens came back with log-probabilities of "
-                f"{0 if found is None else len(found)}; is it a vLLM server?"
+                f"{0 if found is None else len(found)}; is it a vLLM or SGLang server?"
             )
         values = np.zeros(sample.num_trained, np.float32)
         for column, position in enumerate(np.flatnonzero(sample.loss_mask)):

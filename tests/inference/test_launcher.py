@@ -17,13 +17,15 @@ import pytest
 from agentrl.errors import InferenceError
 from agentrl.inference import launcher as launcher_module
 from agentrl.inference.http import make_client
-from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm_command import ServerSettings, server_command, server_environment
+from agentrl.inference.launcher import ServerLauncher
+from agentrl.inference.program import ServerSettings, server_environment
+from agentrl.inference.sglang_command import SGLANG
+from agentrl.inference.vllm_command import VLLM
 
 FAKE = Path(__file__).parent / "fake_vllm"
 
 
-def make_launcher(log_dir: Path, **settings) -> VLLMLauncher:
+def make_launcher(log_dir: Path, **settings) -> ServerLauncher:
     arguments = dict(
         python=sys.executable,
         model="toy",
@@ -33,7 +35,7 @@ def make_launcher(log_dir: Path, **settings) -> VLLMLauncher:
         startup_timeout_s=30,
     )
     settings = ServerSettings(**arguments | settings)  # pyright: ignore[reportArgumentType]
-    return VLLMLauncher(settings)
+    return ServerLauncher(settings)
 
 
 def started(log: Path) -> list[tuple[int, Path]]:
@@ -180,8 +182,9 @@ def test_none_is_restarted_while_the_trainer_has_the_gpu(tmp_path):
 
 def test_a_server_that_sleeps_is_started_so_where_there_is_a_gpu(tmp_path):
     settings = ServerSettings(python="p", model="m", log_dir=tmp_path, sleeps=True)
-    assert "--enable-sleep-mode" in server_command(settings, 1, "cuda")
-    assert "--enable-sleep-mode" not in server_command(settings, 1, "cpu")
+    for program, flag in ((VLLM, "--enable-sleep-mode"), (SGLANG, "--enable-memory-saver")):
+        assert flag in program.command(settings, 1, "cuda")
+        assert flag not in program.command(settings, 1, "cpu")
 
 
 @pytest.mark.slow
@@ -373,7 +376,7 @@ def test_a_server_that_a_rank_starts_knows_nothing_of_the_ranks(tmp_path, monkey
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():
         monkeypatch.setenv(name, value)
-    environment = server_environment(ServerSettings(python="", model="", log_dir=tmp_path))
+    environment = server_environment(VLLM, ServerSettings(python="", model="", log_dir=tmp_path))
     # As vLLM's workers begin; it would wait for torchrun's store at that port.
     begin = (
         "import datetime, torch.distributed as dist; dist.init_process_group('gloo', rank=0, "

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import InferenceError
-from agentrl.inference import vllm as engine_module
+from agentrl.inference import remote as engine_module
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.vllm import VLLMEngine
 

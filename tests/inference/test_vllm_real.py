@@ -19,7 +19,7 @@ from vllm_fixture import TOY_MODEL, differences, running_vllm, sample_many, vllm
 from agentrl.doctor import doctor
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.http import make_client
-from agentrl.inference.launcher import VLLMLauncher
+from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.vllm import VLLMEngine
 from agentrl.sync.plugin import write_plugin
 from agentrl.train.model import load_model
@@ -32,7 +32,7 @@ NEVER_ENDS = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[VLLMLauncher]:
+def server(tmp_path_factory) -> Iterator[ServerLauncher]:
     vllm_python()
     directory = tmp_path_factory.mktemp("vllm")
     with running_vllm(directory, plugin_dir=write_plugin(directory / "plugin")) as launcher:

@@ -14,9 +14,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from agentrl.inference.base import Generation, SamplingParams
-from agentrl.inference.launcher import VLLMLauncher
+from agentrl.inference.launcher import ServerLauncher
+from agentrl.inference.program import ServerSettings
 from agentrl.inference.vllm import VLLMEngine
-from agentrl.inference.vllm_command import ServerSettings
 from agentrl.train.logprobs import recomputed_logprobs
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def vllm_python() -> str:
     return python
 
 
-def toy_launcher(log_dir: Path, **settings) -> VLLMLauncher:
+def toy_launcher(log_dir: Path, **settings) -> ServerLauncher:
     """A launcher of the quickstart's model in float32 unless `settings` say otherwise."""
     arguments = dict(
         python=vllm_python(),
@@ -46,11 +46,11 @@ def toy_launcher(log_dir: Path, **settings) -> VLLMLauncher:
         startup_timeout_s=1200.0,
     )
     settings = ServerSettings(**arguments | settings)  # pyright: ignore[reportArgumentType]
-    return VLLMLauncher(settings)
+    return ServerLauncher(settings)
 
 
 @contextlib.contextmanager
-def running_vllm(log_dir: Path, **settings) -> Iterator[VLLMLauncher]:
+def running_vllm(log_dir: Path, **settings) -> Iterator[ServerLauncher]:
     """Servers that live as long as the block, watched by a thread of their own.
 
     Tests may run as many event loops as they like meanwhile.

@@ -17,8 +17,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer, Transfer
-from agentrl.sync.vllm import VLLMWeightSync
 
 
 def tiny_model(seed: int = 0, *, tied: bool = True) -> Qwen3ForCausalLM:
@@ -206,7 +206,7 @@ async def syncing(transfer: Transfer, *servers: ControlServer, **settings):
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(serving(server))
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [server.url for server in servers],
             transfer=transfer,
             probe_ids=PROBE_IDS,

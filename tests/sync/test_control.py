@@ -7,7 +7,7 @@ from control_server import ControlServer, OneFile, error, failing, hanging, serv
 
 from agentrl.errors import WeightSyncError
 from agentrl.inference.http import make_client
-from agentrl.sync.control import RouteMissing, ServerControl, ServerUnreachable
+from agentrl.sync.control import RouteMissing, ServerUnreachable, VLLMControl
 from agentrl.sync.files import weights_path, write_weights
 
 ROUTES = [
@@ -30,7 +30,7 @@ def weights(tmp_path_factory):
 
 async def update(server, weights, *, timeout_s=5.0, on_update="keep"):
     async with make_client() as http:
-        control = ServerControl(http, server.url, timeout_s=timeout_s)
+        control = VLLMControl(http, server.url, timeout_s=timeout_s)
         transfer = OneFile(weights_path(weights, 3))
         await transfer.connect(control)
         return await control.update(lambda: transfer.send(control), version=3, on_update=on_update)
@@ -165,7 +165,7 @@ def test_a_server_that_dies_in_the_middle_is_unreachable_not_paused(weights):
 def test_a_server_without_the_routes_is_told_from_one_that_fails():
     async def test(server):
         async with make_client() as http:
-            control = ServerControl(http, server.url, timeout_s=5)
+            control = VLLMControl(http, server.url, timeout_s=5)
             with pytest.raises(RouteMissing, match="VLLM_SERVER_DEV_MODE"):
                 await control.post("/no_such_route")
 

@@ -9,8 +9,8 @@ from control_server import perturb
 from families import IN_BFLOAT16, SERVED, save_tiny_model
 from vllm_process import python_of_vllm, vllm_server
 
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer
-from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.model import load_model
 
 pytestmark = [
@@ -29,7 +29,7 @@ def serve_and_update(model_type, directory) -> dict[str, float]:
     model = load_model(path, dtype=getattr(torch, dtype), device="cpu")
 
     async def push(url):
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [url],
             transfer=FileTransfer(directory / "weights"),
             probe_ids=list(range(5, 69)),

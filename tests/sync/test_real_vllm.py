@@ -19,11 +19,11 @@ from vllm_process import python_of_vllm, vllm_server
 
 from agentrl.errors import WeightSyncError
 from agentrl.inference.http import make_client
-from agentrl.sync.control import ServerControl
+from agentrl.sync.control import VLLMControl
 from agentrl.sync.files import weights_path, write_weights
 from agentrl.sync.probe import probe, trainer_logprobs
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer
-from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.logprobs import recomputed_logprobs
 from agentrl.train.model import load_model
 
@@ -82,7 +82,7 @@ def model(server):
 
 @pytest.fixture
 def sync(server, tmp_path):
-    return VLLMWeightSync(
+    return ServerWeightSync(
         [server.url],
         transfer=FileTransfer(tmp_path / "weights"),
         probe_ids=PROBE_IDS,
@@ -193,7 +193,7 @@ def test_vllms_own_reload_updates_half_of_a_tied_model_and_the_probe_sees_it(
         model.save_pretrained(tmp_path / "model")
         expected = trainer_logprobs(model, PROBE_IDS, version=1, temperature=TEMPERATURE)
         async with make_client() as http:
-            control = ServerControl(http, server.url, timeout_s=60)
+            control = VLLMControl(http, server.url, timeout_s=60)
             reload = {"method": "reload_weights", "kwargs": {"weights_path": f"{tmp_path}/model"}}
             await control.post("/pause?mode=keep")
             await control.post("/collective_rpc", reload)  # answers 200
@@ -320,7 +320,7 @@ def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
             | {"model.embed_tokens.weight": torch.zeros(300, 128)},
         }
         async with make_client() as http:
-            control = ServerControl(http, server.url, timeout_s=60)
+            control = VLLMControl(http, server.url, timeout_s=60)
 
             async def refused(path, reason):
                 with pytest.raises(WeightSyncError, match=reason):
@@ -355,7 +355,7 @@ def test_an_update_left_open_by_a_killed_trainer_is_no_obstacle(server, model, s
     async def main():
         await sync.push(model, 1)
         async with make_client() as http:
-            control = ServerControl(http, server.url, timeout_s=60)
+            control = VLLMControl(http, server.url, timeout_s=60)
             await control.post("/pause?mode=keep")
             await control.post("/start_weight_update")
         perturb(model, seed=51, scale=0.01)
@@ -392,7 +392,7 @@ def mixture(directory: Path) -> Path:
 def test_experts_of_a_mixture_are_packed_again(tmp_path):
     async def main(path, url):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [url],
             transfer=FileTransfer(tmp_path / "weights"),
             probe_ids=PROBE_IDS,

@@ -11,12 +11,12 @@ from vllm_process import python_of_vllm
 
 from agentrl.config import LoraSection
 from agentrl.inference.http import make_client
-from agentrl.inference.launcher import VLLMLauncher
-from agentrl.inference.vllm_command import ServerSettings
+from agentrl.inference.launcher import ServerLauncher
+from agentrl.inference.program import ServerSettings
 from agentrl.sync.adapter import ADAPTER_FOLDER, adapter_tensors, write_adapter
 from agentrl.sync.plugin import write_plugin
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer
-from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.lora import add_adapter
 from agentrl.train.model import load_model
 
@@ -51,12 +51,12 @@ def test_every_token_is_of_the_adapter_it_is_labelled_with(tmp_path):
         plugin_dir=write_plugin(tmp_path / "plugin"),
         adapter=write_adapter(model, weights / ADAPTER_FOLDER).parent,
     )
-    launcher = VLLMLauncher(settings)
+    launcher = ServerLauncher(settings)
 
     async def main():
         async with aclosing(launcher), make_client() as http:
             await launcher.start()
-            sync = VLLMWeightSync(
+            sync = ServerWeightSync(
                 launcher.urls,
                 transfer=FileTransfer(weights),
                 probe_ids=PROBE_IDS,

@@ -18,7 +18,7 @@ from agentrl.inference.base import SamplingParams
 from agentrl.inference.http import make_client
 from agentrl.inference.vllm import VLLMEngine
 from agentrl.sync.nccl import Library, NCCLTransfer
-from agentrl.sync.vllm import VLLMWeightSync
+from agentrl.sync.push import ServerWeightSync
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 PROBE_IDS = list(range(10, 74))
@@ -70,7 +70,7 @@ def test_updates_with_sequences_in_flight(library, tmp_path):
 
     async def main(url: str) -> None:
         transfer = NCCLTransfer(Library(str(library)))
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [url],
             transfer=transfer,
             probe_ids=PROBE_IDS,
@@ -95,7 +95,7 @@ def test_updates_with_sequences_in_flight(library, tmp_path):
         assert crossed
 
         # A trainer that starts again has another communicator, and the old one is let go.
-        again = VLLMWeightSync(
+        again = ServerWeightSync(
             [url],
             transfer=NCCLTransfer(Library(str(library))),
             probe_ids=PROBE_IDS,

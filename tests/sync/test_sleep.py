@@ -19,8 +19,8 @@ from control_server import (
 )
 
 from agentrl.errors import WeightSyncError
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer
-from agentrl.sync.vllm import VLLMWeightSync
 from agentrl.train.serving import Serving
 
 
@@ -159,7 +159,7 @@ async def one_card(folder, num_servers: int = 1, total: float = 80.0):
             server = SleepingServer(f"server {number}", card, launcher)
             await stack.enter_async_context(serving(server))
             launcher.servers.append(server)
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [server.url for server in launcher.servers],
             transfer=FileTransfer(folder),
             probe_ids=PROBE_IDS,
@@ -167,7 +167,6 @@ async def one_card(folder, num_servers: int = 1, total: float = 80.0):
             tolerance=1e-4,
             timeout_s=20.0,
             on_missed=lambda url: None,
-            sleeps=True,
         )
         engine: Any = SimpleNamespace(policy_version=0)
         fake: Any = launcher

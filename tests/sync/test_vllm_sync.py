@@ -19,8 +19,8 @@ from control_server import (
 
 from agentrl.errors import WeightSyncError
 from agentrl.sync import control as control_module
+from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer
-from agentrl.sync.vllm import VLLMWeightSync
 
 
 def names(directory):
@@ -222,7 +222,7 @@ def test_a_server_that_is_away_is_waited_for(tmp_path):
         server = ControlServer()
         async with serving(server):
             port = int(server.url.rpartition(":")[2])
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [server.url],
             transfer=FileTransfer(tmp_path),
             probe_ids=PROBE_IDS,
@@ -278,7 +278,7 @@ def test_a_server_that_stays_away_ends_the_push(tmp_path):
         server = ControlServer()
         async with serving(server):
             pass
-        sync = VLLMWeightSync(
+        sync = ServerWeightSync(
             [server.url],
             transfer=FileTransfer(tmp_path),
             probe_ids=PROBE_IDS,
@@ -461,16 +461,16 @@ def test_a_full_disk_is_named_and_the_servers_stay_untouched(tmp_path):
 def test_what_a_killed_run_left_is_removed_at_the_start(tmp_path):
     directory = tmp_path / "made" / "on_demand"
     sync = {"probe_ids": PROBE_IDS, "temperature": 1.0, "tolerance": 1e-4}
-    VLLMWeightSync(["http://127.0.0.1:1"], transfer=FileTransfer(directory), **sync)
+    ServerWeightSync(["http://127.0.0.1:1"], transfer=FileTransfer(directory), **sync)
     (directory / "policy-41.safetensors").write_bytes(b"old")
     (directory / ".policy-42.safetensors.tmp").write_bytes(b"half")
-    VLLMWeightSync(["http://127.0.0.1:1"], transfer=FileTransfer(directory), **sync)
+    ServerWeightSync(["http://127.0.0.1:1"], transfer=FileTransfer(directory), **sync)
     assert names(directory) == []
 
 
 def test_a_probe_of_one_token_is_refused(tmp_path):
     with pytest.raises(ValueError, match="two tokens"):
-        VLLMWeightSync(
+        ServerWeightSync(
             ["http://x"],
             transfer=FileTransfer(tmp_path),
             probe_ids=[1],

@@ -482,7 +482,9 @@ def test_gradients_that_are_not_finite_are_skipped_counted_and_stop_the_run(tmp_
 
 
 def test_nccl_between_a_cpu_and_servers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.inference.launcher.VLLMLauncher.start", None)  # nothing is started
+    monkeypatch.setattr(
+        "agentrl.inference.launcher.ServerLauncher.start", None
+    )  # nothing is started
     with pytest.raises(ConfigError, match=r"model is on the cpu; set model\.device = 'cuda'"):
         run(
             tmp_path / "run",

@@ -136,7 +136,7 @@ def test_a_server_gives_what_the_local_model_would(model, tokenizer):
     [
         (["400"], "status 400: .*no room"),
         (["short"], "6 prompt tokens came back with log-probabilities of 5"),
-        (["none"], "log-probabilities of 0; is it a vLLM server"),
+        (["none"], "log-probabilities of 0; is it a vLLM or SGLang server"),
         (["other"], "no log-probability of token 10 at position 5"),
         (["500"] * 5, "status 500.*tried 5 times"),
     ],
@@ -191,7 +191,7 @@ def test_a_local_teacher_is_frozen(tokenizer):
         ({"objective": {"preset": "opd"}}, "set teacher.path to a model with the policy's tok"),
         (
             {"objective": {"preset": "opd"}, "teacher": {"path": "a", "url": "b"}},
-            "teacher.url to a vLLM server that holds one, not both",
+            "teacher.url to a server that holds one, not both",
         ),
         ({"teacher": {"path": "a"}}, "teacher.path is set, but the objective learns from no"),
         (

@@ -60,10 +60,10 @@ def test_what_the_host_updates_is_there_already(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"inference": {"share": "sleep"}}, "vLLM servers that this run starts"),
+        ({"inference": {"share": "sleep"}}, "servers that this run starts"),
         (
             {"inference": {"share": "sleep", "backend": "vllm", "urls": "http://a"}},
-            "vLLM servers that this run starts",
+            "servers that this run starts",
         ),
         (
             {

@@ -24,13 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 from vllm_fixture import ROOT, vllm_python
 
 from agentrl.config import load_config
-from agentrl.inference import vllm as engine_module
+from agentrl.inference import remote as engine_module
 from agentrl.inference.http import EngineSession
-from agentrl.inference.launcher import VLLMLauncher
+from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.vllm import GENERATE
 from agentrl.rollout import read_trajectories
-from agentrl.sync import vllm as sync_module
-from agentrl.sync.control import ServerControl
+from agentrl.sync.control import VLLMControl
 from agentrl.tracking import read_metrics
 from agentrl.train import serving as serving_module
 from agentrl.train.logprobs import recomputed_logprobs
@@ -100,7 +99,7 @@ class Witness:
         self.pushed: list[tuple[float, int]] = []
         """When the run had pushed which version."""
         self.pushing = False
-        self.launchers: list[VLLMLauncher] = []
+        self.launchers: list[ServerLauncher] = []
         self.dead: str | None = None
         self.killed_at = 0.0
         self.in_flight: list[Call] = []
@@ -169,7 +168,7 @@ def witness(request, tmp_path, monkeypatch) -> Witness:
                 call.ended = time.monotonic()
                 seen.stop_when_enough_was_seen()
 
-    class WatchedControl(ServerControl):
+    class WatchedControl(VLLMControl):
         async def post(self, path, body=None, *, timeout_s=None):
             content = await super().post(path, body, timeout_s=timeout_s)
             if path == "/finish_weight_update" and body:
@@ -177,9 +176,9 @@ def witness(request, tmp_path, monkeypatch) -> Witness:
                 seen.labelled.append(labelled)
             return content
 
-    class WatchedLauncher(VLLMLauncher):
-        def __init__(self, settings) -> None:
-            super().__init__(settings)
+    class WatchedLauncher(ServerLauncher):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
             seen.launchers.append(self)
 
     class WatchedServing(Serving):
@@ -191,8 +190,8 @@ def witness(request, tmp_path, monkeypatch) -> Witness:
             return metrics
 
     monkeypatch.setattr(engine_module, "EngineSession", WatchedSession)
-    monkeypatch.setattr(sync_module, "ServerControl", WatchedControl)
-    monkeypatch.setattr(serving_module, "VLLMLauncher", WatchedLauncher)
+    monkeypatch.setattr(serving_module, "VLLMControl", WatchedControl)
+    monkeypatch.setattr(serving_module, "ServerLauncher", WatchedLauncher)
     monkeypatch.setattr(serving_module, "Serving", WatchedServing)
     return seen
 

@@ -1,8 +1,10 @@
-"""What vLLM's two token endpoints take and give, and the checks of an answer.
+"""What the token endpoints of vLLM and SGLang take and give, and the checks of an answer.
 
-* `POST /inference/v1/generate` (needs `--enable-scale-out`): ids both ways, ignores the model's own
-  sampling defaults, and says which weight version sampled which tokens.
+* `POST /inference/v1/generate`, vLLM's (needs `--enable-scale-out`): ids both ways, ignores the
+  model's own sampling defaults, and says which weight version sampled which tokens.
 * `POST /v1/completions` with an id prompt, on any vLLM. It says nothing about versions.
+* `POST /generate`, SGLang's: as the first. Its log-probabilities are those after the temperature
+  and before `top_p`, `top_k` and `min_p`.
 
 The one description of these bodies, for rollouts, for the probe after a weight update and for a
 teacher that is a server.
@@ -21,9 +23,10 @@ import msgspec
 from agentrl.errors import InferenceError
 from agentrl.types import FinishReason, bad_logprob
 
-Endpoint = Literal["/inference/v1/generate", "/v1/completions"]
+Endpoint = Literal["/inference/v1/generate", "/v1/completions", "/generate"]
 GENERATE: Endpoint = "/inference/v1/generate"
 COMPLETIONS: Endpoint = "/v1/completions"
+SGLANG: Endpoint = "/generate"
 
 NO_LOGPROB = -9999.0
 """What vLLM sends for a log-probability that is NaN, minus infinity or missing."""
@@ -64,6 +67,29 @@ class _CompletionBody(SamplingFields, kw_only=True):
     prompt: list[int]
     cache_salt: str | msgspec.UnsetType
     return_token_ids: bool = True
+
+
+class _SGLangSampling(msgspec.Struct, kw_only=True):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    sampling_seed: int | msgspec.UnsetType
+    """Ignored unless the server runs in its deterministic mode."""
+
+
+class _SGLangBody(msgspec.Struct, kw_only=True):
+    rid: str | msgspec.UnsetType
+    input_ids: list[int]
+    sampling_params: _SGLangSampling
+    logprob_start_len: int
+    """First prompt token with a log-probability; -1: none."""
+    top_logprobs_num: int
+    return_logprob: bool = True
 
 
 # What is read from JSON has no cycles, so the garbage collector need not look at it: there is one
@@ -122,6 +148,28 @@ class _CompletionAnswer(msgspec.Struct, gc=False):
     choices: list[_CompletionChoice]
 
 
+_SGLangLogprob = tuple[float | None, int, str | None]
+"""Log-probability, token id, text."""
+
+
+class _SGLangFinish(msgspec.Struct, gc=False):
+    type: str
+
+
+class _SGLangMeta(msgspec.Struct, gc=False):
+    finish_reason: _SGLangFinish | None = None
+    output_token_logprobs: list[_SGLangLogprob] = []
+    input_token_logprobs: list[_SGLangLogprob] | None = None
+    output_top_logprobs: list[list[_SGLangLogprob] | None] | None = None
+    weight_version: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class _SGLangAnswer(msgspec.Struct, gc=False):
+    meta_info: _SGLangMeta
+    output_ids: list[int]
+
+
 class _WeightInfo(msgspec.Struct):
     weight_version: str | int | None = None
 
@@ -156,6 +204,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {reason: reason for reason in get_arg
 
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 _completion_decoder = msgspec.json.Decoder(_CompletionAnswer)
+_sglang_decoder = msgspec.json.Decoder(_SGLangAnswer)
 _weight_info_decoder = msgspec.json.Decoder(_WeightInfo)
 _tokens_decoder = msgspec.json.Decoder(_Tokens)
 _encoder = msgspec.json.Encoder()
@@ -175,7 +224,8 @@ def request_body(
     Args:
         model: served model name.
         request_id: the completions endpoint has none.
-        cache_salt: requests with different salts share no cached prefix.
+        cache_salt: requests with different salts share no cached prefix. SGLang has none; it
+            computes a prompt anew whose log-probabilities are asked for.
     """
     if endpoint == GENERATE:
         return _encoder.encode(
@@ -185,6 +235,26 @@ def request_body(
                 sampling_params=sampling,
                 request_id=request_id,
                 cache_salt=cache_salt,
+            )
+        )
+    if endpoint == SGLANG:
+        return _encoder.encode(
+            _SGLangBody(
+                rid=request_id,
+                input_ids=prompt_ids,
+                sampling_params=_SGLangSampling(
+                    max_new_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
+                    repetition_penalty=sampling.repetition_penalty,
+                    stop_token_ids=sampling.stop_token_ids,
+                    ignore_eos=sampling.ignore_eos,
+                    sampling_seed=sampling.seed,
+                ),
+                logprob_start_len=-1 if sampling.prompt_logprobs is msgspec.UNSET else 0,
+                top_logprobs_num=sampling.logprobs,
             )
         )
     fields = msgspec.structs.asdict(sampling)
@@ -205,7 +275,9 @@ def read_sampled(
         InferenceError: the answer is not what the endpoint gives, is not of this prompt, or has
             log-probabilities that no trainer may learn from.
     """
-    if endpoint == GENERATE:
+    if endpoint == SGLANG:
+        sampled = _read_sglang(url, _decode(_sglang_decoder, url, body))
+    elif endpoint == GENERATE:
         answer = _decode(_generate_decoder, url, body)
         sampled = _read_generate(url, _only_choice(url, answer.choices), answer.prompt_logprobs)
     else:
@@ -215,17 +287,32 @@ def read_sampled(
     return sampled
 
 
-def read_prompt_logprobs(url: str, body: bytes) -> PromptLogprobs | None:
-    """The prompt's log-probabilities in an answer of the completions endpoint.
+def read_prompt_logprobs(endpoint: Endpoint, url: str, body: bytes) -> PromptLogprobs | None:
+    """The prompt's log-probabilities in an answer of the completions endpoint or of SGLang's.
 
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
     """
+    if endpoint == SGLANG:
+        return _sglang_prompt(_decode(_sglang_decoder, url, body).meta_info)
     return _only_choice(url, _decode(_completion_decoder, url, body).choices).prompt_logprobs
 
 
+def read_likeliest(url: str, body: bytes) -> float:
+    """The log-probability of the likeliest first token in an answer of SGLang's endpoint.
+
+    Raises:
+        NotJSON, InferenceError: as for `read_sampled`.
+    """
+    likeliest = _decode(_sglang_decoder, url, body).meta_info.output_top_logprobs
+    if not likeliest or not likeliest[0] or likeliest[0][0][0] is None:
+        raise InferenceError(f"{url}: the answer holds no log-probabilities of likely tokens")
+    return likeliest[0][0][0]
+
+
 def read_weight_version(url: str, body: bytes) -> str | int | None:
-    """What a server calls its weights, from an answer of `GET /weight_info`.
+    """What a server calls its weights, from an answer of vLLM's `GET /weight_info` or SGLang's
+    `GET /model_info`.
 
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
@@ -252,7 +339,8 @@ def _decode(decoder: msgspec.json.Decoder[Shape], url: str, body: bytes) -> Shap
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise InferenceError(
-            f"{url}: the answer has another shape than expected: {error}; is it a vLLM server?"
+            f"{url}: the answer has another shape than expected: {error}; is it the server that "
+            "inference.backend names?"
         ) from error
     except msgspec.DecodeError as error:
         raise NotJSON(f"the answer is no JSON ({error})") from error
@@ -333,6 +421,34 @@ def _read_completion(url: str, choice: _CompletionChoice, prompt_ids: list[int])
         [],
         choice.prompt_logprobs,
     )
+
+
+def _read_sglang(url: str, answer: _SGLangAnswer) -> Sampled:
+    meta, num_tokens = answer.meta_info, len(answer.output_ids)
+    if [entry[1] for entry in meta.output_token_logprobs] != answer.output_ids:
+        raise InferenceError(
+            f"{url}: {num_tokens} tokens came with log-probabilities of "
+            f"{len(meta.output_token_logprobs)} other ones"
+        )
+    spans = meta.weight_versions
+    if not spans and meta.weight_version is not None:
+        spans = [VersionSpan(meta.weight_version, 0, num_tokens)]
+    return Sampled(
+        answer.output_ids,
+        _present(url, [entry[0] for entry in meta.output_token_logprobs]),
+        _finish_reason(url, meta.finish_reason.type if meta.finish_reason else None),
+        spans or [],
+        _sglang_prompt(meta),
+    )
+
+
+def _sglang_prompt(meta: _SGLangMeta) -> PromptLogprobs | None:
+    if not meta.input_token_logprobs:
+        return None
+    return [
+        None if logprob is None else {str(token_id): PromptLogprob(logprob)}
+        for logprob, token_id, _ in meta.input_token_logprobs
+    ]
 
 
 def _present(url: str, logprobs: list[float | None]) -> list[float]:

@@ -1,17 +1,19 @@
-"""Live weight updates of running vLLM servers.
+"""Live weight updates of running servers, vLLM's and SGLang's.
 
     trainer                        every server, in parallel
     a copy of the weights          pause -> load them -> label "7" -> resume
     log-probs of the probe         the same probe; a difference ends the run
 
-How the copy gets to the servers is the transfer's business: through a file (`sync.transfer`), or
-from GPU to GPU (`sync.nccl`). Of a model that only trains an adapter it is the adapter: the server
-drops the old one when it finishes an update, and reads its folder again.
+How the copy gets to the servers is the transfer's business: through a file (`sync.transfer`,
+`sync.sglang`), or from GPU to GPU (`sync.nccl`). Of a model that only trains an adapter it is the
+adapter: the server drops the old one when it finishes an update, and reads its folder again.
 
 A server that is out of reach, or hangs, does not hold up the others for long: `on_missed` is told,
 and whoever routes requests asks for `push_to` before that server's next one.
 
-Servers need the transfer's backend: that of `agentrl.sync.vllm_plugin` for files, or vLLM's own.
+vLLM needs the transfer's backend: that of `agentrl.sync.vllm_plugin` for files, or its own. SGLang
+needs nothing. It answers 200 to an update that names no parameter of its model, and takes the
+label of it: what was loaded is known by the probe alone.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from agentrl.sync.control import (
     ServerFailed,
     ServerSilent,
     ServerUnreachable,
+    VLLMControl,
 )
 from agentrl.sync.probe import ProbeLogprobs, probe, trainer_logprobs
 from agentrl.sync.transfer import Transfer, in_thread
@@ -46,7 +49,7 @@ MAX_PAUSE_S = 0.5
 _MISSED = (ServerUnreachable, ServerSilent)
 
 
-class VLLMWeightSync(WeightSync):
+class ServerWeightSync(WeightSync):
     def __init__(
         self,
         urls: Sequence[str],
@@ -54,13 +57,13 @@ class VLLMWeightSync(WeightSync):
         model_name: str = "policy",
         token: str | None = None,
         transfer: Transfer,
+        control: type[ServerControl] = VLLMControl,
         on_update: OnUpdate = "keep",
         probe_ids: list[int],
         temperature: float,
         tolerance: float,
         timeout_s: float = 300.0,
         on_missed: Callable[[str], None] | None = None,
-        sleeps: bool = False,
     ) -> None:
         """
         Args:
@@ -68,6 +71,7 @@ class VLLMWeightSync(WeightSync):
             model_name: served model name.
             token: the servers' `--api-key`.
             transfer: of this run alone; closed with this.
+            control: of the software that these servers are.
             on_update: sequences in flight go on under the new weights (`keep`), end under the old
                 ones (`wait`), or end now with finish reason `abort`.
             probe_ids: a prompt of at least two tokens, long enough to look like a rollout.
@@ -78,7 +82,6 @@ class VLLMWeightSync(WeightSync):
             on_missed: called with the address of a server that a push did not reach while it
                 reached another. It has older weights, or the ones on its disk, and is to get no
                 request before `push_to` gave it the current ones. None: every push waits for all.
-            sleeps: the servers are put to `sleep`, and a push wakes them.
         """
         if len(probe_ids) < 2:
             raise ValueError("the probe needs a prompt of at least two tokens")
@@ -86,14 +89,15 @@ class VLLMWeightSync(WeightSync):
         self._model_name = model_name
         self._token = token
         self._transfer = transfer
+        self._control = control
         self._on_update: OnUpdate = on_update
         self.probe_ids = probe_ids
         self.temperature = temperature
         self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._on_missed = on_missed
-        self._sleeps = sleeps
         self._missed: set[str] = set()
+        self._asleep: set[str] = set()
         self._pushed: ProbeLogprobs | None = None
         self._one_at_a_time = asyncio.Lock()
         self._http: httpx.AsyncClient | None = None
@@ -157,7 +161,8 @@ class VLLMWeightSync(WeightSync):
         failed: dict[str, WeightSyncError] = {}
 
         async def each(url: str) -> None:
-            control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
+            control = self._control(self._session(), url, timeout_s=self._timeout_s)
+            self._asleep.add(url)
             try:
                 await control.sleep(keep_weights=keep_weights)
             except WeightSyncError as error:
@@ -224,7 +229,7 @@ class VLLMWeightSync(WeightSync):
             ServerSilent: it hangs.
             WeightSyncError: waiting would not help.
         """
-        control = ServerControl(self._session(), url, timeout_s=self._timeout_s)
+        control = self._control(self._session(), url, timeout_s=self._timeout_s)
         try:
             if check_first:
                 await control.check_engine()
@@ -233,8 +238,9 @@ class VLLMWeightSync(WeightSync):
                 lambda: self._transfer.send(control),
                 version=pushed.version,
                 on_update=self._on_update,
-                wakes=self._sleeps,
+                wakes=url in self._asleep,
             )
+            self._asleep.discard(url)
             result = await probe(control, self._model_name, pushed)
         except ServerFailed as error:
             if await control.dead():
@@ -255,7 +261,8 @@ class VLLMWeightSync(WeightSync):
                 f"by {result.sampled_diff:.4g} at the token sampled at temperature "
                 f"{pushed.temperature:g}, {result.error:.4g} in relation to their size, allowed is "
                 f"{self._tolerance:g}. Part of the old weights may still be in use, or the server "
-                "runs another model, dtype or --logprobs-mode"
+                "runs another model, dtype or kind of "
+                f"log-probabilities ({self._control.logprobs})"
             )
         return paused_s, max(result.prompt_diff, result.sampled_diff)
 

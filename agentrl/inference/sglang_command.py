@@ -1,0 +1,78 @@
+"""What an SGLang server is started with: its command line and its environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentrl.inference.program import Program, ServerSettings
+
+_CPU_TOKENS = 8192
+"""At least as many keys and values are kept on a CPU; by itself SGLang takes most of the memory."""
+
+
+def server_command(
+    settings: ServerSettings, port: int, platform: str, *, host: str = "127.0.0.1"
+) -> list[str]:
+    """See `MakesCommand`."""
+    path = Path(settings.model)
+    command = [
+        *(settings.python, "-m", "sglang.launch_server"),
+        *("--model-path", str(path.resolve()) if path.is_dir() else settings.model),
+        *("--served-model-name", settings.served_model_name),
+        *("--dtype", settings.dtype),
+        *("--random-seed", str(settings.seed)),
+        # Without the model's own sampling defaults.
+        *("--sampling-defaults", "openai"),
+        *("--log-level-http", "warning"),
+        *("--host", host),
+    ]
+    if settings.dtype == "bfloat16":
+        # Logits in float32, as the trainer computes them.
+        command.append("--enable-fp32-lm-head")
+    if settings.max_model_len is not None:
+        command += ["--context-length", str(settings.max_model_len)]
+    if platform == "cpu":
+        num_tokens = max(_CPU_TOKENS, 4 * (settings.max_model_len or 0))
+        command += [
+            *("--device", "cpu", "--attention-backend", "torch_native"),
+            *("--sampling-backend", "pytorch", "--disable-overlap-schedule"),
+            *("--max-total-tokens", str(num_tokens)),
+        ]
+    elif settings.sleeps:
+        command.append("--enable-memory-saver")
+    return [*command, *settings.extra_args, "--port", str(port)]
+
+
+def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
+    """See `Program.variables`."""
+    return {
+        **({"SGLANG_USE_CPU_ENGINE": "1"} if platform == "cpu" else {}),
+        "TOKENIZERS_PARALLELISM": "false",
+        **settings.env,
+        # This interpreter's packages are not the server's.
+        "PYTHONPATH": "",
+    }
+
+
+SGLANG = Program(
+    name="SGLang",
+    package="sglang",
+    ask_platform="import sglang, torch; "
+    "print('cuda' if torch.cuda.is_available() else 'cpu', torch.cuda.device_count())",
+    command=server_command,
+    variables=server_variables,
+    # /health samples a token, and waits while the server is paused.
+    alive_path="/model_info",
+    engine_path="/server_info",
+    remedies={
+        "unrecognized arguments": "this SGLang is too old for these flags; install 0.5.23 or newer",
+        "Not enough memory": "lower --mem-fraction-static in inference.args, or free the device",
+        "out of memory": "lower --mem-fraction-static in inference.args, or free the device",
+        "address already in use": "another process took the port; start again",
+    },
+    install="python -m venv sglang-env && sglang-env/bin/pip install sglang; "
+    "`make sglang` without a GPU",
+    beside=Path(".venv-sglang/bin/python"),
+    python_variable="AGENTRL_SGLANG_PYTHON",
+    share_flag="--mem-fraction-static",
+)

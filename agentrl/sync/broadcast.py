@@ -1,0 +1,233 @@
+"""Weights from the trainer's GPU to the servers' GPUs, without a file.
+
+    trainer, rank 0                    workers of one server, ranks 1 to N
+    where to meet, over HTTP       ->  all join one group
+    names, dtypes, shapes, over HTTP
+    broadcast, tensor by tensor    ->  each is loaded as it comes
+
+`agentrl.sync.nccl` does it with vLLM's servers, `agentrl.sync.sglang` with SGLang's.
+
+Every server has a group of its own, so that one that dies takes no other with it: a collective
+waits for all of its ranks, NCCL's without a deadline. What fails here is aborted, which is the only
+way out of a call that waits, and the next update begins with a new group.
+
+Trainer and servers need different GPUs: NCCL takes no two ranks on one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from agentrl.errors import WeightSyncError
+from agentrl.sync.adapter import has_adapter
+from agentrl.sync.control import ServerControl
+from agentrl.sync.shards import CheckpointTensors, is_sharded
+from agentrl.sync.transfer import Transfer, in_thread
+from agentrl.types import JSON
+
+Result = TypeVar("Result")
+
+REASON_S = 5.0
+"""How long a server is given to say why a transfer broke."""
+REST_S = 60.0
+"""How long the trainer's part may go on when the server's has ended."""
+DTYPES = (
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+)
+"""What every library can send."""
+
+
+class NCCLError(WeightSyncError):
+    """The library refused a call, or a rank was lost."""
+
+
+class Group(Protocol):
+    """Rank 0 of a group whose other ranks are the workers of one server."""
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Send contiguous tensors, and wait until all have left.
+
+        Raises:
+            NCCLError: a rank was lost, or `abort` was called.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End it, from any thread: calls that wait for other ranks return with an error."""
+        ...
+
+
+class BroadcastTransfer(Transfer):
+    """Keeps a copy of the weights for servers that are restarted between two updates: on the
+    trainer's device or, where the model is sharded and no GPU may have room, in host memory."""
+
+    backend = "nccl"
+
+    def __init__(self) -> None:
+        self._weights: dict[str, torch.Tensor] = {}
+        self._version: int | None = None
+        self._device = torch.device("cpu")
+        self._groups: dict[str, Group] = {}
+        self._labels: dict[str, str] = {}
+        """What a server calls the weights that it was sent through its group."""
+
+    async def take(self, model: PreTrainedModel, version: int) -> None:
+        if has_adapter(model):
+            raise WeightSyncError(
+                "inference.transfer = 'nccl' sends whole weights, not an adapter; use 'file'"
+            )
+        # Of shards in host memory it is another device than theirs.
+        self._version, self._device = version, getattr(model, "computes_on", model.device)
+        try:
+            await in_thread(lambda: self._copy(model))
+        except torch.OutOfMemoryError as error:
+            raise WeightSyncError(
+                f"no room for a copy of the weights of version {version} on the trainer's GPU "
+                "(inference.transfer = 'nccl' keeps one); use inference.transfer = 'file'"
+            ) from error
+
+    async def connect(self, control: ServerControl) -> None:
+        url = control.url
+        if url in self._groups and await _label(control) == self._labels.get(url):
+            return
+        self._drop(url)
+        self._groups[url] = await self._join(control)
+
+    async def send(self, control: ServerControl) -> None:
+        group, weights = self._groups[control.url], self._weights
+        dtypes: list[JSON] = [str(each.dtype).removeprefix("torch.") for each in weights.values()]
+        shapes: list[JSON] = [list(each.shape) for each in weights.values()]
+        try:
+            await together(
+                self._receive(control, list(weights), dtypes, shapes, version=str(self._version)),
+                lambda: group.broadcast(weights.values()),
+            )
+        except BaseException:
+            self._drop(control.url)
+            raise
+        self._labels[control.url] = str(self._version)
+
+    async def _join(self, control: ServerControl) -> Group:
+        """Have the server join a new group, and leave an old one."""
+        raise NotImplementedError
+
+    async def _receive(
+        self,
+        control: ServerControl,
+        names: list[JSON],
+        dtypes: list[JSON],
+        shapes: list[JSON],
+        *,
+        version: str,
+    ) -> None:
+        """Have the paused server take what is sent, and load it."""
+        raise NotImplementedError
+
+    def delivered(self, version: int) -> None:
+        """Nothing to do: the copy is overwritten by the next."""
+
+    async def aclose(self) -> None:
+        for url in list(self._groups):
+            self._drop(url)
+        self._weights = {}
+
+    def _drop(self, url: str) -> None:
+        self._labels.pop(url, None)
+        group = self._groups.pop(url, None)
+        if group is not None:
+            # It may wait for what the GPU has queued.
+            threading.Thread(target=group.abort, daemon=True).start()
+
+    def _copy(self, model: PreTrainedModel) -> None:
+        """Into the memory of the last copy, where that fits."""
+        tensors = CheckpointTensors(model)
+        for name, shape in tensors.shapes.items():
+            if shape.dtype not in DTYPES:
+                raise WeightSyncError(f"NCCL cannot send {name}: its dtype is {shape.dtype}")
+        for name in self._weights.keys() - tensors.shapes.keys():
+            del self._weights[name]
+        device = torch.device("cpu") if is_sharded(model) else model.device
+        with torch.no_grad():
+            for name, tensor in tensors:
+                kept = self._weights.get(name)
+                if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    self._weights[name] = kept
+                kept.copy_(tensor)
+        if any(tensor.is_cuda for tensor in self._weights.values()):
+            torch.cuda.synchronize()
+
+
+async def _label(control: ServerControl) -> str:
+    """What the server calls its weights; a restarted one has its first word for them again."""
+    return json.loads(await control.call("GET", control.label_path))["weight_version"]
+
+
+async def together(request: Awaitable[object], work: Callable[[], Result]) -> Result:
+    """Make a call that the server answers when it has done its part of `work`, and do ours.
+
+    A thread whose work never ends is left behind: nothing can stop it, and the process ends in
+    spite of it.
+
+    Raises:
+        WeightSyncError: of the call, else of the work.
+    """
+    calling, working = asyncio.ensure_future(request), _in_daemon_thread(work)
+    for future in (calling, working):
+        future.add_done_callback(_retrieve)
+    try:
+        await asyncio.wait({calling, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and working.exception() is not None:
+            # The server's reason says more than a lost rank.
+            await asyncio.wait({calling}, timeout=REASON_S)
+        else:
+            await asyncio.wait({calling})  # which has a deadline
+        if calling.done():
+            calling.result()
+        await asyncio.wait({working}, timeout=REST_S)
+        if not working.done():
+            raise NCCLError(f"the server has its part, and ours did not end within {REST_S:g} s")
+        return working.result()
+    finally:
+        calling.cancel()
+        working.cancel()
+
+
+def _in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # pyright: ignore[reportArgumentType]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except (WeightSyncError, RuntimeError) as raised:  # RuntimeError: CUDA, after an abort
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="agentrl-nccl", daemon=True).start()
+    return future
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at the outcome, so that asyncio does not report an error that another one explains."""
+    if not future.cancelled():
+        future.exception()
