@@ -69,7 +69,7 @@ class EnvConfig(BaseModel):
 
 @dataclass(slots=True)
 class Episode:
-    """What happened so far in one session. Reward methods read it."""
+    """The record of one session so far, which reward methods read."""
 
     task: Task
     """What is played."""
@@ -96,13 +96,13 @@ class Episode:
 
     @property
     def last_text(self) -> str:
-        """What the agent wrote in its last turn, outside tool calls."""
+        """The agent's text of its last turn, outside tool calls."""
         return self.actions[-1].text if self.actions else ""
 
 
 @dataclass(slots=True, frozen=True)
 class Finish:
-    """What `Environment.finish` was told."""
+    """The arguments of `Environment.finish`."""
 
     reward: float
     info: dict[str, JSON]
@@ -202,7 +202,7 @@ class Environment:
         raise EnvError(f"{type(self).__name__} has splits but defines no get(split, index)")
 
     def offered_tools(self) -> Iterable[str | ToolSpec]:
-        """What the agent may call in its next turn, by default all `@tool` methods.
+        """Returns the tools of the agent's next turn, by default all `@tool` methods.
 
         A name stands for a `@tool` method. A whole specification (OpenAI's function format) stands
         for a tool that is known only at run time, as those of another server are: its calls go to
@@ -278,7 +278,7 @@ class Environment:
 
     @property
     def shared(self) -> Any:
-        """What `load_shared` returned."""
+        """The value that `load_shared` returned."""
         if self._shared is _NOT_LOADED:  # an instance made by hand, as in an author's unit test
             if inspect.iscoroutinefunction(type(self).load_shared):
                 name = type(self).__name__
@@ -291,7 +291,7 @@ class Environment:
 
     @property
     def episode(self) -> Episode:
-        """What happened so far. There is none before `reset`, which is a `NoEpisodeError`."""
+        """The record of the episode so far. Raises NoEpisodeError before `reset`."""
         if self._episode is None:
             raise NoEpisodeError(f"{type(self).__name__} has no episode before reset")
         return self._episode
@@ -392,7 +392,7 @@ class Environment:
 
     @property
     def _tools(self) -> dict[str, Tool]:
-        """What the agent was offered for this turn, by name."""
+        """The tools that the agent was offered for this turn, by name."""
         if self._offered is None:
             self._offered = choose_tools(type(self), self.offered_tools())
         return self._offered
@@ -434,7 +434,7 @@ class Environment:
     async def _attempt(
         self, tool: Tool, method: Callable[..., Any], arguments: dict[str, Any]
     ) -> tuple[Any, str | None]:
-        """What a tool returned, or None and what the agent is told of its failure."""
+        """Calls a tool. Returns its result, or None and what the agent is told of its failure."""
         try:
             return await self.call(method, **arguments), None
         except AgentRLError:

@@ -342,7 +342,7 @@ class EnvClient:
 
 
 class _Patience:
-    """Whether a call is repeated after an error, and not before how many seconds."""
+    """Decides whether a call is repeated after an error, and after how many seconds at least."""
 
     def __init__(self, unreachable_s: float | None = None) -> None:
         self._unreachable_s = UNREACHABLE_S if unreachable_s is None else unreachable_s
@@ -368,7 +368,7 @@ class _Patience:
 
 
 def _refused(error: EnvError) -> bool:
-    """Whether nobody listens at the server's address."""
+    """Tells whether nobody listens at the server's address."""
     cause = error.__cause__
     return isinstance(getattr(cause, "os_error", cause), ConnectionRefusedError)
 

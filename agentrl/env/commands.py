@@ -1,4 +1,4 @@
-"""What the commands of `agentrl env` do; `agentrl.env.cli` says what they take.
+"""The commands of `agentrl env`; `agentrl.env.cli` declares their arguments.
 
 Each returns an exit status, and imports what it needs, so that `--help` stays quick.
 """

@@ -75,7 +75,7 @@ def offer_tools(environment: Environment) -> None:
 
 
 def tools_before_reset(environment: Environment) -> list[ToolSpec]:
-    """What an instance without an episode offers.
+    """Returns the tools that an instance without an episode offers.
 
     Raises:
         ConfigError: `offered_tools` names a tool that is none.
@@ -107,7 +107,7 @@ def _copied(value: Any) -> Any:
 
 
 def _to_result(environment: Environment, answer: Answer) -> StepResult:
-    """What `step` returned, together with what `finish` was told meanwhile."""
+    """Joins what `step` returned with what `finish` was told meanwhile."""
     episode = environment.episode
     if isinstance(answer, StepResult):
         result = StepResult(

@@ -149,7 +149,7 @@ async def _ask_arguments(console: Console, schema: Mapping[str, Any]) -> dict[st
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """What a person is asked for: a JSON type's name, or a choice."""
+    """Names what a person is asked for: a JSON type, or a choice."""
     if "enum" in schema:
         return " | ".join(map(str, schema["enum"]))
     options = [kind_of(each) for each in schema.get("anyOf", ())]

@@ -139,7 +139,7 @@ class StepRequest:
 @_reply
 @dataclass(slots=True, kw_only=True)
 class StepReply(StepResult):
-    """What the environment answered, and where the session is."""
+    """Holds what the environment answered, and the step that the session is at."""
 
     step: int
     """The step the session is at now."""
@@ -415,7 +415,7 @@ def _not_json(why: str) -> EnvError:
 
 
 def _is_deep(value: Any, levels: int) -> bool:
-    """Whether dicts and lists nest deeper than so many levels, the value's own included."""
+    """Tells whether dicts and lists nest deeper than `levels`, the value's own level included."""
     if levels <= 0:
         return isinstance(value, dict | list)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -429,7 +429,7 @@ _MESSAGES = {
 
 
 def describe_problems(problems: Sequence[Any]) -> str:
-    """What pydantic found wrong, each with the name of its field; three at most."""
+    """Says what pydantic found wrong, each with the name of its field; three at most."""
     return "; ".join(_describe(problem) for problem in problems[:3])
 
 

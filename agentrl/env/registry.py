@@ -123,7 +123,7 @@ def available() -> dict[str, str]:
 
 
 def import_name(environment: type[Environment]) -> str:
-    """What `resolve` finds the class by in another process.
+    """Returns the name by which `resolve` finds the class in another process.
 
     Raises:
         ConfigError: it is defined inside a function or class, or in no file.

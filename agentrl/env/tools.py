@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True, frozen=True)
 class ToolMark:
-    """What `@tool` was told."""
+    """The arguments of `@tool`."""
 
     timeout_s: float | None
     terminal: bool
@@ -32,7 +32,7 @@ class ToolMark:
 
 @dataclass(slots=True, frozen=True)
 class RewardMark:
-    """What `@reward` was told."""
+    """The arguments of `@reward`."""
 
     weight: float
     timeout_s: float | None

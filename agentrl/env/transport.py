@@ -1,4 +1,4 @@
-"""How a client reaches a session manager: in this process, or on a server over HTTP.
+"""Transports: the ways in which a client reaches a session manager, in this process or over HTTP.
 
 A transport makes each call once and raises what came of it; `agentrl.env.client` repeats calls that
 failed on the way. One thing is repeated here: an HTTP request that is not answered for a while is

@@ -1,4 +1,4 @@
-"""What an author's code returned, as messages, text and finite numbers."""
+"""Reads what an author's code returned as messages, text and finite numbers."""
 
 from __future__ import annotations
 

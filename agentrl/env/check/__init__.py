@@ -77,7 +77,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
 
 @dataclass(slots=True, frozen=True)
 class CheckResult:
-    """How one check ended."""
+    """The outcome of one check."""
 
     name: str
     """A key of `CHECKS`."""
@@ -102,7 +102,7 @@ def asserts(name: str) -> str:
 
 
 def timeout_of(thorough: bool) -> float:
-    """How long a check may take, in seconds."""
+    """Returns the seconds that a check may take."""
     return TIMEOUT_S * (10 if thorough else 1)
 
 

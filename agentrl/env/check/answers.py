@@ -119,7 +119,7 @@ def _percent(needle: str) -> list[str]:
 
 
 def _fails(events: list[Event]) -> bool:
-    """Whether an episode, or a tool in it, raised."""
+    """Tells whether an episode, or a tool in it, raised."""
     last: Any = events[-1]
     return "error" in last or last.get("metrics", {}).get("tool_errors", 0.0) > 0
 
@@ -140,8 +140,8 @@ def _canary(reference: JSON) -> JSON:
 
 
 def _needles(reference: JSON, prompt: object) -> list[str]:
-    """What to search for: texts and numbers too long to be there by chance, and not in the
-    prompt."""
+    """Returns the texts and numbers to search for: too long to be there by chance, and not in
+    the prompt."""
     if isinstance(reference, dict):
         return [needle for each in reference.values() for needle in _needles(each, prompt)]
     if isinstance(reference, list):

@@ -135,8 +135,8 @@ _BUGS += ("NotImplementedError", "UnboundLocalError", "AssertionError")
 
 
 async def check_bad_actions(subject: Subject) -> str:
-    """What an agent can do wrong (no text, an unknown tool, wrong arguments, an unreadable call,
-    odd characters) is answered, never an error."""
+    """Mistakes of an agent (no text, an unknown tool, wrong arguments, an unreadable call, odd
+    characters) are answered, and never an error."""
     bad = [
         NO_OP,
         UNKNOWN_TOOL,
@@ -342,8 +342,8 @@ async def _play_together(
 
 
 async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None:
-    """What an episode changes on the class, its module or `self.shared`, and the remedy; None if
-    nothing does."""
+    """Returns what an episode changes on the class, its module or `self.shared`, and the remedy;
+    None if it changes nothing."""
     if subject.environment is None:
         return None
     spec = subject.specs(1)[0]
@@ -363,7 +363,7 @@ async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None
 
 
 def _shared_state(subject: Subject) -> dict[str, str]:
-    """What sessions of a class can share, by name, as text."""
+    """Returns what sessions of a class can share, by name, as text."""
     owners: dict[str, Any] = {}
     for cls in subject.local().__mro__:
         if cls is Environment:

@@ -34,7 +34,7 @@ _SEEN = ("observation", "tools", "reward", "reward_components", "terminated", "t
 
 @dataclass(slots=True)
 class FreshRun:
-    """What one fresh process saw."""
+    """The observations of one fresh process."""
 
     tasks: dict[str, JSON]
     """By `split/index`."""
@@ -47,7 +47,7 @@ class FreshRun:
 
 
 async def fresh_runs(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
-    """What two fresh processes see, which are started once; None where that cannot be known."""
+    """Starts two fresh processes once and returns what they saw; None if that cannot be known."""
     if subject.fresh is None:
         subject.fresh = asyncio.ensure_future(run_twice(subject))
     return await subject.fresh

@@ -72,7 +72,7 @@ async def check_event_loop(subject: Subject) -> str:
 
 
 class _Watch(threading.Thread):
-    """How long an event loop was held up, and where the code stood then."""
+    """Measures how long an event loop was held up, and where the code stood then."""
 
     def __init__(self) -> None:
         super().__init__(name="agentrl-env-worker-watch")
@@ -269,7 +269,7 @@ async def check_leaks(subject: Subject) -> str:
 
 @contextlib.contextmanager
 def _own_temporary_folder() -> Iterator[Path]:
-    """Where `tempfile` puts everything meanwhile, so that other processes' files do not count."""
+    """Has `tempfile` use one folder, so that other processes' files do not count."""
     usual = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="agentrl-check-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder
@@ -311,7 +311,7 @@ def _resources(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _left(before: dict[str, dict[str, str]], folder: Path) -> str:
-    """What is there now in greater number than before, in words; empty if nothing is."""
+    """Says what has grown in number since before; empty if nothing has."""
     parts = []
     for kind, now in _resources(folder).items():
         new = [name for key, name in now.items() if key not in before[kind]]

@@ -1,4 +1,4 @@
-"""What is checked: an environment class in this process, or an environment behind a URL.
+"""The environment under check: a class in this process, or an environment behind a URL.
 
 Checks play it through a transport, as a client does. In process, every check has a session manager
 of its own on a variant of the class that shares what `load_shared` returned, which therefore runs
@@ -133,7 +133,7 @@ class Subject:
             await call_method(default_pool(), self.environment.close_shared, self.shared)
 
     def call_timeout_s(self, kind: str) -> float:
-        """How long a `reset` or `step` may take."""
+        """Returns the seconds that a `reset` or `step` may take."""
         name = f"{kind}_timeout_s"
         of_class = getattr(self.environment or Environment, name)
         if of_class != getattr(Environment, name):
@@ -141,7 +141,7 @@ class Subject:
         return CALL_TIMEOUT_S * (10 if self.thorough else 1)
 
     async def limit(self, awaitable: Awaitable[T], kind: str) -> T:
-        """What a call of the author's code returns.
+        """Waits for a call of the author's code and returns its result.
 
         Raises:
             Hangs: it did not return in time.
@@ -346,7 +346,7 @@ class Subject:
             await self.close(instance)
 
     async def close(self, instance: Environment) -> None:
-        """Close an instance; what is wrong with that is for the check `close` to say."""
+        """Close an instance. The check `close` reports what goes wrong there."""
         if not self.close_hangs:
             closing = asyncio.ensure_future(instance.call(instance.close))
             await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
@@ -357,7 +357,7 @@ class Subject:
 
 
 def process_state() -> dict[str, object]:
-    """What all code of this process shares and an episode must not change, by name."""
+    """Returns, by name, what all code of this process shares and an episode must not change."""
     mask = os.umask(0o077)
     os.umask(mask)
     root = logging.getLogger()
@@ -411,7 +411,7 @@ def tool_name(spec: Mapping[str, Any]) -> str:
 
 
 def first_event(opened: SessionReply) -> Event:
-    """What the agent is shown at first."""
+    """Returns the first event: what the agent is shown at the start."""
     return {"observation": opened.observation, "tools": opened.tools}
 
 

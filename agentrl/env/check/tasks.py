@@ -81,7 +81,7 @@ async def _check_held_out(subject: Subject) -> None:
 
 
 async def _contents(subject: Subject, split: str, count: int, deadline: float) -> list[str]:
-    """What the first tasks of a split consist of, without their ids, as far as time allows."""
+    """Returns the first tasks of a split without their ids, as many as time allows."""
     contents = []
     for index in range(count):
         task = await subject.task(protocol.TaskSpec(split, index))
@@ -215,7 +215,7 @@ def _ends_unannounced(environment: type[Environment]) -> str | None:
 
 
 def _schema_problem(schema: Any) -> str | None:
-    """What is wrong with the parameters of a function, None if nothing is."""
+    """Says what is wrong with the parameters of a function; None if nothing is."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
         return "its parameters are no object schema"
     try:

@@ -1,1 +1,1 @@
-"""What needs a Docker engine: containers for episodes, images of environments."""
+"""Containers for episodes and images of environments, which need a Docker engine."""

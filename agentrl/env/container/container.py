@@ -60,7 +60,7 @@ _OOM_FILES = "cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory
 
 @dataclass(slots=True, frozen=True)
 class ContainerSpec:
-    """What containers are made of and what they may use. There are no mounts: nothing of the host,
+    """The image of containers and their limits. There are no mounts: nothing of the host,
     its engine's socket least of all, is ever in one."""
 
     image: str
@@ -95,7 +95,7 @@ class ContainerSpec:
 
 @dataclass(slots=True, frozen=True)
 class CommandResult:
-    """What a command of the agent's did."""
+    """The result of a command of the agent's."""
 
     output: str
     """Its output and errors as they came; the middle of a long one is left out."""
@@ -113,7 +113,7 @@ class CommandResult:
 
 @dataclass(slots=True, frozen=True)
 class ScriptResult:
-    """What a script of agentrl's did."""
+    """The result of a script of agentrl's."""
 
     output: bytes
     errors: str
@@ -236,7 +236,7 @@ class Container:
         return ScriptResult(bytes(streams.output), errors, ended.exit_code, ended.flooded)
 
     async def alive(self) -> bool:
-        """Whether it still runs; False where it is gone."""
+        """Tells whether it still runs; False where it is gone."""
         try:
             state = await self._call(lambda client: client.api.inspect_container(self.id))
         except ContainerGone:

@@ -133,7 +133,7 @@ class Engine:
         *,
         undo: Callable[[DockerClient, T], Any] | None = None,
     ) -> T:
-        """What `function` returns, which is called with the client in a thread.
+        """Calls `function` with the client in a thread and returns its result.
 
         Args:
             undo: called in a thread with the client and the result, where the caller was cancelled
@@ -234,7 +234,7 @@ class Owner:
         return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
 
     def alive(self) -> bool | None:
-        """Whether the process runs; None: it can't be seen from here."""
+        """Tells whether the process runs; None: it can't be seen from here."""
         if self.boot_id != _boot_id():
             # Another boot of this host is over; another host's engine can't be told from it.
             return None

@@ -123,7 +123,7 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[
 
 
 def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") -> str:
-    """What pip is to be told in the image, to get a distribution that is installed here."""
+    """Returns pip's argument that installs, in the image, a distribution that is installed here."""
     extras = f"[{extra}]" if extra else ""
     distribution = importlib.metadata.distribution(name)
     prefix = f"{re.sub(r'[-_.]+', '_', name).lower()}-"

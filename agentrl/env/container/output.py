@@ -1,4 +1,4 @@
-"""What a command writes: the engine's frames, and how much of it is kept."""
+"""The output of a command: the engine's frames, and how much of it is kept."""
 
 from __future__ import annotations
 

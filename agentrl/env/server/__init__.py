@@ -1,1 +1,1 @@
-"""What speaks to clients: an ASGI application, and several processes behind one port."""
+"""The server: an ASGI application, and several processes that run it."""

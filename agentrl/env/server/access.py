@@ -1,4 +1,4 @@
-"""Who may call what: hosts, origins, tokens and protocol versions.
+"""Access to a server: hosts, origins, tokens and protocol versions.
 
 A server's token, sent as `Authorization: Bearer <token>`, opens everything. A server on a loopback
 address needs none; there, a session's id is what protects it. Such a server answers only requests
@@ -64,7 +64,7 @@ def usable_token(token: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address stands for this machine alone."""
+    """Tells whether a host name or address stands for this machine alone."""
     if host.lower() == "localhost":
         return True
     try:

@@ -172,7 +172,7 @@ async def _answer_problem(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """What may be sent to the request's path."""
+    """Returns the methods that may be sent to the request's path."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

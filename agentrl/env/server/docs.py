@@ -1,4 +1,4 @@
-"""What FastAPI's schema does not have of itself: problem details, tokens, and a page that needs no
+"""Completes FastAPI's schema with problem details and tokens, and makes a page of it that needs no
 script from another site."""
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ async def create(
 
 @router.get("/v1/sessions/{session_id}", response_model=SessionStatus)
 async def status(session_id: str, manager: Manager) -> Response:
-    """Where a session is."""
+    """Return the step and the state of a session."""
     return _reply(manager.status(session_id))
 
 
@@ -136,13 +136,13 @@ Position = Annotated[int, Query(ge=0, le=protocol.MAX_INTEGER)]
 
 @router.get("/v1/server", response_model=ServerInfo)
 async def server_info(request: Request) -> Response:
-    """What the server speaks, and its limits."""
+    """Return the protocol versions and limits of the server."""
     return _reply(request.app.state.server)
 
 
 @router.get("/v1/envs", response_model=EnvList)
 async def environments(request: Request) -> Response:
-    """The environments served here."""
+    """List the environments served here."""
     return _reply(EnvList(request.app.state.server.environments))
 
 
@@ -156,7 +156,7 @@ async def tasks(
     stop: Position | None = None,
     config: Config = None,
 ) -> Response:
-    """Tasks of a split, without what would give their answers away; 20 unless `stop` is given."""
+    """List tasks of a split, without what would give answers away; 20 unless `stop` is given."""
     stop = start + 20 if stop is None else stop
     if stop - start > MAX_TASKS:
         raise make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
@@ -179,7 +179,7 @@ async def environment(
         ),
     ] = None,
 ) -> Response:
-    """An environment under a configuration, which is loaded."""
+    """Load an environment under a configuration and describe it."""
     return _reply(await manager.info(env_id, protocol.decode_config(config), timeout_s))
 
 
@@ -188,7 +188,7 @@ async def environment(
 
 @router.post("/reset", response_model=GymReply)
 async def gym_reset(request: GymReset, manager: Manager) -> Response:
-    """As in Gym, for curl: open a session."""
+    """Open a session, as in Gym; for curl."""
     try:
         task = TaskSpec(request.split, request.index, request.task)
     except ValueError:
@@ -201,7 +201,7 @@ async def gym_reset(request: GymReset, manager: Manager) -> Response:
 
 @router.post("/step", response_model=StepReply)
 async def gym_step(request: GymStep, manager: Manager) -> Response:
-    """As in Gym, for curl: take a step; without `step`, a repetition is a second step."""
+    """Take a step, as in Gym; for curl. Without `step`, a repetition is a second step."""
     action = request.action
     if isinstance(action, str):
         action = Action(action)
@@ -214,14 +214,14 @@ async def gym_step(request: GymStep, manager: Manager) -> Response:
 
 @router.get("/healthz", response_model=Health)
 async def healthz(manager: Manager) -> Response:
-    """Whether the process lives."""
+    """Tell whether the process lives."""
     state = "draining" if manager.draining else "ok"
     return _reply(Health(state, manager.num_live, manager.workers.num_abandoned))
 
 
 @router.get("/readyz", response_model=Health)
 async def readyz(manager: Manager) -> Response:
-    """Whether the process should get new sessions."""
+    """Tell whether the process should get new sessions."""
     reason = manager.readiness()
     if reason is not None:
         raise make_error("unavailable", reason, retry_after_s=5.0)
@@ -230,7 +230,7 @@ async def readyz(manager: Manager) -> Response:
 
 @router.get("/metrics", response_class=PlainText)
 async def metrics(manager: Manager) -> Response:
-    """Prometheus text."""
+    """Return the metrics as Prometheus text."""
     return Reply(manager.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -158,7 +158,7 @@ def _on_signals(
 
 
 def _max_connections() -> int:
-    """As many as there may be open files, whose limit is raised as far as it goes."""
+    """Raises the limit of open files as far as it goes, and returns as many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _FREE_FILES
     if hard != resource.RLIM_INFINITY:

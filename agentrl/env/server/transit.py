@@ -41,7 +41,7 @@ class Transit:
 
 
 class Hold:
-    """What one request and its reply hold."""
+    """The memory that one request and its reply hold."""
 
     __slots__ = ("_counted", "_num_bytes", "_transit")
 

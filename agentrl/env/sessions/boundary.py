@@ -33,8 +33,8 @@ async def guard(awaitable: Awaitable[T], env_id: str, task: Task | None = None) 
 
 
 def to_env_error(error: Exception | SystemExit, env_id: str, task: Task | None = None) -> EnvError:
-    """What an author's code raised as an EnvError; a trace of what it did not mean to raise is in
-    the log.
+    """Turns what an author's code raised into an EnvError, and logs the trace of what the author
+    did not mean to raise.
 
     A ConfigError or DataError is about what the caller asked for, and so `invalid_request`.
     """

@@ -99,7 +99,7 @@ class Capacity:
 
     @asynccontextmanager
     async def resetting(self, environment: type[Environment], wait_s: float) -> AsyncIterator[None]:
-        """Around a reset: at most `max_creating` of an environment run at a time.
+        """Surrounds a reset: at most `max_creating` of an environment run at a time.
 
         Raises:
             EnvError: `at_capacity`, it would have had to wait longer than `wait_s`.

@@ -159,7 +159,7 @@ class LoadedEnvironments:
         config: Mapping[str, JSON],
         timeout_s: float | None = None,
     ) -> EnvInfo:
-        """What an environment is under a configuration, which this loads.
+        """Loads an environment under a configuration and describes it.
 
         Raises:
             EnvError: `reset_timeout`, retryable, if loading takes longer than `timeout_s` (by

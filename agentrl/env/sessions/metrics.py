@@ -1,4 +1,4 @@
-"""What a session manager counts, as Prometheus metrics."""
+"""The counters of a session manager, as Prometheus metrics."""
 
 from __future__ import annotations
 
