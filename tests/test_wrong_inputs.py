@@ -45,6 +45,12 @@ OVERRIDES = [
     ('--reward.options {"f1":{}}', "reward.options names f1", "reward.functions"),
     ("--rollout.template x", "--rollout.template: 'x' is not a table", "--rollout.template '{"),
     ("--rollout.stop_strings 5", "--rollout.stop_strings", '\'["a", "b"]\''),
+    ("--model.reference_every 2", "nothing is compared with a reference", "objective.kl.where"),
+    (
+        "--model.reference_every 2 --model.lora.rank 4 --objective.kl.where loss",
+        "model.reference_every and model.lora.rank",
+        "leave model.reference_every out",
+    ),
     ("--rollout.repetition_penalty 1.2", "learned to be undone", "eval.repetition_penalty"),
     ("--rollout.stop_token_ids [-1]", "rollout.stop_token_ids", "greater than or equal to 0"),
     ("--model.freeze x --model.lora.rank 4", "model.freeze", "model.lora.targets"),

@@ -238,6 +238,16 @@ class RunConfig(Section):
         return self.agent.is_on or self.rollout.generate is not None
 
     @model_validator(mode="after")
+    def _a_reference_is_compared_with(self) -> RunConfig:
+        for key in ("reference", "reference_every"):
+            if getattr(self.model, key) and "ref_logprobs" not in self.objective.needs():
+                raise ValueError(
+                    f"model.{key} is set, and nothing is compared with a reference; set "
+                    "objective.kl.where = 'loss' with a coef, or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _groups_make_sense(self) -> RunConfig:
         if self.rollout.group_size == 1 and self.objective.needs_groups:
             raise ValueError(

@@ -136,6 +136,11 @@ class ModelSection(Section):
     freeze: list[str] = Field(default_factory=list)
     """Parameters that stay as they are, by name, `*` standing for any letters:
     `["*.embed_tokens.*", "model.layers.0.*"]`."""
+    reference: str | None = None
+    """The frozen model of a KL to the reference, as `path`. Where it is not given: the policy as it
+    was at `path`."""
+    reference_every: PositiveInt | None = None
+    """After so many steps the reference becomes the policy as it is then, again and again."""
     lora: LoraSection = Field(default_factory=LoraSection)
 
     @field_validator("freeze", mode="before")
@@ -149,6 +154,11 @@ class ModelSection(Section):
             raise ValueError(
                 "model.freeze and model.lora.rank: beneath an adapter all weights are frozen; "
                 "leave model.freeze out, and name the adapter's layers in model.lora.targets"
+            )
+        if self.reference_every and self.lora.rank:
+            raise ValueError(
+                "model.reference_every and model.lora.rank: the reference of an adapter is the "
+                "model beneath it, which does not change; leave model.reference_every out"
             )
         return self
 

@@ -42,7 +42,7 @@ from agentrl.errors import CheckpointError
 from agentrl.sync.adapter import WEIGHTS_FILE
 from agentrl.train import ranks
 from agentrl.train.shard_files import entry_of, force_to_disk, sha256, together, write_shards
-from agentrl.train.state import STATE_FILE, Trained, TrainState, exact_json, restore_state
+from agentrl.train.state import STATE_FILE, Trained, TrainState, Weights, exact_json, restore_state
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -355,6 +355,7 @@ def resume(
     fingerprint: Mapping[str, JSON],
     policy: Trained,
     critic: Trained | None = None,
+    reference: Weights | None = None,
     force: bool = False,
 ) -> TrainState:
     """Clean up, load the newest good checkpoint, compare fingerprints, restore everything.
@@ -367,7 +368,7 @@ def resume(
     ranks.barrier()
     state = load_latest(run_dir)
     check_fingerprint(state.fingerprint, fingerprint, force=force)
-    restore_state(state, policy=policy, critic=critic)
+    restore_state(state, policy=policy, critic=critic, reference=reference)
     return state
 
 

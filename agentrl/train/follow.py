@@ -80,6 +80,7 @@ def _obey(
             fingerprint=fingerprint,
             policy=trainer.learner,
             critic=trainer.critic,
+            reference=trainer.changing_reference,
             force=force,
         )
         trainer.restore_counters(state)

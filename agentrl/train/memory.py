@@ -116,7 +116,7 @@ def moments_of_a_step(
     if config.objective.needs_critic:  # without a head, and without an adapter
         parameters, trained = parameters + of_decoder, trained + of_decoder
     frozen = 0
-    if "ref_logprobs" in config.objective.needs() and not rank:
+    if "ref_logprobs" in config.objective.needs() and (not rank or config.model.reference):
         frozen = _numel(model)
     on_device = config.train.optimizer != "adamw_cpu"
     if num_ranks > 1:

@@ -17,7 +17,13 @@ from typing import IO, TypeVar
 
 from transformers import PreTrainedModel
 
-from agentrl.config import AgentSection, InferenceSection, RolloutSection, RunConfig
+from agentrl.config import (
+    AgentSection,
+    InferenceSection,
+    ModelSection,
+    RolloutSection,
+    RunConfig,
+)
 from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
@@ -254,6 +260,7 @@ def _fingerprint(
         **({"rollout.generate": rollout.generate} if rollout.generate else {}),
         "reward": config.reward.model_dump(mode="json"),
         "objective": config.objective.model_dump(mode="json"),
+        **_reference(config.model),
         "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,
         "teacher.path": config.teacher.path,
         # How an update is computed; memory settings such as token_budget may change.
@@ -265,6 +272,11 @@ def _fingerprint(
             },
         ),
     }
+
+
+def _reference(model: ModelSection) -> dict[str, JSON]:
+    keys = ("reference", "reference_every")
+    return {f"model.{key}": getattr(model, key) for key in keys if getattr(model, key)}
 
 
 def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dict[str, JSON]:
@@ -361,6 +373,7 @@ def restore(run: Run) -> int:
             fingerprint=run.fingerprint,
             policy=run.trainer.learner,
             critic=run.trainer.critic,
+            reference=run.trainer.changing_reference,
             force=run.config.run.force_resume,
         )
     run.mixture.restore(state.data_position)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,24 @@ def load_frozen(
     model = load_model(path, dtype=dtype, device=device, max_tokens=max_tokens)
     model.requires_grad_(False)
     return shard(model, dtype=dtype, device=device)
+
+
+@dataclass(slots=True)
+class Frozen:
+    """A model that never learns, as checkpoints take it."""
+
+    model: PreTrainedModel
+    masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def become(self, model: PreTrainedModel) -> None:
+        """Take the weights of a model of the same shape, in which that computes."""
+        own, new = self.model.parameters(), model.parameters()
+        for mine, its in zip(own, new, strict=True):
+            mine, its = (
+                each.to_local() if isinstance(each, DTensor) else each for each in (mine, its)
+            )
+            mine.copy_(its)
 
 
 def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:

@@ -52,6 +52,15 @@ class Trained(Protocol):
         ...
 
 
+class Weights(Protocol):
+    """A network that nothing updates."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def masters(self) -> Mapping[Tensor, Tensor]: ...
+
+
 class Tokenizer(Protocol):
     def save_pretrained(self, save_directory: str) -> object: ...
 
@@ -89,6 +98,7 @@ def capture_state(
     fingerprint: Mapping[str, JSON],
     policy: Trained,
     critic: Trained | None = None,
+    reference: Weights | None = None,
     data_position: Mapping[str, JSON] | None = None,
     extra: Mapping[str, JSON] | None = None,
     tokenizer: Tokenizer | None = None,
@@ -100,6 +110,7 @@ def capture_state(
     The random states are those of the calling process.
 
     Args:
+        reference: one whose weights change while the run goes on.
         copy_tensors: into host memory, shards as well, so that the next update may come before the
             save.
 
@@ -116,15 +127,25 @@ def capture_state(
         tokenizer=tokenizer,
     )
     for trained, stem, optimizer_stem in _parts(policy, critic):
-        state.tensors[stem] = {
-            name: _to_cpu(tensor, copy_tensors) for name, tensor in _named_tensors(trained).items()
-        }
+        state.tensors[stem] = _cpu_tensors(trained, copy_tensors)
         state.tensors[optimizer_stem] = _optimizer_tensors(trained, copy_tensors)
         state.optimizer_groups[optimizer_stem] = _optimizer_groups(trained)
+    if reference is not None:
+        state.tensors["reference"] = _cpu_tensors(reference, copy_tensors)
     return state
 
 
-def restore_state(state: TrainState, *, policy: Trained, critic: Trained | None = None) -> None:
+def _cpu_tensors(trained: Weights, copied: bool) -> dict[str, Tensor]:
+    return {name: _to_cpu(each, copied) for name, each in _named_tensors(trained).items()}
+
+
+def restore_state(
+    state: TrainState,
+    *,
+    policy: Trained,
+    critic: Trained | None = None,
+    reference: Weights | None = None,
+) -> None:
     """Put a loaded state into freshly built objects, in place and bit for bit. Tied tensors stay
     tied; sharded parameters receive their shard.
 
@@ -132,14 +153,15 @@ def restore_state(state: TrainState, *, policy: Trained, critic: Trained | None 
         CheckpointError: names, shapes or dtypes do not fit; names the file and the tensor.
     """
     for trained, stem, optimizer_stem in _parts(policy, critic):
+        _load_weights(state, trained, stem)
         if state.folder is None:
-            _load_tensors(trained, state.tensors.get(stem, {}), f"{stem}.safetensors")
             moments = state.tensors.get(optimizer_stem, {})
         else:
-            _read_weights(state.folder, trained, stem)
             moments = _read_moments(state.folder, trained, optimizer_stem)
         _load_optimizer(trained, state, optimizer_stem, moments)
         trained.cast()
+    if reference is not None:
+        _load_weights(state, reference, "reference")
     # Last, because building and loading may draw random numbers.
     restore_rng(state.rng)
 
@@ -157,7 +179,14 @@ def _parts(policy: Trained, critic: Trained | None) -> list[tuple[Trained, str, 
 # tensors ------------------------------------------------------------------------------------------
 
 
-def _named_tensors(trained: Trained) -> dict[str, Tensor]:
+def _load_weights(state: TrainState, trained: Weights, stem: str) -> None:
+    if state.folder is None:
+        _load_tensors(trained, state.tensors.get(stem, {}), f"{stem}.safetensors")
+    else:
+        _read_weights(state.folder, trained, stem)
+
+
+def _named_tensors(trained: Weights) -> dict[str, Tensor]:
     """Parameters, or their masters, and persistent buffers by name; a tied tensor only under its
     first name. Of a model with an adapter, the adapter's alone.
 
@@ -179,7 +208,7 @@ def _named_tensors(trained: Trained) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _read_weights(folder: Path, trained: Trained, stem: str) -> None:
+def _read_weights(folder: Path, trained: Weights, stem: str) -> None:
     """Read them in place: there is no room for a second copy of what fills a device."""
 
     def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -276,12 +305,12 @@ def _optimizer_groups(trained: Trained) -> list[JSON]:
 
 
 @torch.no_grad()
-def _load_tensors(trained: Trained, saved: Mapping[str, Tensor], file: str) -> None:
+def _load_tensors(trained: Weights, saved: Mapping[str, Tensor], file: str) -> None:
     for name, target in _fitting(trained, saved, file).items():
         target.copy_(saved[name])
 
 
-def _fitting(trained: Trained, saved: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
+def _fitting(trained: Weights, saved: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
     """The tensors of this run that saved ones are for, by name.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig, with_change
-from agentrl.errors import TrainingError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.rollout.scheduler import stable_seed
 from agentrl.train import ranks, sharding
 from agentrl.train.batch import all_kept_are_known, make_batch, require_components
@@ -29,7 +29,7 @@ from agentrl.train.routers import freeze_routers, require_aux_loss
 from agentrl.train.setup import resolve_device, resolve_dtype, seed_everything
 from agentrl.train.signals import StepSignals
 from agentrl.train.state import TrainState, capture_state
-from agentrl.train.teacher import TeacherServer, make_teacher
+from agentrl.train.teacher import TeacherServer, make_teacher, require_same_tokenizer
 from agentrl.train.update import update_policy
 from agentrl.types import JSON, Sample
 
@@ -53,6 +53,13 @@ class Trainer:
     @property
     def model(self) -> PreTrainedModel:
         return self.learner.model
+
+    @property
+    def changing_reference(self) -> sharding.Frozen | None:
+        """The reference, where it is not what a run file names for long."""
+        if self.reference is None or not self.config.model.reference_every:
+            return None
+        return sharding.Frozen(self.reference)
 
     def learn(
         self,
@@ -107,6 +114,9 @@ class Trainer:
             raise
         if signals is not None and on_signals is not None:
             on_signals(signals)
+        every = self.config.model.reference_every
+        if (reference := self.changing_reference) and every and step % every == 0:
+            reference.become(self.model)
         if greedy_rewards is not None:
             metrics["reward/greedy_mean"] = sum(greedy_rewards.values()) / len(greedy_rewards)
         if "policy/kl_ref" in metrics:
@@ -140,6 +150,7 @@ class Trainer:
             fingerprint=fingerprint,
             policy=self.learner,
             critic=self.critic,
+            reference=self.changing_reference,
             data_position=position,
             extra={
                 "policy": self.learner.counters(),
@@ -213,12 +224,17 @@ async def make_trainer(
             lambda micro: sample_logprobs(model, micro, temperature=1.0)[0],
         )
     reference = None
-    if "ref_logprobs" in objective.needs() and config.model.lora.rank:
+    named = config.model.reference
+    if "ref_logprobs" in objective.needs() and config.model.lora.rank and not named:
         reference = model  # without its adapter
     elif "ref_logprobs" in objective.needs():
+        if named:
+            require_same_tokenizer(named, tokenizer, "model.reference")
         reference = sharding.load_frozen(
-            config.model.path, dtype=dtype, device=device, max_tokens=longest
+            named or config.model.path, dtype=dtype, device=device, max_tokens=longest
         )
+        if config.model.reference_every:
+            _require_same_shapes(reference, model)
     learner = Learner(
         model,
         config.train,
@@ -237,6 +253,16 @@ async def make_trainer(
         kl=KLController.of(objective.kl),
         chose_token_budget=chooses,
     )
+
+
+def _require_same_shapes(reference: PreTrainedModel, model: PreTrainedModel) -> None:
+    theirs, ours = ([each.shape for each in m.parameters()] for m in (reference, model))
+    if theirs != ours:
+        raise ConfigError(
+            "model.reference_every: the reference cannot become the policy, because its weights "
+            "have other shapes; set model.reference to a model of the same shape, or leave "
+            "model.reference_every out"
+        )
 
 
 def _fitting_token_budget(config: RunConfig, device_type: str) -> int:

@@ -357,6 +357,34 @@ def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
     assert {"loss/value", "critic/value_mean", "critic/explained_variance"} <= third.keys()
 
 
+@pytest.mark.slow
+def test_another_reference_that_becomes_the_policy_resumes(finished, tmp_path):
+    reference = finished / "checkpoints" / "step_000003"
+    settings = ["--objective.kl.where", "loss", "--objective.kl.coef", "0.1"]
+    settings += ["--model.reference", str(reference), "--model.reference_every", "2"]
+    whole = run(tmp_path / "whole", *settings, "--run.num_steps", "4")
+    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "3")
+    run(parted, *settings, "--run.num_steps", "4", "--run.resume")
+    assert contents(parted) == contents(whole)
+    metrics = read_metrics(whole)
+    assert untimed(read_metrics(parted)) == untimed(metrics)
+    last = "checkpoints/step_000004"
+    for name in ("model", "optimizer", "reference"):
+        mine, its = (d / last / f"{name}.safetensors" for d in (parted, whole))
+        assert mine.read_bytes() == its.read_bytes(), name
+    now, then = (
+        load_file(whole / last / "model.safetensors"),
+        load_file(reference / "model.safetensors"),
+    )
+    became = load_file(whole / last / "reference.safetensors")
+    assert all(torch.equal(became[name], now[name]) for name in became)
+    first, _, third, fourth = (each["policy/kl_ref"] for each in metrics)
+    assert first > 1e-4 and third == pytest.approx(0, abs=1e-9) and fourth > 1e-9
+    assert any(not torch.equal(became[name], then[name]) for name in became)
+    with pytest.raises(CheckpointError, match=r"model\.reference_every: checkpoint 2, now 3"):
+        run(parted, *settings[:-1], "3", "--run.num_steps", "5", "--run.resume")
+
+
 def test_a_greedy_answer_to_each_task_is_a_baseline(tmp_path):
     settings = [
         *("--objective.baseline.kind", "given", "--objective.scale.kind", "none"),
