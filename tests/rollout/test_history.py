@@ -64,6 +64,29 @@ FOOLING = {
         "loop.index0 + 1 < messages | length and messages[loop.index0 + 1].content[:6] == 'Error:'"
         " and loop.index0 + 4 < messages | length"
     ),
+    "trims what is not new": writing(
+        "{{ message.content if loop.last else message.content | trim }}"
+    ),
+    "drops what was said before": dropping(
+        "loop.index0 > 18 and message.content in messages[:loop.index0] | map(attribute='content')"
+        " | list and not loop.last"
+    ),
+    "drops the first message after sixteen": dropping("loop.first and messages | length > 16"),
+    "counts tokens of the past": "{{ messages | map(attribute='content') | join | length > 9000 }}"
+    + CHATML,
+    "begins thoughts after twenty": CHATML.replace(
+        "assistant\n{% endif %}",
+        "assistant\n{% if messages | length > 20 %}<think>\n{% endif %}{% endif %}",
+    ),
+    "says who spoke last": "{{ messages[-1].content[:6] == 'Error:' }}" + CHATML,
+    "keeps one answer of several": dropping(
+        "message.role == 'tool' and not loop.last and messages[loop.index0 + 1].role == 'tool'"
+        " and loop.index0 + 6 < messages | length"
+    ),
+    "writes an old error in short": writing(
+        "{{ 'Error' if message.content[:6] == 'Error:' and loop.index0 + 2 < messages | length"
+        " else message.content }}"
+    ),
     "tools are named again after twenty": CHATML.replace(
         "{% if tools %}", "{% if tools and messages | length < 20 %}"
     ),
