@@ -245,6 +245,9 @@ class TokenRow:
     kept_ids: list[np.ndarray] = field(default_factory=list)
     """For each sampled token the ids it was drawn from, int32, where sampling is truncated and the
     engine says so; else empty. Not written to the trajectory log."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Which experts the tokens from the first on went to when they were first computed, in parts of
+    (tokens, routers, experts per token); empty where nobody says. Not written to the log either."""
     branch_of: int | None = None
     """Index of the branch this one was forked from; None for the first."""
     fork_at: int | None = None
@@ -266,8 +269,12 @@ class TokenRow:
         versions: list[int],
         turn_id: int,
         kept_ids: list[np.ndarray] | None = None,
+        routes: np.ndarray | None = None,
     ) -> None:
         """Append tokens the policy sampled, and from which others each was drawn, if known.
+
+        Args:
+            routes: of the whole row with these tokens, but for the last.
 
         Raises:
             ValueError: lengths differ, a log-probability is not finite or above 0, or a version
@@ -290,6 +297,8 @@ class TokenRow:
             logprobs = [min(logprob, 0.0) for logprob in logprobs]
         self._append(token_ids, 1, logprobs, versions, turn_id)
         self.kept_ids += kept_ids or []
+        if routes is not None:
+            self.routes.append(routes[sum(map(len, self.routes)) :])
 
     def _append(
         self, ids: list[int], mask: int, logprobs: list[float], versions: list[int], turn_id: int
@@ -443,6 +452,9 @@ class Sample:
     kept_ids: list[np.ndarray] | None = None
     """For each trained token the ids it was drawn from, int32; None where all were, or where the
     engine did not say which."""
+    routes: np.ndarray | None = None
+    """(T, routers, experts per token) int16: the experts that the sampler used for each token, -1
+    where that is not known; None where it is of none."""
     row: int = 0
     """Index of the row in its trajectory."""
 
@@ -468,8 +480,17 @@ def samples_of(trajectory: Trajectory) -> list[Sample]:
             reward_components=dict(trajectory.reward_components),
             truncated=trajectory.truncated,
             kept_ids=row.kept_ids if len(row.kept_ids) == sum(row.loss_mask) else None,
+            routes=_routes(row),
             row=index,
         )
         for index, row in enumerate(trajectory.branches)
         if any(row.loss_mask)
     ]
+
+
+def _routes(row: TokenRow) -> np.ndarray | None:
+    if not row.routes:
+        return None
+    known = np.concatenate(row.routes)
+    rest = np.full((len(row) - len(known), *known.shape[1:]), -1, known.dtype)
+    return np.concatenate([known, rest])

@@ -45,9 +45,15 @@ OVERRIDES = [
     ('--reward.options {"f1":{}}', "reward.options names f1", "reward.functions"),
     ("--rollout.template x", "--rollout.template: 'x' is not a table", "--rollout.template '{"),
     ("--rollout.stop_strings 5", "--rollout.stop_strings", '\'["a", "b"]\''),
+    (
+        "--train.router_replay true --inference.backend vllm",
+        "train.router_replay",
+        "inference.backend = 'embedded'",
+    ),
+    ("--train.router_replay true --model.compile true", "train.router_replay", "model.compile"),
     ("--model.reference_every 2", "nothing is compared with a reference", "objective.kl.where"),
     (
-        "--model.reference_every 2 --model.lora.rank 4 --objective.kl.where loss",
+        "--model.reference_every 2 --model.lora.rank 4",
         "model.reference_every and model.lora.rank",
         "leave model.reference_every out",
     ),

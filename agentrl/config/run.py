@@ -238,6 +238,20 @@ class RunConfig(Section):
         return self.agent.is_on or self.rollout.generate is not None
 
     @model_validator(mode="after")
+    def _routes_are_known(self) -> RunConfig:
+        if self.train.router_replay and self.inference.backend != "embedded":
+            raise ValueError(
+                "train.router_replay is read from the embedded engine only; set "
+                "inference.backend = 'embedded', or leave it out"
+            )
+        if self.train.router_replay and self.model.compile:
+            raise ValueError(
+                "train.router_replay answers the routers' calls, which model.compile compiles "
+                "away; set model.compile = false, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_reference_is_compared_with(self) -> RunConfig:
         for key in ("reference", "reference_every"):
             if getattr(self.model, key) and "ref_logprobs" not in self.objective.needs():

@@ -640,6 +640,9 @@ class TrainSection(Section):
     """Of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
+    router_replay: bool = False
+    """Mixtures of experts: each token goes to the experts that it went to when it was sampled
+    (docs/models.md). With `inference.backend = "embedded"`."""
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the family's load-balancing loss (mixtures of experts). It is computed on each
     micro-batch by itself, so it alone depends on `token_budget`."""

@@ -29,6 +29,8 @@ class SamplingParams:
     report_kept: bool = False
     """Say from which ids each token was drawn, where `top_k`, `top_p` or `min_p` leaves some out.
     A vLLM server does or does not, as it was started."""
+    report_routes: bool = False
+    """Say which experts each token went to."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; the token itself stays in the result."""
 
@@ -46,6 +48,9 @@ class Generation:
     finish_reason: FinishReason
     kept_ids: list[np.ndarray] | None = None
     """For each token the ids it was drawn from, int32; None where that is not known."""
+    routes: np.ndarray | None = None
+    """(T, routers, experts per token) int16: which experts the tokens of the prompt and of the turn
+    went to, but for the last one, which was not computed. None where that is not known."""
 
 
 def request_seed(seed: int, request_id: str) -> int:

@@ -229,6 +229,7 @@ class EmbeddedEngine:
                 [version] * len(turn.token_ids),
                 turn.finish_reason,
                 turn.kept_ids,
+                turn.routes,
             )
             for turn in turns
         ]

@@ -26,6 +26,7 @@ from transformers import (
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
 from agentrl.inference.embedded_lengths import within_reach
+from agentrl.inference.routes import taken_now, taking
 from agentrl.types import FinishReason
 
 # Without cuDNN's, which plans anew for every number of tokens in the cache: on an H200 the first
@@ -52,7 +53,7 @@ class SampleRequest:
         """What shapes the distribution besides the temperature; one for all rows of a batch."""
         sampling = self.sampling
         truncation = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.report_kept)
-        return (*truncation, sampling.repetition_penalty)
+        return (*truncation, sampling.repetition_penalty, sampling.report_routes)
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +62,7 @@ class SampledTurn:
     logprobs: list[float]
     finish_reason: FinishReason
     kept_ids: list[np.ndarray] | None = None
+    routes: np.ndarray | None = None
 
 
 def plain_attention(model: PreTrainedModel) -> str:
@@ -188,13 +190,27 @@ def sample(
     return [results[i] for i in range(len(requests))]
 
 
-@torch.no_grad()
 def _sample_batch(
     model: PreTrainedModel,
     requests: list[SampleRequest],
     seed: int,
     stop_token_ids: frozenset[int],
     stopped: threading.Event | None,
+) -> list[SampledTurn]:
+    if not requests[0].sampling.report_routes:
+        return _sample_rows(model, requests, seed, stop_token_ids, stopped, None)
+    with taking(model) as taken:
+        return _sample_rows(model, requests, seed, stop_token_ids, stopped, taken)
+
+
+@torch.no_grad()
+def _sample_rows(
+    model: PreTrainedModel,
+    requests: list[SampleRequest],
+    seed: int,
+    stop_token_ids: frozenset[int],
+    stopped: threading.Event | None,
+    taken: list[list[torch.Tensor]] | None,
 ) -> list[SampledTurn]:
     """One padded batch. B rows still sampling, P different prompts, L longest prompt, V symbols."""
     device = model.device
@@ -218,10 +234,15 @@ def _sample_batch(
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (P, L)
     cache = DynamicCache(config=model.config)
     logits = _next_logits(model, input_ids, mask, positions, cache)  # (P, V)
+    of_prompts = None if taken is None else taken_now(taken, len(prompts))
 
     # One row per request from here on.
     row_of_prompt = {prompt: row for row, prompt in enumerate(prompts)}
     rows = torch.tensor([row_of_prompt[tuple(r.prompt_ids)] for r in requests], device=device)
+    routes: list[list[torch.Tensor]] = [[] for _ in requests]
+    for own, request, row in zip(routes, requests, rows.tolist(), strict=True):
+        if of_prompts is not None:
+            own.append(of_prompts[row, -len(request.prompt_ids) :])
     cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType]
     logits, mask, positions = logits[rows], mask[rows], positions[rows, -1:]
     seen = seen[rows]
@@ -274,10 +295,14 @@ def _sample_batch(
             seen = torch.cat([seen, chosen], dim=1)
         positions = positions + 1
         logits = _next_logits(model, chosen, mask, positions, cache)
+        if taken is not None:
+            for request, its in zip(live, taken_now(taken, len(live)), strict=True):
+                routes[request].append(its)
     reported = kept_ids if reports_kept else [None] * len(requests)
+    routed = [None if taken is None else torch.cat(own).numpy() for own in routes]
     return [
         SampledTurn(*turn)
-        for turn in zip(token_ids, logprobs, finish_reasons, reported, strict=True)
+        for turn in zip(token_ids, logprobs, finish_reasons, reported, routed, strict=True)
     ]
 
 

@@ -219,6 +219,7 @@ class TokenPolicy:
             generation.versions,
             turn_id,
             generation.kept_ids,
+            generation.routes,
         )
         action, status = self.renderer.read_turn(row.token_ids, start, tools, turn_id=turn_id)
         row.messages.append(assistant_message(action))
@@ -262,13 +263,15 @@ def _cut_at_stop_string(
     if not stops(end):
         return generation
     end = bisect.bisect_left(range(end + 1), True, key=stops)
-    kept_ids = generation.kept_ids
+    kept_ids, routes = generation.kept_ids, generation.routes
+    too_many = len(generation.token_ids) - end
     return Generation(
         generation.token_ids[:end],
         generation.logprobs[:end],
         generation.versions[:end],
         "stop",
         None if kept_ids is None else kept_ids[:end],
+        None if routes is None else routes[: len(routes) - too_many],
     )
 
 

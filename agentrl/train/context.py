@@ -109,8 +109,13 @@ def own_part(micro: MicroBatch, context: Context) -> MicroBatch:
         counts = np.diff(kept.starts)
         starts = np.cumsum([0, *counts[here]])
         kept = KeptIds(kept.ids[np.repeat(here, counts)], starts)
+    routes = micro.routes
+    if routes is not None:
+        around = ((0, padding), (0, 0), (0, 0))
+        routes = np.pad(routes, around, constant_values=-1)[start:stop]
     return replace(
         micro,
+        routes=routes,
         input_ids=np.pad(micro.input_ids, (0, padding))[start:stop],
         position_ids=np.concatenate([micro.position_ids, np.arange(padding)])[start:stop],
         cu_seqlens=np.concatenate([micro.cu_seqlens, end]).astype(np.int32),

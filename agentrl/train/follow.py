@@ -108,11 +108,13 @@ def packed(samples: Sequence[Sample]) -> tuple[JSON, dict[str, np.ndarray]]:
     arrays = {}
     for field in fields(Sample):
         values: list[Any] = [getattr(sample, field.name) for sample in samples]
-        if isinstance(values[0], np.ndarray):
+        if all(isinstance(each, np.ndarray) for each in values):
             plain[field.name] = [len(value) for value in values]
             arrays[field.name] = np.concatenate(values)
         elif field.name == "kept_ids":
             plain[field.name] = [each and [ids.tolist() for ids in each] for each in values]
+        elif field.name == "routes":  # of some
+            plain[field.name] = [None if each is None else each.tolist() for each in values]
         else:
             plain[field.name] = values
     return plain, arrays
@@ -126,6 +128,8 @@ def unpacked(plain: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Sampl
             values = np.split(arrays[name], np.cumsum(values)[:-1])
         elif name == "kept_ids":
             values = [each and [np.asarray(ids, np.int32) for ids in each] for each in values]
+        elif name == "routes":
+            values = [None if each is None else np.asarray(each, np.int16) for each in values]
         columns[name] = values
     return [
         Sample(**dict(zip(columns, row, strict=True)))

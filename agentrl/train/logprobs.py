@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from agentrl.errors import ConfigError, first_line
 from agentrl.inference.embedded_lengths import within_reach
 from agentrl.inference.embedded_sampling import plain_attention
+from agentrl.inference.routes import force
 from agentrl.train import context
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME, packed_segments
 from agentrl.train.head import trained_logprobs
@@ -190,10 +191,17 @@ def backbone_hidden(
     wanted = {} if router_logits is None else {"output_router_logits": True}
     device = computing_device(model)
     input_ids = torch.from_numpy(micro.input_ids)[None].to(device, non_blocking=True)
+    routes = None
+    if micro.routes is not None:
+        routes = torch.from_numpy(micro.routes).to(device, torch.long, non_blocking=True)
     if decoder.config._attn_implementation not in PACKED:
-        segments = input_ids.split(micro.segment_lengths, dim=1)
-        outputs = [decoder(input_ids=ids, use_cache=False, **wanted) for ids in segments]
+        outputs, start = [], 0
+        for ids in input_ids.split(micro.segment_lengths, dim=1):
+            force(decoder, None if routes is None else routes[start : start + ids.shape[1]])
+            outputs.append(decoder(input_ids=ids, use_cache=False, **wanted))
+            start += ids.shape[1]
     else:
+        force(decoder, routes)
         position_ids = torch.from_numpy(micro.position_ids)[None].to(device, non_blocking=True)
         segments = micro.segment_lengths, micro.branch_ends.tolist(), context.of(model)
         with packed_segments(*segments):

@@ -60,6 +60,9 @@ class MicroBatch:
     column_of: np.ndarray  # (Q,) int64: how many trained tokens precede it in its sample
     kept: KeptIds | None = None
     """None: every token was drawn from the whole vocabulary."""
+    routes: np.ndarray | None = None
+    """(N, routers, experts per token) int16: the experts of each token, -1 where its router
+    chooses; None where all do."""
 
     @property
     def num_tokens(self) -> int:
@@ -191,7 +194,24 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
         row_of=np.repeat(np.arange(len(rows)), [len(at) for at in trained]),
         column_of=np.concatenate([np.arange(len(at)) for at in trained]),
         kept=_kept([samples[row] for row in rows]),
+        routes=_routes(samples, segments),
     )
+
+
+def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarray | None:
+    """Of the packed tokens; those that stand once for several samples go where the first's went."""
+    known = [
+        each.routes for each in (samples[s.rows[0]] for s in segments) if each.routes is not None
+    ]
+    if not known:
+        return None
+    parts = []
+    for segment in segments:
+        routes = samples[segment.rows[0]].routes
+        if routes is None:
+            routes = np.full((segment.stop, *known[0].shape[1:]), -1, known[0].dtype)
+        parts.append(routes[segment.start : segment.stop])
+    return np.concatenate(parts)
 
 
 def _kept(samples: Sequence[Sample]) -> KeptIds | None:

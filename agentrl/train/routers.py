@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError
-
-_ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
+from agentrl.inference.routes import routers_of
 
 
 def freeze_routers(model: PreTrainedModel) -> None:
@@ -20,11 +18,7 @@ def freeze_routers(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: the model has no routers.
     """
-    routers = [
-        module
-        for name, module in model.named_modules()
-        if _ROUTER_CLASS.search(type(module).__name__) or name.endswith(".router")
-    ]
+    routers = routers_of(model)
     if not routers:
         raise ConfigError(f"model.freeze_router = true, but {type(model).__name__} has no routers")
     for router in routers:

@@ -268,9 +268,10 @@ def _fingerprint(
             mode="json",
             exclude={
                 *("token_budget", "share_prefixes", "parallel"),
-                *("max_nonfinite_steps", "optimizer"),
+                *("max_nonfinite_steps", "optimizer", "router_replay"),
             },
         ),
+        **({"train.router_replay": True} if config.train.router_replay else {}),
     }
 
 

@@ -31,6 +31,7 @@ def training_sampling(config: RunConfig, temperature: float | None = None) -> Sa
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         report_kept=rollout.is_truncated,
+        report_routes=config.train.router_replay,
     )
 
 

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig, with_change
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.inference.routes import make_replayable
 from agentrl.rollout.scheduler import stable_seed
 from agentrl.train import ranks, sharding
 from agentrl.train.batch import all_kept_are_known, make_batch, require_components
 from agentrl.train.compiled import compile_layers
 from agentrl.train.critic import Critic, make_critic
-from agentrl.train.logprobs import decoder_of, sample_logprobs
+from agentrl.train.logprobs import decoder_of, packing_of, sample_logprobs
 from agentrl.train.lora import add_adapter
 from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
 from agentrl.train.model import freeze_named, set_gradient_checkpointing
@@ -119,6 +120,8 @@ class Trainer:
             reference.become(self.model)
         if greedy_rewards is not None:
             metrics["reward/greedy_mean"] = sum(greedy_rewards.values()) / len(greedy_rewards)
+        if config.train.router_replay:
+            metrics["train/unrouted"] = sum(each.routes is None for each in samples)
         if "policy/kl_ref" in metrics:
             metrics["policy/kl_coef"] = self.kl.coef
             num_trajectories = len({sample.trajectory_id for sample in samples})
@@ -213,6 +216,14 @@ async def make_trainer(
     freeze_named(model, config.model.freeze)
     if config.train.router_aux_loss:
         require_aux_loss(model)
+    if config.train.router_replay:
+        make_replayable(model, probe=ranks.rank() == 0)
+        if config.model.gradient_checkpointing and not packing_of(model):
+            raise ConfigError(
+                f"train.router_replay: {type(model).__name__} runs one segment at a time, of which "
+                "the backward pass would know the last one's routes only; set "
+                "model.gradient_checkpointing = false"
+            )
     if config.model.lora.rank:
         add_adapter(model, config.model.lora, path=config.model.path)
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import tiny_model
 from safetensors.torch import load_file
 from test_teacher import PromptServer, running
 from transformers import AutoModelForCausalLM
@@ -355,6 +356,25 @@ def test_resuming_brings_back_critic_reference_and_kl_coefficient(tmp_path):
     assert second["policy/kl_coef"] == 0.1
     assert third["policy/kl_coef"] == pytest.approx(0.08)
     assert {"loss/value", "critic/value_mean", "critic/explained_variance"} <= third.keys()
+
+
+@pytest.mark.slow
+def test_a_mixture_learns_with_the_routes_that_it_was_sampled_with(tmp_path):
+    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
+    model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    settings = ["--model.path", str(tmp_path / "mixture"), "--model.dtype", "bfloat16"]
+    chosen = read_metrics(run(tmp_path / "chosen", *settings))
+    settings += ["--train.router_replay", "true"]
+    whole = run(tmp_path / "whole", *settings)
+    parted = run(tmp_path / "parted", *settings, "--run.num_steps", "2")
+    run(parted, *settings, "--run.resume")
+    final = "checkpoints/step_000003/model.safetensors"
+    assert (parted / final).read_bytes() == (whole / final).read_bytes()
+    key = "policy/rollout_train_logprob_diff_mean"
+    for replayed, other in zip(read_metrics(whole), chosen, strict=True):
+        assert replayed[key] < other[key] and replayed["train/unrouted"] == 0
 
 
 @pytest.mark.slow
