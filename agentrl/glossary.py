@@ -104,8 +104,8 @@ METRICS: dict[str, str] = {
     # updates
     "train/samples": "Token rows of the batch; a trajectory with a rewritten history has several.",
     "train/tokens": "Tokens of those rows, prompts and observations included.",
-    "train/unrouted": "Samples of which the sampler did not say to which experts their tokens went, "
-    "so that the trainer's routers chose. With train.router_replay.",
+    "train/unrouted": "Samples of which the sampler did not say to which experts tokens went, so "
+    "that the trainer's routers chose. With train.router_replay.",
     "train/packing": "How the model computes a micro-batch: 2 as one row in which what samples of "
     "a group begin with may stand once, 1 as one row, 0 one sample at a time (docs/models.md).",
     "train/tokens_per_s": "Those tokens per second of `time/train_s`.",

@@ -189,7 +189,8 @@ def _of_element(element: _Element, schema: dict[str, Any], depth: int) -> JSON:
     types = _types(schema)
     if depth > MAX_DEPTH:
         raise Unreadable(f"elements inside {MAX_DEPTH} others")
-    if not children and depth and not (said == "" and types & {"array", "object"}):
+    is_empty = said == "" and types & {"array", "object"} and "string" not in types
+    if not children and depth and not is_empty:
         return _typed(said, schema)
     items = all(child[0] == "item" for child in children)
     if items and ("array" in types or (children and not types)):
