@@ -26,7 +26,7 @@ from transformers import (
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
 from agentrl.inference.embedded_lengths import within_reach
-from agentrl.inference.routes import taken_now, taking
+from agentrl.inference.embedded_routes import taken_now, taking
 from agentrl.types import FinishReason
 
 # Without cuDNN's, which plans anew for every number of tokens in the cache: on an H200 the first

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError, first_line
 from agentrl.inference.embedded_lengths import within_reach
+from agentrl.inference.embedded_routes import force
 from agentrl.inference.embedded_sampling import plain_attention
-from agentrl.inference.routes import force
 from agentrl.train import context
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME, packed_segments
 from agentrl.train.head import trained_logprobs

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.inference.routes import routers_of
+from agentrl.inference.embedded_routes import routers_of
 
 
 def freeze_routers(model: PreTrainedModel) -> None:

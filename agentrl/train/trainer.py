@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig, with_change
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.inference.routes import make_replayable
+from agentrl.inference.embedded_routes import make_replayable
 from agentrl.rollout.scheduler import stable_seed
 from agentrl.train import ranks, sharding
 from agentrl.train.batch import all_kept_are_known, make_batch, require_components

@@ -7,8 +7,8 @@ from families import tiny_model
 
 from agentrl.errors import ConfigError
 from agentrl.inference.base import SamplingParams
+from agentrl.inference.embedded_routes import make_replayable, routers_of
 from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
-from agentrl.inference.routes import make_replayable, routers_of
 from agentrl.train.logprobs import packing_of, require_exact, sample_logprobs
 from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.plan import pack
