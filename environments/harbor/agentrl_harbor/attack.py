@@ -137,9 +137,9 @@ async def play(
         EnvError: the environment failed.
     """
     environment = HarborEnvironment(config, shared=shared)
-    index = list(shared.tasks).index(task_id)
+    split, ids = next(item for item in shared.splits.items() if task_id in item[1])
     try:
-        await start_episode(environment, environment.get("test", index), 0)
+        await start_episode(environment, environment.get(split, ids.index(task_id)), 0)
         if actions is None:
             solution = environment.oracle()
             if solution is None:

@@ -55,8 +55,9 @@ changes to files do. There is no input{network}. A command is stopped after \
 class HarborConfig(EnvConfig):
     """Which tasks, and what an agent may use."""
 
-    source: str
-    """A folder with `task.toml`, or one with such folders in it."""
+    source: str | dict[str, str]
+    """A folder with `task.toml`, or one with such folders in it, which is the split `test`; or a
+    table from the names of splits to such folders."""
     task_ids: list[str] | None = None
     """Only these; a task's id is its folder's name."""
     network: Literal["task", "none"] = "task"
@@ -86,6 +87,7 @@ class HarborConfig(EnvConfig):
 @dataclass(slots=True)
 class Shared:
     tasks: dict[str, HarborTask]
+    splits: dict[str, list[str]]
     engine: Engine = field(default_factory=Engine)
     images: dict[str, Image] = field(default_factory=dict)
     """By the folder or name that they were made from."""
@@ -112,11 +114,23 @@ class HarborEnvironment(Environment):
             EnvUnavailable: no engine answers.
             DataError: the tasks can't be read, or ask for what there is not here.
         """
-        tasks = {task.id: task for task in load_tasks(Path(config.source).expanduser())}
+        sources = config.source if isinstance(config.source, dict) else {"test": config.source}
+        tasks: dict[str, HarborTask] = {}
+        splits: dict[str, list[str]] = {}
+        for split, source in sources.items():
+            found = {task.id: task for task in load_tasks(Path(source).expanduser())}
+            for task in found.values():
+                if tasks.setdefault(task.id, task).folder.resolve() != task.folder.resolve():
+                    raise DataError(f"two splits of source have different tasks named {task.id}")
+            splits[split] = list(found)
         if config.task_ids is not None:
             if missing := set(config.task_ids) - set(tasks):
                 raise DataError(f"source {config.source} has no task {', '.join(sorted(missing))}")
             tasks = {task_id: tasks[task_id] for task_id in config.task_ids}
+            splits = {
+                split: [each for each in config.task_ids if each in ids]
+                for split, ids in splits.items()
+            }
         for task in tasks.values():
             _check_network(task, config)
         client = connect()
@@ -124,13 +138,13 @@ class HarborEnvironment(Environment):
             reap(client)
         finally:
             client.close()
-        return Shared(tasks)
+        return Shared(tasks, splits)
 
     def splits(self) -> dict[str, int | None]:
-        return {"test": len(self.shared.tasks)}
+        return {split: len(ids) for split, ids in self.shared.splits.items()}
 
     def get(self, split: str, index: int) -> Task:
-        task = list(self.shared.tasks.values())[index]
+        task = self.shared.tasks[self.shared.splits[split][index]]
         return Task(task.id, task.steps[0].instruction, metadata=dict(task.table.metadata))
 
     async def reset(self, task: Task, *, seed: int) -> str:

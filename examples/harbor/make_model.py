@@ -1,0 +1,85 @@
+"""Write four tasks in Harbor's format and make a model that knows how they are played:
+
+    python examples/harbor/make_model.py --image debian:bookworm-slim
+
+writes build/harbor. Each task asks for a number in a file. The model, a Qwen3 of 0.6 million
+parameters, has read episodes with the right number in two of five and others in the rest; which one
+pays is left to reinforcement learning. The image needs no more than bash.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "swebench")]
+from make_model import LANGUAGE  # noqa: E402
+from tiny_model import Lesson, make_model  # noqa: E402
+
+from agentrl.env.tools import tools_of  # noqa: E402
+from agentrl.types import Action, Message, ToolCall, assistant_message  # noqa: E402
+from agentrl_harbor.env import PROMPT, HarborEnvironment  # noqa: E402
+
+NUMBERS = ("3", "5", "7", "9")
+
+
+def instruction(number: str) -> str:
+    return f"Write the number {number} to the file n."
+
+
+def write_tasks(out: Path, image: str) -> None:
+    for number in NUMBERS:
+        files = {
+            "task.toml": f'[environment]\ndocker_image = "{image}"\nworkdir = "/tmp"\n'
+            'network_mode = "no-network"\nmemory_mb = 256\n',
+            "instruction.md": instruction(number) + "\n",
+            "tests/test.sh": f'#!/bin/bash\n[ "$(cat /tmp/n)" = {number} ] && reward=1\n'
+            'echo "${reward:-0}" > /logs/verifier/reward.txt\n',
+            "solution/solve.sh": f"#!/bin/bash\necho {number} > n\n",
+        }
+        for name, text in files.items():
+            path = out / f"number-{number}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+
+
+def dialogue(asked: str, written: str) -> dict:
+    prompt = PROMPT.format(
+        instruction=instruction(asked),
+        workdir="/tmp",
+        network=" and no network",
+        command_timeout_s=120.0,
+        step="",
+    )
+    messages: list[Message] = [{"role": "user", "content": prompt}]
+    calls = [("bash", {"command": f"echo {written} > n"}, "[exit code 0]"), ("submit", {}, "")]
+    for number, (name, arguments, answer) in enumerate(calls):
+        call = ToolCall(f"call_{number}", name, arguments)
+        messages.append(assistant_message(Action(tool_calls=(call,))))
+        if answer:
+            messages.append(
+                {"role": "tool", "content": answer, "tool_call_id": call.id, "name": name}
+            )
+    specs = [tool.spec for tool in tools_of(HarborEnvironment).values()]
+    return {"messages": messages, "tools": specs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--image", default="debian:bookworm-slim")
+    parser.add_argument("--out", type=Path, default=Path("build/harbor"))
+    args = parser.parse_args()
+    write_tasks(args.out / "tasks", args.image)
+    rng = random.Random(0)
+    rows = []
+    for _ in range(1600):
+        asked = rng.choice(NUMBERS)
+        others = [each for each in NUMBERS if each != asked]
+        rows.append(dialogue(asked, rng.choices([asked, *others], [40, 20, 20, 20])[0]))
+    make_model([Lesson(rows, 1.5e-3, batch_size=16)], LANGUAGE, args.out / "model", seed=0)
+
+
+if __name__ == "__main__":
+    main()
