@@ -638,6 +638,18 @@ def _add_sft(commands: argparse._SubParsersAction) -> None:
         choices=["template", "prompt", "hidden"],
         help="as rollout.tools of a run file (default: %(default)s)",
     )
+    command.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="as model.chat_template of a run file; the tuned model brings it",
+    )
+    command.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train an adapter of this rank and add it into the weights (default: all weights)",
+    )
     command.set_defaults(handler=_sft)
 
 
@@ -662,6 +674,8 @@ def _sft(arguments: argparse.Namespace) -> int:
         dialect=arguments.dialect,
         tools=arguments.tools,
         seed=arguments.seed,
+        chat_template=arguments.chat_template,
+        lora_rank=arguments.lora_rank,
     )
     print(
         f"{result.num_updates} updates, loss {result.first_loss:.3f} at first and "

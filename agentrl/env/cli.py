@@ -38,6 +38,7 @@ def add_env_commands(parsers: argparse._SubParsersAction) -> None:
     _add_list_and_info(subcommands)
     _add_check(subcommands)
     _add_play(subcommands)
+    _add_demonstrate(subcommands)
     _add_serve(subcommands)
     _add_bench(subcommands)
     _add_build(subcommands)
@@ -159,6 +160,23 @@ def _add_play(subcommands: argparse._SubParsersAction) -> None:
     play.add_argument("--split", help="task set (default: the first)")
     _number(play, "--index", int, 0, "which task of it")
     _number(play, "--seed", int, 0, "of the environment's randomness")
+
+
+def _add_demonstrate(subcommands: argparse._SubParsersAction) -> None:
+    demonstrate = _command(
+        subcommands,
+        "demonstrate",
+        commands.demonstrate,
+        "--config",
+        help="write the environment's own solutions as dialogues for agentrl sft",
+        description="Play tasks as the environment's oracle() says, with the prompts, tools and "
+        "observations that a policy sees, and write a dialogue per line. Exit status 1 where a "
+        "solution does not earn 1.",
+    )
+    demonstrate.add_argument("id", metavar="ID", help=_NAME_HELP)
+    demonstrate.add_argument("--out", type=Path, required=True, metavar="DEMOS.jsonl")
+    demonstrate.add_argument("--split", default="train", help="task set (default: %(default)s)")
+    _number(demonstrate, "--tasks", _positive, 64, "from the first on")
 
 
 def _add_bench(subcommands: argparse._SubParsersAction) -> None:

@@ -136,6 +136,19 @@ def play(arguments: argparse.Namespace) -> int:
     return 1 if reward is None else 0
 
 
+def demonstrate(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from agentrl.env.demonstrate import demonstrate as write_solutions
+
+    config = _read_config(arguments.config)
+    writing = write_solutions(
+        arguments.id, config, arguments.out, split=arguments.split, num_tasks=arguments.tasks
+    )
+    print(f"{arguments.out}: {asyncio.run(writing)} dialogues")
+    return 0
+
+
 def bench(arguments: argparse.Namespace) -> int:
     import asyncio
     import dataclasses

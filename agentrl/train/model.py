@@ -245,7 +245,7 @@ def without_dropout(config: PretrainedConfig) -> None:
 
 @contextlib.contextmanager
 def _bars_for_downloads_only() -> Iterator[None]:
-    """Without transformers' progress bar over tensors, which stays on the screen above a run."""
+    """Without transformers' progress bars over tensors and shards, which stay on the screen above a run."""
     if not transformers_logging.is_progress_bar_enabled():
         yield
         return
@@ -290,7 +290,8 @@ def save_model(
     """
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.to(dtype=getattr(torch, dtype)).save_pretrained(partial)  # pyright: ignore
+    with _bars_for_downloads_only():
+        model.to(dtype=getattr(torch, dtype)).save_pretrained(partial)  # pyright: ignore
     tokenizer.save_pretrained(partial)
     if out.exists():
         out.rmdir()

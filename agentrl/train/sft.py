@@ -10,19 +10,27 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from agentrl.config import TrainSection, load_config
+from agentrl.config import LoraSection, TrainSection, load_config
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
 from agentrl.rollout.recorded import best_trajectories
 from agentrl.rollout.render import Renderer
 from agentrl.train.logprobs import sample_logprobs
-from agentrl.train.model import load_model, load_tokenizer, require_empty, save_model
+from agentrl.train.lora import add_adapter
+from agentrl.train.model import (
+    load_model,
+    load_tokenizer,
+    merge_adapter,
+    require_empty,
+    save_model,
+)
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack, plan_micro_batches
 from agentrl.train.setup import resolve_device, resolve_dtype
@@ -58,6 +66,8 @@ def sft(
     seed: int = 1,
     dialect: str = "auto",
     tools: str = "template",
+    chat_template: str | None = None,
+    lora_rank: int = 0,
 ) -> SFTResult:
     """Tune a model on demonstrations and save it, tokenizer included, to `out`.
 
@@ -69,6 +79,8 @@ def sft(
         min_reward: of a trajectory that is learned from.
         dialect: as `rollout.dialect`.
         tools: as `rollout.tools`.
+        chat_template: as `model.chat_template`; the saved model brings it.
+        lora_rank: of an adapter that learns in place of all weights and is then added into them.
 
     Raises:
         DataError: the file is missing or empty, or a line of it is not a dialogue.
@@ -76,13 +88,16 @@ def sft(
     """
     require_empty(out)
     if demonstrations is not None and run_dir is None and model_path is not None:
-        samples = _of_demonstrations(demonstrations, model_path, dialect, tools)
+        tokenizer = load_tokenizer(model_path, chat_template)
+        renderer = Renderer(tokenizer, dialect=dialect, tools=tools)
+        samples = _of_demonstrations(demonstrations, renderer, tools)
     elif demonstrations is None and run_dir is not None:
         recorded = load_config(run_dir / "config.toml").model.path
         model_path = model_path or recorded
         _require_same_tokens(model_path, recorded)
         chosen = best_trajectories(run_dir, best, min_reward)
         samples = [sample for trajectory in chosen for sample in samples_of(trajectory)]
+        tokenizer = load_tokenizer(model_path, chat_template)
     else:
         raise ConfigError(
             "sft learns from DEMOS.jsonl with --model, or from a run with --from; give one of them"
@@ -99,6 +114,8 @@ def sft(
         device=resolve_device(device),
         max_tokens=max(map(len, kept)),
     )
+    if lora_rank:
+        add_adapter(model, LoraSection(rank=lora_rank), path=model_path)
     updates_per_epoch = -(-len(kept) // batch_size)
     learner = Learner(
         model,
@@ -126,15 +143,18 @@ def sft(
                 batch = [kept[index] for index in order[start : start + batch_size]]
                 losses.append(_update(learner, batch, token_budget))
                 progress.update(bar, advance=1, loss=losses[-1])
-    save_model(model, load_tokenizer(model_path), out, save_dtype)
+    if lora_rank:
+        with TemporaryDirectory(prefix="agentrl-sft-") as folder:
+            save_model(model, tokenizer, Path(folder) / "adapter", "float32")
+            model.config.save_pretrained(Path(folder) / "adapter")  # PEFT leaves it out
+            merge_adapter(Path(folder) / "adapter", out, dtype=save_dtype)
+    else:
+        save_model(model, tokenizer, out, save_dtype)
     return SFTResult(losses[0], losses[-1], len(losses), len(samples) - len(kept))
 
 
-def _of_demonstrations(
-    demonstrations: Path, model_path: str, dialect: str, tools: str
-) -> list[Sample]:
+def _of_demonstrations(demonstrations: Path, renderer: Renderer, tools: str) -> list[Sample]:
     dialogues = read_demonstrations(demonstrations)
-    renderer = Renderer(load_tokenizer(model_path), dialect=dialect, tools=tools)
     has_tools = any(offered for _, offered in dialogues)
     if has_tools and tools == "template" and renderer.template.hides_tools:
         raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (of sft: --tools)")

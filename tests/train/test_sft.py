@@ -130,3 +130,19 @@ def test_the_command_says_what_it_did_and_what_it_left_out(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 updates, loss " in printed and f"the model is in {out}" in printed
     assert "1 dialogues were longer than --max-tokens 200 and left out" in printed
+
+
+def test_an_adapter_is_added_into_the_weights_and_the_template_comes_along(tmp_path, capfd):
+    path, template = tmp_path / "demos.jsonl", tmp_path / "own.jinja"
+    path.write_text(json.dumps({"messages": DIALOGUE[:2] + DIALOGUE[3:4]}) + "\n")
+    own = AutoTokenizer.from_pretrained(MODEL).chat_template + "{# own #}"
+    template.write_text(own)
+    settings = {"learning_rate": 1e-2, "warmup_steps": 0, "chat_template": str(template)}
+    sft(path, model_path=MODEL, out=tmp_path / "tuned", lora_rank=4, num_epochs=3, **settings)
+    assert "Writing model shards" not in capfd.readouterr().err
+    assert AutoTokenizer.from_pretrained(tmp_path / "tuned").chat_template == own
+    tuned = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").named_parameters())
+    before = dict(AutoModelForCausalLM.from_pretrained(MODEL).named_parameters())
+    changed = {name for name in before if not before[name].equal(tuned[name])}
+    assert tuned.keys() == before.keys() and changed
+    assert all(name.endswith("_proj.weight") for name in changed), changed
