@@ -801,12 +801,20 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "doctor",
         help="check this machine, and a run file, before a run",
-        usage="agentrl doctor [RUN.toml] [--section.key value ...]",
+        usage="agentrl doctor [RUN.toml] [--play N] [--section.key value ...]",
         description="Check Python, packages, devices, disk and, with a run file, its model, chat "
         "template, environment and servers, and whether training fits into memory; with "
         "--inference.urls URL[,URL] also whether those vLLM servers can be trained against. Exit "
         "status 1 when something must be fixed.",
         allow_abbrev=False,
+    )
+    command.add_argument(
+        "--play",
+        type=int,
+        default=0,
+        metavar="N",
+        help="play N episodes of the run file as training would, two a task, and train on them "
+        "once: the prompt, rewards, cut turns, calls, sampler against trainer, speed",
     )
     command.set_defaults(handler=_doctor, takes_overrides=True)
 
@@ -818,4 +826,4 @@ def _doctor(arguments: argparse.Namespace) -> int:
     rest = arguments.overrides
     named = rest and not rest[0].startswith("--") and "=" not in rest[0]
     run_file = Path(rest.pop(0)) if named else None
-    return doctor(run_file, rest)
+    return doctor(run_file, rest, arguments.play)

@@ -66,6 +66,9 @@ class RunSection(Section):
     kept besides the newest ones, as `checkpoints/best`."""
     patience: NonNegativeInt = 0
     """The run ends once so many evaluations in a row did not raise `keep_best`; 0 never."""
+    preflight: bool = True
+    """Stop where the first episodes show that the run cannot learn as it is set up; false goes on
+    (docs/troubleshooting.md)."""
     resume: bool = False
     """Continue from the newest checkpoint in the run directory; an error if there is none."""
     replay: Path | None = None

@@ -23,10 +23,13 @@ Finding = tuple[Status, str, str]
 """How it stands, what was looked at, and the reason or the remedy."""
 
 
-def doctor(run_file: Path | None, overrides: list[str]) -> int:
+def doctor(run_file: Path | None, overrides: list[str], num_played: int = 0) -> int:
     """Print one line per check; exit status 1 when something must be fixed.
 
     Without a run file the servers of `--inference.urls` are checked, if any are given.
+
+    Args:
+        num_played: episodes of the run file that are played.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -34,21 +37,21 @@ def doctor(run_file: Path | None, overrides: list[str]) -> int:
     console = Console(highlight=False)
     marks = {"ok": "[green]ok  [/]", "note": "[yellow]note[/]", "fix": "[red]fix [/]"}
     worst = 0
-    for status, what, detail in _findings(run_file, overrides):
+    for status, what, detail in _findings(run_file, overrides, num_played):
         line = f"{marks[status]} {escape(what)}: {escape(detail)}"
         console.print(line, soft_wrap=True)  # a path or a command stays in one piece
         worst |= status == "fix"
     return int(worst)
 
 
-def _findings(run_file: Path | None, overrides: list[str]) -> Iterator[Finding]:
+def _findings(run_file: Path | None, overrides: list[str], num_played: int) -> Iterator[Finding]:
     yield from _machine()
     yield _packages()
     found = importlib.metadata.entry_points(group="agentrl.environments")
     names = ", ".join(sorted(entry.name for entry in found)) or "none"
     yield "ok" if found else "note", "environments", names
     if run_file is not None:
-        yield from _run(run_file, overrides)
+        yield from _run(run_file, overrides, num_played)
     elif overrides:
         yield from _servers(_config_without_a_file(overrides))
 
@@ -96,7 +99,7 @@ def _packages() -> Finding:
     return "ok", "packages", "installed versions are within agentrl's bounds"
 
 
-def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
+def _run(run_file: Path, overrides: list[str], num_played: int) -> Iterator[Finding]:
     from agentrl.config import load_config
 
     try:
@@ -128,6 +131,14 @@ def _run(run_file: Path, overrides: list[str]) -> Iterator[Finding]:
     except ImportError:
         pass
     yield from _servers(config)
+    for name, alone in config.environments.items() if num_played else ():
+        from agentrl.doctor.play import play_findings
+
+        try:
+            for status, what, detail in play_findings(alone, num_played):
+                yield status, f"{name}: {what}" if name else what, detail
+        except AgentRLError as error:
+            yield "fix", f"playing {name or alone.env.id}", str(error)
 
 
 def _model(config: RunConfig) -> Finding:

@@ -39,7 +39,9 @@ from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
+from agentrl.train.guards import require_agreement, require_no_gap, require_own_rewards
 from agentrl.train.logprobs import packing_of
+from agentrl.train.preflight import mismatch_is_large
 from agentrl.train.run import (
     Outputs,
     Run,
@@ -51,6 +53,7 @@ from agentrl.train.run import (
     save,
     save_first,
     unless_interrupted,
+    warn_of_rate,
     without_players,
 )
 from agentrl.train.sampling import training_sampling
@@ -109,7 +112,10 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
         with loading(f"loading {config.model.path}", quiet=quiet):
             run = await assemble(config, envs, agents, quiet=quiet)
         async with aclosing(run.serving):
-            last_step = restore(run) if config.run.resume else 0
+            last_step = 0
+            if config.run.resume:
+                last_step = restore(run)
+                require_no_gap(run.run_dir, last_step, run.mixture)
             await run.serving.push(run.trainer.model, last_step)
             with (
                 open_outputs(run, last_step, quiet=quiet) as outputs,
@@ -118,6 +124,7 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
                 run.saver,
             ):
                 if not config.run.resume:
+                    warn_of_rate(run, outputs.display)
                     save_first(run, outputs.display)
                 run.mixture.start(config, last_step)
                 try:
@@ -159,6 +166,9 @@ async def _steps(
         metrics |= run.mixture.take_in(batches)
         metrics["time/rollout_s"] = rollout_s
         require_some_success(run, rollouts, step, display)
+        require_own_rewards(rollouts.groups)
+        if warning := run.first_rewards.look(rollouts.trajectories, run.config):
+            display.note(f"step {step}: {warning}")
 
         # Learn: one batch, one or more optimizer updates.
         train_started = time.perf_counter()
@@ -168,6 +178,7 @@ async def _steps(
             metrics |= await in_thread(
                 _learn, run, step, samples, rollouts.groups, greedy_rewards, outputs
             )
+        require_agreement(metrics, run.config)
         train_s = time.perf_counter() - train_started
         metrics |= staleness_metrics(samples, current_version=step - 1)
         metrics |= _training_metrics(run, samples, train_s)
@@ -180,6 +191,9 @@ async def _steps(
         run.mixture.advance(step)
 
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
+        gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
+        if step == last_step + 1 and (warning := mismatch_is_large(gap, run.config)):
+            display.note(warning)
         is_best = False
         if run.held_out.is_due(step, run.config):
             metrics |= await run.held_out.play(

@@ -245,7 +245,7 @@ def without_dropout(config: PretrainedConfig) -> None:
 
 @contextlib.contextmanager
 def _bars_for_downloads_only() -> Iterator[None]:
-    """Without transformers' progress bars over tensors and shards, which stay on the screen above a run."""
+    """Without transformers' progress bars over tensors and files, which stay above a run."""
     if not transformers_logging.is_progress_bar_enabled():
         yield
         return

@@ -52,6 +52,7 @@ from agentrl.train.model import (
     load_tokenizer,
 )
 from agentrl.train.optimizer import require_optimizer
+from agentrl.train.preflight import FirstRewards, rate_is_unusual
 from agentrl.train.sampling import training_sampling
 from agentrl.train.saver import Saver
 from agentrl.train.serving import Serving, start_serving
@@ -91,6 +92,7 @@ class Run:
     agents: Agents | None
     held_out: HeldOut
     saver: Saver
+    first_rewards: FirstRewards
     failing_steps: int = 0
     """Steps in a row in which most trajectories failed for one cause."""
 
@@ -225,6 +227,7 @@ async def assemble(
         agents=agents,
         held_out=held_out,
         saver=Saver(run_dir, in_background=config.run.async_save),
+        first_rewards=FirstRewards(config.run.preflight and recorded is None),
     )
 
 
@@ -513,3 +516,10 @@ def require_some_success(run: Run, rollouts: RolloutBatch, step: int, display: D
         more = "" if run.failing_steps == 1 else f", and in {run.failing_steps} steps in a row"
         raise TrainingError(f"{said}{more}; mend it, then continue with --resume")
     display.note(f"{said}; the run stops after {FAILING_STEPS} such steps in a row")
+
+
+def warn_of_rate(run: Run, display: Display) -> None:
+    """Say where the learning rate is far from what models of this size take."""
+    learning = (p.numel() for p in run.trainer.model.parameters() if p.requires_grad)
+    if warning := rate_is_unusual(run.config, sum(learning)):
+        display.note(warning)
