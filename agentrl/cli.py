@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_view(commands)
     _add_report(commands)
     _add_doctor(commands)
+    _add_drill(commands)
     _add_examples(commands)
     _add_agent(commands)
     from agentrl.algo.cli import add_algo_commands
@@ -774,6 +775,26 @@ def _report(arguments: argparse.Namespace) -> int:
 
     print(report_text(arguments.run_dir) if arguments.text else report_run(arguments.run_dir))
     return 0
+
+
+def _add_drill(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "drill",
+        help="plant silent faults in short runs, and see which guard names each",
+        description="Train the quickstart's model for a few steps with a fault planted, one of "
+        "twelve after the other, and print what named it (docs/drill.md). Minutes on a CPU. Exit "
+        "status 1 if one goes unnoticed.",
+    )
+    command.add_argument(
+        "--only", default="", metavar="WORDS", help="those whose name holds these words"
+    )
+    command.set_defaults(handler=_drill)
+
+
+def _drill(arguments: argparse.Namespace) -> int:
+    from agentrl.drill import drill_command
+
+    return drill_command(arguments.only)
 
 
 def _add_examples(commands: argparse._SubParsersAction) -> None:

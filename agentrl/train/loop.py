@@ -148,6 +148,7 @@ async def _steps(
     display = outputs.display
     in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, trainer_thread)
     finished_step = last_step
+    disagreed = False  # sampler and trainer, which is told once
     for step in range(last_step + 1, run.config.run.num_steps + 1):
         if run.held_out.why_enough():
             break
@@ -167,6 +168,11 @@ async def _steps(
         metrics["time/rollout_s"] = rollout_s
         require_some_success(run, rollouts, step, display)
         require_own_rewards(rollouts.groups)
+        if stale := rollouts.dropped["stale"]:
+            display.note(
+                f"step {step}: {stale} of {stale + len(rollouts.groups)} groups were dropped as "
+                "stale: a server says that other weights sampled them than it was sent"
+            )
         if warning := run.first_rewards.look(rollouts.trajectories, run.config):
             display.note(f"step {step}: {warning}")
 
@@ -192,8 +198,9 @@ async def _steps(
 
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
         gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
-        if step == last_step + 1 and (warning := mismatch_is_large(gap, run.config)):
-            display.note(warning)
+        if not disagreed and (warning := mismatch_is_large(gap, run.config)):
+            display.note(f"step {step}: {warning}")
+            disagreed = True
         is_best = False
         if run.held_out.is_due(step, run.config):
             metrics |= await run.held_out.play(
