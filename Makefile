@@ -173,10 +173,11 @@ benchmarks: $(VENV)/.dev
 	for file in $(filter-out $(APART),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 ## make learning     the tables of docs/learning.md; what is not recorded is run; AGAIN=1 makes an
-##                   environment with TRL and runs all: an hour of CPU or more
-learning: $(VENV)/.dev $(if $(AGAIN),$(ADAPTERS_VENV)/.adapters)
+##                   environment with TRL and runs all: an hour of CPU or more; ROWS=real is the
+##                   pretrained model on three seeds: many hours, on a quiet machine
+learning: $(VENV)/.dev $(if $(AGAIN)$(ROWS),$(ADAPTERS_VENV)/.adapters)
 	$(BIN)/python benchmarks/learning.py --trl $(abspath $(ADAPTERS_VENV))/bin/python \
-		--write-docs $(if $(AGAIN),--again)
+		--write-docs $(if $(ROWS),--rows $(ROWS)) $(if $(AGAIN),--again)
 
 ## make model        make the quickstart's model again from nothing
 model: $(VENV)/.train

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from learning_report import RESULTS, Results, digest, pages, tables
-from learning_rows import ROOT, ROWS, SEEDS, Arm
+from learning_rows import APART, ROOT, ROWS, SEEDS, Arm
 
 
 def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> bool:
@@ -124,7 +124,8 @@ def cpu_left(todo: Sequence[tuple[Arm, int]], results: Results) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated; '' runs none")
+    usual = ",".join(name for name in ROWS if name not in APART)
+    parser.add_argument("--rows", default=usual, help="comma-separated; '' runs none")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="comma-separated")
     parser.add_argument(
         "--trl",

@@ -208,6 +208,30 @@ def staleness_table(row: Row, results: Results) -> str:
     return table([*head, f"samples to {GOAL}"], lines)
 
 
+def real_table(row: Row, results: Results) -> str:
+    lines = []
+    for arm in present(row, results):
+        values, runs = curves(arm.name, results), list(results[arm.name].values())
+        held_out = [
+            next(v for v in reversed(r["eval/avg@1"]) if v is not None)
+            for r in runs
+            if "eval/avg@1" in r
+        ]
+        peak = max(run.get("peak_mib", 0) for run in runs) / 1024
+        lines.append(
+            [
+                *(arm.about, str(len(values)), str(values.shape[1])),
+                *(spread(values[:, :WINDOW].mean(1)), spread(values[:, -WINDOW:].mean(1))),
+                spread(np.asarray(held_out)) if held_out else "-",
+                f"{cpu(arm.name, results).min():.1f}",
+                f"{peak:.1f}" if peak else "-",
+            ]
+        )
+    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", "held out, at the end"]
+    made = table([*head, "CPU s per step", "peak GiB"], lines)
+    return f"{made}\n\n![the curves](learning/real.svg)" if len(lines) > 1 else made
+
+
 def present(row: Row, results: Results) -> list[Arm]:
     return [arm for arm in row.arms if arm.name in results]
 
@@ -217,6 +241,7 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
     "replay": replay_table,
     "packing": packing_table,
     "staleness": staleness_table,
+    "real": real_table,
 }
 
 

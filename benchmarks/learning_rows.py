@@ -13,7 +13,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
+SMOLLM2 = ROOT / "examples" / "smollm2"
 NUM_STEPS = 60
+REAL_STEPS = 40
 SHORTER = 40
 TURNS_STEPS = 40
 SEEDS = (1, 2, 3)
@@ -140,7 +142,23 @@ def staleness_arm(steps: int) -> Arm:
     return Arm(f"staleness-{steps}", [command], seeds=(1,), about=about)
 
 
+def real_arm(name: str, text: str, about: str) -> Arm:
+    """Of the pretrained model of examples/smollm2, which the first command makes."""
+    prepare = [sys.executable, str(SMOLLM2 / "prepare.py"), "--only", "words"]
+    given = [*settings(text), "--run.eval_every", str(REAL_STEPS), "--track.signals", "0"]
+    if "trl" in name:
+        command = ["{trl}", str(HERE / "learning_trl.py"), "words", str(SMOLLM2 / "run.toml")]
+        command += ["--out", "{out}", "--run.num_steps", str(REAL_STEPS), "--run.seed", "{seed}"]
+        return Arm(name, [prepare, [*command, *given]], about=about)
+    if "vllm" in name:
+        given += ["--inference.python", "{vllm}"]
+    return Arm(
+        name, [prepare, run(*given, run_file=SMOLLM2 / "run.toml", steps=REAL_STEPS)], about=about
+    )
+
+
 CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
+REAL_LORA = "train.learning_rate=1e-4 model.lora.rank=16"
 LORA = "train.learning_rate=1e-3 model.lora.rank="
 
 ROWS: dict[str, Row] = {
@@ -213,5 +231,21 @@ ROWS: dict[str, Row] = {
             ),
         ],
     ),
+    "real": Row(
+        "A pretrained model",
+        [
+            real_arm("real", "", "all weights, float32"),
+            real_arm("real-bfloat16", "model.dtype=bfloat16", "all weights, bfloat16"),
+            real_arm("real-lora", f"{REAL_LORA}", "adapter, float32"),
+            real_arm(
+                "real-lora-bfloat16", f"{REAL_LORA} model.dtype=bfloat16", "adapter, bfloat16"
+            ),
+            real_arm("real-vllm", "inference.backend=vllm", "all weights, float32, vLLM"),
+            real_arm("real-trl", "train.warmup_steps=0 objective.scale.eps=1e-4", "TRL"),
+        ],
+    ),
     "staleness": Row("Rollouts ahead of the trainer", [staleness_arm(n) for n in (0, 1, 2, 4)]),
 }
+
+APART = ("real",)
+"""Rows that run where they are named: hours on a quiet machine, and a download."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 from pathlib import Path
 
 from agentrl.config import load_config
@@ -30,7 +31,8 @@ def main() -> None:
     run_dir = train(load_config(args.run_file, overrides), quiet=True)
     metrics = read_metrics(run_dir)
     result = {"reward": [line["reward/mean"] for line in metrics], "cpu_s": cpu_s}
-    for key in ("env/solved", "rollout/staleness_mean", "critic/explained_variance"):
+    result["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    for key in ("env/solved", "eval/avg@1", "rollout/staleness_mean", "critic/explained_variance"):
         if any(key in line for line in metrics):
             result[key] = [line.get(key) for line in metrics]
     args.out.write_text(json.dumps(result))

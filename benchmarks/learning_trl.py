@@ -1,11 +1,12 @@
 """One run of TRL 1.16's GRPOTrainer for `learning.py`, in an environment that has TRL.
 
-    python learning_trl.py bare|adapter RUN.toml --out FILE [--section.key value ...]
+    python learning_trl.py bare|adapter|words RUN.toml --out FILE [--section.key value ...]
     python learning_trl.py replay RUN_DIR --out FILE
 
 `bare` plays the run file's tasks with an environment written for TRL, `adapter` with agentrl's own
-through `agentrl_adapters.trl_factory`. Both take the numbers of the run file: tasks in the order
-of their index, learning rate, betas, clipping, group size, tokens of a turn.
+through `agentrl_adapters.trl_factory`, and `words` those of examples/smollm2, which take one turn.
+All take the numbers of the run file: tasks in the order of their index, learning rate, betas,
+clipping, group size, tokens of a turn.
 
 `replay` trains on the trajectories that a run of agentrl recorded, which saved a checkpoint after
 every step. Before each step TRL's model gets the weights of the run's last checkpoint; after it,
@@ -18,6 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
 from agentrl.config import RunConfig, load_config
+from agentrl.env.registry import resolve
 from agentrl.rollout import read_trajectories
 from agentrl.tracking import read_metrics
 from agentrl.types import Sample, samples_of
@@ -120,6 +124,15 @@ def correct(completions: list, reference: list[str], **_: object) -> list[float]
     ]
 
 
+def last_number(completions: list, reference: list[str], **_: object) -> list[float]:
+    """The reward of examples/smollm2/words.py."""
+    said = (re.findall(r"-?\d+", each[-1].get("content") or "") for each in completions)
+    return [
+        float(bool(numbers) and numbers[-1] == expected)
+        for numbers, expected in zip(said, reference, strict=True)
+    ]
+
+
 class Watch(TrainerCallback):
     """CPU seconds of the process and what it started, after every step."""
 
@@ -130,10 +143,18 @@ class Watch(TrainerCallback):
         self.cpu_s.append(sum(os.times()[:4]))
 
 
-def play(config: RunConfig, scratch: str, adapter: bool) -> dict:
+def play(config: RunConfig, scratch: str, how: str) -> dict:
     count = config.run.num_steps * config.rollout.groups_per_step
     env = config.env.config
-    if adapter:
+    if how == "words":
+        problems = resolve(config.env.id)(env)
+        tasks = (problems.get(config.env.split, index) for index in range(count))
+        rows = [
+            {"prompt": [{"role": "user", "content": task.prompt}], "reference": task.reference}
+            for task in tasks
+        ]
+        offered = {"reward_funcs": last_number}
+    elif how == "adapter":
         rows = make_trl_rows(config.env.split, count)
         offered = {
             "environment_factory": make_trl_factory(config.env.id, config=env),
@@ -153,6 +174,8 @@ def play(config: RunConfig, scratch: str, adapter: bool) -> dict:
         ]
         offered = {"environment_factory": Calculator, "reward_funcs": correct}
     model, tokenizer = load(config.model.path)
+    if how == "words":
+        del tokenizer.response_template
     watch = Watch()
     trainer = GRPOTrainer(
         model=model,
@@ -164,7 +187,9 @@ def play(config: RunConfig, scratch: str, adapter: bool) -> dict:
     )
     trainer.train()
     logs = [line for line in trainer.state.log_history if "reward" in line]
-    return {"reward": [line["reward"] for line in logs], "cpu_s": watch.cpu_s}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    rewards = [line["reward"] for line in logs]
+    return {"reward": rewards, "cpu_s": watch.cpu_s, "peak_mib": peak}
 
 
 class Locked(TrainerCallback):
@@ -268,7 +293,7 @@ def replay(run_dir: Path, scratch: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["bare", "adapter", "replay"])
+    parser.add_argument("what", choices=["bare", "adapter", "words", "replay"])
     parser.add_argument("path", type=Path, help="a run file, or for replay a run directory")
     parser.add_argument("--out", type=Path, required=True)
     args, overrides = parser.parse_known_args()
@@ -278,7 +303,7 @@ def main() -> None:
             result = replay(args.path, scratch)
         else:
             config = load_config(args.path, overrides)
-            result = play(config, scratch, adapter=args.what == "adapter")
+            result = play(config, scratch, args.what)
     args.out.write_text(json.dumps(result))
 
 
