@@ -88,9 +88,10 @@ def sft(
     """
     require_empty(out)
     if demonstrations is not None and run_dir is None and model_path is not None:
+        dialogues = read_demonstrations(demonstrations)
         tokenizer = load_tokenizer(model_path, chat_template)
         renderer = Renderer(tokenizer, dialect=dialect, tools=tools)
-        samples = _of_demonstrations(demonstrations, renderer, tools)
+        samples = _of_demonstrations(demonstrations, dialogues, renderer, tools)
     elif demonstrations is None and run_dir is not None:
         recorded = load_config(run_dir / "config.toml").model.path
         model_path = model_path or recorded
@@ -153,8 +154,12 @@ def sft(
     return SFTResult(losses[0], losses[-1], len(losses), len(samples) - len(kept))
 
 
-def _of_demonstrations(demonstrations: Path, renderer: Renderer, tools: str) -> list[Sample]:
-    dialogues = read_demonstrations(demonstrations)
+def _of_demonstrations(
+    demonstrations: Path,
+    dialogues: list[tuple[list[Message], list[ToolSpec]]],
+    renderer: Renderer,
+    tools: str,
+) -> list[Sample]:
     has_tools = any(offered for _, offered in dialogues)
     if has_tools and tools == "template" and renderer.template.hides_tools:
         raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (of sft: --tools)")
