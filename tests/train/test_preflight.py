@@ -201,11 +201,12 @@ def test_doctor_measures_sampler_against_trainer(planted, dtype, finding, capsys
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_stops_before_it_learns_and_keeps_what_it_played(tmp_path, capsys):
+def test_a_run_stops_before_it_learns_and_keeps_what_it_played(tmp_path):
     keys = ["--run.dir", str(tmp_path / "run"), "--run.num_steps", "2"]
     short = [*keys, "--rollout.max_turn_tokens", "1"]
     with pytest.raises(TrainingError, match=r"max_turn_tokens = 1: raise it"):
         train(load_config(QUICKSTART, short))
     assert list((tmp_path / "run" / "trajectories").iterdir())
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
-    train(load_config(QUICKSTART, [*short, "--run.preflight", "false"]), quiet=True)
+    goes_on = [*short, "--run.preflight", "false", "--run.dir", str(tmp_path / "on")]
+    train(load_config(QUICKSTART, goes_on), quiet=True)
