@@ -165,7 +165,7 @@ def _never_seen(seen: Evidence) -> Verdict:
         return None
     best = max(rewards)
     text = f"the best of {len(rewards)} rewards is {short_number(best)}"
-    return Finding(text, {"sort": "best"}) if best <= 0 and len(rewards) >= 16 else text
+    return Finding(text, {"sort": "best"}) if best <= 0 and len(rewards) >= 8 else text
 
 
 def _truncation(seen: Evidence) -> Verdict:
@@ -241,7 +241,9 @@ def _entropy(seen: Evidence) -> Verdict:
     text = f"entropy went from {short_number(before)} to {short_number(now)} nats"
     # A policy that has learned its task is sure of it, too.
     solved = reward is not None and reward >= 0.8 * best > 0
-    if now <= 0.2 * before and not solved:
+    # Where test tasks have become worse, a smaller fall is a cause to think of.
+    fell = _test_fell(seen) is not None
+    if now <= (0.5 if fell else 0.2) * before and (fell or not solved):
         shown = "none" if reward is None else short_number(reward)
         return Finding(f"{text}, and the reward is {shown}", {"sort": "newest"})
     return text
@@ -377,11 +379,18 @@ def _not_moving(seen: Evidence) -> Verdict:
 
 
 def _parted(seen: Evidence) -> Verdict:
-    keys = (key for row in seen.metrics for key in row)
-    key = next((k for k in keys if k.startswith("eval/") and "avg@" in k), None)
+    key = _evaluation(seen)
     if key is None:
         return "the run was not evaluated" if seen.metrics else None
     evals = series(seen.metrics, key)
+    if fell := _test_fell(seen):
+        best, last = fell
+        return Finding(
+            f"on test tasks the reward was best at step {best[0]}, {short_number(best[1])}, and is "
+            f"{short_number(last)} now, while it rose on training tasks",
+            None,
+            best[0],
+        )
     train = [value for _, value in series(seen.metrics, REWARD)]
     if len(evals) < 4 or len(train) < 8:
         return "there are too few evaluations to compare"
@@ -398,6 +407,30 @@ def _parted(seen: Evidence) -> Verdict:
         best = max(evals, key=lambda point: point[1])
         return Finding(f"{text}, best at step {best[0]}", None, best[0])
     return text
+
+
+def _evaluation(seen: Evidence) -> str | None:
+    keys = (key for row in seen.metrics for key in row)
+    return next((key for key in keys if key.startswith("eval/") and "avg@" in key), None)
+
+
+def _test_fell(seen: Evidence) -> tuple[tuple[int, float], float] | None:
+    """Returns the best evaluation and the last one's value, where that is lower by more than the
+    noise of both and the reward on training tasks did not fall with it."""
+    key = _evaluation(seen)
+    evals = series(seen.metrics, key) if key else []
+    if len(evals) < 2:
+        return None
+    best, (_, last) = max(evals, key=lambda point: point[1]), evals[-1]
+    tasks, samples = (_at(seen.config, "eval", name) for name in ("num_tasks", "samples_per_task"))
+    count = (tasks if isinstance(tasks, int) else 64) * (samples if isinstance(samples, int) else 1)
+    noise = 2 * math.sqrt(2 * max(best[1] * (1 - best[1]), 0.01) / count)
+    train = series(seen.metrics, REWARD)
+    before = _mean(value for step, value in train if step <= best[0])
+    after = _mean(value for step, value in train if step > best[0])
+    if before is None or after is None or after < before or best[1] - last <= noise:
+        return None
+    return best, last
 
 
 def _reward_fell(seen: Evidence) -> Verdict:

@@ -6,7 +6,7 @@ from planted import FAULTS, HEALTHY, STEPS, plant
 
 from agentrl.tracking import MetricsWriter
 from agentrl.view.changes import fall
-from agentrl.view.diagnosis import RULES, diagnose
+from agentrl.view.diagnosis import RULES, Evidence, Finding, diagnose
 from agentrl.view.groups import Query, find_groups
 from agentrl.view.runs import RunFiles
 
@@ -128,3 +128,20 @@ def test_an_entropy_that_fell_with_a_solved_task_is_no_collapse(tmp_path):
             writer.write(step, {"reward/mean": step / 30, "policy/entropy": 1.5 * 0.8**step})
     rules = {rule["id"]: rule["state"] for rule in diagnose(RunFiles(tmp_path))["rules"]}
     assert rules["entropy_collapse"] == "clear"
+
+
+@pytest.mark.parametrize(
+    ("last", "num_tasks", "parted"), [(0.336, 128, True), (0.336, 16, False), (0.52, 128, False)]
+)
+def test_test_tasks_that_fell_from_their_best_are_told_with_the_entropy(last, num_tasks, parted):
+    """Two evaluations are enough where the second is worse by more than their noise."""
+    metrics = [
+        {"step": step, "reward/mean": 0.3 + step / 130, "policy/entropy": 0.67 - step / 90}
+        for step in range(1, 51)
+    ]
+    metrics[22]["eval/avg@1"], metrics[49]["eval/avg@1"] = 0.539, last
+    seen = Evidence(metrics, [], {"eval": {"num_tasks": num_tasks, "samples_per_task": 1}})
+    verdicts = {rule.id: rule.check(seen) for rule in RULES}
+    assert isinstance(verdicts["parted"], Finding) == parted
+    assert isinstance(verdicts["entropy_collapse"], Finding) == parted
+    assert not parted or verdicts["parted"].step == 23
