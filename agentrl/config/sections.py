@@ -534,6 +534,9 @@ class InferenceSection(Section):
     """Interpreter of the virtual environment in which vLLM or SGLang is installed, to start servers
     with; when not given AGENTRL_VLLM_PYTHON or AGENTRL_SGLANG_PYTHON, or what `make vllm` or `make
     sglang` made in .venv-vllm or .venv-sglang."""
+    max_batch_tokens: PositiveInt = 32768
+    """Of the `embedded` engine: rows times padded length that it samples at once. Bounds the memory
+    of keys and values; `agentrl doctor` says how much that is."""
     num_servers: PositiveInt = 1
     """Servers to start when there are no `urls`."""
     args: list[str] = Field(default_factory=list)

@@ -122,6 +122,7 @@ def _run(run_file: Path, overrides: list[str], num_played: int) -> Iterator[Find
     if model[0] == "fix":
         return  # what follows would ask for it again, and a hub out of reach for long
     yield _memory(config)
+    yield from _memory_of_sampling(config)
     try:
         import torch
 
@@ -207,6 +208,31 @@ def _memory(config: RunConfig) -> Finding:
         return "note", what, "not estimated: the model's layers cannot be counted without weights"
     said += "; no setting makes it fit: take a smaller model, or more devices"
     return "fix", what, f"{said} (train.parallel.data, started by torchrun)"
+
+
+def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
+    """What the embedded engine holds of keys and values; it is freed before training."""
+    if config.inference.backend != "embedded":
+        return
+    from transformers import AutoConfig
+
+    rollout = config.rollout
+    try:
+        text = AutoConfig.from_pretrained(config.model.path).get_text_config()
+    except (OSError, ValueError):
+        return
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = 4 if config.model.dtype == "float32" else 2
+    together = min(rollout.max_concurrent, rollout.groups_per_step * rollout.group_size)
+    tokens = min(config.inference.max_batch_tokens, together * rollout.max_context_tokens)
+    needed = 2 * itemsize * heads * size * text.num_hidden_layers * tokens / 2**30
+    said = (
+        f"{needed:.2f} GiB of keys and values at most, for {tokens} tokens at once "
+        f"(inference.max_batch_tokens = {config.inference.max_batch_tokens}), free again before "
+        "training"
+    )
+    yield "ok", "memory of sampling", said
 
 
 def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator[Finding]:

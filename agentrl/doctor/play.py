@@ -82,6 +82,7 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
         wrong = mismatch_is_large(gap, config)
         yield ("fix" if wrong else "ok"), "sampler and trainer", wrong or said
         yield _speed(config, played, samples, seconds)
+        yield from _memory_of_such_a_step(config, samples, len(played.trajectories))
         if wrong := rate_is_unusual(config, num_parameters):
             yield "note", "learning rate", wrong
 
@@ -238,3 +239,25 @@ def _speed(config: RunConfig, played: Played, samples: list[Sample], seconds: fl
         f"{played.seconds * times:.0f} s of rollout and {seconds * times:.0f} s of training at "
         "most (more at once is faster, and shared prompts are trained once)",
     )
+
+
+def _memory_of_such_a_step(
+    config: RunConfig, samples: list[Sample], num_played: int
+) -> Iterator[Finding]:
+    """What a step takes whose episodes are as long as these, where that is less than a full
+    micro-batch."""
+    from agentrl.train import memory
+    from agentrl.train.setup import resolve_device
+
+    episodes = config.rollout.groups_per_step * config.rollout.group_size
+    tokens = sum(map(len, samples)) * episodes // num_played
+    if tokens >= config.train.token_budget:
+        return
+    longest = min(config.rollout.max_context_tokens, tokens)
+    rollout = config.rollout.model_copy(update={"max_context_tokens": longest})
+    such = memory.with_token_budget(config.model_copy(update={"rollout": rollout}), tokens)
+    try:
+        needed = memory.estimate(such, device_type=resolve_device(config.model.device).type)
+    except (OSError, ValueError, NotImplementedError, RuntimeError):
+        return  # the check above has said why
+    yield "ok", "memory of such a step", f"{needed}, for its {tokens} tokens"

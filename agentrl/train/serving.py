@@ -131,7 +131,12 @@ def embedded_engine(
     """
     require_exact_cache(share_weights(model), config.rollout.max_context_tokens)
     patience_s = AGENT_PATIENCE_S if for_agents else None
-    return EmbeddedEngine(model, seed=config.run.seed, patience_s=patience_s)
+    return EmbeddedEngine(
+        model,
+        seed=config.run.seed,
+        max_batch_tokens=config.inference.max_batch_tokens,
+        patience_s=patience_s,
+    )
 
 
 async def start_serving(
