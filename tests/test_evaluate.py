@@ -4,7 +4,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -306,3 +310,102 @@ def test_regrading_needs_no_playing_and_shows_what_changed(capsys, tmp_path):
     assert "--reward.functions NAME" in capsys.readouterr().err
     assert main(["regrade", str(tmp_path)]) == 2
     assert "agentrl eval --out" in capsys.readouterr().err
+
+
+CODE_TESTS = json.dumps(
+    {"fn_name": "add", "inputs": [[1, 2], [3, 2], [0, 5]], "outputs": [3, 5, 5]}
+)
+CODE_ANSWERS = ["return a + b", "return a * b", "return a + b if a != 1 else 0"]
+"""Right, wrong, and right in two of three tests."""
+
+
+@contextmanager
+def coder() -> Iterator[str]:
+    """A chat server that answers the n-th question with the n-th of `CODE_ANSWERS`, in a circle."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            number = int(body["messages"][-1]["content"].split()[1])
+            said = CODE_ANSWERS[number % len(CODE_ANSWERS)]
+            text = f"```python\ndef add(a, b):\n    {said}\n```"
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+            usage = {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
+            content = json.dumps(answer | {"choices": [choice], "usage": usage}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            """Prints nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("what", "function", "rule"),
+    [
+        ("math", "math", "def rule(text, reference):\n    return float('####' in text)"),
+        ("search", "em", "def rule(text, reference):\n    return 1.0"),
+        ("code", "code", None),
+    ],
+)
+def test_grading_again_equals_playing_again(capsys, tmp_path, monkeypatch, what, function, rule):
+    """Of one rule and then of another: the verdicts are those of an evaluation with that rule."""
+    monkeypatch.chdir(ROOT)
+    few = ["--eval.num_tasks", "12", "--env.config.report_reference", "true"]
+    with coder() as url:
+        if what == "code":
+            rows = ({"question": f"Task {n} : add", "answer": CODE_TESTS} for n in range(12))
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (tmp_path / "test.jsonl").write_text(text)
+            command = [RUN, *few, "--inference.backend", "openai", "--inference.urls", url]
+            command += ["--env.config", json.dumps(CODE_CONFIG | {"source": str(tmp_path)})]
+        else:
+            run = {"math": "quickstart", "search": "search"}[what]
+            command = [str(ROOT / "examples" / run / "run.toml"), *few]
+        own = ["--reward.functions", function]
+        evaluate(capsys, *command, *own, "--out", str(tmp_path / "first"))
+        if rule is None:
+            other = [*own, "--reward.options.code.partial", "true"]
+        else:
+            (tmp_path / "rules.py").write_text(rule)
+            other = ["--reward.functions", f"{tmp_path / 'rules.py'}:rule"]
+        evaluate(capsys, *command, *other, "--out", str(tmp_path / "second"))
+    rewards = [
+        {t.trajectory_id: t.reward for _, t in read_trajectories(tmp_path / name)}
+        for name in ("first", "second")
+    ]
+    for start, end, arguments in (("first", "second", other), ("second", "first", own)):
+        before, after = rewards if start == "first" else rewards[::-1]
+        if what == "code" and end == "first":
+            arguments = [*own, "--reward.options.code.partial", "false"]
+        assert main(["regrade", str(tmp_path / start), *arguments, "--json"]) == 0
+        changed = {
+            each["trajectory_id"]: each["after"]
+            for each in json.loads(capsys.readouterr().out)["changed"]
+        }
+        assert before | changed == pytest.approx(after)
+        assert set(changed) == {i for i in before if before[i] != pytest.approx(after[i])}
+    if what == "code":
+        assert sorted(rewards[0].values()) == [0.0] * 8 + [1.0] * 4
+        assert sum(value == pytest.approx(2 / 3) for value in rewards[1].values()) == 4
+    else:
+        assert rewards[0] != rewards[1], "the rules do not differ here"
+
+
+CODE_CONFIG = {"report_reference": True, "equivalence": "literal", "instruction": ""}
