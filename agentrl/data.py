@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -104,12 +105,15 @@ def _split_of(loaded: Mapping[str, Any], split: str, name: str) -> Iterable[dict
 def _row(row: dict[str, Any], data_set: DataSet, name: str) -> dict[str, Any]:
     if not data_set.columns:
         return row
-    if absent := sorted(set(data_set.columns.values()) - row.keys()):
+    if absent := sorted({*data_set.columns.values(), *data_set.answer} - row.keys()):
         raise DataError(
             f"{name}: a row has no column {', '.join(absent)}, only {', '.join(row)}; is this "
             f"{data_set.hub}{f', subset {data_set.subset}' if data_set.subset else ''}?"
         )
-    return {column: row[origin] for column, origin in data_set.columns.items()}
+    written = {column: row[origin] for column, origin in data_set.columns.items()}
+    if data_set.answer:
+        written["answer"] = json.dumps({column: row[column] for column in data_set.answer})
+    return written
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]], split: str) -> str:
@@ -215,11 +219,11 @@ def _get(arguments: argparse.Namespace) -> int:
         with path.open("rb") as file:
             print(f"{path}: {sum(1 for _ in file):,} rows")
     print(f"check: cd {out} && sha256sum -c {SUMS}")
-    environment = DATA_SETS[arguments.name].environment
-    if environment == "swebench":
+    data_set = DATA_SETS[arguments.name]
+    if data_set.environment == "swebench":
         print(f"next: agentrl swebench data get {paths[0]} --out {out}/instances.jsonl")
     else:
-        print(f"next: --env.id {environment} --env.config.source {out}")
+        print(f"next: {' '.join(data_set.keys(out))}")
     return 0
 
 

@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,8 @@ from agentrl.cli import main  # noqa: E402
 from agentrl.data import SUMS, get  # noqa: E402
 from agentrl.env.hub import DATA_SETS, load_hub  # noqa: E402
 from agentrl.errors import AgentRLError, ConfigError, DataError  # noqa: E402
+from agentrl_rewards.ifbench import ifbench  # noqa: E402
+from agentrl_rewards.instructions import ifeval  # noqa: E402
 from agentrl_search.tasks import SAMPLE_DIR  # noqa: E402
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs agentrl-gym[data]")
@@ -40,6 +44,32 @@ ROWS = {
             "unique_id": "test/algebra/1.json",
         },
         {"test": "test.jsonl"},
+    ),
+    "aime-2024": (
+        {"id": 60, "problem": "Find $p$.", "solution": "...", "answer": "204", "year": "2024"},
+        {"test": "data/train-00000-of-00001.parquet"},
+    ),
+    "aime-2025": (
+        {"problem": "Find $q$.", "answer": "70", "id": "0"},
+        {"test": "test.jsonl"},
+    ),
+    "ifeval": (
+        {
+            "key": 1000,
+            "prompt": "Write without commas, in 3 words or more.",
+            "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+            "kwargs": [{"num_words": None}, {"num_words": 3, "relation": "at least"}],
+        },
+        {"test": "data/train-00000-of-00001.parquet"},
+    ),
+    "ifbench": (
+        {
+            "key": "1",
+            "prompt": "Use the word fog 3 times.",
+            "instruction_id_list": ["count:keywords_multiple"],
+            "kwargs": [{f"keyword{i}": f"fog{i}" for i in range(1, 6)}],
+        },
+        {"test": "data/train-00000-of-00001.parquet"},
     ),
     "dapo-math": (
         {"prompt": "What is 17 times 2?", "solution": "34", "data_source": "math_dapo"},
@@ -163,6 +193,28 @@ def test_the_environment_plays_what_is_written(name, tmp_path):
     asked = CHAT[0]["content"] if name == "search-r1" else row.get("question") or row.get("problem")
     for split in DATA_SETS[name].splits:
         assert (asked or row["prompt"]) in asyncio.run(first_message(split))
+
+
+@pytest.mark.parametrize("name", ["ifeval", "ifbench"])
+def test_the_official_rule_reads_what_is_written(name, tmp_path, capsys):
+    """The command that `data get` prints plays the rows, and the rule judges every answer."""
+    copy, out = copy_of(name, tmp_path / "copy"), tmp_path / "out"
+    assert main(["data", "get", name, "--from", str(copy), "--out", str(out)]) == 0
+    told = capsys.readouterr().out.split("next: ")[1]
+    run = Path(__file__).parents[1] / "examples" / "quickstart" / "run.toml"
+    command = ["eval", str(run), *shlex.split(told), "--eval.num_tasks", "2", "--env.config.tools"]
+    assert main([*command, "false", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_samples"], result["num_failed"]) == (2, 0)
+    answer = json.loads((out / "test.jsonl").read_text().splitlines()[0])["answer"]
+    function = {"ifeval": ifeval, "ifbench": ifbench}[name]
+    kept = {"ifeval": "no commas here", "ifbench": KEYWORDS}[name]
+    assert function(kept, answer)["score"] == 1.0
+    assert function("Yes, no.", answer)["score"] == 0.0
+
+
+# The n-th keyword is wanted once, twice, three, five and seven times.
+KEYWORDS = " ".join(f"fog{i}" for i, number in enumerate((1, 2, 3, 5, 7), 1) for _ in range(number))
 
 
 def test_references_survive(tmp_path):

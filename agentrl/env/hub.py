@@ -35,6 +35,19 @@ class DataSet:
     not public is left out, and `test` is then the split that people report."""
     columns: dict[str, str] = field(default_factory=dict)
     """Column to write -> column on the hub. Empty: all, as they are."""
+    answer: tuple[str, ...] = ()
+    """Columns on the hub that together are the reference: the column `answer` holds them as the
+    text of one JSON object."""
+    function: str | None = None
+    """The reward function that is the official rule, where the environment's own is not."""
+
+    def keys(self, source: Path) -> list[str]:
+        """Returns the keys of a run file, as words of a command, that play the written rows."""
+        words = ["--env.id", self.environment, "--env.config.source", str(source)]
+        if self.function is not None:
+            words += ["--env.config.instruction", '""', "--env.config.equivalence", "literal"]
+            words += ["--env.config.report_reference", "true", "--reward.functions", self.function]
+        return words
 
 
 def _flash_rag(subset: str, **splits: str) -> DataSet:
@@ -44,6 +57,17 @@ def _flash_rag(subset: str, **splits: str) -> DataSet:
         subset=subset,
         splits=splits,
         columns={"id": "id", "question": "question", "answers": "golden_answers"},
+    )
+
+
+def _constraints(hub: str, function: str) -> DataSet:
+    return DataSet(
+        environment="math",
+        hub=hub,
+        splits={"test": "train"},
+        columns={"question": "prompt", "key": "key"},
+        answer=("instruction_id_list", "kwargs"),
+        function=function,
     )
 
 
@@ -59,6 +83,20 @@ DATA_SETS: dict[str, DataSet] = {
         splits={"test": "test"},
         columns={"question": "problem", "answer": "answer", "level": "level"},
     ),
+    "aime-2024": DataSet(
+        environment="math",
+        hub="HuggingFaceH4/aime_2024",
+        splits={"test": "train"},
+        columns={"question": "problem", "answer": "answer"},
+    ),
+    "aime-2025": DataSet(
+        environment="math",
+        hub="math-ai/aime25",
+        splits={"test": "test"},
+        columns={"question": "problem", "answer": "answer"},
+    ),
+    "ifeval": _constraints("google/IFEval", "ifeval"),
+    "ifbench": _constraints("allenai/IFBench_test", "ifbench"),
     "dapo-math": DataSet(
         environment="math",
         hub="open-r1/DAPO-Math-17k-Processed",

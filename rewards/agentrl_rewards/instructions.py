@@ -37,7 +37,7 @@ _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _MAX_COUNT_CHARS = 1_000_000
 
 
-def ifeval(text: str, reference: Mapping[str, Any]) -> dict[str, float]:
+def ifeval(text: str, reference: Mapping[str, Any] | str) -> dict[str, float]:
     """How many of a row's constraints the text keeps.
 
     `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
@@ -50,13 +50,20 @@ def ifeval(text: str, reference: Mapping[str, Any]) -> dict[str, float]:
 
 
 def score_constraints(
-    text: str, reference: Mapping[str, Any], constraints: Constraints
+    text: str, reference: Mapping[str, Any] | str, constraints: Constraints
 ) -> dict[str, float]:
     """`score` and `share` of a row whose constraints are looked up in `constraints`.
 
     Raises:
         GraderError: as of `ifeval`.
     """
+    if isinstance(reference, str):
+        try:
+            reference = json.loads(reference)
+        except ValueError as error:
+            raise GraderError(f"the reference is a text, and not JSON: {error}") from None
+    if not isinstance(reference, Mapping):
+        raise GraderError(f"the reference is no object: {str(reference)[:80]!r}")
     names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
     if not isinstance(names, list) or not names:
         raise GraderError(
