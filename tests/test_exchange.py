@@ -1,8 +1,15 @@
 import json
 import os
+import socket
 import subprocess
+import time
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import pytest
 
@@ -244,7 +251,38 @@ def test_inspect_itself_reads_the_export_with_the_same_numbers(folder):
     ]
     script = "import sys; from inspect_ai.log import read_eval_log_sample_summaries as read\n"
     script += "print(len(read(sys.argv[1])))"
-    assert theirs("-c", script, str(log)).split() == ["6"], "what `inspect view` lists"
+    assert theirs("-c", script, str(log)).split() == ["6"]
+    with viewed(log.parent) as ask:
+        (listed,) = ask("/api/logs")["files"]
+        shown = ask(f"/api/logs/{quote(listed['name'], safe='')}?header-only=0")
+    assert listed["task"] == "math"
+    assert shown["results"]["scores"][0]["metrics"]["mean"]["value"] == average["value"]
+
+
+@contextmanager
+def viewed(folder: Path) -> Iterator[Callable[[str], dict]]:
+    """`inspect view` over a folder, as something to ask."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [THEIRS, "-m", "inspect_ai", "view", "start", "--log-dir", str(folder)]
+    command += ["--port", str(port)]
+
+    def ask(path: str) -> dict:
+        with urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+            return json.load(answer)
+
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            while True:
+                assert server.poll() is None, "it ended"
+                with suppress(URLError):
+                    ask("/api/logs")
+                    break
+                time.sleep(0.2)
+            yield ask
+        finally:
+            server.terminate()
 
 
 @with_theirs
