@@ -134,6 +134,9 @@ class ModelSection(Section):
     compile: bool = False
     """Fuse what each layer computes between its matrix products (`torch.compile`, docs/memory.md):
     a minute at the start, then less memory and often less time. A CPU needs g++ for it."""
+    quantization: Literal["nf4"] | None = None
+    """Keep the frozen weights beneath an adapter in 4 bits (QLoRA, docs/memory.md), about half a
+    byte each. Needs `model.lora.rank`, one rank and `pip install 'agentrl-gym[8bit]'`."""
     freeze_router: bool = False
     """Mixtures of experts: the routers stay as they are, and the experts learn."""
     freeze: list[str] = Field(default_factory=list)
@@ -153,6 +156,11 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _all_is_frozen_beneath_an_adapter(self) -> ModelSection:
+        if self.quantization and (not self.lora.rank or self.compile):
+            raise ValueError(
+                "model.quantization is for the frozen weights beneath an adapter, uncompiled: set "
+                "model.lora.rank (32, for example) and leave model.compile out"
+            )
         if self.freeze and self.lora.rank:
             raise ValueError(
                 "model.freeze and model.lora.rank: beneath an adapter all weights are frozen; "

@@ -50,7 +50,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
             f"own: `agentrl merge {path} --out DIR` makes one"
         )
     targets = section.targets
-    left_out = _without_adapter(model)
+    left_out = without_adapter_names(model)
     adapter = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -69,7 +69,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
     model.eval()
 
 
-def _without_adapter(model: PreTrainedModel) -> list[str]:
+def without_adapter_names(model: PreTrainedModel) -> list[str]:
     """Names of linear layers that get no adapter, whatever the targets: those that do not learn,
     and those whose weight the family reads itself, past the layer that PEFT puts in its place."""
     text = {id(module) for module in decoder_of(model).modules()}

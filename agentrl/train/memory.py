@@ -35,6 +35,7 @@ from agentrl.config import RunConfig
 from agentrl.train.attention import ATTENTION_NAME, packed_segments
 from agentrl.train.head import default_chunk_tokens, default_keep_bytes
 from agentrl.train.logprobs import decoder_of
+from agentrl.train.quantised import BYTES_OF_A_WEIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def moments_of_a_step(
         weights = 4 * (parameters + frozen) // num_ranks if on_device else 0
     else:
         masters = 4 * trained if itemsize < 4 and on_device else 0
-        weights = (parameters + frozen) * itemsize + masters
+        weights = (parameters + frozen) * itemsize + masters - _saved_by_quantising(config, decoder)
     bytes_of_moments = {"adamw": 8, "adamw_8bit": 2, "adamw_cpu": 0}[config.train.optimizer]
     always = {
         "weights": weights,
@@ -290,7 +291,17 @@ def bytes_of_weights(config: RunConfig) -> int:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
-    return _numel(model) * (4 if config.model.dtype == "float32" else 2)
+    whole = _numel(model) * (4 if config.model.dtype == "float32" else 2)
+    return whole - _saved_by_quantising(config, decoder_of(model))
+
+
+def _saved_by_quantising(config: RunConfig, decoder: torch.nn.Module) -> int:
+    if config.model.quantization is None:
+        return 0
+    linear = [m.weight.numel() for m in decoder.modules() if isinstance(m, torch.nn.Linear)]
+    itemsize = 4 if config.model.dtype == "float32" else 2
+    # One at a time is a matrix again.
+    return int(sum(linear) * (itemsize - BYTES_OF_A_WEIGHT)) - itemsize * max(linear, default=0)
 
 
 def share_in_arguments(arguments: Sequence[str], flag: str) -> float | None:
@@ -349,6 +360,12 @@ def remedies(
             "model",
             {"lora": config.model.lora.model_copy(update={"rank": 32})},
             not config.model.lora.rank,
+        ),
+        (
+            "model.quantization = 'nf4'",
+            "model",
+            {"quantization": "nf4"},
+            config.model.quantization is None and num_ranks == 1,
         ),
         (
             "train.parallel.context = 8 on 8 devices",

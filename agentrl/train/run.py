@@ -251,6 +251,7 @@ def _fingerprint(
         "run.seed": config.run.seed,
         "model.path": config.model.path,
         "model.dtype": config.model.dtype,
+        **({"model.quantization": config.model.quantization} if config.model.quantization else {}),
         "model.parameters": sum(p.numel() for p in model.parameters()),
         "model.lora": lora.model_dump(mode="json") if lora.rank else None,
         **_environments(config, num_tasks),

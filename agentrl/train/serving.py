@@ -417,7 +417,12 @@ def server_settings(
         align_rounding=inference.align_rounding,
         sleeps=inference.share == "sleep",
         adapter=adapter,
-        extra_args=[*extra_args, *inference.args],
+        # vLLM makes the same 4 bits of the same files.
+        extra_args=[
+            *(["--quantization", "bitsandbytes"] if config.model.quantization else []),
+            *extra_args,
+            *inference.args,
+        ],
         env=env or {},
         startup_timeout_s=inference.startup_timeout_s,
         hung_after_s=inference.hung_after_s,

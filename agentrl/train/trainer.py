@@ -24,8 +24,9 @@ from agentrl.train.critic import Critic, make_critic
 from agentrl.train.logprobs import decoder_of, packing_of, sample_logprobs
 from agentrl.train.lora import add_adapter
 from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
-from agentrl.train.model import freeze_named, set_gradient_checkpointing
+from agentrl.train.model import freeze_named, load_model, set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
+from agentrl.train.quantised import quantise, require_quantisation
 from agentrl.train.routers import freeze_routers, require_aux_loss
 from agentrl.train.setup import resolve_device, resolve_dtype, seed_everything
 from agentrl.train.signals import StepSignals
@@ -210,7 +211,16 @@ async def make_trainer(
             config, tokenizer, dtype=dtype, device=device, total_updates=num_updates
         )
         num_updates -= config.critic.warmup_steps * updates_per_step
-    model = sharding.load_model(config.model.path, dtype=dtype, device=device, max_tokens=longest)
+    if config.model.quantization:
+        require_quantisation()
+        whole = load_model(
+            config.model.path, dtype=dtype, device=torch.device("cpu"), max_tokens=longest
+        )
+        model = quantise(whole, device)
+    else:
+        model = sharding.load_model(
+            config.model.path, dtype=dtype, device=device, max_tokens=longest
+        )
     if config.model.freeze_router:
         freeze_routers(model)
     freeze_named(model, config.model.freeze)
@@ -226,6 +236,9 @@ async def make_trainer(
             )
     if config.model.lora.rank:
         add_adapter(model, config.model.lora, path=config.model.path)
+    if config.model.quantization:
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.data = parameter.data.to(dtype)  # PEFT goes by the dtype of what is beneath
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     model = sharding.shard(model, dtype=dtype, device=device, optimizer=config.train.optimizer)
     if config.model.compile:

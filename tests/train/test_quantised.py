@@ -1,0 +1,87 @@
+"""An adapter on 4-bit weights: who computes with them, what they take, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from agentrl.config import RunConfig
+from agentrl.train import memory
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs agentrl-gym[8bit]")
+from test_loop import run  # noqa: E402
+
+from agentrl.train.quantised import QuantisedLinear  # noqa: E402
+
+ADAPTER = ("--model.quantization", "nf4", "--model.lora.rank", "4", "--model.device", "cpu")
+
+
+def test_a_layer_multiplies_with_its_four_bits_and_their_gradient_is_exact():
+    torch.manual_seed(0)
+    linear = nn.Linear(128, 64)
+    layer = QuantisedLinear(linear, torch.device("cpu"))
+    matrix = bitsandbytes.functional.dequantize_4bit(layer.weight, layer.scales)
+    assert 1e-3 < (matrix - linear.weight).abs().max() < 0.02
+    x = torch.randn(3, 128, requires_grad=True)
+    y = layer(x)
+    torch.testing.assert_close(y, nn.functional.linear(x, matrix, linear.bias))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, matrix.sum(0).expand(3, -1))
+    assert layer.weight.numel() == 128 * 64 // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampler_and_trainer_compute_with_the_same_weights(tmp_path, dtype):
+    folder = run(tmp_path / "run", *ADAPTER, "--model.dtype", dtype, "--objective.preset", "grpo")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    allowed = 1e-4 if dtype == "float32" else 0.3
+    assert max(row["policy/rollout_train_logprob_diff_max"] for row in rows) < allowed
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    whole = run(tmp_path / "whole", *ADAPTER)
+    run(tmp_path / "halves", *ADAPTER, "--run.num_steps", "2")
+    halves = run(tmp_path / "halves", *ADAPTER, "--run.resume", "true")
+    name = Path("checkpoints/step_000003/adapter_model.safetensors")
+    assert (whole / name).read_bytes() == (halves / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_eight_billion_weights_fit_24_gb_by_the_count(tmp_path):
+    shape = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+
+    def needed(**keys) -> float:
+        model = {"path": str(tmp_path), "dtype": "bfloat16", "gradient_checkpointing": True}
+        config = RunConfig.model_validate(
+            {"model": model | {"lora": {"rank": 32}} | keys, "train": {"token_budget": 4096}}
+            | {"rollout": {"max_turn_tokens": 512, "max_context_tokens": 4096}}
+        )
+        return memory.estimate(config, device_type="cuda").total / 2**30
+
+    without, quantised = needed(), needed(quantization="nf4")
+    print(f"{without:.1f} and {quantised:.1f} GiB")
+    assert without - quantised == pytest.approx(6.945e9 * (2 - 0.516) / 2**30, rel=0.02)
+    assert quantised < 12, "and a server has the rest of 24 GB"
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}, "compile": True}])
+def test_four_bits_do_not_learn(model):
+    with pytest.raises(ValueError, match="frozen weights beneath an adapter"):
+        RunConfig.model_validate({"model": {"path": "m", "quantization": "nf4"} | model})
