@@ -375,7 +375,7 @@ def remedies(
         ),
     ]
     for said, section, update, helps in steps:
-        if helps:
+        if helps and (config.model.lora.rank or "quantization" not in update):
             changed = getattr(config, section).model_copy(update=update)
             tried = config.model_copy(update={section: changed})
             needed = estimate(tried, device_type=device_type, num_ranks=num_ranks)

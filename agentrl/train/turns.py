@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from agentrl.train.logprobs import computing_device
 from agentrl.train.optimizer import Learner
 from agentrl.train.trainer import Trainer
+
+_host = WeakTensorKeyDictionary()
+"""Where each tensor lies meanwhile: pages that are pinned once, not in every step."""
 
 
 def leave_device(trainer: Trainer) -> None:
@@ -45,7 +49,14 @@ def on_device(trainer: Trainer, takes_turns: bool) -> Iterator[None]:
 
 def _move(trainer: Trainer, device: torch.device) -> None:
     for tensor in _resting(trainer):
-        tensor.data = tensor.data.to(device)
+        if tensor.device.type == "cuda" and device.type == "cpu":
+            if tensor not in _host:
+                _host[tensor] = torch.empty_like(tensor.data, device=device, pin_memory=True)
+            tensor.data = _host[tensor].copy_(tensor.data, non_blocking=True)
+        else:
+            tensor.data = tensor.data.to(device, non_blocking=True)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _resting(trainer: Trainer) -> Iterator[Tensor]:
