@@ -87,6 +87,8 @@ def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
         raise ConfigError(
             f"train.router_replay: the routers of {name} choose in a way of their own; leave it out"
         )
+    if all(hasattr(each, "taken") for each in routers):
+        return  # it is so already
     for router in routers:
         router.routes = router.taken = router.listening = None
         router.register_forward_pre_hook(_enter)

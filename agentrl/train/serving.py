@@ -25,6 +25,7 @@ from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.backends import BACKENDS
 from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.inference.embedded_routes import make_replayable
 from agentrl.inference.embedded_sampling import require_exact_cache, share_weights
 from agentrl.inference.http import EngineSession
 from agentrl.inference.launcher import ServerLauncher
@@ -129,6 +130,8 @@ def embedded_engine(
     Raises:
         InferenceError: the family cannot be sampled from exactly in this process.
     """
+    if config.train.router_replay:  # where ranks share the weights it is another than the trainer's
+        make_replayable(model)
     require_exact_cache(share_weights(model), config.rollout.max_context_tokens)
     patience_s = AGENT_PATIENCE_S if for_agents else None
     return EmbeddedEngine(

@@ -157,6 +157,13 @@ def test_a_row_knows_the_experts_of_its_tokens_but_of_the_last():
     assert (mixed.routes[: len(sample_)] == sample_.routes).all()
 
 
+def test_it_is_made_so_once():
+    model = loaded("qwen3_moe")
+    make_replayable(model)
+    make_replayable(model)
+    assert all(len(router._forward_hooks) == 1 for router in routers_of(model))
+
+
 def test_what_has_no_routers_is_refused():
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no routers"):
         make_replayable(tiny_model("qwen3"))

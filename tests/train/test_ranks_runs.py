@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from families import tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_loop import QUICKSTART, contents, untimed
 
 from agentrl.rollout import read_signals, read_trajectories
 from agentrl.tracking import read_metrics
-from agentrl.train.model import load_model
+from agentrl.train.model import load_model, load_tokenizer
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 NUM_KILLS = int(os.environ.get("AGENTRL_RANK_KILLS", "3"))
@@ -88,6 +89,19 @@ def played(run_dir: Path) -> list[tuple]:
         (t.trajectory_id, t.reward, [row.token_ids for row in t.branches])
         for _, t in read_trajectories(run_dir)
     ]
+
+
+@pytest.mark.slow
+def test_a_mixture_on_two_ranks_learns_with_the_routes_that_it_was_sampled_with(tmp_path):
+    tokenizer = load_tokenizer(str(QUICKSTART.parent / "model"))
+    model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    settings = ["--model.path", str(tmp_path / "mixture"), "--run.num_steps", "2"]
+    run_dir = train(2, tmp_path / "run", *settings, "--train.router_replay", "true")
+    metrics = read_metrics(run_dir)
+    assert [each["train/unrouted"] for each in metrics] == [0, 0]
+    assert all(each["policy/rollout_train_logprob_diff_max"] < 1e-3 for each in metrics[:1])
 
 
 @pytest.mark.slow
