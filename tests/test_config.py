@@ -79,9 +79,9 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("[rollout]\nmin_group_size = 2\n", [], ["straggler_timeout_s"]),
         ("[inference]\ntransfer = 'nccl'\n", [], ["inference.transfer", "vllm"]),
         (
-            "[inference]\nbackend = 'sglang'\ntransfer = 'nccl'\n[rollout]\non_update = 'wait'\n",
+            "[inference]\nbackend = 'sglang'\n[rollout]\non_update = 'wait'\n",
             [],
-            ["rollout.on_update", "'nccl' takes several"],
+            ["rollout.on_update", "set 'keep' or 'abort'"],
         ),
         (
             "[inference]\nbackend = 'vllm'\ntransfer = 'nccl'\n",

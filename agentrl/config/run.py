@@ -295,11 +295,10 @@ class RunConfig(Section):
                     "model.lora trains an adapter, which is not sent to SGLang servers; set "
                     "inference.backend = 'vllm' or 'embedded'"
                 )
-            if self.inference.transfer != "file" and self.rollout.on_update == "wait":
+            if self.rollout.on_update == "wait":
                 raise ValueError(
-                    "rollout.on_update = 'wait' ends requests in flight by an update of one call, "
-                    f"and inference.transfer = '{self.inference.transfer}' takes several; set "
-                    "'keep' or 'abort', or inference.transfer = 'file'"
+                    "rollout.on_update = 'wait' is not for SGLang servers, which may not empty "
+                    "their cache at the moment when the last request ends; set 'keep' or 'abort'"
                 )
         elif self.inference.transfer == "tensor":
             raise ValueError("inference.transfer = 'tensor' needs inference.backend = 'sglang'")

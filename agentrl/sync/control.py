@@ -303,10 +303,10 @@ class SGLangControl(ServerControl):
     _is_asleep = False
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """Without a pause an update lets requests in flight end first, and others wait for it."""
-        if on_update != "wait":
-            mode = "retract" if on_update == "keep" else "abort"
-            await self.post("/pause_generation", {"mode": mode})
+        """`wait` is refused by the configuration: an update without a pause lets requests end
+        first, and where the last one just did, it is refused the emptying of its cache."""
+        mode = "retract" if on_update == "keep" else "abort"
+        await self.post("/pause_generation", {"mode": mode})
 
     async def _close(self, version: int) -> None:
         """The transfer has done so."""

@@ -189,14 +189,12 @@ async def long_sequence(url: str, transfer, model, version: int, on_update: str,
         return await running
 
 
-@pytest.mark.parametrize("on_update", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("on_update", ["keep", "abort"])
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_sequence_that_an_update_meets_is_exact_token_by_token(
     request, url, tmp_path, on_update, kind
 ):
     length = LENGTH[request.node.callspec.params["url"]]
-    if kind is not FolderTransfer and on_update == "wait":
-        pytest.skip("refused by the configuration")
     old, new = toy_model(), toy_model()
     perturb(new, 1)
     push(url, FolderTransfer(tmp_path), old, 1)
@@ -209,9 +207,7 @@ def test_a_sequence_that_an_update_meets_is_exact_token_by_token(
     }
     for position, (version, logprob) in enumerate(zip(versions, generation.logprobs, strict=True)):
         assert abs(logprob - expected[version][position]) < PARITY
-    if on_update == "wait":
-        assert set(versions) == {1}
-    elif len(ids) == length:
+    if len(ids) == length:
         assert versions[-1] == 2
 
 
