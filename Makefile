@@ -37,6 +37,8 @@ FAST := "not slow and not docker and not vllm and not sglang and not browser and
 LONG := "slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
+# A real server starts many times in these: minutes on a quiet machine, an hour on a busy one.
+SGLANG_FAULTS := tests/inference/test_sglang_killed.py tests/train/test_sglang_training.py
 # Benchmarks with a target or an environment of their own.
 APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/learning*.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
@@ -46,7 +48,7 @@ RETRY = echo "=== once more, those that failed:"
 # Of the fast tests at most two: more than that is no lost race.
 FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-sglang test-docker test-docker-slow test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-sglang test-sglang-faults test-docker test-docker-slow test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -98,10 +100,16 @@ test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
 ## make sglang       install SGLang's CPU build into .venv-sglang (1.75 GB; x86-64)
 sglang: $(SGLANG_VENV)/.sglang
 
-## make test-sglang  install SGLang, then the tests against real SGLang servers
+## make test-sglang  install SGLang, then the tests of its contract against a real server
 test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.sglang
 	export AGENTRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -m sglang || { $(RETRY); $(BIN)/pytest -m sglang --last-failed; }
+	$(BIN)/pytest -m sglang $(addprefix --ignore=,$(SGLANG_FAULTS)) || \
+		{ $(RETRY); $(BIN)/pytest -m sglang --last-failed; }
+
+## make test-sglang-faults  real SGLang servers killed, hung and behind a router, and whole runs
+test-sglang-faults: $(VENV)/.dev $(SGLANG_VENV)/.sglang
+	export AGENTRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1; \
+	$(BIN)/pytest $(SGLANG_FAULTS)
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
