@@ -15,11 +15,11 @@ import sys
 import time
 
 from agentrl.env.container.engine import Engine
+from agentrl.env.container.watchdog import start_watchdog
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
 from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.patch import check_scrubbed
-from agentrl_swebench.watchdog import start_watchdog
 
 
 def quantile(values: list[float], q: float) -> float:

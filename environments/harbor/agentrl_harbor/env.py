@@ -24,6 +24,7 @@ from pydantic import Field
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
 from agentrl.env.container.engine import Engine, connect, reap
+from agentrl.env.container.watchdog import start_watchdog
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -138,6 +139,7 @@ class HarborEnvironment(Environment):
             reap(client)
         finally:
             client.close()
+        start_watchdog()
         return Shared(tasks, splits)
 
     def splits(self) -> dict[str, int | None]:

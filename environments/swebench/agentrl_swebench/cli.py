@@ -317,7 +317,7 @@ def _clear_engine() -> None:
         EnvUnavailable: no engine answers; every instance would be tried in vain, several times.
     """
     from agentrl.env.container.engine import connect, reap
-    from agentrl_swebench.watchdog import start_watchdog
+    from agentrl.env.container.watchdog import start_watchdog
 
     client = connect(10)
     try:

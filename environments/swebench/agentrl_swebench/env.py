@@ -26,6 +26,7 @@ from pydantic import Field
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
 from agentrl.env.container.engine import Engine, connect, reap
+from agentrl.env.container.watchdog import start_watchdog
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -38,7 +39,6 @@ from agentrl_swebench.grade import Verdict, grade
 from agentrl_swebench.patch import Extracted, ScrubError, check_scrubbed, extract
 from agentrl_swebench.policy import POLICY_TEXTS
 from agentrl_swebench.suspicion import command_flags, patch_flags
-from agentrl_swebench.watchdog import start_watchdog
 
 MAX_CREATES = 4
 """Containers that are created at once; more take longer each and no less together."""

@@ -46,7 +46,7 @@ GRADER = """
 import asyncio, sys
 from agentrl_swebench.dataset import load_instances, parse_row
 from agentrl_swebench.grade import grade
-from agentrl_swebench.watchdog import start_watchdog
+from agentrl.env.container.watchdog import start_watchdog
 
 async def main(dataset, watched):
     if watched == "watched":

@@ -3,10 +3,10 @@
 Three things see to that, because any process may be killed at any time:
 
 1. An agent's container ends by itself when its maker's connection to the engine closes
-   (`agentrl.env.container.container`), within about a second.
-2. Each process that makes containers starts one *watchdog*, `python -m agentrl_swebench.watchdog`,
-   in a session of its own. Every half minute it removes containers whose owner is gone; when its
-   own process is gone it does so at once, and ends when none is left.
+   (`container.py`), within about a second; one that was made and not yet started does not.
+2. Each process that makes containers starts one *watchdog*, this module as a program, in a session
+   of its own. Every half minute it removes containers whose owner is gone; when its own process is
+   gone it does so at once, and ends when none is left.
 3. A start removes what earlier ones left, and so does `agentrl swebench reap`.
 
 Only containers with our owner's label are ever removed, and only when the owner is known to be
@@ -42,7 +42,7 @@ def start_watchdog() -> None:
         if _watched == owner and _watchdog is not None and _watchdog.poll() is None:
             return
         _watchdog = subprocess.Popen(
-            [sys.executable, "-m", "agentrl_swebench.watchdog", str(owner)],
+            [sys.executable, "-m", "agentrl.env.container.watchdog", str(owner)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -74,7 +74,7 @@ def _try_reap() -> None:
 def main(arguments: list[str]) -> int:
     owner = Owner.parse(arguments[0]) if len(arguments) == 1 else None
     if owner is None:
-        print("usage: python -m agentrl_swebench.watchdog OWNER", file=sys.stderr)
+        print("usage: python -m agentrl.env.container.watchdog OWNER", file=sys.stderr)
         return 2
     watch(owner)
     return 0
