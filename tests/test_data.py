@@ -195,6 +195,7 @@ def test_the_environment_plays_what_is_written(name, tmp_path):
         assert (asked or row["prompt"]) in asyncio.run(first_message(split))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ifeval", "ifbench"])
 def test_the_official_rule_reads_what_is_written(name, tmp_path, capsys):
     """The command that `data get` prints plays the rows, and the rule judges every answer."""
