@@ -10,6 +10,7 @@ import orjson
 
 from agentrl.env.hub import how_to_get
 from agentrl.errors import ConfigError, DataError
+from agentrl.types import JSON
 
 ROW_SUFFIXES = (".jsonl", ".parquet")
 
@@ -31,6 +32,32 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _parquet_rows(path)
     else:
         raise DataError(f"file {path} must end in .jsonl or .parquet")
+
+
+def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> dict[str, JSON]:
+    """Returns what a row's column holds about its task: an object, or the JSON text of one.
+
+    Raises:
+        DataError: the column is not there or holds something else; says where.
+    """
+    if metadata_key is None:
+        return {}
+    if metadata_key not in row:
+        raise DataError(
+            f"{where}: there is no column '{metadata_key}'; set metadata_key to one of: "
+            f"{', '.join(row) or 'none'}"
+        )
+    metadata = row[metadata_key]
+    if isinstance(metadata, str):
+        try:
+            metadata = orjson.loads(metadata)
+        except orjson.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: column '{metadata_key}' is a text but not JSON ({error})"
+            ) from error
+    if not isinstance(metadata, dict):
+        raise DataError(f"{where}: column '{metadata_key}' must be an object or its JSON text")
+    return metadata
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

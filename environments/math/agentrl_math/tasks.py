@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import orjson
-
 from agentrl.env.hub import DATA_SETS, how_to_get, load_hub
-from agentrl.env.rows import ROW_SUFFIXES, read_rows
+from agentrl.env.rows import ROW_SUFFIXES, metadata_of, read_rows
 from agentrl.errors import ConfigError, DataError
-from agentrl.types import JSON, Task
+from agentrl.types import Task
 from agentrl_rewards.math import MAX_REFERENCE_CHARS, extract_answer
 
 SAMPLE_FILE = Path(__file__).with_name("sample.jsonl")
@@ -182,7 +180,7 @@ def _to_tasks(
             id=f"{split}/{index}",
             prompt=_prompt(row, place, keys),
             reference=_reference(row, place, keys),
-            metadata=_metadata(row, place, keys),
+            metadata=metadata_of(row, keys.metadata_key, place),
         )
         for index, (place, row) in enumerate(rows, start=first_index)
     ]
@@ -230,19 +228,3 @@ def _reference(row: dict[str, Any], where: str, keys: Keys) -> str:
             f"or in \\boxed{{}}) of at most {MAX_REFERENCE_CHARS} characters"
         )
     return reference
-
-
-def _metadata(row: dict[str, Any], where: str, keys: Keys) -> dict[str, JSON]:
-    if keys.metadata_key is None:
-        return {}
-    metadata = _column(row, keys.metadata_key, "metadata_key", where)
-    if isinstance(metadata, str):
-        try:
-            metadata = orjson.loads(metadata)
-        except orjson.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: column '{keys.metadata_key}' is a text but not JSON ({error})"
-            ) from error
-    if not isinstance(metadata, dict):
-        raise DataError(f"{where}: column '{keys.metadata_key}' must be an object or its JSON text")
-    return metadata

@@ -76,6 +76,8 @@ class SearchConfig(EnvConfig):
     """Column with the question. None: `prompt` if it holds chat messages, else `question`."""
     label_key: str | None = None
     """Column with the answers. None: `answers`, `golden_answers`, `answer` or `reward_model`."""
+    metadata_key: str | None = None
+    """Column with an object, or its JSON text, that joins the task's metadata."""
     unanswerable: bool = False
     """Keep SQuAD 2.0's questions without an answer; `unanswerable` is the right answer then."""
 
@@ -150,6 +152,7 @@ class SearchEnvironment(Environment):
             config.source,
             input_key=config.input_key,
             label_key=config.label_key,
+            metadata_key=config.metadata_key,
             unanswerable=config.unanswerable,
         )
         return Shared(questions, _open_retriever(config))

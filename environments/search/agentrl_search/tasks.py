@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.env.hub import how_to_get
-from agentrl.env.rows import ROW_SUFFIXES, read_rows
+from agentrl.env.rows import ROW_SUFFIXES, metadata_of, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Message, Task
 from agentrl_search.corpus import squad_paragraphs
@@ -42,6 +42,7 @@ def load_questions(
     *,
     input_key: str | None = None,
     label_key: str | None = None,
+    metadata_key: str | None = None,
     unanswerable: bool = False,
 ) -> QuestionSet:
     """Load every task of a source.
@@ -56,6 +57,7 @@ def load_questions(
             `answer` and `reward_model` that is there. Its value is a text, a list of texts, or an
             object that holds them as TriviaQA's (`value`, `aliases`) and Search-R1's
             (`ground_truth.target`) do.
+        metadata_key: column with an object, or its JSON text, that joins the task's metadata.
         unanswerable: keep SQuAD 2.0's questions without an answer.
 
     Raises:
@@ -88,7 +90,7 @@ def load_questions(
         if file.suffix == ".json":
             tasks[split] = list(_squad_tasks(file, split, unanswerable))
         else:
-            tasks[split] = list(_row_tasks(file, split, input_key, label_key))
+            tasks[split] = list(_row_tasks(file, split, input_key, label_key, metadata_key))
         if not tasks[split]:
             raise DataError(f"{file} holds no questions with an answer")
     return QuestionSet(tasks)
@@ -116,7 +118,11 @@ def _squad_tasks(path: Path, split: str, unanswerable: bool) -> Iterator[Task]:
 
 
 def _row_tasks(
-    path: Path, split: str, input_key: str | None, label_key: str | None
+    path: Path,
+    split: str,
+    input_key: str | None,
+    label_key: str | None,
+    metadata_key: str | None,
 ) -> Iterator[Task]:
     for index, (place, row) in enumerate(read_rows(path)):
         label = label_key or next((key for key in ANSWER_COLUMNS if row.get(key) is not None), "")
@@ -135,7 +141,7 @@ def _row_tasks(
             f"{split}/{index}",
             _prompt(row, input_key, place),
             list(dict.fromkeys(golds)),
-            _gold_passages(row),
+            metadata_of(row, metadata_key, place) | _gold_passages(row),
         )
 
 

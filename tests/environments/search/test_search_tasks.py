@@ -105,6 +105,19 @@ def test_sources(tmp_path):
             load_questions(source)
 
 
+def test_metadata_of_a_column_as_an_object_or_its_json_text(tmp_path):
+    rows = [{"question": "q", "answer": "a", "gold_ids": ["7"], "m": {"level": 2}}]
+    rows.append({**rows[0], "m": '{"level": 3}'})
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    questions = load_questions(path, metadata_key="m")
+    assert [questions.get("train", i).metadata for i in (0, 1)] == [
+        {"level": 2, "gold_ids": ["7"]},
+        {"level": 3, "gold_ids": ["7"]},
+    ]
+    with pytest.raises(DataError, match="no column 'n'; set metadata_key to one of: question"):
+        load_questions(path, metadata_key="n")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
