@@ -193,9 +193,10 @@ class Scale(Stage):
     level: Literal["group", "batch"] = "group"
     """Over whose returns the std is taken."""
     of: Literal["raw", "centred"] = "raw"
-    """What the std is of, with level `batch`.
+    """What the std is of.
     raw: the std is that of G.
-    centred: the std is that of A before the division.
+    centred: the std is the root mean square of A before the division, which without a baseline is
+    that of G around 0 (AReaL).
     """
     ddof: Literal[0, 1] = 1
     """1 divides the variance by n - 1 (unbiased), 0 by n."""
@@ -209,17 +210,13 @@ class Scale(Stage):
     """
 
     def conflicts(self, baseline: Baseline, credit: Credit) -> Iterator[str]:
-        if self.kind == "std" and baseline.kind == "leave_one_out":
-            yield (
-                "leave-one-out with a std divides by a std that the baseline leaves out; set "
-                "scale.kind = 'none' (RLOO), or baseline.kind = 'mean' (GRPO)"
-            )
         if self.kind == "mean" and baseline.kind in ("none", "given", "optimal_token"):
             yield "scale.kind = 'mean' is MaxRL's and needs baseline.kind = 'mean'"
-        if self.kind == "std" and baseline.kind == "none":
+        if self.kind == "std" and self.of == "raw" and baseline.kind == "none":
             yield (
                 "scale.kind = 'std' without a baseline divides by a spread around a mean that is "
-                "not subtracted; set baseline.kind = 'mean', or scale.kind = 'none'"
+                "not subtracted; set baseline.kind = 'mean', scale.kind = 'none', or scale.of = "
+                "'centred' for the spread around 0"
             )
         if self.kind != "none" and baseline.kind == "optimal_token":
             yield "the optimal token baseline is per token; set scale.kind = 'none'"
@@ -230,15 +227,18 @@ class Scale(Stage):
 
 
 class Whiten(Stage):
-    """(A - mean) / std over the step, std counting each unit once.
+    """(A - mean) / std over the step, std the spread around that mean, or around 0 without one.
 
-    Normalisation of the finished advantages, after credit, baseline, scale and distillation.
+    Normalisation of the finished advantages, after credit, baseline, scale and distillation. Every
+    unit counts once.
     """
 
     mean: Literal["none", "group", "batch"] = "none"
     """Subtract the mean over the batch or the group."""
     std: Literal["none", "group", "batch"] = "none"
     """Divide by the std over the batch or the group."""
+    leave_one_out: bool = False
+    """The mean that is subtracted from a unit leaves that unit out."""
     unit: Literal["token", "sequence"] = "token"
     """Statistics count every trained token once, or every trajectory once."""
     ddof: Literal[0, 1] = 1
@@ -256,16 +256,13 @@ class Whiten(Stage):
     def is_on(self) -> bool:
         return self.mean != "none" or self.std != "none"
 
-    def conflicts(self, baseline: Baseline, credit: Credit) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        if self.leave_one_out and self.mean == "none":
+            yield "whiten.leave_one_out is that of a mean; set whiten.mean = 'group' or 'batch'"
+
+    def warnings(self) -> Iterator[str]:
         if self.mean == "group" and self.std == "none" and self.unit == "token":
             yield (
-                "a group mean over tokens weighs long trajectories more and is no baseline; set "
-                "baseline.kind = 'mean' (Dr.GRPO) or 'leave_one_out' (RLOO) with whiten.mean = "
-                "'none', or whiten.unit = 'sequence'"
-            )
-        centred = baseline.kind != "none" or credit.kind == "gae"
-        if self.mean == "none" and self.std != "none" and not centred:
-            yield (
-                "whiten.std divides by the spread around a mean that nothing subtracts; set "
-                f"whiten.mean = '{self.std}', or a baseline"
+                "objective.whiten subtracts a group's mean over tokens, in which long trajectories "
+                "weigh more; baseline.kind = 'mean' or whiten.unit = 'sequence' weighs all alike"
             )

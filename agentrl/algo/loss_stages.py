@@ -290,11 +290,6 @@ class Kl(Stage):
     """Trajectories over which the adaptive coefficient reacts."""
 
     def problems(self) -> Iterator[str]:
-        if self.where == "loss" and self.kind == "k1" and self.gradient == "naive":
-            yield (
-                "the gradient of k1 in the loss has mean zero; set kl.where = 'reward', or "
-                "kl.gradient = 'straight_through'"
-            )
         if self.where == "reward" and self.gradient != "naive":
             yield "a KL in the reward has no gradient; remove kl.gradient, or set kl.where = 'loss'"
         if self.is_on and self.coef == 0 and self.target is None:
@@ -311,6 +306,14 @@ class Kl(Stage):
             yield (
                 "kl.target adapts a coefficient that is not in use; set kl.where and a starting "
                 "kl.coef above 0"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        if self.where == "loss" and self.kind == "k1" and self.gradient == "naive":
+            yield (
+                "the gradient of objective.kl.kind = 'k1' in the loss has mean zero: it adds noise "
+                "and holds nothing back; set kl.where = 'reward', or kl.gradient = "
+                "'straight_through'"
             )
 
 

@@ -87,8 +87,12 @@ def _scaled(scale: Scale, values: Tensor, centred: Tensor, groups: Tensor, known
         mean = _group_sum(values, groups) / counts
         return _divide(centred, mean)
     within = groups if scale.level == "group" else torch.zeros_like(groups)
-    source = centred if scale.of == "centred" else values
-    var = _variance(source, within, known.double(), scale.ddof)
+    weights = known.double()
+    source = centred
+    if scale.of == "raw":
+        count = _group_sum(weights, within).clamp(min=1)
+        source = values - _group_sum(weights * values, within) / count
+    var = _mean_square(source, within, weights, scale.ddof)
     return _divide(centred, _divisor(var, scale.eps, scale.eps_mode))
 
 
@@ -106,12 +110,10 @@ def _divisor(var: Tensor, eps: float, mode: str) -> Tensor:
     return var.sqrt() + eps
 
 
-def _variance(values: Tensor, groups: Tensor, weights: Tensor, ddof: int) -> Tensor:
-    """(U,) variance of each value's group; 0 where fewer than ddof + 1 values are known."""
+def _mean_square(centred: Tensor, groups: Tensor, weights: Tensor, ddof: int) -> Tensor:
+    """(U,) the mean square of each value's group, over n - ddof; 0 where all of it are 0."""
     count = _group_sum(weights, groups)
-    mean = _group_sum(weights * values, groups) / count.clamp(min=1)
-    squares = _group_sum(weights * (values - mean).square(), groups)
-    return squares / (count - ddof).clamp(min=1)
+    return _group_sum(weights * centred.square(), groups) / (count - ddof).clamp(min=1)
 
 
 def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
@@ -143,10 +145,13 @@ def whiten(spec: Whiten, advantages: Tensor, tokens: TokenIndex, groups: Tensor)
     shift, divisor = torch.zeros_like(values), torch.ones_like(values)
     if spec.mean != "none":
         within = group if spec.mean == "group" else torch.zeros_like(group)
-        shift = _group_sum(weights * values, within) / _group_sum(weights, within).clamp(min=1)
+        total, count = _group_sum(weights * values, within), _group_sum(weights, within)
+        if spec.leave_one_out:
+            total, count = total - weights * values, count - weights
+        shift = total / count.clamp(min=1)
     if spec.std != "none":
         within = group if spec.std == "group" else torch.zeros_like(group)
-        var = _variance(values - shift, within, weights, spec.ddof)
+        var = _mean_square(values - shift, within, weights, spec.ddof)
         if spec.eps_mode == "max":
             divisor = var.clamp(min=spec.eps).sqrt()
         else:

@@ -117,7 +117,6 @@ class Objective(Stage):
         yield from self.reward.conflicts(self.credit)
         yield from self.baseline.conflicts(self.credit)
         yield from self.scale.conflicts(self.baseline, self.credit)
-        yield from self.whiten.conflicts(self.baseline, self.credit)
         surrogate = self.surrogate if self.loss is None else None
         yield from self.ratio.conflicts(surrogate, self.off_policy, self.aggregate)
         yield from self.aggregate.conflicts(self.trust)
@@ -134,6 +133,11 @@ class Objective(Stage):
                 "reward.combine = 'normalize_then_sum' applies baseline and scale, which "
                 "objective.advantage replaces; set reward.combine = 'sum'"
             )
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each choice that is allowed and seldom meant."""
+        yield from self.whiten.warnings()
+        yield from self.kl.warnings()
 
     @property
     def user_functions(self) -> dict[str, str]:

@@ -167,8 +167,13 @@ PRESET_DATA: dict[str, Preset] = {
     "search_r1": Preset(
         "Search-R1's GRPO",
         "Tool use with a reference policy to stay close to.",
-        ("Search-R1, arXiv:2503.09516",),
+        (
+            "Search-R1, arXiv:2503.09516",
+            "comparison of Search-R1, SSR-GRPO and a GRPO of its own (upper clip 0.28; verl's "
+            "default, with which the paper ran, is 0.2)",
+        ),
         {
+            "surrogate": {"high": 0.28},
             "kl": {"where": "loss", "kind": "low_var_kl", "coef": 0.001},
             "aggregate": {"kind": "token"},
         },
@@ -222,6 +227,18 @@ PRESET_DATA: dict[str, Preset] = {
             "kl": {"where": "loss", "kind": "half_chi2", "coef": 0.001},
         },
     ),
+    "bnpo": Preset(
+        "BNPO's loss as TRL has it: a mean over the tokens of each batch of 8 rows",
+        "To repeat a run of TRL with loss_type = 'bnpo'. The gradient depends on how rows are cut "
+        "into batches: aggregate.local_rows is per_device_train_batch_size there. It does not "
+        "depend on memory settings, as it does there.",
+        ("github.com/huggingface/trl",),
+        {
+            "scale": {"eps": 1e-4},
+            "off_policy": {"level": "token", "high": 3.0},
+            "aggregate": {"kind": "local", "local_rows": 8},
+        },
+    ),
     "areal": Preset(
         "AReaL's asynchronous recipe",
         "Asynchronous sampling: the ratio runs to the trainer's policy before the update, a "
@@ -262,8 +279,6 @@ _ELSEWHERE = {
     "on_policy_distillation": "it is preset 'opd' here",
     "gdpo": "set objective.reward.combine = 'normalize_then_sum' and give reward.weights, which a "
     "preset cannot know",
-    "bnpo": "it depends on how a batch is split; set objective.aggregate.kind = 'local' with "
-    "objective.aggregate.local_rows",
 }
 """Names that other trainers have, and what they are here."""
 

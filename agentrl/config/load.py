@@ -51,8 +51,15 @@ def load_config(
             wrong, and the closest valid key.
     """
     if isinstance(source, Mapping):
-        return _validated(copy.deepcopy(dict(source)), "configuration", list(overrides))
-    path = Path(source)
+        config = _validated(copy.deepcopy(dict(source)), "configuration", list(overrides))
+    else:
+        config = _load_file(Path(source), list(overrides))
+    for said in config.objective.warnings():
+        logger.warning("%s", said)
+    return config
+
+
+def _load_file(path: Path, overrides: list[str]) -> RunConfig:
     try:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -63,7 +70,7 @@ def load_config(
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return _validated(data, str(path), list(overrides), beside=path)
+    return _validated(data, str(path), overrides, beside=path)
 
 
 def load_tables(tables: Sequence[Mapping[str, Any]], source: str, *, beside: Path) -> RunConfig:
@@ -171,7 +178,8 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
-    """Write `--a.b value`, `--a.b=value` and `a.b=value` into `data`; returns the dotted keys set.
+    """Write `--a.b value`, `--a.b=value`, `a.b=value` and `+a.b=value` into `data`; returns the
+    dotted keys set.
 
     Values are read as TOML or JSON where they are valid (numbers, booleans, lists, tables), else as
     text. A table sets its keys one by one. A bare `--a.b` means true.
@@ -185,7 +193,7 @@ def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str
         argument = overrides[position]
         position += 1
         if _ASSIGNMENT.match(argument):
-            argument = f"--{argument}"
+            argument = f"--{argument.removeprefix('+')}"
         if not argument.startswith("--") or len(argument) < 3:
             raise ConfigError(f"unexpected argument {argument!r}; overrides look like --run.seed 2")
         key, has_value, text = argument[2:].partition("=")
@@ -232,7 +240,7 @@ def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
     return keys
 
 
-_ASSIGNMENT = re.compile(r"[A-Za-z][\w-]*(\.[\w-]+)+=")
+_ASSIGNMENT = re.compile(r"[+]?[A-Za-z][\w-]*(\.[\w-]+)+=")
 """`a.b=value`, as other programs write overrides."""
 
 

@@ -53,15 +53,13 @@ def norm(v: Vector) -> Outputs:
     kind, ddof = "leave_one_out" if knobs["loo"] else "mean", int(knobs["unbiased"])
     if "mask" in v.inputs:
         spec = Whiten(mean=mean, std=std, ddof=ddof, eps=knobs["eps"], eps_mode="add")
-        scale: Knobs = {"kind": "none" if std == "none" else "std"}
-        stages = {"baseline": {"kind": kind}, "scale": scale, "whiten": spec.model_dump()}
-        Objective.model_validate(stages)
+        spec = spec.model_copy(update={"leave_one_out": knobs["loo"]})
+        Objective.model_validate({"whiten": spec.model_dump()})
         tokens = index_tokens(batch_of(v), v.mask())
         return {"y": tokens.scatter(whiten(spec, tokens.compress(x), tokens, groups))}
-    scale = {"kind": "none"}
+    scale: Knobs = {"kind": "none"}
     if std != "none":
-        of = "centred" if (mean, std) == ("group", "batch") else "raw"
-        scale = {"kind": "std", "level": std, "of": of, "ddof": ddof, "eps": knobs["eps"]}
+        scale = {"kind": "std", "level": std, "of": "centred", "ddof": ddof, "eps": knobs["eps"]}
     baseline = {"kind": kind, "key": mean} if mean != "none" else {"kind": "none"}
     return {"y": solve(v, {"baseline": baseline, "scale": scale}, rewards=x, group_ids=groups)}
 

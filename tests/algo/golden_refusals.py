@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from golden import Knobs, Outputs, Vector, solve
-from golden_advantages import gae, group_adv, norm, primerl_adv, returns_to_go, whiten_tokens
+from golden import Outputs, Vector, solve
+from golden_advantages import gae, group_adv, primerl_adv, returns_to_go, whiten_tokens
 from golden_losses import agg, decoupled, pg, rejections, rs_mask
 from torch import Tensor
 
@@ -137,51 +137,6 @@ def sequence_means(v: Vector) -> list[float]:
         return x.tolist()
     mask = v.mask()
     return (torch.where(mask, x, 0).sum(1) / mask.sum(1).clamp(min=1)).tolist()
-
-
-def ours_sequence_level(v: Vector) -> Outputs:
-    """The remedy for token-level and mean-free norms: statistics over trajectories, without std."""
-    loo = v.knobs["loo"]
-    baseline = {"kind": "leave_one_out" if loo else "mean"}
-    scale: Knobs = {"kind": "none"}
-    if v.knobs["std"] and not loo:
-        scale = {"kind": "std", "eps": v.knobs["eps"]}
-    means = torch.tensor(sequence_means(v), dtype=torch.float64)
-    groups = torch.arange(len(means)) // v.knobs["group_size"]
-    mask = torch.ones(len(means), 1, dtype=torch.bool)
-    fields = {"loss_mask": mask, "rewards": means, "group_ids": groups}
-    return {"y": solve(v, {"baseline": baseline, "scale": scale}, **fields).view(len(means))}
-
-
-def reference_sequence_level(v: Vector) -> Outputs:
-    means, size = sequence_means(v), v.knobs["group_size"]
-    result = []
-    for i, value in enumerate(means):
-        members = means[i // size * size : i // size * size + size]
-        mean = sum(members) / len(members)
-        if len(members) == 1 or max(members) - min(members) <= 1e-6:
-            result.append(0.0)
-        elif v.knobs["loo"]:
-            result.append(value - (sum(members) - value) / (len(members) - 1))
-        elif v.knobs["std"]:
-            var = sum((m - mean) ** 2 for m in members) / (len(members) - 1)
-            result.append((value - mean) / (math.sqrt(var) + v.knobs["eps"]))
-        else:
-            result.append(value - mean)
-    return {"y": torch.tensor(result, dtype=torch.float64)}
-
-
-def reference_true_std(v: Vector) -> Outputs:
-    """Division by the std of each group's tokens around their own mean, nothing subtracted."""
-    x, mask, size = v.tensor("x"), v.mask(), v.knobs["group_size"]
-    result = torch.zeros_like(x)
-    for start in range(0, len(x), size):
-        rows = slice(start, start + size)
-        values = x[rows][mask[rows]].tolist()
-        mean = sum(values) / len(values)
-        var = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-        result[rows] = torch.where(mask[rows], x[rows] / (math.sqrt(var) + v.knobs["eps"]), 0)
-    return {"y": result}
 
 
 def ours_rloo(v: Vector) -> Outputs:
@@ -356,49 +311,12 @@ REFUSALS = [
         reference_returns,
     ),
     Refusal(
-        ("areal",),
-        ("norm",),
-        "a group baseline over tokens weighs long sequences more, and leave-one-out leaves out one "
-        "token; statistics are over trajectories",
-        lambda v: over_tokens(v) and v.knobs["mean"] == "group" and v.knobs["std"] is None,
-        ours_sequence_level,
-        reference_sequence_level,
-        "a group mean over tokens",
-    ),
-    Refusal(
-        ("areal",),
-        ("norm",),
-        "leave-one-out with a std: the factor n / (n - 1) cancels, so the option does nothing",
-        lambda v: v.knobs["loo"] and v.knobs["std"] is not None,
-        ours_sequence_level,
-        reference_sequence_level,
-        "leave-one-out with a std",
-    ),
-    Refusal(
-        ("areal",),
-        ("norm",),
-        "without a mean the std is taken around zero, which is no std",
-        lambda v: v.knobs["mean"] is None and not over_tokens(v),
-        ours_sequence_level,
-        reference_sequence_level,
-        "without a baseline",
-    ),
-    Refusal(
-        ("areal",),
-        ("norm",),
-        "without a mean the std is taken around zero; here it is the std of the tokens",
-        lambda v: v.knobs["mean"] is None and over_tokens(v),
-        norm,
-        reference_true_std,
-    ),
-    Refusal(
         ("nemorl",),
         ("nemo_adv",),
         "the std is leave-one-out too, so that a lone success is not divided at all",
         lambda v: v.knobs["loo"],
         ours_rloo,
         reference_rloo,
-        "leave-one-out with a std",
     ),
     Refusal(
         ("primerl",),
