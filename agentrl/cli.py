@@ -83,12 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     from agentrl.algo.cli import add_algo_commands
     from agentrl.data import add_data_commands
     from agentrl.env.cli import add_env_commands
+    from agentrl.launch import add_launch_command
     from agentrl.server_command import add_inference_commands
 
     add_env_commands(commands)
     add_data_commands(commands)
     add_algo_commands(commands)
     add_inference_commands(commands)
+    add_launch_command(commands)
     # Environments bring commands of their own; agentrl names none of them.
     # By name: an older installation beside this one lists them as well.
     added = {

@@ -10,6 +10,9 @@ from agentrl.errors import ConfigError, DataError
 
 _INSTALLED = "share/agentrl/examples/"
 """Where a wheel puts them, below the environment's prefix."""
+_CHECKOUT = Path(__file__).parents[1] / "examples"
+_OURS = _CHECKOUT / "quickstart" / "run.toml"
+"""Is there in a checkout. Beside an installed package, `examples` may be another project's."""
 
 
 def copy_examples(out: Path) -> Path:
@@ -21,18 +24,42 @@ def copy_examples(out: Path) -> Path:
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; name another directory with --out")
-    beside = Path(__file__).parents[1] / "examples"
-    if (beside / "quickstart" / "run.toml").is_file():
+    if _OURS.is_file():
         ignored = shutil.ignore_patterns("__pycache__", "runs")
-        shutil.copytree(beside, out, ignore=ignored)
+        shutil.copytree(_CHECKOUT, out, ignore=ignored)
         return out
-    files = [
-        each for each in distribution("agentrl-gym").files or () if _INSTALLED in each.as_posix()
-    ]
-    if not files:
-        raise DataError("this installation of agentrl has no examples; install its wheel again")
-    for file in files:
-        target = out / file.as_posix().partition(_INSTALLED)[2]
+    for name, file in _installed().items():
+        target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(str(file.locate()), target)
+        shutil.copyfile(file, target)
     return out
+
+
+def example_file(name: str) -> Path:
+    """Returns where a file of the examples is, by its path below them.
+
+    Raises:
+        DataError: this installation does not have it.
+    """
+    if _OURS.is_file():
+        return _CHECKOUT / name
+    if name not in (files := _installed()):
+        raise DataError(f"this installation of agentrl has no examples/{name}; install it again")
+    return files[name]
+
+
+def _installed() -> dict[str, Path]:
+    """Returns the files that a wheel brought, by their paths below the examples.
+
+    Raises:
+        DataError: there are none.
+    """
+    files = distribution("agentrl-gym").files or ()
+    found = {
+        file.as_posix().partition(_INSTALLED)[2]: Path(str(file.locate()))
+        for file in files
+        if _INSTALLED in file.as_posix()
+    }
+    if not found:
+        raise DataError("this installation of agentrl has no examples; install its wheel again")
+    return found

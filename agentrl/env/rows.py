@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from agentrl.env.hub import how_to_get
 from agentrl.errors import ConfigError, DataError
-from agentrl.types import JSON
+
+if TYPE_CHECKING:
+    from agentrl.types import JSON
 
 ROW_SUFFIXES = (".jsonl", ".parquet")
 

@@ -52,9 +52,9 @@ def norm(v: Vector) -> Outputs:
     mean, std = knobs["mean"] or "none", knobs["std"] or "none"
     kind, ddof = "leave_one_out" if knobs["loo"] else "mean", int(knobs["unbiased"])
     if "mask" in v.inputs:
-        spec = Whiten(mean=mean, std=std, ddof=ddof, eps=knobs["eps"], eps_mode="add")
-        spec = spec.model_copy(update={"leave_one_out": knobs["loo"]})
-        Objective.model_validate({"whiten": spec.model_dump()})
+        stage = {"mean": mean, "std": std, "leave_one_out": knobs["loo"]}
+        stage |= {"ddof": ddof, "eps": knobs["eps"], "eps_mode": "add"}
+        spec = Objective.model_validate({"whiten": stage}).whiten
         tokens = index_tokens(batch_of(v), v.mask())
         return {"y": tokens.scatter(whiten(spec, tokens.compress(x), tokens, groups))}
     scale: Knobs = {"kind": "none"}

@@ -1,4 +1,4 @@
-"""The same run by every launcher of examples/cluster that runs here: the same metrics.
+"""The same run by every place of `agentrl launch` that runs here: the same metrics.
 
 `make test-cluster` runs it where Ray is. Slurm is a real one, of two nodes that are this machine:
 its daemons need root (Debian: apt install slurm-wlm munge).
@@ -19,8 +19,7 @@ from test_loop import QUICKSTART, contents, untimed
 
 from agentrl.tracking import read_metrics
 
-ROOT = Path(__file__).parents[2]
-CLUSTER = ROOT / "examples" / "cluster"
+START = [sys.executable, "-m", "agentrl", "launch"]
 SMALL = [
     *("--run.num_steps", "3", "--run.save_every", "2"),
     *("--rollout.groups_per_step", "4", "--rollout.group_size", "4"),
@@ -51,7 +50,7 @@ def launch(command: list, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("torchrun") / "run"
-    launch([CLUSTER / "torchrun.sh", QUICKSTART, "--run.dir", run_dir, *SMALL], NPROC="2")
+    launch([*START, QUICKSTART, "--on", "local", "--gpus", "2", "--run.dir", run_dir, *SMALL])
     return run_dir
 
 
@@ -147,13 +146,10 @@ PartitionName=all Nodes=ALL Default=YES
 def test_a_slurm_job_does_what_torchrun_does(slurm, by_torchrun, tmp_path, shape):
     nodes, gpus = ("1", "2") if shape == "one node" else ("2", "1")
     log = tmp_path / "job.log"
-    options = ["--wait", f"--nodes={nodes}", f"--gpus-per-node={gpus}", f"--output={log}"]
-    job = ["sbatch", *options, CLUSTER / "slurm.sbatch", QUICKSTART, *SMALL]
-    # A job that has its nodes alone is given all their GPUs, asked for or not.
-    variables = {"TRAINERS": nodes, "NPROC": gpus, "RUN_DIR": str(tmp_path / "run")}
-    variables["SLURM_CONF"] = slurm
+    job = [*START, QUICKSTART, "--on", "slurm", "--nodes", nodes, "--gpus", gpus]
+    variables = {"SBATCH_WAIT": "1", "SBATCH_OUTPUT": str(log), "SLURM_CONF": slurm}
     try:
-        launch(job, **variables)
+        launch([*job, "--run.dir", tmp_path / "run", *SMALL], **variables)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{log.read_text()[-4000:]}") from None
     require_same(tmp_path / "run", by_torchrun)
@@ -165,7 +161,7 @@ def test_a_slurm_job_does_what_torchrun_does(slurm, by_torchrun, tmp_path, shape
 def test_workers_of_ray_train_do_what_torchrun_does(by_torchrun, tmp_path):
     if importlib.util.find_spec("ray") is None:
         pytest.skip('no Ray: pip install "ray[train]", or make test-cluster')
-    command = [sys.executable, CLUSTER / "ray_train.py", QUICKSTART, "2"]
+    command = [*START, QUICKSTART, "--on", "ray", "--gpus", "2"]
     # pytest's folders have names too long for Ray's sockets.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
