@@ -168,6 +168,8 @@ def _add_run_command(
         resume = ["--run.resume=true"] if getattr(arguments, "resume", False) else []
         if replay := getattr(arguments, "replay", None):
             resume.append(f"--run.replay={replay}")
+        if steps := getattr(arguments, "profile", None):
+            resume.append(f"--run.profile={steps}")
         config = load_config(arguments.run_file, arguments.overrides + resume)
         if plays_one_environment:
             config = _one_environment(config, arguments.environment)
@@ -265,6 +267,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--replay",
         metavar="RUN",
         help="train on the trajectories that this run recorded, in place of new ones",
+    )
+    command.add_argument(
+        "--profile",
+        metavar="STEPS",
+        help="write traces of these steps for Perfetto, such as 3 or 3,20, to the run's traces/",
     )
     command.add_argument("--quiet", action="store_true", help="no display and no lines per step")
 

@@ -74,11 +74,18 @@ class RunSection(Section):
     replay: Path | None = None
     """Directory of a run whose recorded trajectories are trained on in place of new ones, step by
     step (docs/mixtures.md)."""
+    profile: list[PositiveInt] = Field(default_factory=list)
+    """Steps of which a trace is written to `traces/` (docs/troubleshooting.md)."""
     stall_timeout_s: Seconds = 3600.0
     """When no episode moves for so long while the trainer waits, the run says where each stands
     and ends with exit status 75. Longer than the rollout deadlines, which end single episodes."""
     force_resume: bool = False
     """Resume although the dataset, model, group size or another identity of the run changed."""
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return [value] if isinstance(value, int) else _split_commas(value)
 
     @property
     def path(self) -> Path:

@@ -31,6 +31,7 @@ from agentrl.sync.probe import trainer_logprobs
 from agentrl.sync.shards import copy_trained, take_part
 from agentrl.train import checkpoint, ranks
 from agentrl.train.model import load_tokenizer
+from agentrl.train.profile import Profiler, span
 from agentrl.train.saver import Saver
 from agentrl.train.trainer import Trainer, make_trainer
 from agentrl.types import JSON, Sample
@@ -67,10 +68,15 @@ def _obey(
 ) -> None:
     if word == "learn":
         step, states, greedy_rewards, plain = content
+        profiler = Profiler(trainer.run_dir, trainer.config.run.profile)
+        profiler.start(step)
         try:
-            trainer.learn(step, unpacked(plain, arrays), states, greedy_rewards)
+            with span("update"):
+                trainer.learn(step, unpacked(plain, arrays), states, greedy_rewards)
         except TrainingError:
             raise SystemExit(1) from None  # rank 0 says why
+        finally:
+            profiler.stop()
     elif word == "change":
         trainer.change(*content)
     elif word == "restore":

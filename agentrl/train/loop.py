@@ -42,6 +42,7 @@ from agentrl.train.follow import follow, packed
 from agentrl.train.guards import require_agreement, require_no_gap, require_own_rewards
 from agentrl.train.logprobs import packing_of
 from agentrl.train.preflight import mismatch_is_large
+from agentrl.train.profile import span
 from agentrl.train.run import (
     Outputs,
     Run,
@@ -130,6 +131,7 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
                 try:
                     await _steps(run, last_step, callbacks, outputs, interrupted, thread)
                 finally:
+                    run.profiler.stop()
                     await run.mixture.aclose()
     report = report_run(run.run_dir)
     print(first_sentence(run.run_dir))
@@ -155,7 +157,9 @@ async def _steps(
 
         # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
         step_started = time.perf_counter()
-        collected = await unless_interrupted(interrupted, _collect(run, step, display), run)
+        run.profiler.start(step)
+        with span("rollout"):
+            collected = await unless_interrupted(interrupted, _collect(run, step, display), run)
         if collected is None:
             break
         batches, greedy_rewards = collected
@@ -193,8 +197,11 @@ async def _steps(
 
         # Sync: whoever samples has the new weights before the stream may play further ahead.
         display.phase("sync", 0, 1)
-        metrics |= await run.serving.push(run.trainer.model, step)
+        with span("push"):
+            metrics |= await run.serving.push(run.trainer.model, step)
         run.mixture.advance(step)
+        if trace := run.profiler.stop():
+            display.note(f"trace of step {step}: {trace}")
 
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
         gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
@@ -300,7 +307,7 @@ def _learn(
         objective = run.config.objective
         outputs.signals.write(step, signals.rows(samples, objective, outputs.signals.keeps))
 
-    with ranks.working("learn"), on_device(run.trainer, run.serving.sleeps):
+    with ranks.working("learn"), on_device(run.trainer, run.serving.sleeps), span("update"):
         return run.trainer.learn(
             step,
             samples,

@@ -53,6 +53,7 @@ from agentrl.train.model import (
 )
 from agentrl.train.optimizer import require_optimizer
 from agentrl.train.preflight import FirstRewards, rate_is_unusual
+from agentrl.train.profile import Profiler
 from agentrl.train.sampling import training_sampling
 from agentrl.train.saver import Saver
 from agentrl.train.serving import Serving, start_serving
@@ -93,6 +94,7 @@ class Run:
     held_out: HeldOut
     saver: Saver
     first_rewards: FirstRewards
+    profiler: Profiler
     failing_steps: int = 0
     """Steps in a row in which most trajectories failed for one cause."""
 
@@ -228,6 +230,7 @@ async def assemble(
         held_out=held_out,
         saver=Saver(run_dir, in_background=config.run.async_save),
         first_rewards=FirstRewards(config.run.preflight and recorded is None),
+        profiler=Profiler(run_dir, config.run.profile),
     )
 
 
