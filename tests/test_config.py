@@ -174,3 +174,13 @@ def test_stale_samples_are_corrected_unless_the_run_file_chooses(
     assert config.objective.off_policy.level == level
     synchronous = load_config(_write(tmp_path, text), ["--rollout.max_staleness", "0"])
     assert synchronous.objective.ratio.anchor == "old"
+
+
+def test_a_preset_that_is_a_whole_recipe_gives_way_to_the_run_file():
+    plain = load_config({"model": {"path": "m"}}, ["--objective.preset", "swe_grpo"])
+    assert (plain.train.betas, plain.train.weight_decay) == ((0.9, 0.98), 0.1)
+    own = {"model": {"path": "m"}, "train": {"weight_decay": 0.0}}
+    config = load_config(own, ["--objective.preset=swe_grpo", "--train.learning_rate", "1e-5"])
+    assert (config.train.betas, config.train.weight_decay) == ((0.9, 0.98), 0.0)
+    assert config.train.learning_rate == 1e-5
+    assert load_config(tomllib.loads(config.to_toml())) == config

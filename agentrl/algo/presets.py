@@ -19,6 +19,8 @@ class Preset:
     sources: tuple[str, ...]
     stages: Mapping[str, Any] = field(default_factory=dict)
     """What a run file would contain instead: keys whose value is not the objective's default."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Keys outside `[objective]` that it sets where the run file does not."""
 
 
 PRESET_DATA: dict[str, Preset] = {
@@ -218,13 +220,24 @@ PRESET_DATA: dict[str, Preset] = {
     "swe_grpo": Preset(
         "GRPO as in a published comparison for software engineering",
         "To repeat that comparison: clip higher, the group's population std with a floor, and half "
-        "the squared distance of the reference's ratio from 1 as a penalty. With it go "
-        "train.learning_rate = 1e-6, train.betas = [0.9, 0.98] and train.weight_decay = 0.1.",
+        "the squared distance of the reference's ratio from 1 as a penalty. Where the run file "
+        "does not, it also sets train.learning_rate = 1e-6, train.betas = [0.9, 0.98], "
+        "train.weight_decay = 0.1, train.max_grad_norm = 1 and rollout.temperature = 1. Its "
+        "groups have 4 or 5 members (rollout.group_size).",
         ("comparison of Search-R1, SSR-GRPO and a GRPO of its own",),
         {
             "scale": {"ddof": 0, "eps": 1e-8, "eps_mode": "max"},
             "surrogate": {"high": 0.28},
             "kl": {"where": "loss", "kind": "half_chi2", "coef": 0.001},
+        },
+        {
+            "train": {
+                "learning_rate": 1e-6,
+                "betas": [0.9, 0.98],
+                "weight_decay": 0.1,
+                "max_grad_norm": 1.0,
+            },
+            "rollout": {"temperature": 1.0},
         },
     ),
     "bnpo": Preset(

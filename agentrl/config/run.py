@@ -14,7 +14,8 @@ from pydantic import (
 )
 
 from agentrl.algo import Objective
-from agentrl.algo.presets import stages_of
+from agentrl.algo.objective import deep_merge
+from agentrl.algo.presets import PRESET_DATA, stages_of
 from agentrl.config.sections import (
     AgentSection,
     CriticSection,
@@ -148,6 +149,15 @@ class RunConfig(Section):
             if not sum(weight_at(weight, step) for weight in weights):
                 raise ValueError(f"at step {step} every weight of [[env]] is 0; raise one")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_preset_may_be_a_whole_recipe(cls, data: object) -> object:
+        objective = data.get("objective") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(objective, dict):
+            return data
+        preset = PRESET_DATA.get(str(objective.get("preset")))
+        return deep_merge(preset.run, data) if preset is not None and preset.run else data
 
     @model_validator(mode="before")
     @classmethod
