@@ -39,7 +39,7 @@ METRICS: dict[str, str] = {
     "rollout/staleness_mean": "Steps by which the policy that sampled lags behind the one that is "
     "trained, mean over trained tokens.",
     "rollout/staleness_max": "The same, of the oldest trained token; never above "
-    "`rollout.max_staleness`.",
+    "`rollout.max_staleness`, but for groups that are trained on again.",
     "rollout/staleness_fraction/<steps>": "Fraction of trained tokens that are so many steps old.",
     "group/zero_variance_fraction": "Groups of the batch whose rewards are all equal: with a "
     "baseline of the group they have no gradient.",
@@ -52,6 +52,9 @@ METRICS: dict[str, str] = {
     "sampler/rate_mean": "Mean of all tasks' running pass rates.",
     "sampler/passed_fraction": "Tasks whose running pass rate is `rollout.sampler_passed` or more.",
     "sampler/stage": "`staged`: the newest pool that is open, from 0.",
+    "replay/groups": "Groups of earlier steps that were trained on again (`rollout.replay_share`).",
+    "replay/held": "Groups that are held for that, after the step took its own.",
+    "replay/age_mean": "Steps since those groups were trained on first.",
     "error/<code>": "Trajectories that failed with this code, such as `step_timeout`, "
     "`grader_error` or `turn_timeout`.",
     "env/<name>": "A metric of the environment, mean over trajectories with a reward. "
@@ -60,7 +63,8 @@ METRICS: dict[str, str] = {
     "env/unseen_tools": "Tools on offer that the first prompt does not name, as some chat "
     "templates leave them out; absent where there are none.",
     "env/<environment>/<metric>": "Of a run with several `[[env]]`: a metric of `reward/`, "
-    "`rollout/`, `group/`, `sampler/`, `error/` or `env/` over the episodes of this one alone.",
+    "`rollout/`, `group/`, `sampler/`, `error/`, `env/`, `policy/`, `loss/`, `advantage/` or of "
+    "the counts of `train/` over the episodes of this one alone. Its losses add up to the step's.",
     # the policy
     "policy/entropy": "Mean entropy of the policy at trained tokens, in nats. A fall to nearly 0 "
     "within a few steps is entropy collapse: groups stop to differ.",

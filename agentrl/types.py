@@ -422,6 +422,11 @@ class Group:
     """`rollout.group_size` of them at most, failed ones included."""
 
 
+def environment_of(group_id: str) -> str:
+    """The name of a training group's environment among several; empty where there is one."""
+    return group_id.rpartition("-g")[0]
+
+
 @dataclass(slots=True)
 class Sample:
     """One token row as the trainer reads it. Arrays have length T (positions of the row)."""

@@ -3,10 +3,10 @@
     python benchmarks/learning_mixtures.py mixed|difficulty [--seeds 1,2,3] [--out FOLDER]
 
 `mixed`: three environments in one run, beside a run of each alone that plays the same tasks of it
-in the same steps. `difficulty`: samplers on arithmetic with numbers of 1 to 6 digits. Every run is
-a process with one thread, which trains the quickstart's model for 60 steps and evaluates it on
-held-out tasks. A run that `--out` holds is not repeated. At the end the table of docs/mixtures.md
-is printed, with 95% intervals of Student's t over the seeds.
+in the same steps. `difficulty`: samplers on arithmetic with numbers of 1 to 6 digits, 256 training
+tasks. Every run is a process with one thread, which trains the quickstart's model and evaluates it
+on held-out tasks. A run that `--out` holds is not repeated. At the end the table of
+docs/mixtures.md is printed, with 95% intervals of Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from learning_rows import ROOT, settings
 from agentrl.statistics import mean_estimate
 from agentrl.tracking import read_metrics
 
-NUM_STEPS = 60
+NUM_STEPS = {"mixed": 60, "difficulty": 40}
+EVERY = 10
+"""Steps between evaluations of a run with a sampler."""
 GOAL = 0.8
 WINDOW = 5
 """A reward is the mean of so many steps."""
@@ -34,14 +36,14 @@ GROUPS = 3
 """Of each environment in a step."""
 MIXTURE = ROOT / "examples" / "mixture" / "run.toml"
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
-COMMON = f"run.num_steps={NUM_STEPS} run.save_every={NUM_STEPS} eval.num_tasks=200"
+COMMON = "eval.num_tasks=200 run.num_steps={steps} run.save_every={steps} run.seed={seed}"
 POOL = (
-    f"{COMMON} run.eval_every=10 env.config.seed={{seed}} env.config.num_tasks=256 "
+    f"{COMMON} run.eval_every={EVERY} env.config.seed={{seed}} env.config.num_tasks=256 "
     "env.config.min_digits=1 env.config.digits=6"
 )
 
 MIXED = {
-    name: f"{COMMON} run.eval_every={NUM_STEPS} rollout.groups_per_step={GROUPS * len(played)} "
+    name: f"{COMMON} run.eval_every={{steps}} rollout.groups_per_step={GROUPS * len(played)} "
     + " ".join(
         f"env.{each}.weight={int(each in played)} env.{each}.config.seed={{seed}}"
         for each in ENVIRONMENTS
@@ -54,13 +56,15 @@ DIFFICULTY = {
 }
 
 
-def metrics_of(name: str, run_file: Path, keys: str, seed: int, out: Path) -> list[dict]:
+def metrics_of(
+    name: str, run_file: Path, keys: str, num_steps: int, seed: int, out: Path
+) -> list[dict]:
     """The lines of a run's metrics; it is trained where its folder does not hold them all."""
     run_dir = out / f"{name}-{seed}"
-    if run_dir.exists() and len(done := read_metrics(run_dir)) == NUM_STEPS:
+    if run_dir.exists() and len(done := read_metrics(run_dir)) == num_steps:
         return done
     command = [sys.executable, "-m", "agentrl", "train", str(run_file)]
-    command += settings(f"{keys.format(seed=seed)} run.dir={run_dir} run.seed={seed}")
+    command += settings(f"{keys.format(seed=seed, steps=num_steps)} run.dir={run_dir}")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
     return read_metrics(run_dir)
@@ -74,7 +78,7 @@ def interval(values: Sequence[float]) -> str:
 def mixed(seeds: Sequence[int], out: Path) -> list[list[str]]:
     """One line for each environment: the reward at the end and on held-out tasks, both ways."""
     runs = {
-        name: [metrics_of(name, MIXTURE, keys, seed, out) for seed in seeds]
+        name: [metrics_of(name, MIXTURE, keys, NUM_STEPS["mixed"], seed, out) for seed in seeds]
         for name, keys in MIXED.items()
     }
     rows = [["environment", "held out: mixed", "alone", "difference", "trained: mixed", "alone"]]
@@ -97,27 +101,24 @@ def mixed(seeds: Sequence[int], out: Path) -> list[list[str]]:
 
 def difficulty(seeds: Sequence[int], out: Path) -> list[list[str]]:
     """One line for each sampler."""
-    rows = [["sampler", *(f"held out, step {step}" for step in (20, 40, 60)),
-             f"samples to {GOAL} on them", "groups of equal rewards"]]  # fmt: skip
+    steps = range(EVERY, NUM_STEPS["difficulty"] + 1, EVERY)
+    head = ["sampler", *(f"held out, step {step}" for step in steps)]
+    rows = [[*head, f"samples to {GOAL}", "groups of equal rewards"]]
     for name, keys in DIFFICULTY.items():
-        runs = [metrics_of(name, QUICKSTART, keys, seed, out) for seed in seeds]
-        evaluated = [[line for line in lines if "eval/avg@1" in line] for lines in runs]
+        runs = [
+            metrics_of(name, QUICKSTART, keys, NUM_STEPS["difficulty"], seed, out) for seed in seeds
+        ]
+        held_out = {step: [lines[step - 1]["eval/avg@1"] for lines in runs] for step in steps}
         reached = [
-            next((f"{line['step'] * 64}" for line in lines if line["eval/avg@1"] >= GOAL), "never")
-            for lines in evaluated
+            next((str(64 * step) for step in steps if held_out[step][run] >= GOAL), "never")
+            for run in range(len(runs))
         ]
         equal = [
-            statistics.fmean(line["group/zero_variance_fraction"] for line in lines[10:])
+            statistics.fmean(line["group/zero_variance_fraction"] for line in lines[EVERY:])
             for lines in runs
         ]
-        rows.append(
-            [
-                f"`{name}`",
-                *(interval([lines[n]["eval/avg@1"] for lines in evaluated]) for n in (1, 3, 5)),
-                ", ".join(reached),
-                interval(equal),
-            ]
-        )
+        values = [interval(values) for values in held_out.values()]
+        rows.append([f"`{name}`", *values, ", ".join(reached), interval(equal)])
     return rows
 
 

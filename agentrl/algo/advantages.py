@@ -44,6 +44,14 @@ def compute_advantages(
         ValueError: the batch lacks a field the objective needs (`Objective.needs`).
         ConfigError: `objective.advantage` returns something else than advantages.
     """
+    if objective.statistics == "environment" and batch.env_ids is not None:
+        whole = torch.zeros_like(wide(batch.rollout_logprobs))
+        for env in batch.env_ids.unique():
+            rows = (batch.env_ids == env).nonzero().squeeze(1)
+            part = batch.select(rows)
+            part.env_ids = None
+            whole[rows] = compute_advantages(objective, part, kl_coef=kl_coef)
+        return whole
     with torch.no_grad():
         tokens = index_tokens(batch, trained_mask(objective, batch))
         rewards = trajectory_rewards(objective.reward, batch, tokens)  # (J,)

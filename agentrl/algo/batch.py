@@ -55,6 +55,10 @@ class Batch:
     """(B, M) int64 hash of the state in which each turn began, indexed by turn id (GiGPO)."""
     truncated: Tensor | None = None
     """(B,) bool: the trajectory was cut by a limit."""
+    env_ids: Tensor | None = None
+    """(B,) int64: rows of one environment share a number; none: there is one environment."""
+    env_names: Sequence[str] = ()
+    """Names of those numbers."""
     baselines: Tensor | None = None
     """(B,) a reward to compare with, such as that of a greedy answer (ReMax)."""
     sum_squared_probs: Tensor | None = None
@@ -126,7 +130,10 @@ class Batch:
         return replace(self, **moved)
 
 
-_PER_ROW = {"rewards", "group_ids", "trajectory_ids", "truncated", "baselines", "off_policy_scale"}
+_PER_ROW = {
+    *("rewards", "group_ids", "trajectory_ids", "env_ids", "truncated", "baselines"),
+    "off_policy_scale",
+}
 _PER_TURN = {"reward_components", "turn_rewards", "state_ids"}
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -62,6 +62,9 @@ class Objective(Stage):
     """A teacher."""
     whiten: Whiten = Whiten()
     """Normalisation of finished advantages over the step."""
+    statistics: Literal["batch", "environment"] = "batch"
+    """Where a stage takes a mean, std or rate over the batch, it is that of the whole step or, of a
+    run with several `[[env]]`, of the trajectories of one environment."""
     ratio: Ratio = Ratio()
     """The live policy over an anchor."""
     surrogate: Surrogate = ClipSurrogate()

@@ -387,6 +387,28 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_is_trained_again_is_weighted(self) -> RunConfig:
+        if not self.rollout.replay_share:
+            return self
+        if self.objective.off_policy.level == "none" and self.objective.ratio.anchor != "rollout":
+            raise ValueError(
+                "rollout.replay_share trains on what an older policy sampled, and this objective "
+                "has no importance weights; set objective.off_policy.level = 'token', or "
+                "objective.ratio.anchor = 'rollout'"
+            )
+        if "baselines" in self.objective.needs() or self.rollout.is_truncated:
+            raise ValueError(
+                "rollout.replay_share: no run records greedy answers or which ids a truncated "
+                "distribution kept; leave it at 0 with this objective or with top_p, top_k, min_p"
+            )
+        if not self.track.log_trajectories:
+            raise ValueError(
+                "rollout.replay_share reads the run's log where it is resumed; set "
+                "track.log_trajectories = true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_critic_warms_up_before_the_end(self) -> RunConfig:
         if self.objective.needs_critic and self.critic.warmup_steps >= self.run.num_steps:
             raise ValueError(

@@ -341,6 +341,11 @@ class RolloutSection(Section):
     """Pass rate at which a task, or a pool of them, is passed."""
     sampler_stages: list[PositiveInt] = Field(default_factory=list)
     """`staged`: indices of the tasks at which the second pool begins, the third, and so on."""
+    replay_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Groups that are trained on once more, as a share of `groups_per_step`, beside those that a
+    step plays: those whose rewards differ most. It needs importance weights (docs/mixtures.md)."""
+    replay_max_age: PositiveInt = 4
+    """Steps after which a group is not trained on again."""
     max_staleness: NonNegativeInt = 0
     """Steps by which the policy that sampled may lag behind the one that is trained, counted from
     a trajectory's oldest token. 0 plays and trains in turn, 1 plays a step ahead while the trainer

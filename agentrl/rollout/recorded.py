@@ -10,7 +10,7 @@ from agentrl.errors import DataError
 from agentrl.rollout.log import read_trajectories, step_file
 from agentrl.rollout.mixture import Mixture, Quotas
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.types import JSON, Group, Trajectory
+from agentrl.types import JSON, Group, Trajectory, environment_of
 
 
 class RecordedMixture(Mixture):
@@ -44,12 +44,12 @@ class RecordedMixture(Mixture):
         """Reads the step's trajectories."""
         played = [t for _, t in read_trajectories(self._run_dir, steps=range(step, step + 1))]
         on_progress(len(played), len(played))
-        return {name: _batch(part) for name, part in self._by_environment(played).items()}
+        return {name: recorded_batch(part) for name, part in self._by_environment(played).items()}
 
     def _by_environment(self, played: list[Trajectory]) -> dict[str, list[Trajectory]]:
         parts: dict[str, list[Trajectory]] = {}
         for trajectory in played:
-            name = trajectory.group_id.rpartition("-g")[0] if self._names else ""
+            name = environment_of(trajectory.group_id) if self._names else ""
             parts.setdefault(name, []).append(trajectory)
         if unknown := sorted(parts.keys() - set(self._names or [""])):
             raise DataError(
@@ -68,7 +68,8 @@ class RecordedMixture(Mixture):
         """A replay goes on by the number of the step alone."""
 
 
-def _batch(trajectories: list[Trajectory]) -> RolloutBatch:
+def recorded_batch(trajectories: list[Trajectory]) -> RolloutBatch:
+    """The trajectories of a step as the groups that it trained on."""
     members: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         members.setdefault(trajectory.group_id, []).append(trajectory)

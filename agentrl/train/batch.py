@@ -13,7 +13,7 @@ import torch
 
 from agentrl.algo import Batch, Objective, filter_zero_variance
 from agentrl.errors import ConfigError
-from agentrl.types import Group, Sample, Trajectory, samples_of
+from agentrl.types import Group, Sample, Trajectory, environment_of, samples_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +84,14 @@ def make_batch(
     baselines = None
     if greedy_rewards is not None:
         baselines = torch.tensor([greedy_rewards[sample.group_id] for sample in samples])
+    environments = [environment_of(sample.group_id) for sample in samples]
     return Batch(
         loss_mask=torch.from_numpy(mask),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         group_ids=_numbered([sample.group_id for sample in samples]),
         trajectory_ids=_numbered([sample.trajectory_id for sample in samples]),
+        env_ids=_numbered(environments) if any(environments) else None,
+        env_names=list(dict.fromkeys(environments)),
         rollout_logprobs=torch.from_numpy(logprobs),
         token_ids=torch.from_numpy(token_ids),
         turn_ids=torch.from_numpy(turn_ids),

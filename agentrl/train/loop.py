@@ -61,7 +61,7 @@ from agentrl.train.sampling import training_sampling
 from agentrl.train.setup import interruptible, newest_run, resolve_device
 from agentrl.train.signals import StepSignals
 from agentrl.train.turns import on_device
-from agentrl.types import Group, Sample
+from agentrl.types import Group, Sample, environment_of
 from agentrl.view.display import Display, loading
 from agentrl.view.report import first_sentence, report_run
 
@@ -182,16 +182,23 @@ async def _steps(
 
         # Learn: one batch, one or more optimizer updates.
         train_started = time.perf_counter()
-        samples = trainable_samples(rollouts.groups)
+        groups = rollouts.groups
+        if run.replay is not None:
+            again, of_replay = run.replay.take(step)
+            groups = groups + again
+            metrics |= of_replay
+        samples = trainable_samples(groups)
         if samples:
             metrics |= await run.serving.sleep(run.trainer.model)
-            metrics |= await in_thread(
-                _learn, run, step, samples, rollouts.groups, greedy_rewards, outputs
-            )
+            metrics |= await in_thread(_learn, run, step, samples, groups, greedy_rewards, outputs)
         require_agreement(metrics, run.config)
+        if run.replay is not None:
+            run.replay.add(step, rollouts.groups)
         train_s = time.perf_counter() - train_started
         metrics |= staleness_metrics(samples, current_version=step - 1)
         metrics |= _training_metrics(run, samples, train_s)
+        for name in batches:
+            metrics |= _metrics_of_environment(name, samples, step) if name else {}
         metrics.setdefault("loss/policy", 0.0)
         metrics.setdefault("loss/kl", 0.0)
 
@@ -229,12 +236,12 @@ async def _steps(
         # Checkpoint: where one is due, or where the disk refused the last.
         due = step % run.config.run.save_every == 0 or step == run.config.run.num_steps
         if due or is_best or run.saver.refused:
-            await in_thread(save, run, step, run.mixture.data_position(), display, is_best)
+            await in_thread(save, run, step, run.data_position(), display, is_best)
         if interrupted.is_set():
             break
     run.saver.wait()
     if (interrupted.is_set() or run.held_out.why_enough()) and finished_step > run.saver.step:
-        save(run, finished_step, run.mixture.data_position(), display)
+        save(run, finished_step, run.data_position(), display)
         run.saver.wait()
     require_saved(run, finished_step)
     if interrupted.is_set():
@@ -316,6 +323,16 @@ def _learn(
             on_progress=lambda done, total: outputs.display.phase("train", done, total),
             on_signals=write_signals,
         )
+
+
+def _metrics_of_environment(name: str, samples: list[Sample], step: int) -> dict[str, float]:
+    """What is counted of the samples of one environment among several."""
+    own = [sample for sample in samples if environment_of(sample.group_id) == name]
+    if not own:
+        return {}
+    metrics = staleness_metrics(own, current_version=step - 1)
+    metrics |= {"train/samples": len(own), "train/tokens": sum(len(sample) for sample in own)}
+    return {f"env/{name}/{key}": value for key, value in metrics.items()}
 
 
 def _training_metrics(run: Run, samples: list[Sample], seconds: float) -> dict[str, float]:

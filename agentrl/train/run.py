@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -34,6 +34,7 @@ from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.recorded import RecordedMixture
 from agentrl.rollout.render import Renderer
+from agentrl.rollout.replay_buffer import ReplayBuffer
 from agentrl.rollout.sampler import Sampler, make_sampler
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource, stable_seed
 from agentrl.rollout.setup import (
@@ -69,6 +70,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAMPLER_KEYS = {"sampler", "sampler_stages"}
+REPLAY = "replay/groups"
+"""In a checkpoint, beside the names of environments, none of which has a stroke."""
 STALL_REPORT_ROWS = 40
 MOST_FAILED = 0.75
 """Share of a step's trajectories that fail for one cause where something is broken."""
@@ -95,6 +98,8 @@ class Run:
     saver: Saver
     first_rewards: FirstRewards
     profiler: Profiler
+    replay: ReplayBuffer | None = None
+    """Groups to train on again; None where `rollout.replay_share` is 0."""
     failing_steps: int = 0
     """Steps in a row in which most trajectories failed for one cause."""
 
@@ -123,6 +128,13 @@ class Run:
         for part in self.mixture.parts:
             part.config = self.config.environments[part.name]
             part.scheduler.policy = self.policy(training_sampling(part.config))
+
+    def data_position(self) -> dict[str, JSON]:
+        """Where the task sources stand, and what is held to be trained on again."""
+        position = self.mixture.data_position()
+        if self.replay is not None:
+            position[REPLAY] = self.replay.state()
+        return position
 
     def policy(self, sampling: SamplingParams) -> TokenPolicy:
         """The policy that is trained, sampling like this."""
@@ -231,6 +243,7 @@ async def assemble(
         saver=Saver(run_dir, in_background=config.run.async_save),
         first_rewards=FirstRewards(config.run.preflight and recorded is None),
         profiler=Profiler(run_dir, config.run.profile),
+        replay=ReplayBuffer(rollout) if rollout.replay_share else None,
     )
 
 
@@ -263,11 +276,14 @@ def _fingerprint(
         "rollout.temperature": rollout.temperature,
         **_truncation(rollout),
         **_sampler(config),
+        **_replay(rollout),
         **_agent(config.agent),
         **({"rollout.generate": rollout.generate} if rollout.generate else {}),
         "reward": config.reward.model_dump(mode="json"),
-        "objective": config.objective.model_dump(mode="json"),
         **_reference(config.model),
+        "objective": config.objective.model_dump(
+            mode="json", exclude={"statistics"} if config.objective.statistics == "batch" else set()
+        ),
         "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,
         "teacher.path": config.teacher.path,
         # How an update is computed; memory settings such as token_budget may change.
@@ -318,6 +334,11 @@ def _sampler(config: RunConfig) -> dict[str, JSON]:
         return {}
     rollout = config.rollout
     keys = [key for key in RolloutSection.model_fields if key.startswith("sampler")]
+    return {f"rollout.{key}": getattr(rollout, key) for key in keys}
+
+
+def _replay(rollout: RolloutSection) -> dict[str, JSON]:
+    keys = ("replay_share", "replay_max_age") if rollout.replay_share else ()
     return {f"rollout.{key}": getattr(rollout, key) for key in keys}
 
 
@@ -385,6 +406,9 @@ def restore(run: Run) -> int:
             force=run.config.run.force_resume,
         )
     run.mixture.restore(state.data_position)
+    if run.replay is not None:
+        held: Any = state.data_position.get(REPLAY, [])
+        run.replay.restore(held, run.run_dir)
     run.trainer.restore_counters(state)
     run.saver.step = state.step
     if run.trainer.changes:
@@ -421,7 +445,7 @@ def save_first(run: Run, display: Display) -> None:
     Raises:
         TrainingError: there is no room even for this one.
     """
-    save(run, 0, run.mixture.data_position(), display)
+    save(run, 0, run.data_position(), display)
     run.saver.wait()
     if run.saver.refused:
         raise TrainingError(f"no checkpoint can be written under {run.run_dir} (see above)")

@@ -143,6 +143,10 @@ def update_policy(
     contributions, updates, critic_updates = [], [], []
     if ranks.rank() == 0:  # every rank knows them, and they are to be counted once
         contributions.append(advantage_metrics(objective, batch))
+        every_row = range(len(samples))
+        contributions += _by_environment(
+            batch, every_row, lambda rows: advantage_metrics(objective, batch.select(rows))
+        )
     for rows, plan in zip(minibatches, plans, strict=True):
         step = prepare(objective, batch.select(rows), kl_coef=kl_coef)
         place = {row: index for index, row in enumerate(rows)}
@@ -157,13 +161,8 @@ def update_policy(
                     model, micro, temperature=temperature, with_entropy=True, router_logits=routed
                 )
                 logprobs = trained_matrix(micro, logprobs)
-                output = policy_loss(
-                    objective,
-                    part,
-                    logprobs,
-                    None if entropy is None else trained_matrix(micro, entropy),
-                    kl_coef=kl_coef,
-                )
+                entropy = None if entropy is None else trained_matrix(micro, entropy)
+                output = policy_loss(objective, part, logprobs, entropy, kl_coef=kl_coef)
                 loss = output.loss
                 if routed is not None:
                     tokens = micro.num_tokens / sum(len(samples[row]) for row in rows)
@@ -171,6 +170,13 @@ def update_policy(
                 (weight * loss).backward()
                 if counts:
                     contributions.append(output.metrics)
+                    contributions += _by_environment(
+                        batch,
+                        chosen,
+                        functools.partial(
+                            _policy_metrics, objective, part, logprobs, entropy, kl_coef
+                        ),
+                    )
                     if signals is not None:
                         signals.take(chosen, part, logprobs, output.kept, number=num_done + 1)
             if critic is not None:
@@ -195,6 +201,41 @@ def update_policy(
         if (explained := explained_variance(objective, batch)) is not None:
             metrics["critic/explained_variance"] = explained
     return metrics
+
+
+def _by_environment(
+    batch: Batch, rows: Sequence[int], measure: Callable[[list[int]], Mapping[str, Metric]]
+) -> list[dict[str, Metric]]:
+    """What `measure` says of the rows of each environment, where there are several.
+
+    Args:
+        rows: of the batch; `measure` gets places among them.
+    """
+    if batch.env_ids is None:
+        return []
+    numbers = batch.env_ids[torch.as_tensor(rows)].tolist()
+    named = []
+    for number in dict.fromkeys(numbers):
+        metrics = measure([place for place, other in enumerate(numbers) if other == number])
+        named.append({f"env/{batch.env_names[number]}/{k}": each for k, each in metrics.items()})
+    return named
+
+
+@torch.no_grad()
+def _policy_metrics(
+    objective: Objective,
+    part: Batch,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    kl_coef: float | None,
+    rows: list[int],
+) -> Mapping[str, Metric]:
+    """What some rows of a micro-batch add to the metrics of the loss."""
+    index = torch.as_tensor(rows, device=logprobs.device)
+    of_rows = None if entropy is None else entropy[index]
+    return policy_loss(
+        objective, part.select(index), logprobs[index], of_rows, kl_coef=kl_coef
+    ).metrics
 
 
 def split_groups(group_ids: Tensor, num_parts: int, seed: str) -> list[list[int]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.rollout.log import TrajectoryEntry
+from agentrl.types import environment_of
 from agentrl.view.changes import Change, fall
 from agentrl.view.curves import REWARD, number, series, short_number
 from agentrl.view.groups import Group, grouped
@@ -57,6 +58,27 @@ class Evidence:
             self.config,
         )
 
+    def by_environment(self) -> dict[str, Evidence]:
+        """Returns what there is of each environment of a run with several `[[env]]`."""
+        tables = self.config.get("env")
+        if not isinstance(tables, list):
+            return {}
+        names = [table.get("name") or table.get("id") for table in tables]
+        return {name: self._of(name) for name in names if isinstance(name, str)}
+
+    def _of(self, name: str) -> Evidence:
+        metrics = []
+        for row in self.metrics:
+            own = {"step": row["step"]}
+            for key, value in row.items():
+                if key.startswith(f"env/{name}/"):
+                    own[key.removeprefix(f"env/{name}/")] = value
+                elif key.startswith(f"eval/{name}/"):
+                    own[key.replace(f"{name}/", "", 1)] = value
+            metrics.append(own)
+        groups = [g for g in self.groups if environment_of(g.entries[0].group_id) == name]
+        return Evidence(metrics, groups, self.config)
+
     def entries(self) -> list[TrajectoryEntry]:
         return [entry for group in self.recent for entry in group.entries]
 
@@ -91,8 +113,32 @@ Verdict = Finding | str | None
 
 def diagnose(run: RunFiles) -> dict[str, Any]:
     """Returns every rule's verdict, findings first and causes before what follows from them, and
-    one sentence for all of them."""
+    one sentence for all of them. Of a run with several environments, rules that hold for all of
+    them together and not for one are found for that one."""
     evidence = Evidence(run.metrics(), grouped(run), run.config())
+    results = _judged(evidence)
+    seen = {each["id"] for each in results if each["state"] == "found"}
+    for name, part in evidence.by_environment().items():
+        for each in _judged(part):
+            if each["state"] == "found" and each["id"] not in seen:
+                each["id"] += f"@{name}"
+                each["title"] += f" ({name})"
+                each["text"] = f"in {name} {each['text']}"
+                each["metric"] = f"env/{name}/{each['metric']}"
+                results.append(each)
+    order = {"found": 0, "clear": 2, "unknown": 3}
+    results.sort(key=lambda each: order[each["state"]] + each["follows"])
+    last = evidence.metrics[-1]["step"] if evidence.metrics else None
+    return {
+        "sentence": _sentence(results, last),
+        "rules": results,
+        "step": last,
+        "window": WINDOW,
+    }
+
+
+def _judged(evidence: Evidence) -> list[dict[str, Any]]:
+    """Returns every rule's verdict on a run, or on one environment of it."""
     fallen = evidence.fall()
     before = evidence.before(fallen.step) if fallen else None
     results = []
@@ -114,15 +160,7 @@ def diagnose(run: RunFiles) -> dict[str, Any]:
                 "step": found.step if found else None,
             }
         )
-    order = {"found": 0, "clear": 2, "unknown": 3}
-    results.sort(key=lambda each: order[each["state"]] + each["follows"])
-    last = evidence.metrics[-1]["step"] if evidence.metrics else None
-    return {
-        "sentence": _sentence(results, last),
-        "rules": results,
-        "step": last,
-        "window": WINDOW,
-    }
+    return results
 
 
 NOT_RECORDED = "the run did not record what this rule needs"

@@ -459,3 +459,24 @@ def test_gigpo_adds_the_advantage_within_the_same_state() -> None:
     objective = Objective.model_validate({"credit": credit, "scale": {"kind": "none"}})
     # episode: +-0.5. Step returns in state 7: 0.5 and 0, centred +-0.25; other states stand alone.
     assert compute_advantages(objective, batch).tolist() == [[1.0, 0.5], [-1.0, -0.5]]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {"whiten": {"mean": "batch", "std": "batch"}},
+        {"scale": {"kind": "std", "level": "batch"}},
+        {"scale": {"kind": "success_rate"}},
+        {"scale": {"kind": "std"}},
+    ],
+)
+def test_statistics_of_an_environment_are_those_of_its_trajectories_alone(stages: dict) -> None:
+    rewards, groups = [0.0, 1.0, 3.0, 10.0, 40.0, 20.0], [0, 0, 0, 1, 1, 1]
+    mixed = simple(rewards, groups, env_ids=torch.tensor(groups), env_names=["a", "b"])
+    within = advantages({**stages, "statistics": "environment"}, mixed)
+    alone = [
+        advantages(stages, simple(rewards[part], groups[part])) for part in (slice(3), slice(3, 6))
+    ]
+    assert within == pytest.approx(alone[0] + alone[1])
+    has_statistics_of_the_batch = stages != {"scale": {"kind": "std"}}
+    assert (advantages(stages, mixed) != pytest.approx(within)) == has_statistics_of_the_batch

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -9,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 from test_stream import LIMITS, TimedPolicy
 
-from agentrl.config import load_config, weight_at
+from agentrl.config import RolloutSection, load_config, weight_at
 from agentrl.env import Environment, Task, register
 from agentrl.env.client import connect
 from agentrl.errors import ConfigError
 from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas, environment_metrics, merged
+from agentrl.rollout.sampler import make_sampler
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.train.batch import zero_variance
 
 MODEL = {"path": "some/model"}
 
@@ -93,7 +96,9 @@ def test_wrong_tables_are_named(tables, overrides, expected):
 
 
 @contextlib.asynccontextmanager
-async def mixture(policies, *, weights, groups_per_step, saved=None, keep=None, **config):
+async def mixture(
+    policies, *, weights, groups_per_step, saved=None, keep=None, size=None, sampler=None, **config
+):
     """A mixture with a stream for each policy; `saved` is (step, position)."""
     step, position = saved or (0, None)
     env, shared = connect(None), asyncio.Semaphore(64)
@@ -104,7 +109,9 @@ async def mixture(policies, *, weights, groups_per_step, saved=None, keep=None, 
             GroupScheduler(
                 policy,
                 env,
-                TaskSource("train", None, seed=1),
+                TaskSource(
+                    "train", size, seed=1, sampler=sampler and make_sampler(sampler, size, seed=1)
+                ),
                 env_id="mixture-test",
                 env_config={},
                 group_size=2,
@@ -126,7 +133,7 @@ async def mixture(policies, *, weights, groups_per_step, saved=None, keep=None, 
     }  # fmt: skip
     made.start(
         SimpleNamespace(
-            run=SimpleNamespace(num_steps=40), rollout=SimpleNamespace(**(rollout | config))
+            run=SimpleNamespace(num_steps=60), rollout=SimpleNamespace(**(rollout | config))
         ),
         step,
     )
@@ -138,7 +145,7 @@ async def mixture(policies, *, weights, groups_per_step, saved=None, keep=None, 
 
 
 def test_shares_are_exact_over_kills_and_no_task_is_lost_or_repeated():
-    weights, groups_per_step, num_steps = [3.0, 2.0, 1.0], 5, 40
+    weights, groups_per_step, num_steps = [3.0, 2.0, 1.0], 5, 60
     rng = random.Random(4)
     quotas = Quotas(weights, groups_per_step)
     trained = {name: Counter() for name in "abc"}
@@ -172,10 +179,54 @@ def test_shares_are_exact_over_kills_and_no_task_is_lost_or_repeated():
     while saved[0] < num_steps:
         num_kills += 1
         asyncio.run(live(min(num_steps, saved[0] + rng.randint(1, 3))))
-    assert num_kills >= 15
+    assert num_kills >= 20
     for number, name in enumerate("abc"):
         total = sum(quotas(step)[number] for step in range(1, num_steps + 1))
         assert trained[name] == Counter({f"{name}-g{n:07d}": 1 for n in range(total)})
+
+
+@pytest.mark.parametrize("oversample", [0, 3])
+def test_a_sampler_keeps_what_it_chose_over_kills_and_learns_each_group_once(oversample):
+    """With rollouts that play ahead, replaced groups, and groups cancelled for their age."""
+    rng, num_steps = random.Random(7), 24
+    tasks: dict[str, str] = {}
+    told = Counter()
+    saved, num_kills = (0, None), 0
+
+    def say(trajectory_id):  # the same reward whenever it is played
+        paid = random.Random(trajectory_id).random() < 0.5
+        return rng.randint(1, 4), 0.0, "1.0" if paid else "0.0"
+
+    async def live(until):
+        nonlocal saved
+        policy = TimedPolicy(say)
+        policy.version = saved[0]
+        async with mixture(
+            {"a": policy}, weights=[1.0], groups_per_step=3, saved=saved, size=9,
+            sampler=RolloutSection(sampler="difficulty"), max_waves=2,
+            keep=zero_variance, oversample_groups=oversample,
+        ) as made:  # fmt: skip
+            for step in range(saved[0] + 1, until + 1):
+                batches = await asyncio.wait_for(made.collect(step, lambda *_: None), 60)
+                for trajectory in batches["a"].trajectories:
+                    group_id, task_id = trajectory.group_id, trajectory.task_id
+                    assert tasks.setdefault(group_id, task_id) == task_id
+                told.update({t.group_id for t in batches["a"].trajectories})
+                metrics = made.take_in(batches)
+                assert 1 <= metrics["env/a/sampler/tasks"] <= 9
+                policy.version = step
+                made.advance(step)
+                saved = (step, json.loads(json.dumps(made.data_position())))
+                chosen = {position for position, _ in saved[1]["a"]["sampler"]["chosen"]}
+                assert chosen == set(saved[1]["a"]["returned"]), "what no step has told of"
+                await asyncio.sleep(0)
+
+    while saved[0] < num_steps:
+        num_kills += 1
+        asyncio.run(live(min(num_steps, saved[0] + rng.randint(1, 2))))
+    assert num_kills >= 12 and max(told.values()) == 1
+    counts = sum(count for _, count, _ in saved[1]["a"]["sampler"]["played"])
+    assert counts == len(told)
 
 
 def test_a_slow_environment_does_not_hold_up_the_others():

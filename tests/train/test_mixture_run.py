@@ -41,6 +41,16 @@ def test_three_environments_and_a_resume_after_a_kill(tmp_path, keys):
     ]
     assert played == [[4, 4], [4, 2], [4, 4]]
     assert [row.get("env/digits/rollout/turns") for row in metrics] == [None, 1, None]
+    for row in metrics:
+        parts = [
+            name for name in ("products", "sums", "digits") if f"env/{name}/loss/policy" in row
+        ]
+        assert sum(row[f"env/{name}/train/samples"] for name in parts) == row["train/samples"]
+        losses = [row[f"env/{name}/loss/policy"] for name in parts]
+        assert sum(losses) == pytest.approx(row["loss/policy"], abs=1e-6)
+        entropies = [row[f"env/{name}/policy/entropy"] for name in parts]
+        assert min(entropies) <= row["policy/entropy"] <= max(entropies)
+        assert all(0 <= row[f"env/{name}/group/zero_variance_fraction"] <= 1 for name in parts)
     for name in ("products", "sums", "digits"):
         assert 0 <= metrics[-1][f"eval/{name}/avg@1"] <= 1
     assert all(

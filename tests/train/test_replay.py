@@ -1,5 +1,6 @@
 """Learning from what a run recorded: its updates repeated, and its best trajectories."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,14 @@ from test_loop import QUICKSTART, SMALL, untimed
 from transformers import AutoModelForCausalLM
 
 from agentrl.cli import main
-from agentrl.config import load_config
+from agentrl.config import RolloutSection, load_config
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout import read_trajectories
 from agentrl.rollout.recorded import best_trajectories
+from agentrl.rollout.replay_buffer import ReplayBuffer
 from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
+from agentrl.types import Group, TokenRow, Trajectory, Turn
 
 EXAMPLE = QUICKSTART.parents[1] / "mixture" / "run.toml"
 
@@ -98,3 +101,79 @@ def test_sft_learns_the_tokens_that_were_sampled(recorded, tmp_path, capsys):
     AutoModelForCausalLM.from_pretrained(out)
     assert main(["sft", "--out", str(tmp_path / "none")]) == 2
     assert "or from a run with --from" in capsys.readouterr().err
+
+
+AGAIN = [
+    *("--rollout.replay_share", "0.5", "--rollout.replay_max_age", "2"),
+    *("--objective.off_policy.level", "token", "--run.num_steps", "5"),
+]
+
+
+def group(number: int, *rewards: float) -> Group:
+    members = []
+    for member, reward in enumerate(rewards):
+        row = TokenRow()
+        row.append_context([1], 0)
+        row.append_sampled([2], [-0.5], [0], 0)
+        turn = Turn(0, 1, 1, "stop", "text", message=1)
+        members.append(
+            Trajectory(
+                f"{member}", f"g{number}", "e", "t", 0, reward=reward, branches=[row], turns=[turn]
+            )
+        )
+    return Group(f"g{number}", "t", members)
+
+
+def test_the_groups_that_differ_most_are_given_back_once_and_none_that_is_old():
+    buffer = ReplayBuffer(RolloutSection(groups_per_step=3, replay_share=0.5, replay_max_age=2))
+    taken = []
+    for step in range(1, 9):
+        again, metrics = buffer.take(step)
+        taken.append([g.group_id for g in again])
+        assert metrics["replay/groups"] == len(again)
+        buffer.add(
+            step, [group(step * 10, 1, 1), group(step * 10 + 1, 0, 1), group(step * 10 + 2, 0, 0.5)]
+        )
+    assert taken[:4] == [[], ["g11", "g12"], ["g21"], ["g31", "g32"]]
+    assert sum(map(len, taken)) == int(1.5 * 8) - 1, "one was due before there was any"
+    given = [name for names in taken for name in names]
+    assert len(set(given)) == len(given) and not any(name.endswith("0") for name in given)
+    for step in range(9, 12):
+        last, metrics = buffer.take(step)
+    assert not last and metrics["replay/held"] == 0, "too old"
+
+
+def test_a_run_that_trains_again_resumes_bit_for_bit(tmp_path):
+    whole = run(QUICKSTART, tmp_path / "whole", *AGAIN, "--run.keep_checkpoints", "9")
+    rows = read_metrics(whole)
+    assert sum(row["replay/groups"] for row in rows) > 0
+    assert max(row["rollout/staleness_max"] for row in rows) in (1, 2)
+    killed = tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for step in (4, 5):  # as if killed in step 4
+        shutil.rmtree(killed / "checkpoints" / f"step_{step:06d}")
+    run(QUICKSTART, killed, *AGAIN, "--run.keep_checkpoints", "9", "--run.resume")
+    ended = [
+        sorted((each / "checkpoints" / "step_000005").glob("*.safetensors"))
+        for each in (whole, killed)
+    ]
+    assert [file.read_bytes() for file in ended[0]] == [file.read_bytes() for file in ended[1]]
+    assert same_but_for_time(killed, whole)
+    again = run(QUICKSTART, tmp_path / "again", *AGAIN, "--run.replay", str(whole))
+    assert same_but_for_time(again, whole)
+
+
+def test_training_again_without_importance_weights_is_refused():
+    for keys, expected in {
+        ("--rollout.replay_share", "0.5"): "has no importance weights; set objective.off_policy",
+        (*AGAIN, "--track.log_trajectories", "false"): "reads the run's log",
+        (*AGAIN, "--rollout.top_p", "0.9", "--rollout.truncated_sampling", "correct"): "no run rec",
+    }.items():
+        with pytest.raises(ConfigError, match=expected):
+            load_config(QUICKSTART, [*keys])
+
+
+def test_a_log_without_a_group_that_is_held_is_named(recorded):
+    buffer = ReplayBuffer(RolloutSection(replay_share=0.5))
+    with pytest.raises(DataError, match="has no group g9999999 of step 2"):
+        buffer.restore([[2, "g9999999"]], recorded)

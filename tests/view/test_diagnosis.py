@@ -80,6 +80,19 @@ def test_the_limit_of_the_mismatch_is_that_of_the_dtype(tmp_path, monkeypatch):
     assert found(run_dir) == {}
 
 
+def test_what_is_wrong_in_one_environment_alone_is_found_there(tmp_path, monkeypatch):
+    clipped = {"env/sums/policy/clip_fraction_high": 0.4, "env/math/policy/clip_fraction_high": 0.0}
+    monkeypatch.setitem(FAULTS, "clipped", {"metrics": clipped})
+    run_dir = plant(tmp_path / "clipped", "clipped")
+    assert found(run_dir) == {}
+    config = run_dir / "config.toml"
+    tables = '[[env]]\nid = "math"\n\n[[env]]\nname = "sums"\nid = "math"'
+    config.write_text(config.read_text().replace('[env]\nid = "math"', tables))
+    (finding,) = found(run_dir).values()
+    assert finding["id"] == "clipping@sums" and finding["metric"].startswith("env/sums/policy/clip")
+    assert finding["text"] == "in sums the clip takes the gradient of 40.0% of the tokens"
+
+
 @pytest.mark.parametrize(
     ("values", "step"),
     [
