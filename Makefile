@@ -123,8 +123,8 @@ test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
 	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
 	AGENTRL_REQUIRE_DOCKER=1 $(AGENTS_VENV)/bin/python -m pytest -s -m docker tests/agents
 
-## make test-adapters  the adapters, and rows of SWE-bench 4, against the real packages, in
-##                     environments of their own
+## make test-adapters  the adapters, rows of SWE-bench 4, and the files of inspect_ai and lm-eval,
+##                     against the real packages, in environments of their own
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	tests="$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters"; \
 	$$tests || { $(RETRY); $$tests --last-failed; }
@@ -132,6 +132,8 @@ test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	AGENTRL_SWEBENCH4_PYTHON=$(abspath $(ADAPTERS_VENV))/swebench4/bin/python \
 		$(BIN)/pytest tests/environments/swebench/test_swe_dataset.py -k old_rows
+	AGENTRL_EVAL_FORMATS_PYTHON=$(abspath $(ADAPTERS_VENV))/evaluations/bin/python \
+		$(BIN)/pytest tests/test_exchange.py
 
 ## make test-browser  the pages of `agentrl view` in Chromium (Debian: apt install chromium)
 test-browser: $(VENV)/.dev
@@ -239,6 +241,8 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
 	@$(PYTHON) -m venv $(ADAPTERS_VENV)/swebench4
 	@$(ADAPTERS_VENV)/swebench4/bin/python -m pip install --quiet swebench==4.1.0
+	@$(PYTHON) -m venv $(ADAPTERS_VENV)/evaluations
+	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet inspect_ai==0.3.285 lm-eval==0.4.13
 	@touch $@
 
 $(AGENTS_VENV)/.agents: pyproject.toml
