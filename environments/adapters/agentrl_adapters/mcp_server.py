@@ -207,7 +207,7 @@ def make_mcp_app(
     """
     server = make_mcp_server(environment, config=config, show_reward=show_reward)
     token = usable_token(token)
-    access = Access(token, loopback_only=token is None, secret=b"")
+    access = Access(token, loopback_only=token is None)
     # The package's own check of hosts would refuse every name but localhost; `access` does better.
     security = import_package("mcp.server.transport_security", "mcp")
     unchecked = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)

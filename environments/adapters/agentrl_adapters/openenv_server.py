@@ -67,7 +67,7 @@ def make_openenv_app(
     found = registry.resolve(environment) if isinstance(environment, str) else environment
     found = registry.with_id(found)
     token = usable_token(token)
-    access = Access(token, loopback_only=token is None, secret=b"")
+    access = Access(token, loopback_only=token is None)
     client = in_process(found, max_sessions=max_sessions, config=config)
     shared = Shared(client, found.id, max_sessions or found.max_sessions)
 
