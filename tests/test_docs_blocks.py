@@ -187,7 +187,9 @@ def agentrl_complaint(arguments: list[str]) -> str | None:
         return f"unknown arguments {rest}" if rest else None
     if (run_file := getattr(parsed, "run_file", None)) is None:
         rest = [word for word in rest if not word.endswith(".toml")]
-    source = {"model": {"path": "m"}}
+    source: typing.Any = {"model": {"path": "m"}}
+    if arguments[0] == "doctor" and run_file is None:  # it asks servers what they are
+        source["inference"] = {"backend": "vllm"}
     if run_file is not None and "/" in str(run_file) and (ROOT / run_file).exists():
         source = ROOT / run_file
     try:
