@@ -393,6 +393,7 @@ SPOKEN = {
     "seed_oss": "seed_oss",
     "apertus": "apertus",
     "cohere": "cohere2",
+    "command_r": "cohere",
     "longcat": "longcat_flash",
     "jamba": "jamba",
     "functiongemma": "gemma3_text",

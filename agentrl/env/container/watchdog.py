@@ -52,7 +52,7 @@ def start_watchdog() -> None:
 
 
 def watch(owner: Owner) -> None:
-    """What the watchdog does."""
+    """Runs the watchdog: waits for the owner's end, and reaps what it left meanwhile and then."""
     last_reap = time.monotonic()
     while owner.alive():
         time.sleep(POLL_S)
