@@ -617,6 +617,13 @@ TOKYO = ("get_weather", {"city": "Tokyo"})
         ),
         ("command_r", 'Plan.\nAction: ```json\n[{"tool_name": "get_weather"', None),
         (
+            "command_r",
+            'Action:\n```json\n[{"tool_name": "f", "parameters": {"code": "```x```"}}]\n```\n',
+            [("f", {"code": "```x```"})],
+        ),
+        ("command_r", 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]', None),
+        ("command_r", 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]``` So.', None),
+        (
             "deepseek_v3",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
             '```json\n{"city": "Tokyo"}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
@@ -666,6 +673,11 @@ TOKYO = ("get_weather", {"city": "Tokyo"})
         ),
         (
             "minicpm5",
+            '<function name="f"><param name="a">x[y[0]]></param></function>',
+            [("f", {"a": "x[y[0]]>"})],
+        ),
+        (
+            "minicpm5",
             '<function name="f"><param name="a"><![CDATA[<b></param></function>',
             None,
         ),
@@ -688,6 +700,12 @@ def test_the_fields_own_strings(name, text, calls):
     action, status = DIALECTS[name].read_turn(text, [WEATHER], turn_id=0)
     assert status == ("malformed" if calls is None else "tool_calls"), action
     assert calls_of(action) == (calls or [])
+
+
+def test_code_in_an_answer_of_command_r_is_text():
+    text = "Run this:\n```python\nprint(1)\n```\nIt prints 1."
+    action, status = DIALECTS["command_r"].read_turn(text, [WEATHER], turn_id=0)
+    assert (status, action.text) == ("text", text)
 
 
 def test_marks_around_an_answer_are_no_part_of_it():

@@ -288,8 +288,8 @@ _FUNCTION_NAME = partial(
     xml_calls,
     pattern=_compile(r'\A"(?P<name>[^"\n]+)">(?P<parameters>.*)\Z'),
     parameter=_compile(
-        r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?'
-        r"(?P<value>(?<=\[CDATA\[).*?(?=\]\]>)|(?<!\[CDATA\[).*?)(?:\]\]>)?</param>"
+        r'<param name="(?P<key>[^"\n]+)">(?P<cdata><!\[CDATA\[)?'
+        r"(?P<value>.*?)(?(cdata)\]\]>)</param>"
     ),
     openers=("<function name=", "<param name=", "<![CDATA["),
 )
@@ -319,6 +319,14 @@ _XTML = partial(
 
 def _phi_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
     return json_calls(text.strip().removeprefix("functools"), tools)
+
+
+def _command_r_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
+    """Reads a list up to the fence that ends the turn. The fence is not the dialect's closing
+    delimiter, because a text may hold code, and an argument too."""
+    if not (text := text.rstrip()).endswith("```"):
+        raise Unreadable("the list of calls does not end the turn with ```")
+    return json_calls(text.removesuffix("```"), tools)
 
 
 def _mistral_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
@@ -508,7 +516,8 @@ DIALECTS = {
         Dialect(
             "command_r",
             "Command R, Command R+",
-            call=("Action:\n```json", "```"),
+            _command_r_calls,
+            call=("Action:\n```json", None),
             also_opens="Action: ```json",
             think=None,
         ),
