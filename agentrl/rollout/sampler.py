@@ -111,7 +111,9 @@ def staged(choice: Choice) -> int:
     options = choice.options
     assert choice.size is not None
     edges = [0, *options.sampler_stages, choice.size]
-    stage: Any = choice.memory.setdefault("stage", 0)
+    opened: Any = choice.memory.get("stage", 0)
+    # With run.force_resume the run may have had more pools.
+    stage = choice.memory["stage"] = min(opened, len(edges) - 2)
     first, last = edges[stage], edges[stage + 1]
     earned = [reward for index, reward in choice.recent if first <= index < last][-ENOUGH:]
     is_passed = len(earned) == ENOUGH and sum(earned) >= ENOUGH * options.sampler_passed
@@ -231,11 +233,14 @@ class Sampler:
             outstanding: positions that are played again, those of async runs among them whose
                 group was dropped before any step had told of it.
         """
-        self._chosen = {position: index for position, index in saved.get("chosen", [])}
-        self._played = {i: Played(count, rate) for i, count, rate in saved.get("played", [])}
+        # With run.force_resume the run may have had a longer split, or no sampler.
+        end = float("inf") if self._size is None else self._size
+        self._chosen = {position: i for position, i in saved.get("chosen", []) if i < end}
+        played = saved.get("played", [])
+        self._played = {i: Played(count, rate) for i, count, rate in played if i < end}
         self._recent = deque((tuple(pair) for pair in saved.get("recent", [])), maxlen=RECENT)
         self._memory = json.loads(json.dumps(saved.get("memory", {})))
-        for position in outstanding:  # of a run that had no sampler (run.force_resume)
+        for position in outstanding:
             self.choose(position)
 
 

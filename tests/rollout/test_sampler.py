@@ -155,6 +155,18 @@ def test_a_resume_draws_what_an_older_checkpoint_without_a_sampler_left_open():
     assert {tasks.index_at(3), tasks.index_at(5)} <= set(range(9))
 
 
+@pytest.mark.parametrize("name", ["difficulty", "staged"])
+def test_a_forced_resume_may_have_a_shorter_split_and_fewer_pools(name):
+    longer = source(30, sampler=name, sampler_stages=[4, 8])
+    play(longer, 120, lambda index: 1.0)
+    position = longer.take()
+    shorter = source(6, sampler=name, sampler_stages=[4])
+    shorter.position = longer.position
+    shorter.sampler.restore(longer.sampler.state(), [position])
+    assert 0 <= shorter.index_at(position) < 6
+    play(shorter, 20, lambda index: 1.0)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
