@@ -1,4 +1,4 @@
-"""What a rollout needs from an inference engine: token ids in, token ids and log-probs out."""
+"""The interface of inference engines: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What of a model depends on the length of a row: made constant, or brought within a probe's reach.
+"""Parts of a model that depend on the length of a row, made constant or brought within a probe's
+reach.
 
 Two rope types of transformers turn all of a row by other angles once it is longer than the
 original context (`longrope`), or by angles of its length (`dynamic`). Tokens that were sampled

@@ -1,4 +1,5 @@
-"""Which experts a mixture's routers choose: taken down while sampling, and forced upon the trainer.
+"""Records which experts a mixture's routers choose while sampling, and forces the trainer to use
+them.
 
 Rollout routing replay (R3, arXiv:2510.11370): rounded differently, sampler and trainer choose other
 experts for some tokens, and their log-probs differ by far more than rounding. Forced, a router
@@ -121,7 +122,7 @@ def taking(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 def taken_now(taken: list[list[Tensor]], num_rows: int) -> Tensor:
-    """What was chosen since the last time: (rows, tokens, routers, experts per token) int16."""
+    """Takes the choices since the last call: (rows, tokens, routers, experts per token) int16."""
     now = torch.stack([each.pop() for each in taken], dim=1).short()
     return now.view(num_rows, -1, *now.shape[1:]).cpu()
 

@@ -50,7 +50,8 @@ class SampleRequest:
 
     @property
     def shape(self) -> tuple[float, ...]:
-        """What shapes the distribution besides the temperature; one for all rows of a batch."""
+        """The parameters that all rows of a batch share: they shape the distribution besides the
+        temperature, or say what is reported."""
         sampling = self.sampling
         truncation = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.report_kept)
         return (*truncation, sampling.repetition_penalty, sampling.report_routes)
@@ -122,7 +123,8 @@ def require_exact_cache(twin: PreTrainedModel, max_tokens: int | None = None) ->
 
 
 def _cache_problem(twin: PreTrainedModel, prompt: list[int], turn: SampledTurn) -> str | None:
-    """How a sampled turn differs from a forward pass over all of it; None if by rounding only."""
+    """Describes how a sampled turn differs from a forward pass over all of it; None if only by
+    rounding."""
     ids = torch.tensor([prompt + turn.token_ids], device=twin.device)
 
     def logprobs(input_ids: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ def require_address(url: str, key: str) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         valid = False
     if not valid:
         raise ConfigError(f"{key}: {url!r} is not an address; write it like http://host:8000")

@@ -1,4 +1,4 @@
-"""What a server is started with, whichever software it is.
+"""The settings, command line and environment that a server is started with.
 
 `agentrl.inference.vllm_command` and `.sglang_command` each describe one `Program`.
 """
@@ -81,7 +81,7 @@ class MakesCommand(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Program:
-    """One software that serves, as the launcher starts and watches it."""
+    """A serving software, as the launcher starts and watches it."""
 
     name: str
     package: str
@@ -109,7 +109,7 @@ class Program:
     python_variable: str
     """Environment variable that names an interpreter."""
     share_flag: str
-    """Of its command line: the share of a GPU's memory that it takes."""
+    """The command-line flag for the share of a GPU's memory that it takes."""
 
 
 def server_environment(

@@ -1,18 +1,19 @@
 """Client of inference servers: token ids in, token ids, log-probabilities and weight versions out.
 
-What the clients of vLLM and SGLang share; `agentrl.inference.vllm` and `.sglang` hold what differs:
-the token endpoint, the probe of it, where the label of the weights stands, and how a request is
-given up.
+The clients of vLLM and SGLang share this module; `agentrl.inference.vllm` and `.sglang` hold what
+differs: the token endpoint, the probe of it, the route to the label of the weights, and how a
+request is given up.
 
 The probe reads whether log-probabilities are those of the distribution that was sampled or of the
 raw logits, which differ unless the temperature is 1. Every answer is checked before it is handed
 on. Where an endpoint says nothing about versions, tokens get the policy version of the moment
 their request was sent, and a restart between two requests goes unnoticed.
 
-**Faults.** What is retried: a server that cannot be reached, drops the connection before it
-answers, or says 429 or 503, for `retry_for_s`; a server that fails while answering (500, 502, 504,
-a body that ends early or is no JSON), up to `MAX_FAILURES` per call; a server that stays silent for
-`request_timeout_s`, once on each other server. An answer that breaks the contract is not retried.
+**Faults.** A request is retried where a server cannot be reached, drops the connection before it
+answers, or says 429 or 503, for `retry_for_s`; where a server fails while answering (500, 502, 504,
+a body that ends early or is not JSON), up to `MAX_FAILURES` per call; where a server stays silent
+for `request_timeout_s`, once on each other server. An answer that breaks the contract is not
+retried.
 
 **Weights.** A server that was out of reach may have been restarted and then samples from the
 weights on its disk. With `resync` set, such a server gets the current weights before its next
@@ -220,7 +221,8 @@ class ServerEngine:
         return whole
 
     def traits(self, url: str) -> tuple[Endpoint, bool]:
-        """What the probe found: the endpoint, and whether log-probabilities are of raw logits."""
+        """Returns what the probe found: the endpoint, and whether log-probabilities are of raw
+        logits."""
         server = self._pool.find(url)
         if server.endpoint is None:
             raise InferenceError(f"{url} was not probed yet; call start() first")
@@ -354,7 +356,7 @@ class ServerEngine:
         server.in_doubt = False
 
     async def _renew_at(self, url: str, version: int) -> None:
-        """Send the current weights to whom it answers that its own are not of this version.
+        """Send the current weights to a server whose label is not of this version or a newer one.
 
         Raises:
             Unavailable: not now.
@@ -381,7 +383,7 @@ class ServerEngine:
         return wire_id
 
     def _abandon(self, server: Server, rid: str) -> None:
-        """Nobody waits for this attempt any more, and its connection was closed."""
+        """Called when an attempt was cancelled and its connection closed."""
 
     def _sampling_of(self, part_id: str, sampling: SamplingParams) -> SamplingFields:
         seed = self._seed if sampling.seed is None else sampling.seed
@@ -397,7 +399,7 @@ class ServerEngine:
         )
 
     async def _post(self, server: Server, path: str, body: bytes) -> Answer:
-        """An answer that is complete and not an error of the server's.
+        """Sends a request; returns an answer that is complete and not an error of the server's.
 
         Raises:
             Unavailable, Failed: see their docstrings.
@@ -482,13 +484,14 @@ class ServerEngine:
 def _joined(
     first: list[np.ndarray] | None, second: list[np.ndarray] | None
 ) -> list[np.ndarray] | None:
-    """Of two parts of a generation; nothing is known of it where one does not say."""
+    """Joins the lists of two parts of a generation; None if either part has none."""
     return None if first is None or second is None else first + second
 
 
 @functools.lru_cache(maxsize=64)
 def _union(stop_token_ids: frozenset[int], more: tuple[int, ...]) -> list[int]:
-    """Of the engine and of the request, which for all requests of a run are the same."""
+    """Joins the ids of the engine and of the request, which are the same in all requests of a
+    run."""
     return sorted(stop_token_ids.union(more))
 
 

@@ -68,7 +68,7 @@ class TryAgain(Exception):
 
 @dataclass(slots=True)
 class Faults:
-    """What one call has met with so far."""
+    """The faults that one call has met with so far."""
 
     num_attempts: int = 0
     num_failed: int = 0

@@ -38,7 +38,7 @@ class SGLangEngine(ServerEngine):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._workers: dict[str, list[str]] = {}
-        """Behind each address; a server is its own only worker."""
+        """The workers behind each address; a server is its own only worker."""
         self._farewells: set[asyncio.Task[None]] = set()
 
     def distrust(self, url: str) -> None:
@@ -69,8 +69,11 @@ class SGLangEngine(ServerEngine):
         return SGLANG, abs(seen[0] - seen[1]) < 1e-4
 
     async def _renewal(self, server: Server) -> None:
-        """Of all workers; behind a router one that is out of reach is asked nothing, and shows by
-        its label that it is there again."""
+        """Renews all workers of an address.
+
+        Behind a router a worker that is out of reach gets no requests, and its label shows when it
+        is there again.
+        """
         version = max(self.policy_version, server.wanted_version)
         results = await asyncio.gather(
             *(self._renew_at(url, version) for url in self._workers[server.url]),
@@ -85,8 +88,8 @@ class SGLangEngine(ServerEngine):
         server.in_doubt = False
 
     def _id_for_server(self, wire_id: str) -> str:
-        """SGLang aborts every request whose id begins with the one that is named: all have one
-        width."""
+        """Returns an id of fixed width: SGLang aborts every request whose id begins with the one
+        that is named."""
         return uuid.uuid4().hex
 
     def _abandon(self, server: Server, rid: str) -> None:
@@ -95,7 +98,7 @@ class SGLangEngine(ServerEngine):
         task.add_done_callback(self._farewells.discard)
 
     async def _say_abort(self, urls: list[str], rid: str) -> None:
-        """A server that cannot be told ends the request by itself, later."""
+        """Tells servers to drop a request; one that cannot be told ends it by itself, later."""
         body = msgspec.json.encode({"rid": rid})
         for url in urls:
             try:

@@ -1,4 +1,4 @@
-"""What an SGLang server is started with: its command line and its environment."""
+"""The command line and environment of an SGLang server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from agentrl.inference.program import Program, ServerSettings
 
 _CPU_TOKENS = 8192
-"""At least as many keys and values are kept on a CPU; by itself SGLang takes most of the memory."""
+"""The least number of tokens whose keys and values are kept on a CPU, where SGLang by itself takes
+most of the memory."""
 
 
 def server_command(

@@ -1,4 +1,4 @@
-"""What the token endpoints of vLLM and SGLang take and give, and the checks of an answer.
+"""Requests to and answers of the token endpoints of vLLM and SGLang, and the checks of an answer.
 
 * `POST /inference/v1/generate`, vLLM's (needs `--enable-scale-out`): ids both ways, ignores the
   model's own sampling defaults, and says which weight version sampled which tokens.
@@ -195,7 +195,7 @@ class Sampled:
 
 
 class NotJSON(Exception):
-    """The body of an answer with status 200 is no JSON: it was cut or spoilt on its way."""
+    """The body of an answer with status 200 is not JSON: it was cut or spoilt on its way."""
 
 
 Shape = TypeVar("Shape")
@@ -311,8 +311,8 @@ def read_likeliest(url: str, body: bytes) -> float:
 
 
 def read_weight_version(url: str, body: bytes) -> str | int | None:
-    """What a server calls its weights, from an answer of vLLM's `GET /weight_info` or SGLang's
-    `GET /model_info`.
+    """Returns the label of a server's weights, from an answer of vLLM's `GET /weight_info` or
+    SGLang's `GET /model_info`.
 
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.

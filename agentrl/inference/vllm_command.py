@@ -1,4 +1,4 @@
-"""What a vLLM server is started with: its command line and its environment."""
+"""The command line and environment of a vLLM server."""
 
 from __future__ import annotations
 

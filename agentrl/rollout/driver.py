@@ -16,7 +16,7 @@ How this differs from the textbook loop "prompt in, text out":
    the episode. Every dispatched trajectory ends in exactly one record.
 5. An agent that is a program of its own plays through an endpoint (`rollout/agent`): it calls the
    policy as it would call a model, and what it answers at the end is its action.
-6. An episode whose server or worker process died is no failed rollout: it is started over from its
+6. An episode whose server or worker process died has not failed: it is started over from its
    task, with the same seed, on whichever server is there. What was played before is thrown away.
 """
 
@@ -54,7 +54,7 @@ _LOST = ("session_lost", "session_expired", "not_found")
 
 @dataclass(slots=True, frozen=True)
 class Episode:
-    """What is played: one member of a group on one task."""
+    """One episode to be played: a member of a group on one task."""
 
     trajectory_id: str
     group_id: str
@@ -79,7 +79,7 @@ Stage = Literal["reset", "render", "generate", "agent", "step"]
 
 @dataclass(slots=True)
 class Progress:
-    """Where an episode stands, for whoever watches it from outside."""
+    """The progress of an episode, for those who watch it from outside."""
 
     trajectory_id: str
     stage: Stage = "reset"
@@ -99,7 +99,7 @@ class Progress:
 
 @dataclass(slots=True, frozen=True)
 class AgentOutcome:
-    """What came of an agent that ran to its end."""
+    """The result of an agent that ran to its end."""
 
     answer: str | None
     """For the environment to grade; None: what the policy said last."""
@@ -112,7 +112,7 @@ class AgentOutcome:
 
 
 class AgentPlayer(Protocol):
-    """Who runs agents; `rollout.agent.runner.Agents`."""
+    """Runs agents; implemented by `rollout.agent.runner.Agents`."""
 
     async def play(
         self,
@@ -291,7 +291,7 @@ async def _attempt(
 
 
 def _is_lost(error: Exception, stage: Stage) -> bool:
-    """Whether the environment is gone, through no fault of the episode's."""
+    """Tells whether the environment is gone through no fault of the episode."""
     if not isinstance(error, EnvError):
         return False
     if error.code in ("unavailable", "draining"):

@@ -66,7 +66,7 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     def has(self, position: int) -> bool:
-        """Whether a task belongs to this shard."""
+        """Tells whether a task belongs to this shard."""
         return position % self.count == self.number - 1
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Shard:
 
 
 class EpisodeLog:
-    """What an evaluation played so far, and where it writes what it plays."""
+    """The episodes that an evaluation has played so far, and the log to which it adds more."""
 
     def __init__(
         self, folder: Path, config: RunConfig, *, resume: bool = False, shard: Shard | None = None
@@ -157,7 +157,7 @@ class EpisodeLog:
 
 
 def plays_again(trajectory: Trajectory) -> bool:
-    """Whether an episode failed for a reason that may have passed."""
+    """Tells whether an episode failed for a reason that may have passed."""
     return trajectory.error is not None and trajectory.error.code not in _FAILED_FOR_GOOD
 
 

@@ -114,7 +114,7 @@ class Guard:
         return ids + self._encode(text[begin:end]) if begin < end else ids
 
     def find(self, text: str) -> list[tuple[int, int]]:
-        """Where the guarded tokens stand in a rendered text."""
+        """Finds the guarded tokens in a rendered text: their beginnings and ends."""
         return self._in_rendered.encode(text).offsets
 
     def _is_suspect(self, text: str) -> bool:
@@ -128,12 +128,12 @@ class Guard:
         return self._in_content.encode(text).offsets
 
     def _is_taken_apart(self, text: str) -> bool:
-        """Whether a spelling may only come about when the template takes something out."""
+        """Tells whether a spelling could arise when the template takes something out."""
         return any(each in text for each in self.removed)
 
     def _may_go_on(self, text: str) -> bool:
-        """Whether the text ends with the beginning of a spelling, which the template's next words
-        could complete."""
+        """Tells whether the text ends with the beginning of a spelling, which the template's next
+        words could complete."""
         longest = min(len(text), self._longest - 1)
         return any(text[-size:] in self._prefixes for size in range(1, longest + 1))
 

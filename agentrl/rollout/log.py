@@ -48,7 +48,7 @@ _DTYPES = {
 
 
 class TrajectoryEntry(msgspec.Struct, gc=False):
-    """What the index says of one trajectory."""
+    """The entry of one trajectory in the index."""
 
     step: int
     offset: int

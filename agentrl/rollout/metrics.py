@@ -1,4 +1,4 @@
-"""What a batch of rollouts looked like, as numbers; no torch."""
+"""Metrics of a batch of rollouts, computed without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.types import Sample, Trajectory
 
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """What the step's rollouts looked like; every dispatched trajectory counts."""
+    """Computes the metrics of a step's rollouts; every dispatched trajectory counts."""
     trajectories = rollouts.trajectories
     scored = [t for t in trajectories if t.trainable]
     turns = [turn for t in trajectories for turn in t.turns]
@@ -45,7 +45,8 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], *, current_version: int) -> dict[str, float]:
-    """How many steps behind the trained policy the trained tokens were sampled, as a histogram."""
+    """Computes how many steps behind the trained policy the tokens were sampled: mean, maximum and
+    histogram."""
     versions = [sample.policy_versions[sample.loss_mask.astype(bool)] for sample in samples]
     if not versions:
         return {}

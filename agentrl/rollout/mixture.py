@@ -24,7 +24,7 @@ Weight = float | list[tuple[int, float]]
 
 
 class Quotas:
-    """How many groups of a step are of each environment, by largest remainder.
+    """Divides the groups of a step among the environments, by largest remainder.
 
     The groups of a step are given one by one to the environment that is owed most. What it is owed
     beyond whole groups is carried to the next step, so that also a share of less than a group per
@@ -175,7 +175,8 @@ class Mixture:
         return min(part.scheduler.stalled_for_s() for part in self.parts)
 
     def data_position(self) -> dict[str, JSON]:
-        """Where each task source stands, and which tasks it handed out that no step trained on."""
+        """Returns the position of each task source, the tasks that it handed out and that no step
+        has trained on, and the state of its sampler."""
         positions: dict[str, JSON] = {}
         for part in self.parts:
             source = part.scheduler.source

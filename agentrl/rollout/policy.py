@@ -1,4 +1,4 @@
-"""Who acts in an episode, and how what it reads and samples becomes rows of token ids.
+"""The policies that act in episodes, and the rows of token ids that they read and sample.
 
     prompt -> sample -> write
 
@@ -18,7 +18,7 @@ from agentrl.types import Action, Message, TokenRow, ToolSpec, Trajectory, Turn,
 
 
 class Policy(Protocol):
-    """Who acts. `TokenPolicy` below is the one that can be trained."""
+    """Acts in an episode. `TokenPolicy` below is the one that can be trained."""
 
     def read(
         self,
@@ -49,7 +49,7 @@ class Policy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """What a turn reads: the beginning of a row, and what comes behind it."""
+    """The prompt of a turn: the beginning of a row, and what comes behind it."""
 
     parent: int | None
     """The turn that it continues; None where a dialogue begins."""
@@ -134,7 +134,7 @@ class TokenPolicy:
         *,
         tools_changed: bool = False,
     ) -> Prompt:
-        """What the turn behind turn `parent` reads; nothing is written.
+        """Returns the prompt of the turn behind turn `parent`; nothing is written.
 
         The tools stand at the beginning of a prompt, so other tools are another past, whatever the
         template does with messages.

@@ -1,4 +1,5 @@
-"""What a run recorded, as if it were played again: for `run.replay`, and to learn from the best."""
+"""Reads what a run recorded as if it were played again: for `run.replay`, and to learn from the
+best."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class RecordedMixture(Mixture):
 
 
 def recorded_batch(trajectories: list[Trajectory]) -> RolloutBatch:
-    """The trajectories of a step as the groups that it trained on."""
+    """Returns the trajectories of a step as the groups that it trained on."""
     members: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         members.setdefault(trajectory.group_id, []).append(trajectory)

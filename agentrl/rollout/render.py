@@ -213,7 +213,7 @@ class Renderer:
         renders everything before the newest observation as it did.
 
         Compares renderings with renderings, never with sampled text: a tool call that the template
-        would space differently is no edit of the past.
+        would space differently is not an edit of the past.
 
         Args:
             messages: the dialogue, ending with an assistant turn and `num_observed` messages.
@@ -238,7 +238,7 @@ class Renderer:
     def _tail_in(
         self, messages: list[Message], turn: int, tools: list[ToolSpec], asked: str
     ) -> str | None:
-        """What the template writes behind a turn; None if that changes what stands before it.
+        """Returns what the template writes behind a turn; None if that changes the text before it.
 
         Args:
             asked: how the dialogue before the turn is rendered.
@@ -253,7 +253,7 @@ class Renderer:
         return whole[end:]
 
     def _without_ends(self, text: str) -> int:
-        """Where the tokens begin that end the rendered text."""
+        """Returns where the tokens begin that end the rendered text."""
         end = len(text)
         while ends := [each for each in self._end_texts if text[:end].rstrip().endswith(each)]:
             end = len(text[:end].rstrip()) - len(ends[0])
@@ -293,7 +293,7 @@ class Renderer:
             )
 
     def _first_edit(self, messages: list[Message], tools: list[ToolSpec], first: int) -> int | None:
-        """How many messages make the template edit what stands before them, if any do.
+        """Returns at how many messages the template first edits the past; None if it never does.
 
         Compares texts: each whole render with the one before it and the suffix.
 
@@ -342,7 +342,7 @@ class Renderer:
     def read_turn(
         self, token_ids: list[int], start: int, tools: list[ToolSpec], *, turn_id: int
     ) -> tuple[Action, ParseStatus]:
-        """What the turn that was sampled at `token_ids[start:]` does.
+        """Reads what the turn that was sampled at `token_ids[start:]` does.
 
         Args:
             tools: those that the policy was offered.
@@ -431,7 +431,7 @@ class Renderer:
         return text
 
     def _frame(self, observation: list[Message]) -> list[str] | None:
-        """What the template puts around the contents of such messages.
+        """Returns what the template puts around the contents of such messages.
 
         None where splicing differs from rendering: a template may trim a content, escape it or
         look into it. That is tried with contents which such templates change.
@@ -586,7 +586,7 @@ class Renderer:
         return "append_only"
 
     def _append_only(self, calls: tuple[bool, ...]) -> bool:
-        """Whether incremental and whole rendering agree on a dialogue whose turns call or speak."""
+        """Tells whether incremental and whole rendering agree on a dialogue of calls and texts."""
         tools = [TOOL] if any(calls) else []
         messages: list[Message] = [{"role": "user", "content": "Where is it?"}]
         row = self.prompt(messages, tools)

@@ -29,7 +29,8 @@ class ReplayBuffer:
         """With the step that trained on each first, in the order of those."""
 
     def take(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """What a step trains on again, in the order in which it was played, and metrics.
+        """Returns the groups that a step trains on again, in the order in which they were played,
+        and metrics.
 
         A group is given back once, and is forgotten when it is too old.
         """
@@ -50,7 +51,7 @@ class ReplayBuffer:
         self._held += [(step, group) for group in groups if _variance(group) > 0]
 
     def state(self) -> list[JSON]:
-        """What `restore` goes on from."""
+        """Returns the state from which `restore` goes on."""
         return [[step, group.group_id] for step, group in self._held]
 
     def restore(self, saved: Iterable[Any], run_dir: Path) -> None:

@@ -1,9 +1,9 @@
-"""Which task a group plays: `rollout.sampler` where it is not "uniform".
+"""Chooses the task that a group plays, where `rollout.sampler` is not "uniform".
 
 A sampler is a function that gets a `Choice` and returns the index of a task; "difficulty" and
-"staged" are two of them. It goes by what steps have taken, never by what is still being played: of
-a checkpoint, and of the position for which it draws, so a resumed run draws what the undisturbed
-one would have drawn, whatever finished meanwhile.
+"staged" are two of them. A choice depends on the groups that steps have taken and on its position,
+never on what is still being played. A resumed run therefore draws the same tasks as an undisturbed
+one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from agentrl.rollout.scheduler import stable_seed
 from agentrl.types import JSON, Trajectory
 
 RECENT = 64
-"""Groups of which a sampler remembers the order."""
+"""The number of newest groups that a sampler remembers in their order."""
 NEWEST = 0.5
-"""Share of a task's newest group in its rate."""
+"""The share of a task's newest group in its rate."""
 ENOUGH = 16
 """Groups of a pool that must have been played before the next pool opens."""
 
 
 @dataclass(slots=True, frozen=True)
 class Played:
-    """What groups of one task have earned."""
+    """The rewards that groups of one task have earned."""
 
     count: int
     """Groups that steps have taken, dropped ones included."""
@@ -43,27 +43,27 @@ class Played:
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """What a sampler knows when it is asked for a task."""
+    """The information that a sampler has when it is asked for a task."""
 
     position: int
     """Groups that were asked for before, since the run began."""
     size: int | None
     """Tasks of the split, whose indices begin at 0; None for a generator without end."""
     played: Mapping[int, Played]
-    """By index the tasks of which a step had a group."""
+    """The tasks of which a step had a group, by index."""
     waiting: Collection[int]
-    """Indices of tasks that were chosen and of whose group no step has told yet."""
+    """Indices of tasks that were chosen and whose group no step has reported yet."""
     recent: Collection[tuple[int, float]]
     """Index and mean reward (within 0 and 1) of the last groups, oldest first."""
     memory: dict[str, JSON]
-    """The sampler's own, kept from call to call and in checkpoints."""
+    """The sampler's own memory, kept from call to call and in checkpoints."""
     rng: np.random.Generator
     """Depends on the seed and the position alone."""
     options: RolloutSection
     """`[rollout]` of this environment."""
 
     def fresh(self) -> int | None:
-        """A task that was never chosen, at random; None where there is none."""
+        """Returns a task that was never chosen, at random; None where all were."""
         if self.size is None:
             return max((*self.played, *self.waiting), default=-1) + 1
         is_new = np.ones(self.size, bool)
@@ -71,7 +71,7 @@ class Choice:
         return self.any_of(np.flatnonzero(is_new))
 
     def any_of(self, indices: Iterable[int]) -> int | None:
-        """One of these, at random, that is not waiting if possible; None where there is none."""
+        """Returns one of these at random, preferably one that is not waiting; None without any."""
         all_of = [int(index) for index in indices]
         found = [index for index in all_of if index not in self.waiting] or all_of
         return found[self.rng.integers(len(found))] if found else None
@@ -136,7 +136,7 @@ class Sampler:
         self._name, self._choose = name, choose
         self._size, self._seed, self._options = size, seed, options
         self._chosen: dict[int, int] = {}
-        """Position -> index, of groups of which no step has told yet."""
+        """Position -> index, of groups that no step has reported yet."""
         self._played: dict[int, Played] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self._memory: dict[str, JSON] = {}
@@ -207,7 +207,7 @@ class Sampler:
         return metrics
 
     def state(self) -> dict[str, JSON]:
-        """What `restore` goes on from.
+        """Returns the state from which `restore` goes on.
 
         Raises:
             TrainingError: the function keeps what JSON cannot hold.
@@ -245,7 +245,7 @@ class Sampler:
 
 
 def make_sampler(options: RolloutSection, size: int | None, seed: int) -> Sampler | None:
-    """The sampler of one environment; None where tasks are played in a seeded order.
+    """Makes the sampler of one environment; None where tasks are played in a seeded order.
 
     Args:
         size: of its split.

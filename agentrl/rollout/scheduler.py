@@ -102,7 +102,7 @@ def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """What one call of `collect` played."""
+    """The result of one call of `collect`."""
 
     groups: list[Group]
     """Groups that passed the filter, in dispatch order."""

@@ -1,4 +1,4 @@
-"""What a run file says about rollouts, as the objects that play them."""
+"""Makes the objects that play rollouts from what a run file says about them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ARRAYS = ("advantages", "old_logprobs", "logprobs", "weights", "values")
 
 @dataclass(slots=True)
 class RowSignals:
-    """What the trainer computed for one row of a trajectory.
+    """The values that the trainer computed for one row of a trajectory.
 
     Arrays have the row's length T and line up with its `token_ids`; where a token was not trained
     they are nan, and False.
@@ -79,7 +79,7 @@ class SignalLog:
                     path.unlink()
 
     def keeps(self, group_id: str) -> bool:
-        """Whether signals of this group are kept; the same in every run."""
+        """Tells whether signals of this group are kept; the answer is the same in every run."""
         return zlib.crc32(group_id.encode()) < self.share * 2**32
 
     def write(self, step: int, make_rows: Callable[[], list[RowSignals]]) -> None:

@@ -223,7 +223,7 @@ class GroupStream:
             await asyncio.wait(tasks)
 
     def _raise_errors(self) -> None:
-        """What a slot's task raises is no failed rollout (those are data) but a broken setup."""
+        """Raises the error of a slot's task: failed rollouts are data, so the setup is broken."""
         for slot in self._slots.values():
             if slot.task is not None and slot.task.done() and not slot.task.cancelled():
                 slot.task.result()

@@ -34,7 +34,7 @@ _BESIDE_HOME = {"XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE
 
 @dataclass(slots=True, frozen=True)
 class AgentTask:
-    """What an agent is given to do."""
+    """A task as an agent gets it."""
 
     id: str
     prompt: str

@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(slots=True)
 class Rows:
-    """What a function may return that assembles token ids itself."""
+    """The result of a function that assembles token ids itself."""
 
     rows: list[Row]
     reward: float
@@ -66,7 +66,7 @@ class PolicyCalls:
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now."""
+        """The version of the weights that sample now."""
         return self._live.recorder.policy.engine.policy_version
 
     async def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Action:
@@ -108,7 +108,7 @@ class SessionCalls:
 
     @property
     def tools(self) -> list[ToolSpec]:
-        """What may be called now."""
+        """The tools that may be called now."""
         return self._tools.specs
 
     async def step(self, action: Action) -> StepResult:

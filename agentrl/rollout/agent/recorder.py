@@ -45,7 +45,7 @@ _THOUGHT = re.compile(r"^\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a call continues."""
+    """The place in the trajectory at which a call continues."""
 
     prompt: Prompt
     tools: list[ToolSpec]
@@ -190,8 +190,8 @@ class Recorder:
         return [whole, *(answers[each] for each in ids if each in answers)], num_read
 
     def _choose(self, turns: list[int], said: Message) -> int:
-        """Of turns that said the same after the same: the one whose calls have these ids, and
-        whose row can go on."""
+        """Chooses among turns that said the same after the same messages: the one whose calls have
+        these ids, and whose row can go on."""
 
         def fits(turn_id: int) -> tuple[bool, bool]:
             turn = self.trajectory.turns[turn_id]
@@ -210,7 +210,10 @@ class Recorder:
 
 
 def identity(message: Message) -> Any:
-    """What makes two messages the same one. Reasoning, call ids and unknown keys do not."""
+    """Returns a value that is equal for messages that count as the same one.
+
+    Reasoning, call ids and unknown keys make no difference.
+    """
     role, text = message["role"], message["content"] or ""
     if role != "assistant":
         return role, text

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """What of a turn's call its role depends on."""
+    """The parts of a turn's call that its role depends on."""
 
     role: str | None
     """What a rule says; None where none matched."""

@@ -114,7 +114,7 @@ class Live:
 
     @property
     def refused(self) -> dict[str, int]:
-        """How often calls were refused, by code and message."""
+        """The number of refused calls, by code and message."""
         counts: Any = self.recorder.trajectory.info.get("refused_calls", {})
         return counts
 
@@ -159,7 +159,7 @@ class Live:
         return task
 
     def ask_elsewhere(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        """A call that another server answers; it is no turn."""
+        """A call that another server answers; it is not a turn."""
 
         async def answer() -> Answer:
             async with asyncio.timeout(self.turn_timeout_s):
@@ -259,8 +259,10 @@ def _characters(call: Call) -> int:
 
 
 def _is_beyond(limit: int, call: Call) -> bool:
-    """Whether no context of so many tokens could hold the text. To make tokens of megabytes takes
-    minutes, during which every episode waits."""
+    """Tells whether the text is too long for any context of so many tokens.
+
+    Tokenising megabytes would take minutes, during which every episode waits.
+    """
     return _characters(call) > MAX_CHARACTERS_PER_TOKEN * limit
 
 
@@ -614,7 +616,7 @@ def _failed(task: asyncio.Task[Answer]) -> bool:
 def _object(body: bytes) -> dict:
     """
     Raises:
-        RequestRefused: the body is no JSON object.
+        RequestRefused: the body is not a JSON object.
     """
     try:
         value = msgspec.json.decode(body)

@@ -48,7 +48,7 @@ class EnvTools:
 
     @property
     def specs(self) -> list[ToolSpec]:
-        """What may be called now."""
+        """The tools that may be called now."""
         return self._session.tools
 
     @property
@@ -98,7 +98,7 @@ class EnvTools:
         return ToolReply(content, result.terminated, result.truncated)
 
     async def step(self, action: Action) -> StepResult:
-        """A step that is no call of a tool, or of several.
+        """A step that is not a call of one tool or of several.
 
         Raises:
             AgentError: the episode is over.

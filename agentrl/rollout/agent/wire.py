@@ -1,4 +1,4 @@
-"""What every wire has in common, and OpenAI's chat completions.
+"""The parts that all wires have in common, and OpenAI's chat completions.
 
 A wire reads a request into a `Call`, whose messages are those that templates read, and writes an
 `Answer` back, whole or as server-sent events. What stands here says nothing about rows or tokens.
@@ -306,7 +306,7 @@ def text_of(message: Mapping[str, Any], where: str) -> str:
     """The content as one text; None is an empty one.
 
     Raises:
-        RequestRefused: a part of it is no text.
+        RequestRefused: a part of it is not text.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -326,8 +326,8 @@ def text_of(message: Mapping[str, Any], where: str) -> str:
 
 
 def read_tools(value: list[Any] | None) -> tuple[list[ToolSpec], tuple[str, ...]]:
-    """Tools as chat templates take them, and the names of those that are no functions: the policy
-    runs no tools of a provider. One without parameters has an empty object of them.
+    """Returns tools as chat templates take them, and the names of those that are not functions,
+    because the policy does not run a provider's tools. One without parameters gets an empty object.
 
     Raises:
         RequestRefused: one is malformed.
@@ -359,7 +359,7 @@ def read_arguments(value: Any, where: str) -> dict[str, Any]:
     """A call's arguments, which most send as a JSON text.
 
     Raises:
-        RequestRefused: they are no JSON object.
+        RequestRefused: they are not a JSON object.
     """
     try:
         arguments = msgspec.json.decode(value or "{}") if isinstance(value, str) else value or {}

@@ -47,7 +47,7 @@ class _Body(TypedDict, total=False):
 
 @dataclass(slots=True, frozen=True)
 class _Named:
-    """What the agent calls a tool that templates know under one name."""
+    """The agent's own name of a tool, which has a single name in templates."""
 
     name: str
     namespace: str | None = None

@@ -1,1 +1,2 @@
-"""How each family of models writes a turn: reasoning, text and tool calls (docs/dialects.md)."""
+"""The ways in which families of models write a turn: reasoning, text and tool calls
+(docs/dialects.md)."""

@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 MAX_DEPTH = 100
-"""Of elements inside each other."""
+"""The most elements inside each other."""
 _FIRST_OBJECT = json.JSONDecoder()
 _PYTHON_TYPES = {
     "int": "integer",
@@ -40,13 +40,13 @@ _PYTHON_TYPES = {
     "dict": "object",
     "list": "array",
 }
-"""What schemas that were made by hand call JSON Schema's types."""
+"""Python's names of types, which schemas made by hand use in place of JSON Schema's."""
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
 def json_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
-    """`{"name": ..., "arguments": {...}}`, or a list of them. `parameters` is another name for
-    `arguments`, and an id is kept. Cohere says `tool_name` and `tool_call_id`."""
+    """Reads `{"name": ..., "arguments": {...}}`, or a list of them. `parameters` is another name
+    for `arguments`, and an id is kept. Cohere says `tool_name` and `tool_call_id`."""
     value = _json(text)
     items = value if isinstance(value, list) else [value]
     if not items:
@@ -55,7 +55,7 @@ def json_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
 
 
 def keyed_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
-    """Apertus': a JSON list of `{name: {argument: value}}`."""
+    """Reads Apertus' calls: a JSON list of `{name: {argument: value}}`."""
     items = _json(text)
     if not isinstance(items, list) or not items:
         raise Unreadable("not a JSON list of calls")
@@ -69,7 +69,7 @@ def keyed_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
 
 
 def json_sequence(text: str, tools: list[ToolSpec]) -> list[Call]:
-    """Llama's: objects as in `json_calls`, one behind the other with `;` or white space between."""
+    """Reads Llama's calls: objects as in `json_calls`, with `;` or white space between them."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     calls = []
     while text:
@@ -85,8 +85,8 @@ def json_sequence(text: str, tools: list[ToolSpec]) -> list[Call]:
 
 
 def framed_calls(text: str, tools: list[ToolSpec], *, pattern: re.Pattern[str]) -> list[Call]:
-    """Name and JSON arguments in a frame of markers. The pattern's groups are `name`, `arguments`
-    and, where the frame carries it, `id`."""
+    """Reads a name and JSON arguments in a frame of markers. The pattern's groups are `name`,
+    `arguments` and, where the frame carries it, `id`."""
     return [
         Call(
             match["name"].strip(),
@@ -107,7 +107,7 @@ def xml_calls(
     trim_newlines: bool = False,
     escaped: bool = False,
 ) -> list[Call]:
-    """Parameters as tags whose text carries no type: the tool's schema says which it is.
+    """Reads parameters as tags whose text carries no type: the tool's schema says which it is.
 
     A text that is not of the declared type stays a text, for the environment to answer. `pattern`
     has the groups `name` and `parameters`; `parameter` has `key` and `value`, and `string` where
@@ -150,8 +150,8 @@ _Element = tuple[str, list[Any], str]
 def element_calls(
     text: str, tools: list[ToolSpec], *, pattern: re.Pattern[str], mark: str
 ) -> list[Call]:
-    """MiniMax M3's: each tag is behind a mark, a parameter is an element of its name, an object has
-    elements inside, and a list has elements `item`. Texts take the schema's type."""
+    """Reads MiniMax M3's calls: each tag is behind a mark, a parameter is an element of its name,
+    an object has elements inside, and a list has elements `item`. Texts take the schema's type."""
     calls = []
     for match in _all(pattern, text):
         properties: Any = {"type": "object", "properties": _properties(match["name"], tools)}
@@ -208,7 +208,7 @@ def _of_element(element: _Element, schema: dict[str, Any], depth: int) -> JSON:
 
 
 def pythonic_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
-    """Python calls with keyword arguments: `[a(x=1), b()]`, or one call a line. Values are
+    """Reads Python calls with keyword arguments: `[a(x=1), b()]`, or one call a line. Values are
     literals, of Python or of JSON."""
     text = text.strip()
     text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
@@ -226,7 +226,7 @@ def pythonic_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
 
 
 def gemma_calls(text: str, tools: list[ToolSpec], *, quote: str = '<|"|>') -> list[Call]:
-    """Gemma's `call:name{key:value}`: JSON with bare keys and a mark for quotes."""
+    """Reads Gemma's `call:name{key:value}`: JSON with bare keys and a mark for quotes."""
     name, brace, body = text.strip().removeprefix("call:").partition("{")
     if not brace or not text.strip().startswith("call:"):
         raise Unreadable("a call is written call:name{key:value}")

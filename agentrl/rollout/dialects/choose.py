@@ -113,7 +113,7 @@ class Template:
 
     @functools.cached_property
     def hides_tools(self) -> bool:
-        """Whether nothing of a tool that is offered stands in a prompt."""
+        """Tells whether the template leaves offered tools out of the prompt."""
         from jinja2.exceptions import TemplateError
 
         asked: Message = {"role": "user", "content": "x"}
@@ -188,10 +188,10 @@ class Template:
         return DIALECTS["hermes"], "the default, because the chat template writes no calls"
 
     def _written_call(self, dialect: Dialect, arguments: dict[str, JSON]) -> str:
-        """What the template writes for a turn with one call; empty if it refuses one.
+        """Returns what the template writes for a turn with one call; empty if it refuses one.
 
         Raises:
-            ConfigError: it is no template.
+            ConfigError: it is not a valid template.
         """
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 

@@ -62,7 +62,7 @@ class Dialect:
     thought: re.Pattern[str] | None = None
     """What opens a thought, where `think` is not the only text that does."""
     answer: tuple[str, ...] = ()
-    """Marks around the text of a turn, which are no part of it."""
+    """Marks around the text of a turn, which are not part of it."""
     ends: tuple[str, ...] = ()
     """Tokens that end a turn where the template does not show it: the first ends a turn of text,
     the last one with calls. Empty: the template's own close token."""
@@ -91,7 +91,7 @@ class Dialect:
     def read_turn(
         self, text: str, tools: list[ToolSpec], *, turn_id: int, prompt_end: str = ""
     ) -> tuple[Action, ParseStatus]:
-        """What a turn does.
+        """Reads what a turn does: its calls, its text and its reasoning.
 
         Args:
             text: the decoded turn, special tokens included, without the token that ended it.
@@ -193,7 +193,8 @@ class Dialect:
 def _end_of_open_thought(
     opens: re.Pattern[str], closed: str | None, prompt_end: str, text: str
 ) -> int | None:
-    """Where the mark that opens a thought ends in the turn, if the prompt left a thought open."""
+    """Returns where the mark that opens a thought ends in the turn, if the prompt left a thought
+    open; else None."""
     starts = [mark.start() for mark in opens.finditer(prompt_end)]
     if not starts or closed is None or prompt_end.rfind(closed) > starts[-1]:
         return None
@@ -203,7 +204,7 @@ def _end_of_open_thought(
 
 
 def _next_mark_outside_strings(marks: re.Pattern[str], text: str, position: int) -> int:
-    """Where the next mark stands that is not inside a JSON string; else the end of the text."""
+    """Returns where the next mark outside JSON strings begins, or the end of the text."""
     for found in re.finditer(rf'"(?:[^"\\]|\\.)*"|({marks.pattern})', text[position:], re.DOTALL):
         if found[1]:
             return position + found.start()
