@@ -51,6 +51,11 @@ OVERRIDES = [
         "inference.backend = 'embedded'",
     ),
     ("--train.router_replay true --model.compile true", "train.router_replay", "model.compile"),
+    (
+        "--train.router_replay true --rollout.replay_share 0.5 --objective.ratio.anchor rollout",
+        "lacks the routes of train.router_replay",
+        "set one of them to its default",
+    ),
     ("--model.reference_every 2", "nothing is compared with a reference", "objective.kl.where"),
     (
         "--model.reference_every 2 --model.lora.rank 4",

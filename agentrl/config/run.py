@@ -401,6 +401,11 @@ class RunConfig(Section):
                 "rollout.replay_share: no run records greedy answers or which ids a truncated "
                 "distribution kept; leave it at 0 with this objective or with top_p, top_k, min_p"
             )
+        if self.train.router_replay:
+            raise ValueError(
+                "rollout.replay_share reads the run's log where it is resumed, and it lacks the "
+                "routes of train.router_replay; set one of them to its default"
+            )
         if not self.track.log_trajectories:
             raise ValueError(
                 "rollout.replay_share reads the run's log where it is resumed; set "
