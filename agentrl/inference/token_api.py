@@ -29,7 +29,8 @@ COMPLETIONS: Endpoint = "/v1/completions"
 SGLANG: Endpoint = "/generate"
 
 NO_LOGPROB = -9999.0
-"""What vLLM sends for a log-probability that is NaN, minus infinity or missing."""
+"""vLLM sends it for a log-probability that is NaN, minus infinity or missing; SGLang sends a lower
+one for minus infinity."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -491,7 +492,7 @@ def _check(url: str, sampled: Sampled, max_tokens: int) -> None:
         )
     if min(logprobs) <= NO_LOGPROB:
         raise InferenceError(
-            f"{url}: log-probability {NO_LOGPROB:g} at sampled token "
-            f"{logprobs.index(min(logprobs))}, which is how vLLM writes NaN; its weights or logits "
-            "are not finite"
+            f"{url}: log-probability {min(logprobs):g} at sampled token "
+            f"{logprobs.index(min(logprobs))}, which stands for NaN or minus infinity; its weights "
+            "or logits are not finite"
         )

@@ -134,7 +134,7 @@ def test_a_server_that_keeps_failing_is_an_error_that_names_it():
     [
         # Might pass, and so is asked for again, several times.
         pytest.param("nan", "is no JSON|log-probability nan", marks=pytest.mark.slow),
-        ("sentinel", "-9999 at sampled token 0, which is how vLLM writes NaN"),
+        ("sentinel", "-9999 at sampled token 0, which stands for NaN"),
         ("null", "1 of 6 log-probabilities are null"),
         ("positive", "log-probability 0.5 at sampled token 0"),
         ("short", "6 tokens came with"),
