@@ -22,15 +22,15 @@ class SamplingParams:
     min_p: float = 0.0
     """Tokens below this share of the likeliest one's probability are not sampled."""
     repetition_penalty: float = 1.0
-    """Of tokens that stand in the prompt or were sampled: positive logits are divided by it,
-    negative ones multiplied."""
+    """Divides the positive logits of tokens in the prompt and of sampled ones, and multiplies the
+    negative ones."""
     seed: int | None = None
-    """Of the request's randomness, together with its id; None leaves it to the engine."""
+    """Decides the request's randomness, together with its id; None leaves it to the engine."""
     report_kept: bool = False
     """Say from which ids each token was drawn, where `top_k`, `top_p` or `min_p` leaves some out.
-    A vLLM server does or does not, as it was started."""
+    A vLLM server does so if it was started with --return-sampling-mask."""
     report_routes: bool = False
-    """Say which experts each token went to."""
+    """Say which experts each token went to; the embedded engine alone does."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; the token itself stays in the result."""
 

@@ -25,7 +25,7 @@ from agentrl.errors import ConfigError
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 UNKNOWN = -1
-"""Of a token of which no choice is known: the router chooses."""
+"""Stands for a token whose choice is not known: the router chooses."""
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:

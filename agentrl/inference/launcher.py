@@ -46,9 +46,10 @@ HEALTH_TIMEOUT_S = 5.0
 ENGINE_POLL_S = 5.0
 """Between two questions to a server's engine, which answers between its steps."""
 GRACE_S = 8.0
-"""What a server has to end by itself before it is killed."""
+"""Time that a server has to end by itself before it is killed."""
 MAX_RESTARTS_PER_HOUR = 6
-"""Of one server: one that fails more often fails for a reason that a restart does not cure."""
+"""The most restarts of one server: one that fails more often fails for a reason that a restart does
+not cure."""
 MAX_BACKOFF_S = 60.0
 TAIL_LINES = 12
 
@@ -83,7 +84,7 @@ class ServerLauncher:
     def __init__(self, settings: ServerSettings, program: Program = VLLM) -> None:
         self.urls: list[str] = []
         self.restarts = 0
-        """Of all servers since the start."""
+        """Restarts of all servers since the start."""
         self.failure: str | None = None
         """Why the last server was given up on; None while one runs or is being restarted."""
         self._settings = settings

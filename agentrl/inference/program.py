@@ -52,14 +52,14 @@ class ServerSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
     startup_timeout_s: float = 600.0
-    """Until all servers answer."""
+    """Time until all servers have to answer."""
     unhealthy_after_s: float = 30.0
-    """Without an answer of /health, a living server is restarted."""
+    """A living server that has not answered `Program.alive_path` for so long is restarted."""
     hung_after_s: float = 300.0
-    """The same for its engine. Longer than any of its steps takes, and than it needs to load
-    weights, during which it answers nothing."""
+    """The same for its engine and `Program.engine_path`. Longer than any of its steps takes, and
+    than it needs to load weights, during which it answers nothing."""
     seed: int = 0
-    """Of every server."""
+    """The random seed of every server."""
 
     @property
     def aligns_rounding(self) -> bool:

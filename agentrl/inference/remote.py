@@ -104,11 +104,11 @@ class ServerEngine:
     """
 
     name: ClassVar[str]
-    """Of the software that serves."""
+    """The name of the serving software."""
     label_path: ClassVar[str]
-    """What tells the label of a server's weights."""
+    """The route that tells the label of a server's weights."""
     sampled_logprobs: ClassVar[str]
-    """What makes a server's log-probabilities those of the sampled distribution."""
+    """The way to start a server whose log-probabilities are those of the sampled distribution."""
 
     resync: Callable[[str], Awaitable[None]] | None = None
 

@@ -14,7 +14,7 @@ most of the memory."""
 def server_command(
     settings: ServerSettings, port: int, platform: str, *, host: str = "127.0.0.1"
 ) -> list[str]:
-    """See `MakesCommand`."""
+    """Returns the command line of an SGLang server; see `MakesCommand`."""
     path = Path(settings.model)
     command = [
         *(settings.python, "-m", "sglang.launch_server"),
@@ -45,7 +45,7 @@ def server_command(
 
 
 def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
-    """See `Program.variables`."""
+    """Returns the environment variables of an SGLang server; see `Program.variables`."""
     return {
         **({"SGLANG_USE_CPU_ENGINE": "1"} if platform == "cpu" else {}),
         "TOKENIZERS_PARALLELISM": "false",

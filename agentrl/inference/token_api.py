@@ -48,9 +48,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float = 0.0
     n: int = 1
     logprobs: int = 0
-    """Of how many other tokens, besides the sampled one."""
+    """The number of other tokens whose log-probabilities are wanted, besides the sampled one's."""
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
-    """The same of the prompt's tokens; unset: none at all."""
+    """The same number for the prompt's tokens; unset: no log-probabilities of the prompt."""
     ignore_eos: bool = False
     allowed_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -125,7 +125,7 @@ class _GenerateChoice(msgspec.Struct, gc=False):
     logprobs: _GenerateLogprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     sampling_mask: list[list[int]] | None = None
-    """Of a server with --return-sampling-mask."""
+    """Given by a server with --return-sampling-mask."""
 
 
 class _GenerateAnswer(msgspec.Struct, gc=False):

@@ -14,7 +14,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def server_command(
     settings: ServerSettings, port: int, platform: str, *, host: str = "127.0.0.1"
 ) -> list[str]:
-    """See `MakesCommand`."""
+    """Returns the command line of a vLLM server; see `MakesCommand`."""
     path = Path(settings.model)
     adapter = settings.adapter
     command = [

@@ -39,7 +39,7 @@ class ChatPolicy:
     temperature: float | None
     """None leaves it to the server."""
     dialect: Dialect
-    """Of what the server leaves in the text; most read reasoning and calls themselves."""
+    """Reads what the server leaves in the text; most read reasoning and calls themselves."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `SamplingParams`; what is not in it is the server's own."""
 

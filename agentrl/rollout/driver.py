@@ -188,7 +188,7 @@ async def play_agent(
     record: Callable[[Trajectory], None],
     now: Progress | None = None,
 ) -> None:
-    """The same for an agent that is a program of its own: what it answers is graded."""
+    """Play one episode by an agent, whose answer is graded; everything else is as in `play`."""
     now = now or Progress(episode.trajectory_id)
 
     async def run(trajectory: Trajectory, session: EnvSession) -> None:

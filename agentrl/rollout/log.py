@@ -74,7 +74,7 @@ class TrajectoryEntry(msgspec.Struct, gc=False):
     oldest_version: int | None
     newest_version: int | None
     lowest_logprob: float | None
-    """Of the policy's most surprising token, at sampling."""
+    """Log-probability of the policy's most surprising token, at sampling."""
     preview: str
     """The beginning of what was said last."""
     env_id: str = ""

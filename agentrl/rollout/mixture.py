@@ -85,7 +85,7 @@ class Part:
     name: str
     """Empty where the run has one environment only."""
     config: RunConfig
-    """Of a run that plays this environment alone."""
+    """The configuration of a run that plays this environment alone."""
     scheduler: GroupScheduler
     stream: GroupStream | None = None
     """Plays ahead of the trainer; None with the embedded engine, which plays when it is asked."""

@@ -54,9 +54,9 @@ class Prompt:
     parent: int | None
     """The turn that it continues; None where a dialogue begins."""
     branch: int | None
-    """The row of that turn."""
+    """The index of that turn's row."""
     row: TokenRow
-    """The same as an object; an empty one where a dialogue begins."""
+    """That row itself; an empty one where a dialogue begins."""
     num_kept: int
     """Tokens of that row at its beginning. It goes on in place if these are all of it, else they
     are copied into a new one."""

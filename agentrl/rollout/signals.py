@@ -133,7 +133,7 @@ def read_signals(run_dir: Path | str, step: int) -> dict[str, list[RowSignals]]:
 
 
 def read_row_signals(run_dir: Path | str, step: int, trajectory_id: str) -> list[RowSignals]:
-    """The same of one trajectory, without reading the others'."""
+    """Returns the signals of one trajectory, without reading the others'."""
     return _read(run_dir, step, trajectory_id)
 
 
@@ -168,7 +168,7 @@ def read_advantages(run_dir: Path | str, step: int) -> dict[str, float]:
 
 
 _Table = msgspec.msgpack.Decoder(list[tuple[str, int, int, int, float]])
-"""Of each row: trajectory id, row, bytes of its record, trained tokens, sum of their advantages."""
+"""Trajectory id, row, bytes of its record, trained tokens and sum of their advantages, per row."""
 
 
 def _opened(path: Path, step: int) -> BinaryIO:

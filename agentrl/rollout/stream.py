@@ -35,7 +35,7 @@ class _Slot:
 
     number: int
     position: int
-    """Of its task in the source."""
+    """Position of its task in the source."""
     version: int
     """Policy version at dispatch: no token of the group is older."""
     wave: int = 1
@@ -43,7 +43,8 @@ class _Slot:
     """All that ended, those of dropped groups included."""
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_positions: list[int] = field(default_factory=list)
-    """Of tasks whose groups were dropped; no step recorded them before a batch takes the slot."""
+    """Positions of tasks whose groups were dropped; no step has recorded them until a batch takes
+    the slot."""
     group: Group | None = None
     task: asyncio.Task[None] | None = None
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("agentrl.rollout")
 GRACE_S = 5.0
 """How long an agent that was told to stop may take."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""Of what a command writes, the last so many are looked at."""
+"""Only so many bytes at the end of a command's output are read."""
 _BESIDE_HOME = {"XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"}
 """Variables that lead to folders which programs look for in HOME otherwise."""
 
@@ -43,10 +43,10 @@ class AgentTask:
     tools: list[ToolSpec] = field(default_factory=list)
     """Those of the environment."""
     mcp_url: str = ""
-    """Where it offers them over MCP (streamable HTTP)."""
+    """Address at which they are offered over MCP (streamable HTTP)."""
     tools_url: str = ""
-    """And as plain HTTP: GET lists them, POST to `<tools_url>/<name>` with the arguments as a JSON
-    object calls one."""
+    """Address at which they are offered as plain HTTP: GET lists them, POST to `<tools_url>/<name>`
+    with the arguments as a JSON object calls one."""
     metadata: dict[str, JSON] = field(default_factory=dict)
     """`env_id`, `seed`, `trajectory_id` and `group_id` of the episode. What the environment keeps
     with its task may hold the solution, and does not leave it."""

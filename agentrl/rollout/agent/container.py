@@ -57,7 +57,7 @@ class ContainerRunner:
             ) from error
         network = config.network or _own_network(client)
         self.host = _address_in(client, network)
-        """Of this machine, for the containers."""
+        """Address of this machine, as the containers see it."""
         client.close()
         # As the image is made to be run; what it writes is thrown away with the container.
         spec = ContainerSpec(

@@ -40,7 +40,7 @@ class Row:
     loss_mask: list[int]
     """1 where the policy sampled the token. Each run of ones is a turn."""
     logprobs: list[float]
-    """Of the policy at sampling, in nats; read where the mask is 1."""
+    """Log-probabilities of the policy at sampling, in nats; read where the mask is 1."""
     versions: list[int] | None = None
     """Policy version that sampled each token, read where the mask is 1; None: that of
     `policy.version` now."""

@@ -50,7 +50,7 @@ class Place:
     prompt: Prompt
     tools: list[ToolSpec]
     digest: bytes
-    """Of the history."""
+    """Digest of the history."""
     tools_key: bytes
     request_id: str
     """A function of the history, and of how often it was asked to go on: a run that is repeated
@@ -226,7 +226,7 @@ def identity(message: Message) -> Any:
 
 
 def _without_text(message: Message) -> Any:
-    """The same for a message that calls tools, its text left out and its call ids asked for."""
+    """Returns the identity of a message that calls tools, with call ids and without its text."""
     role, _, calls = identity(message)
     return role, _call_ids(message), calls
 

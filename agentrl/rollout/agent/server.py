@@ -67,7 +67,7 @@ KEEP_ALIVE_S = 10.0
 """A stream that waits longer for its first token says that it is alive."""
 MAX_BODY_BYTES = 64 << 20
 MAX_CHARACTERS_PER_TOKEN = 128
-"""Of the longest tokens of published vocabularies, which are spaces."""
+"""Length of the longest tokens of published vocabularies, which are spaces."""
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -85,7 +85,7 @@ class Live:
 
     key: str
     url: str
-    """Of the endpoint as this episode's agent is given it, `/v1` included."""
+    """Address of the endpoint as this episode's agent is given it, `/v1` included."""
     recorder: Recorder
     max_turns: int
     turn_timeout_s: float

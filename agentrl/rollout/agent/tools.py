@@ -18,7 +18,8 @@ from agentrl.rollout.agent.wire import RequestRefused
 from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec, Trajectory
 
 MAX_NOTED_CHARS = 2000
-"""Of what a tool answered, in the trajectory's info. The dialogue has all that the policy read."""
+"""Length to which a tool's answer is cut in the trajectory's info. The dialogue holds all that the
+policy read."""
 
 
 @dataclass(slots=True, frozen=True)
