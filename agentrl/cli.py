@@ -403,13 +403,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _add_convert(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "convert",
-        help="evaluations of inspect_ai and lm-eval, read and written",
+        help="evaluations of inspect_ai and lm-eval, read and written; trajectories as ATIF",
         description="Turn an evaluation that `agentrl eval --out` kept into a log of inspect_ai "
         "(OUT.eval) or samples of lm-evaluation-harness (OUT.jsonl); or either of them into a "
-        "folder, which regrade, compare and view read.",
+        "folder, which regrade, compare and view read. OUT.atif becomes a folder with a file in "
+        "Harbor's trajectory format for each episode of any of these, or of a training run.",
     )
     command.add_argument("source", type=Path, metavar="SOURCE", help="a folder, .eval or .jsonl")
-    command.add_argument("out", type=Path, metavar="OUT", help="a folder, .eval or .jsonl")
+    command.add_argument("out", type=Path, metavar="OUT", help="a folder, .eval, .jsonl or .atif")
     command.add_argument(
         "--score",
         metavar="NAME",

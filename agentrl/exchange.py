@@ -2,7 +2,8 @@
 
 inspect_ai's `.eval` is a zip archive of JSON documents, which it compresses with zstd; it reads
 deflate as well, which is written here. lm-evaluation-harness writes a line of JSON for each task
-and filter (`--log_samples`). Neither package is needed.
+and filter (`--log_samples`). Neither package is needed. ATIF, which is written only, has a module
+of its own (`agentrl.atif`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import statistics
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,16 @@ from typing import Any
 import zstandard
 
 from agentrl.api import Evaluation
+from agentrl.atif import write_atif
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError, DataError
-from agentrl.rollout.episodes import CONFIG_FILE, EpisodeLog, by_group, read_evaluation
+from agentrl.rollout.episodes import (
+    CONFIG_FILE,
+    EpisodeLog,
+    by_group,
+    open_episodes,
+    read_evaluation,
+)
 from agentrl.rollout.evaluation import summarise
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.types import (
@@ -48,6 +56,8 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
         raise ConfigError(f"{out} is there already; remove it, or name another")
     if not source.exists():
         raise ConfigError(f"{source}: no such file or folder")
+    if source.is_dir() and out.suffix == ".atif":
+        return _to_atif(out, *open_episodes(source))  # one by one: a training run has many
     if source.is_dir():
         config, trajectories = read_evaluation(source)
     elif source.suffix == ".eval":
@@ -56,6 +66,8 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
         config, trajectories = read_lm_eval(source, score)
     else:
         raise ConfigError(f"{source}: neither a folder of agentrl eval, nor .eval, nor .jsonl")
+    if out.suffix == ".atif":
+        return _to_atif(out, config, trajectories)
     out.parent.mkdir(parents=True, exist_ok=True)
     result = _evaluation(config, trajectories)
     if out.suffix == ".eval":
@@ -68,6 +80,14 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
         (out / "eval.json").write_text(json.dumps(result.to_json(), indent=2) + "\n")
     average = result.statistics.average if result.statistics else "no sample has a reward"
     print(f"{out}: {len(trajectories)} episodes of {len(result.groups)} tasks, average {average}")
+    return 0
+
+
+def _to_atif(out: Path, config: RunConfig, trajectories: Iterable[Trajectory]) -> int:
+    written, untold = write_atif(out, config.model.path, trajectories)
+    print(f"{out}: {written} trajectories")
+    if untold:
+        print(f"{out}: {untold} turns have no message and were left out", file=sys.stderr)
     return 0
 
 
@@ -207,7 +227,7 @@ def _to_inspect(message: Message) -> dict[str, Any]:
     if calls:
         wire["tool_calls"] = [
             {
-                "id": call["id"],
+                "id": call.get("id") or "",  # examples in a prompt may have none
                 "type": "function",
                 "function": call["function"]["name"],
                 "arguments": call["function"]["arguments"],

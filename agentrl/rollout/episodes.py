@@ -167,15 +167,27 @@ def read_evaluation(folder: Path) -> tuple[RunConfig, list[Trajectory]]:
     Raises:
         DataError: there is none, or a record is damaged.
     """
+    config, episodes = open_episodes(folder)
+    return config, list({t.trajectory_id: t for t in episodes}.values())
+
+
+def open_episodes(folder: Path) -> tuple[RunConfig, Iterator[Trajectory]]:
+    """Returns the configuration of an evaluation or a run, and its episodes as they are read.
+
+    Of those with the same id the last one counts.
+
+    Raises:
+        DataError: there is none; while reading, that a record is damaged.
+    """
     if not (folder / CONFIG_FILE).is_file():
         raise DataError(f"{folder}: no {CONFIG_FILE}; name a folder of agentrl eval --out")
-    trajectories = {
-        t.trajectory_id: t
+    episodes = (
+        trajectory
         for each in (folder, *sorted(folder.glob("shard_*_of_*")))
         if (each / "trajectories").is_dir()
-        for _, t in read_trajectories(each)
-    }
-    return load_config(folder / CONFIG_FILE, []), list(trajectories.values())
+        for _, trajectory in read_trajectories(each)
+    )
+    return load_config(folder / CONFIG_FILE, []), episodes
 
 
 def _require_same(file: Path, config: RunConfig) -> None:
