@@ -109,6 +109,7 @@ agentrl swebench pull --dataset verified --scrub         # images ahead of a run
 agentrl swebench run --dataset verified --model http://localhost:8000 --out results --slice 0:50
 agentrl swebench eval --dataset verified --predictions preds.jsonl --out results
 agentrl swebench validate --dataset D.jsonl --audit --out valid.jsonl    # before training
+agentrl swebench export --dataset verified --out tasks   # as Harbor's tasks: harbor.md
 agentrl train examples/swebench/run.toml
 ```
 

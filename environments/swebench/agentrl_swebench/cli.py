@@ -114,6 +114,24 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     )
     reap.set_defaults(handler=_reap)
 
+    export = subcommands.add_parser(
+        "export",
+        help="instances as Harbor's task folders",
+        description="Write each instance as a task in Harbor's format: the row's image, the "
+        "official evaluation script and grading as its tests, the reference solution as its "
+        "solution. The verdict is the official one, without the control run.",
+    )
+    _add_dataset(export)
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the tasks")
+    export.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="of an instance's tests (default: %(default)g)",
+    )
+    export.set_defaults(handler=_export)
+
     from agentrl_swebench.data import add_data_commands
 
     add_data_commands(subcommands)
@@ -381,6 +399,15 @@ def _grade(
     for each in void:
         print(f"{each.instance_id}: no verdict: {each.reason}", file=sys.stderr)
     return 1 if void else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from agentrl_swebench.export import export
+
+    instances = _load(arguments)
+    export(instances, arguments.out, timeout_s=arguments.timeout)
+    print(f"{arguments.out}: {len(instances)} tasks")
+    return 0
 
 
 def _validate(arguments: argparse.Namespace) -> int:
