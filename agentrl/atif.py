@@ -22,7 +22,6 @@ from agentrl import __version__
 from agentrl.errors import DataError
 from agentrl.types import Message, Trajectory
 
-_SOURCES = {"assistant": "agent", "tool": "user"}
 _NOTES = "Embedded are this episode's other dialogues. Copied steps are context, not to be trained."
 
 
@@ -102,7 +101,7 @@ def _steps(trajectory: Trajectory, end: int | None, written: set[int]) -> list[d
             result = {"content": text, "source_call_id": of if of in called else None}
             steps[-1].setdefault("observation", {"results": []})["results"].append(result)
             continue
-        source = _SOURCES.get(role, role)
+        source = {"assistant": "agent", "tool": "user"}.get(role, role)
         step: dict[str, Any] = {"step_id": len(steps) + 1, "source": source, "message": text}
         if role == "assistant":
             step |= _said(message)

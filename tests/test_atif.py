@@ -1,15 +1,22 @@
+import asyncio
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 
 import pytest
+from rollout_scripted import ScriptedEngine
+from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
 from agentrl.atif import to_atif
 from agentrl.cli import main
 from agentrl.config import load_config
+from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.episodes import EpisodeLog, read_evaluation
 from agentrl.rollout.log import TrajectoryLog
+from agentrl.rollout.policy import TokenPolicy
+from agentrl.rollout.render import Renderer
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 
 VENV = Path(os.environ.get("AGENTRL_HARBOR_VENV", "~/.cache/agentrl/harbor/venv")).expanduser()
@@ -149,6 +156,48 @@ def test_each_sampled_token_stands_in_one_of_the_dialogues():
     assert newest["steps"][0]["tool_calls"][0]["arguments"] == {"at": 1}
     assert newest["steps"][0]["observation"]["results"][0]["source_call_id"] is None
     assert len({each["trajectory_id"] for each in (newest, forked, first)}) == 3
+
+
+@pytest.mark.parametrize("template", [CHATML, DROPS_THINKING])
+def test_every_call_of_an_agent_is_written_once(template):
+    """Whether it goes on, goes back or begins again, and whether its rows are forked."""
+    renderer = Renderer(make_tokenizer(template))
+    told = random.Random(5)
+    said = ("done", "<think>\nhm\n</think>\n\nso be it")
+    engine = ScriptedEngine(renderer, lambda *_: told.choice(said))
+    num_dialogues = 0
+    for _ in range(12):
+        engine.reserve(1)
+        policy = TokenPolicy(engine, renderer, 200, 100_000)
+        played, prompts = Trajectory("t", "g", "e", "k", 0), []
+        recorder = Recorder(played, policy)
+        histories: list[list] = [[{"role": "user", "content": "q"}]]
+        for number in range(told.randint(2, 6)):
+            history = told.choice(histories)
+            if told.random() < 0.4:
+                kept = told.choice([0, 2])
+                history = [*history[:kept], {"role": "user", "content": f"q{number}"}]
+                histories.append(history)
+            place = recorder.place(history, [])
+            recorder.take(place)
+            prompts.append(place.prompt.token_ids)
+            recorder.write(place, asyncio.run(policy.sample(place.request_id, prompts[-1])))
+            turn = played.turns[-1]
+            history.append(played.branches[turn.branch].messages[turn.message])
+            history.append({"role": "user", "content": "Go on."})
+        document = to_atif(played, "m")
+        dialogues = [document, *document.get("subagent_trajectories", [])]
+        num_dialogues += len(dialogues)
+        steps = [step for each in dialogues for step in each["steps"] if step["source"] == "agent"]
+        assert all(("metrics" in step) != ("is_copied_context" in step) for step in steps)
+        written = [step["metrics"] for step in steps if "metrics" in step]
+        assert sorted(
+            (m["prompt_token_ids"], m["completion_token_ids"]) for m in written
+        ) == sorted(
+            (prompt, played.branches[t.branch].token_ids[t.start : t.start + t.num_tokens])
+            for prompt, t in zip(prompts, played.turns, strict=True)
+        )
+    assert num_dialogues > 12
 
 
 def test_a_server_of_text_has_no_tokens_and_its_own_count():
