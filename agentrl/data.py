@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.hub import DATA_SETS, DataSet, load_hub
+from agentrl.env.hub import DATA_SETS, DataSet, load_bfcl, load_hub
 from agentrl.errors import ConfigError, DataError
 
 SUMS = "SHA256SUMS"
@@ -51,14 +51,16 @@ def get(
     wanted = list(splits) or list(data_set.splits)
     if unknown := sorted(set(wanted) - set(data_set.splits)):
         has = ", ".join(data_set.splits)
-        raise ConfigError(f"{name} has no split {', '.join(unknown)}; it has: {has}")
+        why = f". {data_set.left_out}" if data_set.left_out else ""
+        raise ConfigError(f"{name} has no split {', '.join(unknown)}; it has: {has}{why}")
     written = _read_sums(out)
     holds = {split: _holds(data_set, split, limit) for split in wanted}
     missing = [split for split in wanted if not _is_there(out, split, holds[split], written)]
     loaded: Mapping[str, Any] = {}
     if missing:
         out.mkdir(parents=True, exist_ok=True)
-        loaded = load_hub(data_set.hub, data_set.subset, mirror=mirror)
+        load = load_bfcl if data_set.environment == "bfcl" else load_hub
+        loaded = load(data_set.hub, data_set.subset, mirror=mirror)
     for split in missing:
         rows = islice(_split_of(loaded, data_set.splits[split], name), limit)
         path = out / f"{split}.jsonl"
@@ -167,7 +169,8 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
     command = subcommands.add_parser(
         "get",
         help="write a data set as JSONL",
-        description="Load a data set from the Hugging Face hub or from a copy of it, and write the "
+        description="Load a data set from the Hugging Face hub, or from a copy of it (bfcl: from its "
+        "package), and write the "
         f"columns that its environment reads, a file per split, with their sums in {SUMS}. Called "
         "again it writes what is missing. `agentrl data list` says which data sets there are.",
     )
@@ -180,7 +183,7 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="SPLIT",
-        help="train or test; may be given again (default: all there are)",
+        help="such as train or test; may be given again (default: all there are)",
     )
     command.add_argument("--limit", type=_positive, metavar="N", help="first rows of each split")
     command.add_argument(
@@ -189,7 +192,7 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
         type=Path,
         metavar="DIR",
         help="a copy of the data set's repository, or a folder with a file per split, in place of "
-        "the hub",
+        "the hub; of bfcl, the folder data of its package",
     )
     command.set_defaults(handler=_get)
     listing = subcommands.add_parser(
@@ -228,7 +231,7 @@ def _get(arguments: argparse.Namespace) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    print(f"{'name':23} {'environment':11} {'splits':12} on the hub")
+    print(f"{'name':23} {'environment':11} {'splits':12} rows of")
     for name, each in DATA_SETS.items():
         repository = f"{each.hub} {each.subset or ''}"
         print(f"{name:23} {each.environment:11} {', '.join(each.splits):12} {repository}".rstrip())

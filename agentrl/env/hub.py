@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ class DataSet:
     environment: str
     """Id of the environment that plays the rows."""
     hub: str
-    """Repository on the hub, `owner/name`."""
+    """Repository on the hub, `owner/name`; of `bfcl`, a package of the Python package index."""
     subset: str | None = None
     """Configuration on the hub; None: it has one only."""
     splits: dict[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
@@ -40,6 +42,8 @@ class DataSet:
     text of one JSON object."""
     function: str | None = None
     """The reward function that is the official rule, where the environment's own is not."""
+    left_out: str = ""
+    """Which splits there are besides and why they are not here, as a sentence."""
 
     def keys(self, source: Path) -> list[str]:
         """Returns the keys of a run file, as words of a command, that play the written rows."""
@@ -71,6 +75,12 @@ def _constraints(hub: str, function: str) -> DataSet:
     )
 
 
+_CALLS = ("simple", "multiple", "parallel", "parallel_multiple")
+_BFCL = ("simple_python", *_CALLS[1:], "irrelevance", *(f"live_{each}" for each in _CALLS))
+_BFCL += ("live_irrelevance", "live_relevance")
+"""Categories of BFCL whose calls are judged as they stand."""
+
+
 def _swe(hub: str, **splits: str) -> DataSet:
     return DataSet(environment="swebench", hub=hub, splits=splits)
 
@@ -97,6 +107,13 @@ DATA_SETS: dict[str, DataSet] = {
     ),
     "ifeval": _constraints("google/IFEval", "ifeval"),
     "ifbench": _constraints("allenai/IFBench_test", "ifbench"),
+    "bfcl": DataSet(
+        environment="bfcl",
+        hub="bfcl-eval",
+        splits={name: name for name in _BFCL},
+        left_out="Rows of Java and JavaScript are judged by parsers of these languages, and those "
+        "of several turns by running them, which is not done here",
+    ),
     "dapo-math": DataSet(
         environment="math",
         hub="open-r1/DAPO-Math-17k-Processed",
@@ -218,6 +235,45 @@ def _load_mirror(datasets: Any, mirror: Path, subset: str | None) -> Mapping[str
         return datasets.load_dataset(str(mirror), subset, streaming=True)
     except (OSError, ValueError) as error:
         raise DataError(f"folder {mirror} can't be read: {_in_a_line(error)}") from error
+
+
+def load_bfcl(
+    package: str, subset: str | None = None, *, mirror: Path | None = None
+) -> Mapping[str, Iterable[dict[str, Any]]]:
+    """The rows of each category of BFCL with their `ground_truth`: the acceptable calls, none
+    where no function fits, and null where any call will do.
+
+    Args:
+        package: its name on the package index; the rows stand in its files, and none of its code
+            is run.
+        mirror: a folder with these files in place of the installed package.
+
+    Raises:
+        DataError: the files are not there.
+    """
+    if mirror is None:
+        found = importlib.util.find_spec(package.replace("-", "_"))
+        mirror = Path(*found.submodule_search_locations or ()) / "data" if found else None
+    if mirror is None:
+        raise DataError(
+            f"the rows stand in the package {package}: pip install --no-deps {package}; or unpack "
+            f"what pip download --no-deps {package} gives, and add --from DIR/bfcl_eval/data"
+        )
+    return {category: _bfcl_rows(mirror, category) for category in _BFCL}
+
+
+def _bfcl_rows(folder: Path, category: str) -> Iterator[dict[str, Any]]:
+    name = f"BFCL_v4_{category}.json"
+    wanted: Any = [] if category.endswith("irrelevance") else None
+    answers: dict[str, Any] = {}
+    try:
+        if not category.endswith("relevance"):
+            lines = (folder / "possible_answer" / name).read_bytes().splitlines()
+            answers = {each["id"]: each["ground_truth"] for each in map(json.loads, lines)}
+        for row in map(json.loads, (folder / name).read_bytes().splitlines()):
+            yield row | {"ground_truth": answers[row["id"]] if answers else wanted}
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"folder {folder} can't be read as rows of BFCL: {error!r}") from error
 
 
 def _endpoint() -> str:

@@ -1,0 +1,159 @@
+"""Rows of the Berkeley Function Calling Leaderboard: call the right functions, in one turn.
+
+    agentrl data get bfcl
+    agentrl eval RUN.toml --env.id bfcl --env.config.source data/bfcl --eval.split simple_python
+
+The agent is offered the functions of its row, described as the leaderboard describes them to models
+that call tools: `_` for `.` in names, JSON Schema's types, and two remarks. Its calls are not run;
+`agentrl_rewards.bfcl` judges them. Each category is a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from agentrl.env.base import EnvConfig, Environment
+from agentrl.env.hub import DATA_SETS
+from agentrl.env.registry import register
+from agentrl.env.rows import read_rows
+from agentrl.errors import DataError, GraderError
+from agentrl.types import JSON, Action, StepResult, Task, ToolCall, ToolSpec
+from agentrl_rewards.bfcl import TYPES, offered_name, why_wrong
+
+_SCHEMA_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_SCHEMA_TYPES |= {list: "array", dict: "object"}
+
+
+class BfclConfig(EnvConfig):
+    """Where the rows are."""
+
+    source: str = "data/bfcl"
+    """Folder that `agentrl data get bfcl` wrote, a split for each `.jsonl` file in it, or one such
+    file."""
+    report_reference: bool = False
+    """Put the row's functions and answers into the info of the step that ends the episode, so that
+    `agentrl regrade` can judge again. The agent never sees it, but whoever may set this can read
+    references."""
+
+
+@register("bfcl", max_sessions=4096)
+class BfclEnvironment(Environment):
+    """Calls of the right functions with the right arguments, in one turn."""
+
+    Config = BfclConfig
+
+    @classmethod
+    def load_shared(cls, config: BfclConfig) -> dict[str, list[Task]]:
+        """The tasks by split.
+
+        Raises:
+            DataError: a file can't be read, or a row is not in the leaderboard's form.
+        """
+        source = Path(config.source).expanduser()
+        files = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
+        if not files:
+            raise DataError(f"folder {source} holds no .jsonl file; `agentrl data get bfcl`")
+        return {
+            file.stem: [_to_task(row, where) for where, row in read_rows(file)] for file in files
+        }
+
+    def splits(self) -> dict[str, int]:
+        return {split: len(tasks) for split, tasks in self.shared.items()}
+
+    def get(self, split: str, index: int) -> Task:
+        return self.shared[split][index]
+
+    def offered_tools(self) -> list[ToolSpec]:
+        row: Any = self.task.reference
+        return [_to_tool(each) for each in row["function"]]
+
+    def step(self, action: Action) -> StepResult:
+        row: Any = self.task.reference
+        problem = why_wrong([(each.name, each.arguments) for each in action.tool_calls], row)
+        right = float(not problem)
+        info: dict[str, JSON] = {"wrong": problem} if problem else {}
+        if self.config.report_reference:
+            info |= {"reference": row, "metadata": self.task.metadata}
+        return StepResult(
+            [], right, terminated=True, reward_components={"correct": right}, info=info
+        )
+
+    def oracle(self) -> list[Action]:
+        """Calls that the row accepts, without the arguments that may be left out."""
+        calls = [
+            ToolCall(f"call-{index}", name, arguments)
+            for index, (name, arguments) in enumerate(_solution(self.task.reference))
+        ]
+        return [Action(text="" if calls else "None of them fits.", tool_calls=tuple(calls))]
+
+
+def _solution(row: Any) -> list[tuple[str, dict[str, Any]]]:
+    required = {each["name"]: each["parameters"].get("required", ()) for each in row["function"]}
+    wanted = row["ground_truth"]
+    if wanted is None:  # any call will do
+        wanted = [{next(iter(required)): {}}]
+    solved = []
+    for ((name, accepted),) in (each.items() for each in wanted):
+        arguments = _first(accepted, required[name])
+        solved.append((offered_name(name), {key: _solve(arguments[key]) for key in arguments}))
+    return solved
+
+
+def _first(accepted: dict[str, list[Any]], required: Collection[str] = ()) -> dict[str, Any]:
+    """The first listed value of each key that may not be left out, for which "" stands."""
+    return {
+        key: next((each for each in values if each != ""), "")
+        for key, values in accepted.items()
+        if key in required or "" not in values
+    }
+
+
+def _solve(value: Any) -> Any:
+    """A listed value; objects list values of their own."""
+    if isinstance(value, list):
+        return [_first(each) if isinstance(each, dict) else each for each in value]
+    return _first(value) if isinstance(value, dict) else value
+
+
+def _to_task(row: dict[str, Any], where: str) -> Task:
+    if absent := sorted({"id", "question", "function", "ground_truth"} - row.keys()):
+        raise DataError(
+            f"{where}: there is no column {', '.join(absent)}; `agentrl data get bfcl` writes it"
+        )
+    category = str(row["id"]).rpartition("_")[0]
+    if category.startswith("simple_java"):
+        raise DataError(f"{where}: {DATA_SETS['bfcl'].left_out}")
+    reference = {"function": row["function"], "ground_truth": row["ground_truth"]}
+    try:
+        (messages,) = row["question"]
+        for each in row["function"]:
+            _to_tool(each)
+        why_wrong(_solution(reference), reference)
+    except (GraderError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{where}: this is no row of one turn of BFCL: {error!r}") from error
+    return Task(str(row["id"]), messages, reference, {"category": category})
+
+
+def _to_tool(function: dict[str, Any]) -> ToolSpec:
+    described = {
+        "name": offered_name(function["name"]),
+        "description": f"{function['description']} Note that the provided function is in Python 3 "
+        "syntax.",
+        "parameters": _to_schema(function["parameters"]),
+    }
+    return {"type": "function", "function": described}
+
+
+def _to_schema(described: dict[str, Any]) -> dict[str, Any]:
+    schema = {**described, "type": _SCHEMA_TYPES[TYPES[described.get("type", "any")]]}
+    if "items" in described:
+        schema["items"] = _to_schema(described["items"])
+    if "properties" in described:
+        schema["properties"] = {key: _to_schema(v) for key, v in described["properties"].items()}
+        for each in schema["properties"].values():
+            if each["type"] == "number":
+                each["format"] = "float"
+                each["description"] = f"{each.get('description', '')} This is a float type value."
+    return schema
