@@ -169,10 +169,10 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
     command = subcommands.add_parser(
         "get",
         help="write a data set as JSONL",
-        description="Load a data set from the Hugging Face hub, or from a copy of it (bfcl: from its "
-        "package), and write the "
-        f"columns that its environment reads, a file per split, with their sums in {SUMS}. Called "
-        "again it writes what is missing. `agentrl data list` says which data sets there are.",
+        description="Load a data set from the Hugging Face hub or from a copy of it (bfcl from its "
+        "package), and write the columns that its environment reads, a file per split, with their "
+        f"sums in {SUMS}. Called again it writes what is missing. `agentrl data list` says which "
+        "data sets there are.",
     )
     command.add_argument("name", metavar="NAME", help=f"one of: {', '.join(DATA_SETS)}")
     command.add_argument(

@@ -107,11 +107,9 @@ def _mismatch(call: Call, function: Mapping[str, Any], accepted: Mapping[str, li
 
 def _is_accepted(value: Any, described: Mapping[str, Any], accepted: list[Any]) -> bool:
     wanted = TYPES[described["type"]]
-    if described["type"] == "float" and type(value) is int:
-        value = float(value)
     inner = TYPES[described["items"]["type"]] if wanted is list else None
     known = _type_of(accepted)
-    if type(value) is not wanted:
+    if type(value) is not wanted and not (wanted is float and type(value) is int):
         # The listed values need not have the described type: a text may name a variable.
         return type(value) is known and value in accepted
     if inner and not any(_items_fit(value, each, inner) for each in accepted):

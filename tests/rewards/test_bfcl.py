@@ -30,7 +30,7 @@ def wrong(wanted, *calls):
     ("name", "accepted", "right", "not_right"),
     [
         ("count", [3, 4], [3, 4], [5, 3.0, "3", True, None, [3]]),
-        ("rate", [3.0, 0.5], [3, 3.0, 0.5], ["3.0", 2]),
+        ("rate", [3.0, 0.5], [3, 3.0, 0.5], ["3.0", 2, 10**400]),
         ("place", ["San Jose, CA"], ["san jose CA", "San-Jose,CA", "SanJoseCA"], ["San Jose", 3]),
         ("place", ["it's"], ['It"s'], ["its"]),
         ("exact", [True], [True], [False, 1, "true"]),
@@ -39,7 +39,7 @@ def wrong(wanted, *calls):
         ("sizes", [[1, 2]], [[1, 2], [1.0, 2.0]], [[1, 3]]),
         # A listed value of another type: the name of a variable, or what `any` is given.
         ("tags", ["names"], ["names"], ["Names", "other", ["names"]]),
-        ("key", [7, "x"], [7], ["x", "7"]),
+        ("key", [7, "x"], [7, "x"], ["X", "7", 8]),
         # "" is what an argument may be left out for, and an empty list is as good.
         ("tags", [["a"], ""], [["a"], []], [["b"], ""]),
         (
@@ -96,7 +96,9 @@ def test_a_run_file_names_it():
     call = {"id": "0", "type": "function", "function": {"name": "rest", "arguments": {}}}
     row = {"function": FUNCTIONS, "ground_truth": [{"rest": {}}]}
     assert bfcl("", row, turns=[[said | {"tool_calls": [call]}]]) == 1.0
-    assert bfcl("", row, turns=[[said]]) == bfcl("", row, turns=[[said | {"tool_calls": [call] * 2}]])
+    assert bfcl("", row, turns=[[said]]) == bfcl(
+        "", row, turns=[[said | {"tool_calls": [call] * 2}]]
+    )
     assert bfcl("", row, turns=[[said]]) == 0.0
 
 

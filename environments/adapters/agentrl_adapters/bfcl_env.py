@@ -54,7 +54,9 @@ class BfclEnvironment(Environment):
         source = Path(config.source).expanduser()
         files = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
         if not files:
-            raise DataError(f"folder {source} holds no .jsonl file; `agentrl data get bfcl`")
+            raise DataError(
+                f"folder {source} holds no .jsonl file; `agentrl data get bfcl` writes them"
+            )
         return {
             file.stem: [_to_task(row, where) for where, row in read_rows(file)] for file in files
         }
@@ -69,7 +71,7 @@ class BfclEnvironment(Environment):
         row: Any = self.task.reference
         return [_to_tool(each) for each in row["function"]]
 
-    def step(self, action: Action) -> StepResult:
+    async def step(self, action: Action) -> StepResult:
         row: Any = self.task.reference
         problem = why_wrong([(each.name, each.arguments) for each in action.tool_calls], row)
         right = float(not problem)
@@ -93,7 +95,7 @@ def _solution(row: Any) -> list[tuple[str, dict[str, Any]]]:
     required = {each["name"]: each["parameters"].get("required", ()) for each in row["function"]}
     wanted = row["ground_truth"]
     if wanted is None:  # any call will do
-        wanted = [{next(iter(required)): {}}]
+        wanted = [{next(iter(required), ""): {}}]
     solved = []
     for ((name, accepted),) in (each.items() for each in wanted):
         arguments = _first(accepted, required[name])

@@ -1,15 +1,17 @@
 """Rows in the form of BFCL's package, from `agentrl data get` to the reward of a call."""
 
+import asyncio
 import json
 
 import pytest
 
 from agentrl.data import get
 from agentrl.env import make
+from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.hub import DATA_SETS
-from agentrl.errors import ConfigError, DataError, EnvError
+from agentrl.errors import ConfigError, DataError
 from agentrl.types import Action, ToolCall
-from agentrl_adapters.bfcl_env import BfclEnvironment
+from agentrl_adapters.bfcl_env import BfclConfig, BfclEnvironment
 
 FUNCTION = {
     "name": "geo.area",
@@ -76,17 +78,10 @@ def test_what_is_written_is_played_and_its_own_answers_are_right(source):
     assert play(source, "live_relevance", ("geo_area", {"base": 11})).reward == 1.0
 
 
-def test_the_conformance_check_finds_the_oracle_right(source):
-    async def oracle(split):
-        env = make(BfclEnvironment, source=str(source))
-        ...
-
-
 def test_tools_are_described_as_the_leaderboard_does(source):
-    env = make(BfclEnvironment, source=str(source)).sync
-    env.reset("simple_python", 0)
-    (tool,) = env.tools
-    env.close()
+    environment = BfclEnvironment({"source": str(source)})
+    asyncio.run(start_episode(environment, environment.get("simple_python", 0), seed=0))
+    (tool,) = environment.offered_tools()
     assert tool["function"] == {
         "name": "geo_area",
         "description": "Area. Note that the provided function is in Python 3 syntax.",
@@ -104,3 +99,49 @@ def test_tools_are_described_as_the_leaderboard_does(source):
             "required": ["base"],
         },
     }
+
+
+def test_its_own_answers_are_right(source):
+    async def solve(split):
+        environment = BfclEnvironment({"source": str(source)})
+        await start_episode(environment, environment.get(split, 0), seed=0)
+        (action,) = environment.oracle()
+        assert bool(action.tool_calls) != split.endswith("irrelevance")
+        return (await take_turn(environment, action)).reward
+
+    assert [asyncio.run(solve(split)) for split in CATEGORIES] == [1.0] * len(CATEGORIES)
+
+
+def test_the_reference_is_reported_where_it_is_asked_for(source):
+    result = play(source, "parallel", report_reference=True)
+    assert result.info["reference"] == {"function": [FUNCTION], "ground_truth": WANTED}
+    assert result.info["metadata"] == {"category": "parallel"}
+
+
+def test_what_cannot_be_judged_is_refused_in_words(package, source, tmp_path):
+    said = "judged by parsers of these languages"
+    with pytest.raises(ConfigError, match=f"bfcl has no split simple_java; .*{said}"):
+        get("bfcl", tmp_path / "out", splits=["simple_java"], mirror=package)
+    with pytest.raises(DataError, match=r"can't be read as rows of BFCL: FileNotFoundError"):
+        get("bfcl", tmp_path / "out", mirror=tmp_path)
+    good = json.loads((source / "simple_python.jsonl").read_text())
+    odd_type = FUNCTION | {"parameters": {"type": "dict", "properties": {"a": {"type": "String"}}}}
+    for change, message in [
+        ({"id": "simple_javascript_3"}, said),
+        ({"function": [odd_type]}, "no row of one turn of BFCL: KeyError.'String'"),
+        ({"question": good["question"] * 2}, "no row of one turn of BFCL"),
+        ({"ground_truth": [["cd(folder='x')"]]}, "no row of one turn of BFCL"),
+    ]:
+        file = tmp_path / "one.jsonl"
+        file.write_text(json.dumps(good | change))
+        with pytest.raises(DataError, match=f"one.jsonl, line 1: .*{message}"):
+            BfclEnvironment.load_shared(BfclConfig(source=str(file)))
+    file.write_text(json.dumps(row("multiple")))
+    with pytest.raises(DataError, match="no column ground_truth; `agentrl data get bfcl` writes"):
+        BfclEnvironment.load_shared(BfclConfig(source=str(file)))
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install --no-deps bfcl-eval; or unpack what"):
+        get("bfcl", tmp_path / "out")
