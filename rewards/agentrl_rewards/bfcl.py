@@ -109,9 +109,10 @@ def _is_accepted(value: Any, described: Mapping[str, Any], accepted: list[Any]) 
     wanted = TYPES[described["type"]]
     inner = TYPES[described["items"]["type"]] if wanted is list else None
     known = _type_of(accepted)
-    if type(value) is not wanted and not (wanted is float and type(value) is int):
+    given = float if wanted is float and type(value) is int else type(value)
+    if given is not wanted:
         # The listed values need not have the described type: a text may name a variable.
-        return type(value) is known and value in accepted
+        return given is known and value in accepted
     if inner and not any(_items_fit(value, each, inner) for each in accepted):
         return False
     if known not in (None, wanted):

@@ -40,6 +40,9 @@ def wrong(wanted, *calls):
         # A listed value of another type: the name of a variable, or what `any` is given.
         ("tags", ["names"], ["names"], ["Names", "other", ["names"]]),
         ("key", [7, "x"], [7, "x"], ["X", "7", 8]),
+        # Where the argument may be left out, types of items are not looked at, and True is 1.
+        ("sizes", [[1]], [[1]], [[True]]),
+        ("sizes", [[1], ""], [[1], [True]], [["1"]]),
         # "" is what an argument may be left out for, and an empty list is as good.
         ("tags", [["a"], ""], [["a"], []], [["b"], ""]),
         (
