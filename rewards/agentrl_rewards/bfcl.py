@@ -1,10 +1,9 @@
 """Tool calls: are they those that a row of the Berkeley Function Calling Leaderboard accepts?
 
-    bfcl("", {
-        "function": [{"name": "geo.area", "parameters": {
-            "type": "dict", "properties": {"base": {"type": "integer"}}, "required": ["base"]}}],
-        "ground_truth": [{"geo.area": {"base": [10]}}],
-    }, turns=turns)
+    function = {"name": "geo.area", "parameters": {
+        "type": "dict", "properties": {"base": {"type": "integer"}}, "required": ["base"]}}
+    wanted = {"ground_truth": [{"geo.area": {"base": [10]}}]}
+    bfcl("", wanted, metadata={"function": [function]}, turns=turns)
 
 The rule is the leaderboard's own for calls of one turn with Python's types ("AST"). Every wanted
 call needs a call of its own, in any order. Every argument is one of the listed values, of the type
@@ -39,7 +38,13 @@ Call = tuple[str, Mapping[str, Any]]
 """Name and arguments."""
 
 
-def bfcl(text: str, reference: Mapping[str, Any], *, turns: Sequence[list[Message]]) -> float:
+def bfcl(
+    text: str,
+    reference: dict[str, Any],
+    *,
+    metadata: dict[str, Any],
+    turns: Sequence[list[Message]],
+) -> float:
     """Returns 1.0 when the calls of the last turn are those of the row, else 0.0.
 
     Raises:
@@ -47,11 +52,14 @@ def bfcl(text: str, reference: Mapping[str, Any], *, turns: Sequence[list[Messag
     """
     said: Any = turns[-1][0].get("tool_calls", ()) if turns else ()
     calls = [(each["function"]["name"], each["function"]["arguments"]) for each in said]
-    return float(not why_wrong(calls, reference))
+    return float(not why_wrong(calls, metadata | reference))
 
 
 def why_wrong(calls: Sequence[Call], row: Mapping[str, Any]) -> str:
     """Returns what is wrong with the calls, and "" where nothing is.
+
+    Args:
+        row: its `function`, descriptions, and its `ground_truth`, the wanted calls.
 
     Raises:
         GraderError: the row is not in the leaderboard's form.
@@ -62,7 +70,7 @@ def why_wrong(calls: Sequence[Call], row: Mapping[str, Any]) -> str:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GraderError(
-            f"the reference is no row of the leaderboard, with function and ground_truth: {error!r}"
+            f"function and ground_truth are not those of a row of the leaderboard: {error!r}"
         ) from error
 
 
@@ -109,7 +117,9 @@ def _is_accepted(value: Any, described: Mapping[str, Any], accepted: list[Any]) 
     wanted = TYPES[described["type"]]
     inner = TYPES[described["items"]["type"]] if wanted is list else None
     known = _type_of(accepted)
-    given = float if wanted is float and type(value) is int else type(value)
+    given: type = type(value)
+    if wanted is float and given is int:
+        given = float
     if given is not wanted:
         # The listed values need not have the described type: a text may name a variable.
         return given is known and value in accepted

@@ -1,9 +1,12 @@
 """Calls judged as the Berkeley Function Calling Leaderboard judges them, on rows made by hand."""
 
+import asyncio
+
 import pytest
 
 from agentrl.errors import GraderError
-from agentrl_rewards.bfcl import bfcl, why_wrong
+from agentrl_rewards.bfcl import why_wrong
+from agentrl_rewards.runner import RewardInput, RewardRunner
 
 TYPES = {
     "count": {"type": "integer"},
@@ -97,15 +100,17 @@ def test_no_call_or_some_call():
 def test_a_run_file_names_it():
     said = {"role": "assistant", "content": "", "tool_calls": []}
     call = {"id": "0", "type": "function", "function": {"name": "rest", "arguments": {}}}
-    row = {"function": FUNCTIONS, "ground_truth": [{"rest": {}}]}
-    assert bfcl("", row, turns=[[said | {"tool_calls": [call]}]]) == 1.0
-    assert bfcl("", row, turns=[[said]]) == bfcl(
-        "", row, turns=[[said | {"tool_calls": [call] * 2}]]
-    )
-    assert bfcl("", row, turns=[[said]]) == 0.0
+    for calls, score in [([call], 1.0), ([call] * 2, 0.0), ([], 0.0)]:
+        answer = RewardInput(
+            "",
+            {"ground_truth": [{"rest": {}}]},
+            metadata={"function": FUNCTIONS},
+            turns=[[said | {"tool_calls": calls}]],
+        )
+        assert asyncio.run(RewardRunner(["bfcl"]).score(answer)).reward == score
 
 
 @pytest.mark.parametrize("row", [{}, {"function": FUNCTIONS, "ground_truth": [{"other": {}}]}, "x"])
 def test_a_row_of_another_form_is_an_error(row):
-    with pytest.raises(GraderError, match="no row of the leaderboard, with function and ground_tr"):
+    with pytest.raises(GraderError, match="not those of a row of the leaderboard"):
         why_wrong([("rest", {})], row)

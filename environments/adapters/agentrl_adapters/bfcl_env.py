@@ -33,9 +33,9 @@ class BfclConfig(EnvConfig):
     """Folder that `agentrl data get bfcl` wrote, a split for each `.jsonl` file in it, or one such
     file."""
     report_reference: bool = False
-    """Put the row's functions and answers into the info of the step that ends the episode, so that
-    `agentrl regrade` can judge again. The agent never sees it, but whoever may set this can read
-    references."""
+    """Put the wanted calls, and the functions, into the info of the step that ends the episode, for
+    the reward functions of a run file. The agent never sees them, but whoever may set this can
+    read references."""
 
 
 @register("bfcl", max_sessions=4096)
@@ -68,16 +68,15 @@ class BfclEnvironment(Environment):
         return self.shared[split][index]
 
     def offered_tools(self) -> list[ToolSpec]:
-        row: Any = self.task.reference
-        return [_to_tool(each) for each in row["function"]]
+        return [_to_tool(each) for each in self._row()["function"]]
 
     async def step(self, action: Action) -> StepResult:
-        row: Any = self.task.reference
-        problem = why_wrong([(each.name, each.arguments) for each in action.tool_calls], row)
+        calls = [(each.name, each.arguments) for each in action.tool_calls]
+        problem = why_wrong(calls, self._row())
         right = float(not problem)
         info: dict[str, JSON] = {"wrong": problem} if problem else {}
         if self.config.report_reference:
-            info |= {"reference": row, "metadata": self.task.metadata}
+            info |= {"reference": self.task.reference, "metadata": self.task.metadata}
         return StepResult(
             [], right, terminated=True, reward_components={"correct": right}, info=info
         )
@@ -86,9 +85,13 @@ class BfclEnvironment(Environment):
         """Calls that the row accepts, without the arguments that may be left out."""
         calls = [
             ToolCall(f"call-{index}", name, arguments)
-            for index, (name, arguments) in enumerate(_solution(self.task.reference))
+            for index, (name, arguments) in enumerate(_solution(self._row()))
         ]
         return [Action(text="" if calls else "None of them fits.", tool_calls=tuple(calls))]
+
+    def _row(self) -> dict[str, Any]:
+        reference: Any = self.task.reference
+        return self.task.metadata | reference
 
 
 def _solution(row: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -127,15 +130,15 @@ def _to_task(row: dict[str, Any], where: str) -> Task:
     category = str(row["id"]).rpartition("_")[0]
     if category.startswith("simple_java"):
         raise DataError(f"{where}: {DATA_SETS['bfcl'].left_out}")
-    reference = {"function": row["function"], "ground_truth": row["ground_truth"]}
     try:
         (messages,) = row["question"]
         for each in row["function"]:
             _to_tool(each)
-        why_wrong(_solution(reference), reference)
+        why_wrong(_solution(row), row)
     except (GraderError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{where}: this is no row of one turn of BFCL: {error!r}") from error
-    return Task(str(row["id"]), messages, reference, {"category": category})
+    metadata: dict[str, JSON] = {"category": category, "function": row["function"]}
+    return Task(str(row["id"]), messages, {"ground_truth": row["ground_truth"]}, metadata)
 
 
 def _to_tool(function: dict[str, Any]) -> ToolSpec:

@@ -114,8 +114,8 @@ def test_its_own_answers_are_right(source):
 
 def test_the_reference_is_reported_where_it_is_asked_for(source):
     result = play(source, "parallel", report_reference=True)
-    assert result.info["reference"] == {"function": [FUNCTION], "ground_truth": WANTED}
-    assert result.info["metadata"] == {"category": "parallel"}
+    assert result.info["reference"] == {"ground_truth": WANTED}
+    assert result.info["metadata"] == {"category": "parallel", "function": [FUNCTION]}
 
 
 def test_what_cannot_be_judged_is_refused_in_words(package, source, tmp_path):
