@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass, field
 
 from agentrl.errors import DataError
-from agentrl_harbor.sandbox import TaskContainer
+from agentrl_harbor.sandbox import SCRIPT_FAILED, TaskContainer
 from agentrl_harbor.task import Step, pack
 
 MAX_REWARD_BYTES = 1 << 16
 _CLEAR = (
-    "rm -rf -- /logs/verifier /tests /solution; mkdir -p -- /logs/verifier /logs/agent "
+    "rm -rf -- /logs/verifier /tests /solution && mkdir -p -- /logs/verifier /logs/agent "
     "/logs/artifacts && chmod 777 /logs/verifier /logs/agent /logs/artifacts"
 )
 _CLEAR_BUNDLED = _CLEAR.replace(" /tests", "")
@@ -47,7 +47,7 @@ async def verify(
         and step.verifier.environment is not None
         and step.verifier.environment.docker_image is not None
     )
-    await container.as_root(_CLEAR_BUNDLED if bundled else _CLEAR)
+    await container.as_root(_CLEAR_BUNDLED if bundled else _CLEAR, code=SCRIPT_FAILED)
     if not bundled:
         await container.put(pack(step.folders), "/tests")
     ran = await container.script(_RUN, step.test, timeout_s=timeout_s, environment=environment)
@@ -74,10 +74,15 @@ async def _read(container: TaskContainer) -> dict[str, float]:
         raise DataError("the tests wrote neither /logs/verifier/reward.txt nor reward.json")
     try:
         values = json.loads(whole) if whole is not None else float((text or b"").decode())
-    except ValueError as error:
+        given = values if isinstance(values, dict) else {"reward": values}
+        # Tests may run an agent's code, so whatever stands there is the agent's doing at worst.
+        rewards = {
+            name: float(value) if isinstance(value, int | float) else math.nan
+            for name, value in given.items()
+        }
+    except (ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"the reward file can't be read: {error}") from error
-    rewards = values if isinstance(values, dict) else {"reward": values}
     for name, value in rewards.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise DataError(f"reward {name!r} is {value!r}, not a finite number")
-    return {name: float(value) for name, value in rewards.items()}
+        if not math.isfinite(value):
+            raise DataError(f"reward {name!r} is {str(given[name])[:80]!r}, not a finite number")
+    return rewards
