@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import logging
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +44,8 @@ from agentrl_harbor.task import (
     resolve,
 )
 from agentrl_harbor.verify import Verified, verify
+
+logger = logging.getLogger("agentrl.env")
 
 PROMPT = """\
 {instruction}
@@ -134,6 +138,16 @@ class HarborEnvironment(Environment):
             }
         for task in tasks.values():
             _check_network(task, config)
+        ignored = Counter(key for task in tasks.values() for key in task.ignored)
+        for key, count in sorted(ignored.items()):
+            logger.warning(
+                "source %s: task.toml has %s, which has no effect here, in %d of %d tasks%s",
+                config.source,
+                key,
+                count,
+                len(tasks),
+                ": the disk of a container has no limit" if "storage" in key else "",
+            )
         client = connect()
         try:
             reap(client)
@@ -163,6 +177,13 @@ class HarborEnvironment(Environment):
         self._left_s = self._allowance()
         image = await self._image(found.folder / "environment", found.table.environment)
         self._image_in_use = image
+        separate = all(step.separate for step in found.steps)
+        if image.volumes and self.config.verifier == "fresh" and not separate:
+            raise DataError(
+                f"the image of {found.folder} has the volumes {', '.join(image.volumes)}, whose "
+                'content cannot be carried into a fresh container: set verifier = "shared", or '
+                "leave the task out with `task_ids`"
+            )
         self._container = await self._start(image, found.table.environment, self._step.agent)
         await self._prepare(found.table.environment.healthcheck)
         self.metrics.update(commands=0.0, command_s=0.0, timeouts=0.0)
@@ -362,7 +383,9 @@ class HarborEnvironment(Environment):
         if step.separate:
             table = step.verifier.environment or table
             folder = step.bundled or task.folder / "environment"
-            if step.bundled is None and table.docker_image is None:
+            if step.bundled is not None and step.verifier.environment is None:
+                table = table.model_copy(update={"docker_image": None})  # it is the agent's
+            elif step.bundled is None and table.docker_image is None:
                 table = table.model_copy(
                     update={"docker_image": task.table.environment.docker_image}
                 )
@@ -483,6 +506,13 @@ def _check_network(task: HarborTask, config: HarborConfig) -> None:
             f"{task.folder / 'task.toml'}: network_mode = 'allowlist': agentrl's containers reach "
             'all of the network or nothing of it: set network = "none", or leave the task out '
             "with `task_ids`"
+        )
+
+    modes = {step.agent.network_mode or table.environment.network_mode for step in task.steps}
+    if len({mode == "no-network" for mode in modes}) > 1:
+        raise DataError(
+            f"{task.folder / 'task.toml'}: only some of the steps have a network, but all are "
+            'played in one container: set network = "none", or leave the task out with `task_ids`'
         )
 
 

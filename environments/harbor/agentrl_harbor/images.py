@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def build_or_find(
                     known[key] = (
                         _pulled(client, table.docker_image)
                         if table.docker_image
-                        else _built(client, folder)
+                        else _built(client, folder, table.build_timeout_sec)
                     )
             finally:
                 client.close()
@@ -56,23 +57,37 @@ def _pulled(client: Any, name: str) -> Image:
             raise ImageMissing(f"image {name} is neither local nor to be had: {error}") from error
 
 
-def _built(client: Any, folder: Path) -> Image:
-    from docker.errors import APIError, BuildError, ImageNotFound
+def _built(client: Any, folder: Path, timeout_s: float) -> Image:
+    from docker.errors import APIError, ImageNotFound
+    from requests.exceptions import RequestException
+    from urllib3.exceptions import HTTPError
 
     tag = f"{REPOSITORY}:{hashlib.sha256(pack((folder,))).hexdigest()[:24]}"
     try:
         return _image(client.images.get(tag))
     except ImageNotFound:
-        try:
-            image, _ = client.images.build(path=str(folder), tag=tag, rm=True, forcerm=True)
-        except BuildError as error:
-            said = "".join(each.get("stream", "") for each in error.build_log)[-2000:]
-            raise DataError(f"{folder / 'Dockerfile'} does not build: {error}\n{said}") from error
-        except APIError as error:
-            raise DataError(f"{folder / 'Dockerfile'} does not build: {error}") from error
-        return _image(image)
+        pass
+    dockerfile, said, deadline = folder / "Dockerfile", "", time.monotonic() + timeout_s
+    late = f"{dockerfile} took longer to build than build_timeout_sec = {timeout_s:g}"
+    try:
+        for line in client.api.build(
+            path=str(folder), tag=tag, rm=True, forcerm=True, decode=True, timeout=timeout_s
+        ):
+            said = f"{said}{line.get('stream', '')}"[-2000:]
+            if "error" in line:
+                raise DataError(f"{dockerfile} does not build: {line['error']}\n{said}")
+            if time.monotonic() > deadline:
+                raise DataError(late)
+    except APIError as error:
+        raise DataError(f"{dockerfile} does not build: {error}") from error
+    except (RequestException, HTTPError) as error:
+        if time.monotonic() > deadline:
+            raise DataError(late) from error
+        raise
+    return _image(client.images.get(tag))
 
 
 def _image(found: Any) -> Image:
     config = found.attrs.get("Config") or {}
-    return Image(found.id, config.get("User") or "0", config.get("WorkingDir") or "/", frozenset())
+    user, workdir = config.get("User") or "0", config.get("WorkingDir") or "/"
+    return Image(found.id, user, workdir, frozenset(), tuple(config.get("Volumes") or ()))

@@ -82,6 +82,8 @@ class Image:
     workdir: str
     programs: frozenset[str]
     """Paths of all programs that are found by name; empty until they are listed."""
+    volumes: tuple[str, ...] = ()
+    """Folders whose content the engine does not count among a container's changes."""
 
 
 class TaskContainer(Container):

@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
@@ -28,7 +28,9 @@ T = TypeVar("T", bound=BaseModel)
 MAX_FILES_BYTES = 256 << 20
 """Of a folder that is put into a container."""
 
-_STEP_NAME = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,255}")
+_STEP_NAME = re.compile(r"(?!\.)[^/\\\x00-\x1f]+")
+_MAX_NAME_BYTES = 255
+_PATH = re.compile(r"/[^\x00]*")
 _IMAGE_NAME = re.compile(r"[A-Za-z0-9][\w./:@-]{0,254}")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])B?", re.IGNORECASE)
@@ -41,6 +43,8 @@ _NOT_HERE = {
     "skills_dir": "skills",
 }
 """Keys of [environment] that a container of agentrl's does not give."""
+_NO_FIELDS = {*_NOT_HERE, "memory", "allow_internet", "allowed_hosts", "gpu_types"}
+"""Keys that are read under other names, or refused where they ask for something."""
 
 
 class _Table(BaseModel):
@@ -84,8 +88,11 @@ class EnvironmentTable(Network):
         for old in ("memory", "storage"):
             if (size := values.pop(old, None)) is not None:
                 values.setdefault(f"{old}_mb", _megabytes(size))
-        if values.get("allow_internet") is not None and values.get("network_mode") is None:
-            values["network_mode"] = "public" if values["allow_internet"] else "no-network"
+        internet = values.get("allow_internet")
+        if not isinstance(internet, bool | None):
+            raise ValueError(f"allow_internet = {internet!r} is neither true nor false")
+        if internet is not None and values.get("network_mode") is None:
+            values["network_mode"] = "public" if internet else "no-network"
         return values
 
     @field_validator("docker_image")
@@ -94,6 +101,11 @@ class EnvironmentTable(Network):
         if image is not None and not _IMAGE_NAME.fullmatch(image):
             raise ValueError(f"{image!r} is not the name of an image")
         return image
+
+    @field_validator("workdir")
+    @classmethod
+    def _is_absolute(cls, workdir: str | None) -> str | None:
+        return None if workdir is None else _absolute(workdir)
 
     @field_validator("os")
     @classmethod
@@ -145,8 +157,9 @@ class Artifact(_Table):
     @field_validator("source")
     @classmethod
     def _inside(cls, source: str) -> str:
-        if not source.startswith("/") or ".." in PurePosixPath(source).parts:
-            raise ValueError(f"{source!r} must be an absolute path without '..'")
+        source = _absolute(source)
+        if source == "/":
+            raise ValueError("'/' would bring the agent's whole system, programs included")
         return source
 
     @field_validator("service")
@@ -168,7 +181,7 @@ class StepTable(_Table):
     @field_validator("name")
     @classmethod
     def _one_folder(cls, name: str) -> str:
-        if not _STEP_NAME.fullmatch(name):
+        if not _STEP_NAME.fullmatch(name) or len(name.encode()) > _MAX_NAME_BYTES:
             raise ValueError(f"step {name!r} is not the name of a folder")
         return name
 
@@ -229,6 +242,8 @@ class HarborTask:
     table: TaskTable
     steps: tuple[Step, ...]
     solution_env: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    """Keys of `task.toml` that have no effect here."""
 
 
 def load_tasks(source: Path) -> list[HarborTask]:
@@ -253,16 +268,17 @@ def load_task(folder: Path) -> HarborTask:
     Raises:
         DataError: it is wrong, or asks for what agentrl's containers do not have.
     """
-    path = folder / "task.toml"
+    path = _own(folder / "task.toml", folder)
     try:
-        table = TaskTable.model_validate(tomllib.loads(path.read_text()))
+        given = tomllib.loads(path.read_text())
+        table = TaskTable.model_validate(given)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
         raise DataError(f"{path}: {key}: {problem['msg']}") from error
-    environment = folder / "environment"
+    environment = _own(folder / "environment", folder)
     for name in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml"):
         if (environment / name).exists():
             raise DataError(
@@ -274,7 +290,8 @@ def load_task(folder: Path) -> HarborTask:
             f"{folder} has no environment/Dockerfile, and {path} no environment.docker_image"
         )
     steps = tuple(_step(folder, table, step) for step in table.steps or [None])
-    return HarborTask(folder.resolve().name, folder, table, steps, table.solution.get("env", {}))
+    solution_env, ignored = table.solution.get("env", {}), tuple(dict.fromkeys(_ignored(given)))
+    return HarborTask(folder.resolve().name, folder, table, steps, solution_env, ignored)
 
 
 def resolve(variables: Mapping[str, str], allowed: list[str], where: str) -> dict[str, str]:
@@ -311,10 +328,8 @@ def pack(folders: tuple[Path, ...]) -> bytes:
     """
     found: dict[str, Path] = {}
     for folder in folders:
-        root = folder.resolve()
         for path in sorted(folder.rglob("*")):
-            if not path.resolve().is_relative_to(root):
-                raise DataError(f"{path} leads out of {folder}")
+            _own(path, folder)
             if not (path.is_file() or path.is_dir()):
                 raise DataError(f"{path} is neither a file nor a folder")
             found[path.relative_to(folder).as_posix()] = path
@@ -324,6 +339,10 @@ def pack(folders: tuple[Path, ...]) -> bytes:
     with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
         for name, path in found.items():
             member = archive.gettarinfo(path, name)
+            if path.is_symlink() and path.is_dir():  # what is in there has its own place
+                above = os.path.realpath(path.parent)
+                member.type = tarfile.SYMTYPE
+                member.linkname = os.path.relpath(os.path.realpath(path), above)
             if member.islnk():  # of two links to one file each is a file of its own
                 member.type, member.size = tarfile.REGTYPE, path.stat().st_size
             member.uid = member.gid = member.mtime = 0  # what is packed depends on content alone
@@ -339,15 +358,15 @@ def pack(folders: tuple[Path, ...]) -> bytes:
 
 
 def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
-    base = folder if step is None else folder / "steps" / step.name
-    if not base.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{base} leads out of {folder}")
+    base = folder if step is None else _own(folder / "steps" / step.name, folder)
     agent, verifier = table.agent, table.verifier
     if step is not None:
         agent = _over(step.agent, table.agent)
         verifier = _over(step.verifier, table.verifier)
     tests = tuple(
-        dict.fromkeys(each for each in (folder / "tests", base / "tests") if each.is_dir())
+        dict.fromkeys(
+            _own(each, folder) for each in (folder / "tests", base / "tests") if each.is_dir()
+        )
     )
     # A step's own test script counts first, then the task's.
     scripts = [each for each in reversed(tests) if (each / "test.sh").is_file()]
@@ -358,7 +377,7 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
     )
     if not scripts and not (separate and own_image):
         raise DataError(f"{base} has no tests/test.sh")
-    instruction = base / "instruction.md"
+    instruction = _own(base / "instruction.md", folder)
     try:
         text = _without_canary(instruction.read_text()) if instruction.is_file() else None
     except (OSError, UnicodeDecodeError) as error:
@@ -367,7 +386,7 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
         raise DataError(f"{instruction} is missing or empty")
     solution = next(
         (
-            each
+            _own(each, folder)
             for each in (base / "solution", folder / "solution")
             if (each / "solve.sh").is_file()
         ),
@@ -375,7 +394,7 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
     )
     gates = step.min_reward if step is not None else None
     artifacts = [*table.artifacts, *(step.artifacts if step is not None else [])]
-    workdir = base / "workdir" if step is not None else None
+    workdir = _own(base / "workdir", folder) if step is not None else None
     return Step(
         name="" if step is None else step.name,
         instruction=text.strip(),
@@ -391,6 +410,35 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
         min_reward=gates if isinstance(gates, dict) else {} if gates is None else {"reward": gates},
         healthcheck=step.healthcheck if step is not None else None,
     )
+
+
+def _own(path: Path, folder: Path) -> Path:
+    """Returns the path.
+
+    Raises:
+        DataError: it is, or goes through, a link out of the folder.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise DataError(f"{path} leads out of {folder}")
+    return path
+
+
+def _absolute(path: str) -> str:
+    """Returns a path in a container, written in the shortest way."""
+    parts = PurePosixPath(path).parts
+    if not _PATH.fullmatch(path) or ".." in parts:
+        raise ValueError(f"{path!r} must be an absolute path without '..'")
+    return "/" + "/".join(parts[1:])
+
+
+def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields keys that have no effect here, of those tables whose keys have one."""
+    known = {"environment": EnvironmentTable, "agent": AgentTable, "verifier": VerifierTable}
+    for table in (given, *given.get("steps", ()), given.get("verifier", {})):
+        for name, model in known.items():
+            for key in table.get(name, {}):
+                if key.startswith("storage") or key not in model.model_fields.keys() | _NO_FIELDS:
+                    yield f"{name}.{key}"
 
 
 def _over(step: T, task: T) -> T:

@@ -1,17 +1,28 @@
 """Harbor's task directories: what is read, and what is refused by name."""
 
 import io
+import os
 import re
 import tarfile
+import tempfile
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import harbor_tasks
 import pytest
+from docker.errors import ImageNotFound
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agentrl.errors import DataError
-from agentrl_harbor.env import HarborConfig, _check_network
+from agentrl_harbor.env import HarborConfig, HarborEnvironment, _check_network
+from agentrl_harbor.images import _built
 from agentrl_harbor.sandbox import _reason
-from agentrl_harbor.task import load_task, load_tasks, pack, resolve
+from agentrl_harbor.task import Artifact, StepTable, load_task, load_tasks, pack, resolve
+
+PUBLIC = '[steps.agent]\nnetwork_mode = "public"\n'
 
 
 @pytest.fixture
@@ -44,6 +55,11 @@ def test_all_shapes_load(folder):
         ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', "two steps have one name"),
         ('artifacts = ["/app/../../etc"]\n', "without '..'"),
         ('artifacts = ["relative"]\n', "absolute path"),
+        ('artifacts = ["//"]\n', "whole system"),
+        ('artifacts = ["/a\\u0000b"]\n', "absolute path"),
+        (f'[[steps]]\nname = "{"ä" * 200}"\n', "is not the name of a folder"),
+        ('[environment]\nworkdir = "app"\n', "absolute path"),
+        ('[environment]\nallow_internet = "false"\n', "neither true nor false"),
         ('[environment]\ndocker_image = "--privileged"\n', "is not the name of an image"),
         ("[environment]\ngpus = 1\n", "graphics processors"),
         ('[environment]\nos = "windows"\n', "only Linux"),
@@ -74,13 +90,124 @@ def test_what_is_missing_is_named(folder):
         load_tasks(folder / "mend" / "tests")
 
 
-def test_a_step_that_is_a_link_out_of_its_task_is_refused(folder, tmp_path_factory):
-    outside = tmp_path_factory.mktemp("outside")
-    first = folder / "steps" / "steps" / "first"
-    first.rename(outside / "first")
-    first.symlink_to(outside / "first")
+@pytest.mark.parametrize(
+    ("task", "path"),
+    [
+        ("steps", "steps/first"),
+        ("steps", "steps/second/workdir"),
+        ("hello", "instruction.md"),
+        ("hello", "task.toml"),
+        ("hello", "tests"),
+        ("hello", "solution"),
+        ("hello", "environment"),
+    ],
+)
+def test_a_part_that_is_a_link_out_of_its_task_is_refused(folder, tmp_path_factory, task, path):
+    outside = tmp_path_factory.mktemp("outside") / "part"
+    inside = folder / task / path
+    inside.rename(outside)
+    inside.symlink_to(outside)
     with pytest.raises(DataError, match="leads out of"):
-        load_task(folder / "steps")
+        load_task(folder / task)
+
+
+ODD = st.text(st.sampled_from("ab./\\~$ \n\x00ä\ud800-"), max_size=12) | st.text("aä", max_size=300)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ODD)
+def test_a_name_is_refused_or_stays_in_its_folder(name):
+    try:
+        step = StepTable(name=name).name
+    except ValidationError:
+        step = None
+    if step is not None:
+        base = Path("/tasks/task/steps")
+        assert (base / step).parent == base and os.path.normpath(base / step) == str(base / step)
+        assert len(os.fsencode(step)) <= 255
+    try:
+        source = Artifact(source=f"/{name}").source
+    except ValidationError:
+        return
+    assert source == os.path.normpath(source) != "/" and not source.startswith("//")
+    assert "\0" not in source
+
+
+FILE = st.text(st.characters(blacklist_characters="/\x00"), min_size=1, max_size=60).filter(
+    lambda name: name not in (".", "..") and len(name.encode(errors="surrogateescape")) < 200
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(FILE, st.binary(max_size=20), min_size=1, max_size=4), FILE)
+def test_members_of_an_archive_stay_in_their_folder(files, below):
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made) / below
+        root.mkdir()
+        for name, content in files.items():
+            (root / name).write_bytes(content)
+        with tarfile.open(fileobj=io.BytesIO(pack((Path(made),)))) as archive:
+            found = {each.name: each for each in archive.getmembers()}
+            assert set(found) == {below, *(f"{below}/{name}" for name in files)}
+            for name, content in files.items():
+                member = archive.extractfile(found[f"{below}/{name}"])
+                assert member is not None and member.read() == content
+
+
+def test_a_link_to_a_folder_of_its_own_keeps_what_is_in_it(tmp_path):
+    (tmp_path / "cases" / "one").mkdir(parents=True)
+    (tmp_path / "cases" / "now").symlink_to(tmp_path / "cases" / "one")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        pack((tmp_path,))
+    (tmp_path / "loop").unlink()
+    with tarfile.open(fileobj=io.BytesIO(pack((tmp_path,)))) as archive:
+        link = archive.getmember("cases/now")
+        assert link.issym() and link.linkname == "one"
+
+
+def test_keys_without_effect_are_said_once(folder, caplog, monkeypatch):
+    for task in ("hello", "total"):
+        path = folder / task / "task.toml"
+        path.write_text(path.read_text() + 'storage = "2G"\nmemmory_mb = 1\n')
+    for name in ("connect", "reap", "start_watchdog"):
+        monkeypatch.setattr(f"agentrl_harbor.env.{name}", Mock())
+    config = HarborConfig(source=str(folder), task_ids=["hello", "total", "mend"])
+    HarborEnvironment.load_shared(config)
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2 and all("in 2 of 3 tasks" in each for each in said)
+    assert "environment.memmory_mb, which has no effect here" in said[0]
+    assert said[1].endswith(": the disk of a container has no limit")
+
+
+def test_steps_of_one_container_have_one_network(folder):
+    path = folder / "steps" / "task.toml"
+    path.write_text(path.read_text().replace('name = "second"', 'name = "second"\n' + PUBLIC))
+    task = load_task(folder / "steps")
+    with pytest.raises(DataError, match="only some of the steps have a network"):
+        _check_network(task, HarborConfig(source=str(folder)))
+    _check_network(task, HarborConfig(source=str(folder), network="none"))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "lines", "message"),
+    [
+        (600, [{"stream": "Step 1\n"}, {"error": "no such file"}], "no such file\nStep 1"),
+        (0.001, [{"stream": "."}], "longer to build than build_timeout_sec = 0.001"),
+    ],
+)
+def test_a_build_is_stopped_at_its_error_or_its_time(folder, timeout_s, lines, message):
+    def build(**options):
+        assert options["timeout"] == timeout_s
+        for line in lines:
+            time.sleep(0.002)
+            yield line
+
+    client = Mock()
+    client.images.get.side_effect = ImageNotFound("none")
+    client.api.build = build
+    with pytest.raises(DataError, match=re.escape(message)):
+        _built(client, folder / "hello" / "environment", timeout_s)
 
 
 def test_a_packed_folder_holds_only_its_own_files(tmp_path):
