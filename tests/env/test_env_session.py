@@ -56,6 +56,15 @@ def test_a_group_starts_from_one_task_and_seed_and_goes_its_own_ways():
     run(test)
 
 
+def test_the_authors_own_error_stays_the_cause_of_a_failed_reset():
+    async def test(manager):
+        failing = CreateRequest("workshop", TaskSpec(inline=Task("t", "bad")))
+        error = await error_of(manager.create(failing))
+        assert isinstance(error.__cause__, RuntimeError)
+
+    run(test)
+
+
 def test_what_sessions_share_is_loaded_once_per_configuration():
     async def test(manager):
         loads, closed = Workshop.loads, Workshop.shared_closed

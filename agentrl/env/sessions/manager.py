@@ -251,7 +251,9 @@ class SessionManager:
                 if loaded is not None:
                     loaded.num_users -= 1
                 self._capacity.release(environment)
-            raise error from None
+            if error is not raised:
+                raise error from None
+            raise
         return session
 
     # Stepping
