@@ -30,6 +30,8 @@ def build_or_find(
         EnvError: the engine failed.
     """
     key = table.docker_image or str(folder)
+    if key in known:  # whatever is built meanwhile
+        return known[key]
     with lock:
         if key not in known:
             client = connect(timeout_s=table.build_timeout_sec)

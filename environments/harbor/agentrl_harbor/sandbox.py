@@ -211,7 +211,9 @@ class TaskContainer(Container):
         """
         found = await self._call(lambda client: client.api.diff(self.id)) or []
         changes: dict[str, int] = {each["Path"]: each["Kind"] for each in found}
-        kept, left_out = await asyncio.to_thread(_choose, changes, programs, everything)
+        kept, left_out = await self._call(
+            lambda client: _choose(changes, programs, everything)  # not in the event loop
+        )
 
         def pack(client: DockerClient) -> None:
             def refuse(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
