@@ -59,7 +59,7 @@ CaseStatus = Literal[
 
 @dataclass(slots=True, frozen=True)
 class CodeGrade:
-    """How a program did on its test cases."""
+    """The result of a program on its test cases."""
 
     score: float
     """Share of the cases that passed, or 1.0 and 0.0 for all and not all of them."""

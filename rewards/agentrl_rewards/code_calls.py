@@ -404,7 +404,7 @@ class Remote:
 
     @property
     def _plain(self) -> Any:
-        """What an instance of a subclass of a plain type holds, else None."""
+        """Returns the plain value in an instance of a subclass of a plain type, else None."""
         return self._peer.ask("plain", self) if self._container else self._scalar
 
     @property
@@ -615,7 +615,7 @@ def names_of_answer(tree: ast.Module) -> set[str]:
 
 
 def report_of(error: BaseException) -> dict[str, str]:
-    """How tests that raised are reported."""
+    """Returns the report of tests that raised."""
     status = "memory" if isinstance(error, MemoryError) else "error"
     return {"status": status, "output": f"{type(error).__name__}: {error}"[:500]}
 

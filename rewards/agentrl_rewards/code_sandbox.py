@@ -333,7 +333,7 @@ def run_code(code: str, name: str) -> tuple[dict, BaseException | None]:
 
 
 def finish_program(names: dict) -> None:
-    """What an interpreter does at its end: wait for threads, run exit handlers, close files."""
+    """Ends as an interpreter does: waits for threads, runs exit handlers, closes files."""
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     flush()

@@ -76,7 +76,7 @@ _SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests
 
 
 def ifbench(text: str, reference: Mapping[str, Any] | str) -> dict[str, float]:
-    """How many of a row's constraints the text keeps.
+    """Counts how many of a row's constraints the text keeps.
 
     `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
     where all at once is too rare. An empty text keeps none.

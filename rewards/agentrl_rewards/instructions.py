@@ -38,7 +38,7 @@ _MAX_COUNT_CHARS = 1_000_000
 
 
 def ifeval(text: str, reference: Mapping[str, Any] | str) -> dict[str, float]:
-    """How many of a row's constraints the text keeps.
+    """Counts how many of a row's constraints the text keeps.
 
     `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
     where all at once is too rare. An empty text keeps none.
@@ -82,7 +82,7 @@ def score_constraints(
 def follows(
     text: str, name: str, arguments: Mapping[str, Any], constraints: Constraints | None = None
 ) -> bool:
-    """Whether the text keeps one constraint. Arguments that are None count as not given.
+    """Tells whether the text keeps one constraint. Arguments that are None count as not given.
 
     `constraints` are IFEval's unless others are given.
 
@@ -123,7 +123,7 @@ def count_sentences(text: str) -> int:
 
 
 def count_word(text: str, word: str) -> int:
-    """How often a word or phrase stands in the text as a whole, in any case."""
+    """Counts how often a word or phrase stands in the text as a whole, in any case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE))
 
 

@@ -178,7 +178,7 @@ class _Server:
 
 
 async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -> T:
-    """What `read` finds in the judge's reply, the cached one if there is one."""
+    """Returns what `read` finds in the judge's reply, the cached one if there is one."""
     headers = {}
     if server.api_key_variable is not None:
         api_key = os.environ.get(server.api_key_variable)

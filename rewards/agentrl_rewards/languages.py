@@ -50,7 +50,7 @@ _MAX_CHARS = 20_000
 
 
 class _Small(NamedTuple):
-    """What is frequent in a language and rare in its neighbours."""
+    """Words and letters that are frequent in a language and rare in its neighbours."""
 
     words: str
     letters: str = ""

@@ -57,7 +57,7 @@ MAX_DEPTH, MAX_FUNCTIONS = 20, 8
 
 @dataclass(slots=True, frozen=True)
 class Grade:
-    """Whether an answer is right, and how that was found."""
+    """The verdict on an answer, and how it was found."""
 
     score: float
     """1.0 for the right answer, else 0.0."""
@@ -169,7 +169,7 @@ def _after_reasoning(text: str) -> str:
 
 
 def _last_marked(text: str) -> str | None:
-    """What the marker that ends last encloses. One pass, so linear in the text's length."""
+    """Returns what the marker that ends last encloses, in time linear in the text's length."""
     last: tuple[int, int] | None = None
     boxes: list[tuple[int, int, int]] = []  # where a box starts, and its content's start and end
     heading: tuple[int, int] | None = None
@@ -309,7 +309,7 @@ _BASE_NUMBER = re.compile(r"(?:0x)?([0-9A-Za-z ]+)_\{?(?:base)? ?([0-9]{1,2})\}?
 
 
 def _same_base(answer: str, gold: str) -> bool:
-    """Whether both are the same digits in the same base: 2b_{16} and 2B_{16}."""
+    """Tells whether both are the same digits in the same base: 2b_{16} and 2B_{16}."""
     pair = _BASE_NUMBER.fullmatch(answer), _BASE_NUMBER.fullmatch(gold)
     if pair[0] is None or pair[1] is None or pair[0][2] != pair[1][2]:
         return False
@@ -324,7 +324,7 @@ _VALUE_OF = re.compile(r"\s*([A-Za-z])\s*=([^=]*)")
 
 
 def _values_of_others(answer: str, gold: str) -> bool:
-    """Whether two numbers are the values of variables with different names."""
+    """Tells whether two numbers are the values of variables with different names."""
     pair = _VALUE_OF.fullmatch(answer), _VALUE_OF.fullmatch(gold)
     if pair[0] is None or pair[1] is None:
         return False

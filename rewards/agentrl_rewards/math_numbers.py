@@ -56,7 +56,7 @@ def same_number(answer: Number, gold: Number) -> bool:
 
 
 def _is_rounded(step: Fraction, value: Fraction, exact: Fraction) -> bool:
-    """Whether a decimal is as much as can be written of a fraction that has no end as a decimal."""
+    """Tells whether a decimal is a rounding of a fraction that never ends as a decimal."""
     rest = exact.denominator
     for prime in (2, 5):
         while rest % prime == 0:
@@ -67,7 +67,7 @@ def _is_rounded(step: Fraction, value: Fraction, exact: Fraction) -> bool:
 
 
 def unit_factor(answer: Unit, gold: Unit) -> Fraction | None:
-    """What to multiply the answer with to have it in the reference's unit; None for none.
+    """Returns the factor from the answer's unit to the reference's; None if there is none.
 
     A unit that one of them leaves out is no difference.
     """
@@ -91,7 +91,7 @@ def unit_factor(answer: Unit, gold: Unit) -> Fraction | None:
 
 
 def same_unit(answer: Unit, gold: Unit) -> bool:
-    """Whether no conversion is needed; a unit that one of them leaves out is no difference."""
+    """Tells whether no conversion is needed; a unit that one of them leaves out does not count."""
     return unit_factor(answer, gold) == 1
 
 

@@ -108,7 +108,7 @@ class MathPool:
         self._lanes: tuple[_Lane, _Lane] | None = None
 
     def check(self, answer: str, reference: str, deadline_s: float = 2.0) -> bool | None:
-        """Whether math-verify finds the two LaTeX expressions equal. Blocks, from any thread.
+        """Tells whether math-verify finds the two LaTeX expressions equal. Blocks; for any thread.
 
         None when the answer is parsed but would cost too much to evaluate. The deadline is
         processor time of the comparing process; waiting for it is bounded by MAX_WAIT_S.

@@ -91,7 +91,7 @@ _BASE = re.compile(r"[0-9]\s*\}?\s*_")
 
 
 def is_comparable(answer: str, gold: str) -> bool:
-    """Whether an algebra system is the one to ask. Words, bases and kinds of brackets it drops."""
+    """Tells whether to ask an algebra system, which drops words, bases and kinds of brackets."""
     if re.fullmatch(r"\(?[a-zA-Z]\)?", gold) or _BASE.search(answer) or _BASE.search(gold):
         return False
     answer_kind, gold_kind = list_brackets(answer), list_brackets(gold)
@@ -183,7 +183,7 @@ def load_compare() -> Compare:
         return found
 
     def prepared(expression: sympy.Basic) -> sympy.Basic:
-        """What math-verify leaves open: `i`, logarithms to a base, inequalities joined by "or"."""
+        """Settles what math-verify leaves open: `i`, bases of logarithms, joined inequalities."""
         symbols = expression.free_symbols
         if any(str(symbol) == "i" for symbol in symbols):
             real = {symbol: sympy.Symbol(str(symbol), real=True) for symbol in symbols}
@@ -219,7 +219,7 @@ def load_compare() -> Compare:
 
 
 def have_same_values(gold: object, answer: object) -> bool:
-    """Whether two expressions have the same value wherever both are real.
+    """Tells whether two expressions have the same value wherever both are real.
 
     Tried at some points, some of them positive. An algebra system leaves open what is true of
     positive numbers alone, such as that sqrt(x^3) is x^(3/2).
@@ -254,7 +254,7 @@ MAX_TERMS = 300
 
 
 def is_cheap(expression: object) -> bool:
-    """Whether an expression as it was parsed, not yet evaluated, may be evaluated.
+    """Tells whether an expression as it was parsed, not yet evaluated, may be evaluated.
 
     Bounds are kept from the leaves up: no power, factorial or binomial coefficient is longer than
     MAX_BITS, nothing has more than MAX_TERMS terms, and sums, products, integrals and limits, whose

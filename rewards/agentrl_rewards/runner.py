@@ -111,7 +111,7 @@ class TurnReward:
 
 @dataclass(slots=True, frozen=True)
 class RunnerStatus:
-    """What a runner did since it was made."""
+    """The counts of what a runner did since it was made."""
 
     num_calls: int
     """Calls of a function that have ended."""
@@ -283,7 +283,7 @@ class RewardRunner:
     async def _guarded(
         self, function: _Resolved, positional: tuple[Any, ...], given: Mapping[str, Any]
     ) -> Any:
-        """What the function returned, or the GraderError that stands for its failure."""
+        """Returns what the function returned, or the GraderError that stands for its failure."""
         arguments = {**given, **function.options}
         async with self._free:
             limit = asyncio.timeout(self.deadline_s)  # its clock starts here
@@ -392,7 +392,7 @@ def _prepare(
 
 
 def _read_outcome(name: str, value: Any, num_turns: int) -> Scores | GraderError:
-    """What a function returned for one answer: scores of the whole, or of each turn."""
+    """Reads what a function returned for one answer: scores of the whole, or of each turn."""
     if not isinstance(value, list | tuple):
         return _read_scores(name, value)
     if len(value) != num_turns:

@@ -91,7 +91,7 @@ class GroupScorer:
                 self._write(trajectory, result)
 
     def _reference(self, played: Sequence[Trajectory]) -> JSON:
-        """Of the group's task: what any of its episodes reported."""
+        """Returns the reference of the group's task, as any of its episodes reported it."""
         told = next((t.info["reference"] for t in played if "reference" in t.info), None)
         ended = any(t.stop_reason in _ENDED_BY_ENVIRONMENT for t in played)
         if told is None and ended and self.runner.needs_reference:

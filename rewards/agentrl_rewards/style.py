@@ -108,7 +108,7 @@ _RUN = re.compile(r"(\S)\1{9,}")
 
 
 def gibberish(text: str, reference: JSON = None) -> float:
-    """How little a text resembles writing, as a penalty from -1 (gibberish) to 0 (none seen).
+    """Measures how little a text resembles writing: a penalty from -1 (gibberish) to 0 (none seen).
 
     The worst of four signs, each of which is absent from prose, code and mathematics: share of
     replacement, control and private-use characters; share of one character repeated ten times or

@@ -83,7 +83,7 @@ class Actions:
 
 
 def read_actions(space: Any, names: list[str]) -> Actions:
-    """How to write the members of an action space.
+    """Returns the ways in which an agent writes the members of an action space.
 
     Raises:
         ConfigError: an agent cannot write them, or the names do not fit.

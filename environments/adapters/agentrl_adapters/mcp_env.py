@@ -56,7 +56,7 @@ class McpConfig(EnvConfig):
 
 @dataclass(frozen=True)
 class Shared:
-    """What all sessions of a configuration use."""
+    """The objects that all sessions of a configuration use."""
 
     tools: list[ToolSpec]
     tasks: dict[str, list[Task]]

@@ -78,7 +78,7 @@ class Episodes:
         return self._listed
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the client reads after a call.
+        """Makes a call and returns the text that the client reads.
 
         Raises:
             EnvError: there is no such episode, or the environment failed.

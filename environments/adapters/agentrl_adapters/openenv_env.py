@@ -28,7 +28,7 @@ _MAX_MESSAGE_BYTES = 100 * 2**20
 
 
 class OpenEnvConfig(EnvConfig):
-    """Where the server is, and how its observations and actions are written."""
+    """The address of a server, and the form of its observations and actions."""
 
     url: str = "http://127.0.0.1:8000"
     headers: dict[str, str] = Field(default={})
@@ -144,7 +144,7 @@ async def _action_schema(config: OpenEnvConfig) -> dict[str, Any]:
 
 
 async def read_tools(config: OpenEnvConfig) -> list[ToolSpec]:
-    """What the agent may call, asked of the server."""
+    """Asks the server which tools the agent may call."""
     if config.actions == "text":
         return []
     if config.actions == "mcp":

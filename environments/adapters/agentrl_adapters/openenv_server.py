@@ -42,7 +42,7 @@ ANYTHING: JSON = {"type": "object"}
 
 
 class Invalid(Exception):
-    """What the client sent has not the form of an action or a reset."""
+    """The client sent something that does not have the form of an action or a reset."""
 
 
 def make_openenv_app(
@@ -116,7 +116,7 @@ def make_openenv_app(
 
 @dataclass
 class Shared:
-    """What the WebSockets of one application share."""
+    """The objects that the WebSockets of one application share."""
 
     client: EnvClient
     env_id: str
@@ -128,7 +128,7 @@ class Shared:
 
 
 class Player:
-    """What one WebSocket plays."""
+    """The episodes that one WebSocket plays."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared

@@ -1,4 +1,4 @@
-"""What adapters share: a package that may be missing, and JSON."""
+"""Helpers for all adapters: imports of packages that may be missing, and JSON."""
 
 from __future__ import annotations
 

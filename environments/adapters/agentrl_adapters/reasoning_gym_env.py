@@ -165,7 +165,7 @@ class ReasoningGymEnvironment(Environment):
 
     @reward(timeout_s=30.0)
     def score(self, episode: Episode) -> float:
-        """What the dataset gives for the answer; 0 where there is none, or one it cannot read."""
+        """Returns the dataset's score of the answer; 0 if there is none, or one it cannot read."""
         if self._answer is None:
             return 0.0
         try:

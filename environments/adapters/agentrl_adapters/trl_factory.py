@@ -56,7 +56,7 @@ def make_trl_factory(
     config: Mapping[str, JSON] | None = None,
     timeout_s: float = 600.0,
 ) -> Callable[[], TrlEnvironment]:
-    """What `environment_factory` takes.
+    """Makes the value that TRL's `environment_factory` takes.
 
     Args:
         environment: a class, or a name for `agentrl.env.registry.resolve`; with `url` the id of an
@@ -161,7 +161,7 @@ def episode_reward(
 
 
 def _last_text(completion: Any) -> str:
-    """What the model wrote last, unless a tool's answer came after it."""
+    """Returns the model's last text, unless a tool's answer came after it."""
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}

@@ -159,7 +159,7 @@ async def play(
 
 
 async def attack(shared: Shared, config: HarborConfig, task_id: str) -> list[Attacked]:
-    """What doing nothing, the solution if there is one, and each attack are paid on a task."""
+    """Returns what a task pays for doing nothing, for its solution if any, and for each attack."""
     rows = [_row("nothing", await play(shared, config, task_id, []))]
     if all(step.solution is not None for step in shared.tasks[task_id].steps):
         rows.append(_row("solution", await play(shared, config, task_id)))

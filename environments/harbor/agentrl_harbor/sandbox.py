@@ -75,7 +75,7 @@ _LIST_PROGRAMS = (
 
 @dataclass(slots=True, frozen=True)
 class Image:
-    """What the engine knows of a task's image."""
+    """Facts about a task's image, as the engine gives them."""
 
     id: str
     user: str
@@ -311,7 +311,7 @@ def _places(programs: frozenset[str]) -> tuple[frozenset[str], frozenset[str], f
 
 
 def _in_new_environment(path: str, changes: Mapping[str, int]) -> bool:
-    """Whether a file is in a virtual environment of Python's that the agent made."""
+    """Tells whether a file is in a virtual environment of Python's that the agent made."""
     while path := path.rpartition("/")[0]:
         if changes.get(f"{path}/pyvenv.cfg") == _ADDED:
             return True
@@ -428,7 +428,7 @@ def _pack(
 def _archive(
     client: DockerClient, container_id: str, path: str
 ) -> Iterator[tarfile.TarFile | None]:
-    """What is at a path of a container, read as it comes; None: nothing is."""
+    """Yields an archive of a container's path, read as it comes; None if nothing is there."""
     from docker.errors import NotFound
 
     try:

@@ -139,7 +139,7 @@ class VerifierTable(Network):
         return collect
 
     def separate(self) -> bool | None:
-        """Whether it runs in an image of its own; None: it does not say."""
+        """Tells whether it runs in an image of its own; None if the table does not say."""
         if self.environment_mode is not None:
             return self.environment_mode == "separate"
         return True if self.environment is not None else None
@@ -210,7 +210,7 @@ class TaskTable(_Table):
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """What the agent does before its work is verified once: a whole task, or a step of one."""
+    """The work that is verified at once: a whole task, or a step of one."""
 
     name: str
     """Empty: the task has no steps."""

@@ -21,7 +21,7 @@ _RUN = '"$1" > /logs/verifier/test-stdout.txt 2>&1'
 
 @dataclass(slots=True)
 class Verified:
-    """What a verifier found."""
+    """The findings of a verifier."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     """Empty: it wrote none."""

@@ -27,7 +27,7 @@ DEFAULT_INSTRUCTION = "Put the final answer on the last line, after `####`."
 
 
 class MathConfig(EnvConfig):
-    """Where tasks come from, how they are asked and how answers are judged."""
+    """Settings of the source of tasks, of their wording and of how answers are judged."""
 
     source: str | dict[str, str] = "arithmetic"
     """`arithmetic` (generated), `sample` (ten word problems), a .jsonl or .parquet file, a folder

@@ -1,4 +1,4 @@
-"""Where math tasks come from: generated arithmetic, JSONL or parquet files, Hugging Face data.
+"""Sources of math tasks: generated arithmetic, JSONL or parquet files, Hugging Face data.
 
 A task set answers `splits()` and `get(split, index)`; the same arguments give the same task.
 """

@@ -1,4 +1,4 @@
-"""What is searched: passages, streamed from JSONL, parquet, text and SQuAD files or folders."""
+"""Streams passages to search from JSONL, parquet, text and SQuAD files or folders."""
 
 from __future__ import annotations
 

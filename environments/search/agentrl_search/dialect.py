@@ -31,7 +31,8 @@ def cut_turn(text: str) -> str:
 
 
 def read_action(text: str) -> TagAction | None:
-    """What the turn's first closing tag closes; None where there is none, or nothing was opened."""
+    """Returns the action that the turn's first closing tag closes; None if there is no such tag, or
+    nothing was opened."""
     end = _END.search(text)
     if end is None:
         return None
@@ -43,7 +44,8 @@ def read_action(text: str) -> TagAction | None:
 
 
 def is_well_formed(text: str, *, require_think: bool) -> bool:
-    """Whether a turn is thought (unless not required), then one action, and nothing before it.
+    """Tells whether a turn is a thought (unless none is required), then one action, and nothing
+    before it.
 
     The opening `<think>` may be missing, because many chat templates write it themselves.
     """

@@ -67,7 +67,7 @@ class Weights(EnvConfig):
 
 
 class SearchConfig(EnvConfig):
-    """Where questions and passages come from, how the agent speaks and what is rewarded."""
+    """Settings of questions and passages, of the agent's dialect and of the reward."""
 
     source: str | dict[str, str] = "sample"
     """`sample` (twelve questions), a .jsonl or .parquet file of rows, a SQuAD .json file, a folder

@@ -45,7 +45,7 @@ class DenseInfo(msgspec.Struct, frozen=True):
 
 
 class IndexInfo(msgspec.Struct, frozen=True):
-    """What `index.json` holds."""
+    """The content of `index.json`."""
 
     format: int
     num_passages: int
@@ -159,7 +159,7 @@ def open_index(
 
 
 def read_info(directory: Path) -> IndexInfo:
-    """What an index directory holds.
+    """Reads what an index directory holds.
 
     Raises:
         DataError: it is no index, or one of another version.

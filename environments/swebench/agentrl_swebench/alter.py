@@ -50,7 +50,7 @@ class Edit:
 
 @dataclass(slots=True, frozen=True)
 class TestName:
-    """Where a test stands."""
+    """The place of a test: its class and its function."""
 
     __test__ = False  # for pytest: no test itself
 
@@ -143,7 +143,7 @@ def _span(node: ast.expr | ast.stmt, starts: list[int]) -> tuple[int, int]:
 
 
 def _values(function: Function) -> Iterator[tuple[ast.expr, float]]:
-    """What of a test can be another value, each with its weight."""
+    """Yields the values in a test that can be exchanged for others, each with its weight."""
     for decorator in function.decorator_list:
         # Names of parameters stay; other decorators decide whether and with what a test runs.
         if isinstance(decorator, ast.Call) and _called(decorator) == "parametrize":

@@ -117,7 +117,7 @@ class Auditor:
         return evidence
 
     async def result(self, official: Evidence) -> tuple[Audit, str]:
-        """What the control runs say of a patch that is resolved, and a line on it.
+        """Returns the verdict of the control runs on a resolved patch, and a line on it.
 
         Raises:
             EnvError: the engine failed while the tests were read.
@@ -180,7 +180,7 @@ class Auditor:
 
 
 def _places(patch: str) -> frozenset[str]:
-    """Where the files of a patch are in a container."""
+    """Returns the paths in a container of the files of a patch."""
     try:
         sections = parse_patch(patch)
     except PatchFormatError:
@@ -191,9 +191,9 @@ def _places(patch: str) -> frozenset[str]:
 def oddities(
     instance: Instance, evidence: Evidence, *, but: frozenset[str] = frozenset()
 ) -> set[str]:
-    """What a resolved run shows that an ordinary one does not, but for changes of these files. The
-    reference solution's own are no blame: some projects' tests are expected to fail, some builds
-    change installed files."""
+    """Lists what a resolved run shows and an ordinary one does not, except changes of these files.
+    The reference solution's own oddities are not held against a patch: some projects' tests are
+    expected to fail, and some builds change installed files."""
     changed = {*(evidence.changed or ())} - but
     odd = {f"{path} was changed while the tests ran" for path in changed}
     if tuple(evidence.num_marks) != (1, 1):
@@ -210,7 +210,7 @@ def _resolved(instance: Instance, evidence: Evidence) -> bool:
 
 
 def judge_control(control: Control, evidence: Evidence, official: Evidence) -> tuple[Audit, str]:
-    """What one run says, and why. Pure."""
+    """Returns the verdict of one control run and the reason. A pure function."""
     if evidence.ended != "done" or evidence.report is None or evidence.container_end == "lost":
         return "audit_inconclusive", evidence.error or "the control run was disturbed"
     missing = ""
@@ -240,7 +240,7 @@ def _by_function(evidence: Evidence) -> dict[str, list[str]]:
 
 
 def _ended(statuses: dict[str, list[str]], test: str) -> Literal["passed", "failed", ""]:
-    """How a test ended, as a whole where it has parameters."""
+    """Returns the outcome of a test, of all its parameters together."""
     found = statuses.get(test, [])
     if any(status in _FAIL for status in found):
         return "failed"
@@ -256,7 +256,7 @@ def _without_parameters(test: str) -> str:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Located:
-    """Where the tests of FAIL_TO_PASS stand."""
+    """The places of the tests of FAIL_TO_PASS."""
 
     place: dict[str, Where]
     """By test, of those that can be altered."""
@@ -372,7 +372,7 @@ def _with_slots(
 
 
 async def _tried(trial: Instance, run: RunHarness) -> Evidence:
-    """What the reference solution does there.
+    """Runs the reference solution on an instance with altered tests.
 
     Raises:
         EnvError: nothing can be said; another time it may be.
@@ -427,7 +427,7 @@ def _renamed(test: str, where: Where, slot: Slot) -> str:
 
 
 def _locate(test: str, functions: dict[tuple[str, TestName], Any]) -> tuple[str, TestName] | None:
-    """Where a required test stands: `tests/test_a.py::Class::test_b[1]` (pytest), `test_b
+    """Finds the place of a required test: `tests/test_a.py::Class::test_b[1]` (pytest), `test_b
     (package.tests.Class)` (unittest, Django), `test_b` (SymPy)."""
     path, cls, name = named_file(test), None, ""
     if "::" in test:
@@ -451,7 +451,7 @@ def _locate(test: str, functions: dict[tuple[str, TestName], Any]) -> tuple[str,
 
 
 def _is_marked(function: Function) -> bool:
-    """Whether it may end otherwise than by passing or failing."""
+    """Tells whether a test may end otherwise than by passing or failing."""
     return any(
         re.search(r"xfail|skip|expectedFailure|flaky", ast.unparse(each))
         for each in function.decorator_list
@@ -505,7 +505,7 @@ _making: dict[tuple[int, str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
 
 async def _once(key: tuple[str, Instance], make: Callable[[], Awaitable[Any]]) -> Any:
-    """What is the same for all patches of an instance, made once per process."""
+    """Makes once per process what is the same for all patches of an instance."""
     async with _making[id(asyncio.get_running_loop()), key[0], key[1].instance_id]:
         if key not in _kept:
             made = await make()

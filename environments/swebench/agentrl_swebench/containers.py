@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """Of an agent's container."""
+    """Limits of an agent's container."""
 
     memory_mb: int = 4096
     """Swap included."""

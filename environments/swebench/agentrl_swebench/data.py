@@ -35,7 +35,7 @@ LANGUAGES = {
 
 
 def language_of(instance: Instance) -> str:
-    """Of most files that the reference solution edits; "" if none is known."""
+    """Returns the language of most files that the reference solution edits; "" if none is known."""
     try:
         paths = [each.paths[-1] for each in parse_patch(instance.patch)]
     except PatchFormatError:

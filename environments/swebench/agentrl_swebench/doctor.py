@@ -17,7 +17,8 @@ Status = Literal["ok", "note", "fix"]
 
 
 def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
-    """What was looked at, how it is and what was found. The images are those of `instances`."""
+    """Yields, for each thing looked at, its status, its name and what was found. Images are those
+    of `instances`."""
     try:
         version = importlib.metadata.version("swebench")
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +73,7 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
 
 
 def _rows(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
-    """What the rows say that no grading could follow."""
+    """Yields what is wrong with the rows, so that no grading could follow them."""
     without = [each.instance_id for each in instances if not each.fail_to_pass]
     if without:
         yield "fix", "rows", f"{_some(without)} name no test in FAIL_TO_PASS: leave them out"

@@ -117,7 +117,7 @@ class SWEBenchConfig(EnvConfig):
 
 @dataclass(slots=True)
 class _LoopState:
-    """What an event loop's sessions share."""
+    """The objects that the sessions of one event loop share."""
 
     creates: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CREATES))
 

@@ -148,8 +148,8 @@ async def evaluate(
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all calls return. Where one fails or this is cancelled, the others are, and have ended:
-    a call that is still cleaning up when its loop ends leaves a container."""
+    """Returns the results of all calls. If one fails or this is cancelled, the others are cancelled
+    and awaited, because a call that is still cleaning up when its loop ends leaves a container."""
     tasks = [asyncio.create_task(each) for each in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -259,7 +259,7 @@ def _write_text(path: Path, text: str) -> None:
 
 @dataclass(slots=True, frozen=True)
 class Validation:
-    """Whether an instance is fit for use here."""
+    """The verdict on whether an instance is fit for use here."""
 
     instance_id: str
     gold: tuple[Verdict, ...]

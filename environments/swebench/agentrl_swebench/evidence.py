@@ -1,4 +1,4 @@
-"""What gradings and control runs are judged by."""
+"""The evidence by which gradings and control runs are judged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(slots=True, frozen=True)
 class Evidence:
-    """What one run of the harness left."""
+    """The results that one run of the harness left."""
 
     ended: Literal["done", "wall_limit", "crashed"]
     """The worker: gave a result, was killed for taking too long, ended without a result."""

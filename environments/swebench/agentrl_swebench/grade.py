@@ -143,7 +143,8 @@ _slots = _Slots()
 
 
 def max_workers() -> int:
-    """How many gradings run at once in this process: AGENTRL_GRADING_WORKERS, or one per core.
+    """Returns the number of gradings that run at once in this process: AGENTRL_GRADING_WORKERS, or
+    one per core.
 
     Raises:
         ConfigError: the variable holds no positive number.
@@ -154,7 +155,7 @@ def max_workers() -> int:
 
 
 def set_max_workers(number: int) -> None:
-    """How many gradings run at once in this process, from now on."""
+    """Sets the number of gradings that run at once in this process from now on."""
     if number < 1:
         raise ConfigError(f"the number of workers, {number}, must be positive")
     _slots.limit = number

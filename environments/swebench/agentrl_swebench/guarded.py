@@ -242,7 +242,7 @@ class Watch:
         self._over.set()
 
     def end(self, wait_s: float) -> tuple[str, bool]:
-        """What ended the container, and whether a process in it ran out of memory.
+        """Returns what ended the container, and whether a process in it ran out of memory.
 
         `stopped` (the harness' own clean-up comes first), `removed` (someone killed it or froze it
         from outside), `died` (it ended by itself: its main process was killed from inside), `lost`

@@ -44,7 +44,7 @@ _TAIL_CHARS = 500
 
 @dataclass(slots=True, frozen=True)
 class GradingLimits:
-    """Of one grading."""
+    """Limits of one grading."""
 
     memory_bytes: int = 4 << 30
     """Of the container, swap included."""

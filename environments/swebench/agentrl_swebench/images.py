@@ -60,7 +60,7 @@ class Scrubbed:
 
 
 def state_dir() -> Path:
-    """Where last uses are kept: AGENTRL_STATE_DIR, or the user's cache folder."""
+    """Returns the folder with the times of last use: AGENTRL_STATE_DIR, or the user's cache."""
     given = os.environ.get("AGENTRL_STATE_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(given) / "swebench" if given else cache / "agentrl" / "swebench"
@@ -303,7 +303,7 @@ def _commit(container_id: str, tag: str, source_id: str, base: Base) -> None:
 
 
 async def present(engine: Engine, made: Scrubbed) -> bool:
-    """Whether an image and its source are still local."""
+    """Tells whether an image and its source are still local."""
     try:
         await _inspect(engine, made.image_id)
         await _inspect(engine, made.source_id)

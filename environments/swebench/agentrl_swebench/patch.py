@@ -1,4 +1,4 @@
-"""What an agent may see of a repository's history, and what it changed.
+"""Limits what an agent sees of a repository's history, and extracts what the agent changed.
 
 Before an agent sees it, the repository is *scrubbed*: one branch at HEAD, no other reference but
 tags of its past (some projects take their version from those), no remote, no reflog, no object
@@ -218,7 +218,7 @@ async def check_scrubbed(container: InstanceContainer, base: Base) -> None:
 
 
 async def extract(container: InstanceContainer, base: Base) -> Extracted:
-    """What the agent changed, as a patch for `git apply`. Nothing of the agent's may run.
+    """Returns the agent's change as a patch for `git apply`. Nothing of the agent's may run.
 
     A change larger than MAX_PATCH_BYTES loses its largest groups of new files, then its largest
     files, until it fits. Files that are no UTF-8 text are written as git's binary patches.

@@ -1,4 +1,4 @@
-"""What of a patch is a submission.
+"""Selects the parts of a patch that count as a submission.
 
 `official` takes a patch as it is; numbers comparable with a leaderboard need that. `strict` takes
 the source alone: it drops every file that decides how tests are found, run or reported, since such
@@ -149,7 +149,7 @@ _COMMENTED_MARK = re.compile(r"^(\+[ \t]*(?:#|//|--|\*|/\*|;).*?)>>>>> ", re.MUL
 
 @dataclass(slots=True, frozen=True)
 class Submission:
-    """What is graded."""
+    """The patch that is graded."""
 
     patch: str
     """Empty: there is nothing to grade."""
@@ -280,7 +280,7 @@ def _why_dropped(section: Section, rules: _Rules) -> str:
 
 
 def _only_names_files(section: Section) -> bool:
-    """Whether all that a patch changes in a build file is which files it is about."""
+    """Tells whether a patch changes nothing in a build file but the files that it names."""
     if section.is_new or len(section.paths) != 1:
         return False
     form = _NAMING_LINE.get(PurePosixPath(section.paths[0]).name)

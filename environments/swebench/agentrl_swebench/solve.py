@@ -1,4 +1,4 @@
-"""What `agentrl swebench run` does before it grades: a model solves instances in containers."""
+"""The first half of `agentrl swebench run`: a model solves instances in containers."""
 
 from __future__ import annotations
 

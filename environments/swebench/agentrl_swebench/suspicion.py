@@ -1,4 +1,5 @@
-"""What an agent did that a reviewer should look at. Flags decide nothing about the reward.
+"""Flags for what a reviewer should look at in an agent's commands and patch. They decide nothing
+about the reward.
 
 They are read from the text of commands, so they miss what is disguised and name honest use too:
 `git log` for the project's conventions is fine, for the fix it is not, and cannot succeed.

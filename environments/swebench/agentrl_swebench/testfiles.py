@@ -162,8 +162,8 @@ def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -
 
 
 def git_diff(before: dict[str, str], after: dict[str, str], like: str = "") -> str:
-    """What git writes for a change of files, with names of objects as long as in another patch, and
-    files with the modes that they have there.
+    """Returns what git writes for a change of files, with names of objects as long as in another
+    patch, and files with the modes that they have there.
 
     Raises:
         EnvError: git is missing or failed.
