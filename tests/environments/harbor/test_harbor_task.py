@@ -1,5 +1,6 @@
 """Harbor's task directories: what is read, and what is refused by name."""
 
+import asyncio
 import io
 import os
 import re
@@ -7,7 +8,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import harbor_tasks
 import pytest
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl.errors import DataError
+from agentrl.types import Task
 from agentrl_harbor.env import HarborConfig, HarborEnvironment, _check_network
 from agentrl_harbor.images import _built
-from agentrl_harbor.sandbox import _reason
+from agentrl_harbor.sandbox import Image, _reason
 from agentrl_harbor.task import Artifact, StepTable, load_task, load_tasks, pack, resolve
 
 PUBLIC = '[steps.agent]\nnetwork_mode = "public"\n'
@@ -281,3 +283,46 @@ def test_which_changes_a_verifier_sees(path, kind, kept):
 def test_the_page_names_every_key():
     page = (Path(__file__).parents[3] / "docs" / "harbor.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(HarborConfig.model_fields)
+
+
+class Stop(Exception):
+    pass
+
+
+def in_episode(folder, task_id, monkeypatch, images):
+    """An environment in an episode of a task, of which `images` says what its images are."""
+
+    async def image(self, where, table):
+        return images(where, table)
+
+    monkeypatch.setattr(HarborEnvironment, "_image", image)
+    environment = HarborEnvironment(HarborConfig(source=str(folder)), shared=Mock())
+    environment._task = load_task(folder / task_id)
+    environment.shared.tasks = {task_id: environment._task}
+    return environment
+
+
+def test_an_image_with_a_volume_is_refused(folder, monkeypatch):
+    image = Image("sha256:1", "0", "/app", frozenset(), ("/var/lib/data",))
+    environment = in_episode(folder, "hello", monkeypatch, lambda where, table: image)
+    with pytest.raises(DataError, match="has the volumes /var/lib/data, whose content"):
+        asyncio.run(environment.reset(Task("hello", "x"), seed=0))
+
+
+def test_a_separate_verifier_with_a_dockerfile_is_not_the_agents_image(folder, monkeypatch):
+    path = folder / "own-verifier" / "task.toml"
+    path.write_text(
+        '[environment]\ndocker_image = "agents"\n[verifier]\nenvironment_mode = "separate"\n'
+    )
+    asked = []
+
+    def images(where, table):
+        asked.append((where.name, table.docker_image))
+        raise Stop
+
+    environment = in_episode(folder, "own-verifier", monkeypatch, images)
+    environment._number, environment._image_in_use = 0, Mock()
+    environment._container = Mock(sweep=AsyncMock())
+    with pytest.raises(Stop):
+        asyncio.run(environment._verify_apart())
+    assert asked == [("tests", None)]
