@@ -24,7 +24,7 @@ _ANSWERS_WITHIN_S = 5.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DataSet:
-    """Where a data set's rows are, and which of their columns an environment reads."""
+    """The place of a data set's rows, and the columns that an environment reads."""
 
     environment: str
     """Id of the environment that plays the rows."""
