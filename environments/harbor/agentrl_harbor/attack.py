@@ -100,6 +100,18 @@ ATTACKS = {
         "echo \"import sys; sys.path.insert(0, '/opt/site'); import sitecustomize\" "
         '> "$folder/zz.pth" ;; esac; done; exit 0'
     ),
+    "Python's start, by links": (
+        f"{_write('/opt/site/code.py', _PYTHON_LIAR, '644')}; "
+        "echo \"import sys; sys.path.insert(0, '/opt/site'); import code\" > /opt/site/lines; "
+        "for folder in $(python3 -c 'import site; "
+        'print(*site.getsitepackages(), site.getusersitepackages())\'); do mkdir -p "$folder"; '
+        'ln -sf /opt/site/lines "$folder/zz.pth"; done; exit 0'
+    ),
+    "a folder of programs is a link": (
+        f"{_write('/opt/bin/liar', _LIAR)}; cd /opt/bin; for name in python3 python pytest bash "
+        'cat grep test head cmp; do cp liar "$name"; done; rm -rf /usr/local/bin; '
+        "ln -s /opt/bin /usr/local/bin; exit 0"
+    ),
     "Python's library": (
         "for name in json os unittest subprocess pathlib; do "
         "python3 - $name <<'E' || true\n"
