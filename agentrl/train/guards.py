@@ -1,5 +1,5 @@
-"""What no run may go on with, looked at in every step: each would make the policy learn from
-something that did not happen, without an error anywhere."""
+"""Faults that no run may go on with, looked for in every step: each would make the policy learn
+from something that did not happen, without an error anywhere."""
 
 from __future__ import annotations
 
@@ -10,26 +10,52 @@ from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, DataError, TrainingError
 from agentrl.rollout.log import read_trajectories
 from agentrl.rollout.mixture import Mixture
+from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.train.preflight import MISMATCH, mismatch_is_large
+from agentrl.train.run import Run, require_some_success
 from agentrl.types import Group
+from agentrl.view.display import Display
 
 FAR_APART = 10
 """Times MISMATCH: no rounding of any dtype explains this."""
 
 
-def require_agreement(metrics: Mapping[str, float], config: RunConfig) -> None:
-    """
+def look_at(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
+    """Tell what is wrong with a step's rollouts.
+
     Raises:
-        TrainingError: sampler and trainer are two policies, although nothing is stale.
+        TrainingError: nothing is to be learned from them.
+    """
+    require_some_success(run, rollouts, step, display)
+    require_own_rewards(rollouts.groups)
+    if stale := rollouts.dropped["stale"]:
+        display.note(
+            f"step {step}: {stale} of {stale + len(rollouts.groups)} groups were dropped as "
+            "stale: a server says that other weights sampled them than it was sent"
+        )
+    if warning := run.first_rewards.look(rollouts.trajectories, run.config):
+        display.note(f"step {step}: {warning}")
+
+
+def disagreement(metrics: Mapping[str, float], config: RunConfig) -> str | None:
+    """Returns a warning where sampler and trainer differ by more than rounding in a step.
+
+    Where a step trains on what older policies sampled, how far the policy moved counts too.
+
+    Raises:
+        TrainingError: they are two policies, although nothing is stale.
     """
     gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
-    if config.rollout.max_staleness or config.run.replay is not None:
-        return
+    warning = mismatch_is_large(gap, config)
+    rollout = config.rollout
+    if rollout.max_staleness or rollout.replay_share or config.run.replay is not None:
+        return None if gap < max(MISMATCH.values()) else warning
     if gap >= FAR_APART * MISMATCH[config.model.dtype]:
         raise TrainingError(
-            f"{mismatch_is_large(gap, config)}; no rounding does that: the sampler has other "
-            "weights, another distribution, or other tokens than those that are trained"
+            f"{warning}; no rounding does that: the sampler has other weights, another "
+            "distribution, or other tokens than those that are trained"
         )
+    return warning
 
 
 def require_own_rewards(groups: Sequence[Group]) -> None:
@@ -69,8 +95,9 @@ def require_no_gap(run_dir: Path, step: int, mixture: Mixture) -> None:
         ours = (each.removeprefix(prefix) for each in played if each.startswith(prefix))
         last = max((int(each) for each in ours if each.isdigit()), default=None)
         source = part.scheduler.source
-        # Who plays ahead has handed out more, and says which.
-        if last is not None and part.scheduler.capacity is None and source.position > last + 1:
+        # Who plays ahead has handed out more, and says which; those are played first.
+        in_order = part.scheduler.capacity is None and not source.returned
+        if last is not None and in_order and source.position > last + 1:
             raise CheckpointError(
                 f"the checkpoint of step {step} goes on with task {source.position}, and the last "
                 f"that was played is {last}: {source.position - last - 1} tasks would be skipped; "

@@ -39,9 +39,8 @@ from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
-from agentrl.train.guards import require_agreement, require_no_gap, require_own_rewards
+from agentrl.train.guards import disagreement, look_at, require_no_gap
 from agentrl.train.logprobs import packing_of
-from agentrl.train.preflight import mismatch_is_large
 from agentrl.train.profile import span
 from agentrl.train.run import (
     Outputs,
@@ -49,7 +48,6 @@ from agentrl.train.run import (
     assemble,
     open_outputs,
     require_saved,
-    require_some_success,
     restore,
     save,
     save_first,
@@ -170,15 +168,7 @@ async def _steps(
         metrics = rollout_metrics(rollouts) | environment_metrics(batches)
         metrics |= run.mixture.take_in(batches)
         metrics["time/rollout_s"] = rollout_s
-        require_some_success(run, rollouts, step, display)
-        require_own_rewards(rollouts.groups)
-        if stale := rollouts.dropped["stale"]:
-            display.note(
-                f"step {step}: {stale} of {stale + len(rollouts.groups)} groups were dropped as "
-                "stale: a server says that other weights sampled them than it was sent"
-            )
-        if warning := run.first_rewards.look(rollouts.trajectories, run.config):
-            display.note(f"step {step}: {warning}")
+        look_at(run, rollouts, step, display)
 
         # Learn: one batch, one or more optimizer updates.
         train_started = time.perf_counter()
@@ -191,7 +181,10 @@ async def _steps(
         if samples:
             metrics |= await run.serving.sleep(run.trainer.model)
             metrics |= await in_thread(_learn, run, step, samples, groups, greedy_rewards, outputs)
-        require_agreement(metrics, run.config)
+        warning = disagreement(metrics, run.config)
+        if warning and not disagreed:
+            display.note(f"step {step}: {warning}")
+            disagreed = True
         if run.replay is not None:
             run.replay.add(step, rollouts.groups)
         train_s = time.perf_counter() - train_started
@@ -211,10 +204,6 @@ async def _steps(
             display.note(f"trace of step {step}: {trace}")
 
         # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
-        gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
-        if not disagreed and (warning := mismatch_is_large(gap, run.config)):
-            display.note(f"step {step}: {warning}")
-            disagreed = True
         is_best = False
         if run.held_out.is_due(step, run.config):
             metrics |= await run.held_out.play(

@@ -1,0 +1,85 @@
+"""Guards of every step: what ends a run, what only warns, and what each leaves alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.config import RunConfig
+from agentrl.errors import CheckpointError, TrainingError
+from agentrl.rollout.log import TrajectoryLog
+from agentrl.rollout.scheduler import TaskSource
+from agentrl.train.guards import disagreement, require_no_gap, require_own_rewards
+from agentrl.types import Group, StopReason, TokenRow, Trajectory, Turn
+
+STALE = {
+    "replay_share": {
+        "rollout": {"replay_share": 0.5},
+        "objective": {"off_policy": {"level": "token"}},
+    },
+    "max_staleness": {
+        "rollout": {"max_staleness": 2, "max_turn_tokens": 8},
+        "inference": {"backend": "vllm", "urls": "http://a"},
+    },
+    "replay": {"run": {"replay": "other"}},
+}
+
+
+def config(**sections) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "m"}, "env": {"id": "e"}, **sections})
+
+
+def apart(gap: float) -> dict[str, float]:
+    return {"policy/rollout_train_logprob_diff_mean": gap}
+
+
+def test_two_policies_end_a_run_and_a_smaller_difference_warns():
+    assert disagreement({}, config()) is None
+    assert disagreement(apart(0.004), config()) is None
+    assert "differ by 0.02 nats" in (disagreement(apart(0.02), config()) or "")
+    with pytest.raises(TrainingError, match="no rounding does that"):
+        disagreement(apart(0.06), config())
+
+
+@pytest.mark.parametrize("sections", STALE.values(), ids=STALE.keys())
+def test_a_policy_that_moved_since_it_sampled_is_not_taken_for_another(sections):
+    stale = config(**sections)
+    assert disagreement(apart(0.02), stale) is None
+    assert "differ by 0.06 nats" in (disagreement(apart(0.06), stale) or "")
+    assert disagreement(apart(9.0), stale) is not None, "told, and no end"
+
+
+def trajectory(group_id: str, member: int, reward: float, earned: float) -> Trajectory:
+    return Trajectory(
+        *(f"{group_id}-m{member}", group_id, "e", "t", 0),
+        branches=[TokenRow([1, 2], [0, 1], [0.0, -1.0], [-1, 0], [0, 0])],
+        turns=[Turn(0, 1, 1, "stop", "text", reward=earned, message=1)],
+        reward=reward,
+        stop_reason=StopReason.TERMINATED,
+    )
+
+
+def test_rewards_that_went_to_another_member_are_named():
+    sound = [trajectory("g0", 0, 1.0, 1.0), trajectory("g0", 1, 0.0, 0.0)]
+    require_own_rewards([Group("g0", "t", sound)])
+    dealt = [trajectory("g0", 0, 0.0, 1.0), trajectory("g0", 1, 1.0, 0.0)]
+    with pytest.raises(TrainingError, match="g0-m0 has reward 0, and its turns earned 1"):
+        require_own_rewards([Group("g0", "t", dealt)])
+
+
+def test_tasks_that_would_be_skipped_end_a_resumed_run_and_those_that_came_back_do_not(tmp_path):
+    log = TrajectoryLog(tmp_path)
+    log.append(3, [trajectory("g0000004", 0, 1.0, 1.0), trajectory("g0000005", 0, 1.0, 1.0)])
+    source = TaskSource("train", None, 0)
+    mixture: Any = SimpleNamespace(
+        parts=[
+            SimpleNamespace(scheduler=SimpleNamespace(id_prefix="", capacity=None, source=source))
+        ]
+    )
+    source.position = 6
+    require_no_gap(tmp_path, 3, mixture)
+    source.position = 9
+    with pytest.raises(CheckpointError, match="3 tasks would be skipped"):
+        require_no_gap(tmp_path, 3, mixture)
+    source.returned.extend([6, 7, 8])  # of a run that played ahead
+    require_no_gap(tmp_path, 3, mixture)
