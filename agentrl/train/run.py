@@ -410,6 +410,8 @@ def restore(run: Run) -> int:
         held: Any = state.data_position.get(REPLAY, [])
         run.replay.restore(held, run.run_dir)
     run.trainer.restore_counters(state)
+    if run.serving.sleeps:  # moments are restored to where their weights are
+        leave_device(run.trainer)
     run.saver.step = state.step
     if run.trainer.changes:
         said = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())

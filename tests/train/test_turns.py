@@ -2,12 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from agentrl.config import RunConfig, load_config
-from agentrl.train import turns
+from agentrl.train import run, turns
 from agentrl.train.model import load_tokenizer
 from agentrl.train.trainer import Trainer, make_trainer
 
@@ -55,6 +57,19 @@ def test_all_but_the_weights_that_a_push_reads_leaves(tmp_path, overrides):
 def test_what_the_host_updates_is_there_already(tmp_path):
     trainer = trainer_of(tmp_path, "--train.optimizer", "adamw_cpu", "--model.dtype", "bfloat16")
     assert list(turns._resting(trainer)) == []
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_what_a_resumed_run_restores_leaves_the_device_as_well(monkeypatch, sleeps):
+    done = []
+    state = SimpleNamespace(data_position={}, step=3)
+    monkeypatch.setattr(run.checkpoint, "resume", lambda *_, **__: done.append("resume") or state)
+    monkeypatch.setattr(run, "leave_device", lambda trainer: done.append("leave"))
+    restored = MagicMock(serving=SimpleNamespace(sleeps=sleeps), replay=None)
+    restored.config.run.keep_best = False
+    restored.trainer.changes = {}
+    assert run.restore(restored) == 3
+    assert done == ["resume", *["leave"] * sleeps]
 
 
 @pytest.mark.parametrize(
