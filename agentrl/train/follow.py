@@ -114,13 +114,12 @@ def packed(samples: Sequence[Sample]) -> tuple[JSON, dict[str, np.ndarray]]:
     arrays = {}
     for field in fields(Sample):
         values: list[Any] = [getattr(sample, field.name) for sample in samples]
-        if all(isinstance(each, np.ndarray) for each in values):
-            plain[field.name] = [len(value) for value in values]
-            arrays[field.name] = np.concatenate(values)
+        known = [each for each in values if isinstance(each, np.ndarray)]
+        if known:
+            plain[field.name] = [None if each is None else len(each) for each in values]
+            arrays[field.name] = np.concatenate(known)
         elif field.name == "kept_ids":
             plain[field.name] = [each and [ids.tolist() for ids in each] for each in values]
-        elif field.name == "routes":  # of some
-            plain[field.name] = [None if each is None else each.tolist() for each in values]
         else:
             plain[field.name] = values
     return plain, arrays
@@ -131,11 +130,11 @@ def unpacked(plain: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Sampl
     columns: dict[str, list] = {}
     for name, values in plain.items():
         if name in arrays:
-            values = np.split(arrays[name], np.cumsum(values)[:-1])
+            ends = np.cumsum([length or 0 for length in values])
+            parts = np.split(arrays[name], ends[:-1])
+            values = [None if n is None else part for n, part in zip(values, parts, strict=True)]
         elif name == "kept_ids":
             values = [each and [np.asarray(ids, np.int32) for ids in each] for each in values]
-        elif name == "routes":
-            values = [None if each is None else np.asarray(each, np.int16) for each in values]
         columns[name] = values
     return [
         Sample(**dict(zip(columns, row, strict=True)))
