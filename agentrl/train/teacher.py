@@ -125,11 +125,13 @@ class TeacherServer:
             return await asyncio.gather(*map(row, samples))
 
     async def _find_endpoint(self, http: httpx.AsyncClient) -> None:
-        """Nothing is decided where it does not answer: the calls afterwards say why."""
+        """Ask which software it is. Nothing is decided where it does not answer, or not yet: the
+        calls afterwards say why."""
         if self._endpoint is None:
             with contextlib.suppress(httpx.RequestError):
                 answer = await http.get("/model_info", timeout=TIMEOUT_S)
-                self._endpoint = SGLANG if answer.status_code == 200 else COMPLETIONS
+                if answer.status_code < 500:
+                    self._endpoint = SGLANG if answer.status_code == 200 else COMPLETIONS
 
     async def _row(self, http: httpx.AsyncClient, sample: Sample) -> np.ndarray:
         """(num_trained,) float32"""

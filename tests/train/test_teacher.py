@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from agentrl.config import RunConfig, TeacherSection
 from agentrl.errors import ConfigError, InferenceError
+from agentrl.inference.token_api import COMPLETIONS
 from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.model import load_model
 from agentrl.train.plan import pack
@@ -37,6 +38,11 @@ class PromptServer:
     """Each is consumed by one request."""
     bodies: list[dict] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    """Of answers to SGLang's question, each used once."""
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.statuses.pop(0) if self.statuses else 404)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -83,6 +89,7 @@ def running(server: PromptServer) -> Iterator[str]:
         app = web.Application()
         app.router.add_post("/tokenize", server.tokenize)
         app.router.add_post("/v1/completions", server.complete)
+        app.router.add_get("/model_info", server.model_info)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -129,6 +136,15 @@ def test_a_server_gives_what_the_local_model_would(model, tokenizer):
     for body in server.bodies:
         assert body["model"] == "big" and body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
         assert body["prompt"] in [sample.token_ids.tolist() for sample in SAMPLES]
+
+
+def test_a_server_that_is_still_loading_is_asked_again_which_it_is(model, tokenizer):
+    server = PromptServer(model, tokenizer, statuses=[503, 404])
+    with running(server) as url:
+        teacher = TeacherServer(url, model="big")
+        for known in (None, COMPLETIONS):
+            teacher.logprobs(SAMPLES[:1])
+            assert teacher._endpoint == known
 
 
 @pytest.mark.parametrize(
