@@ -44,8 +44,15 @@ class FirstRewards:
         scored = [t for t in trajectories if t.trainable]
         if not self.is_on or "teacher_logprobs" in config.objective.needs():
             return None
-        weighted = bool(config.objective.reward.weights)
-        self.seen |= {(t.reward, *sorted(t.reward_components.items()) * weighted) for t in scored}
+        spec = config.objective.reward
+        weighted, by_length = bool(spec.weights), spec.overlong is not None
+        self.seen |= {
+            (
+                *(t.reward, t.num_sampled_tokens * by_length),
+                *sorted(t.reward_components.items()) * weighted,
+            )
+            for t in scored
+        }
         causes = causes_of_failure(trajectories, config)
         self.count += len(scored)
         self.is_on = len(self.seen) <= 1

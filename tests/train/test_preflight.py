@@ -70,6 +70,16 @@ def test_a_run_that_cannot_learn_stops_with_the_cause_and_how_to_go_on(played, m
     assert FirstRewards(False).look(played, config()) is None
 
 
+def test_equal_rewards_of_different_lengths_are_learned_from_where_length_costs():
+    played = episodes(preflight.MOST, [0.0])
+    played[0].turns[0].num_tokens = 4
+    overlong = {"max_tokens": 4, "buffer_tokens": 2}
+    costs = config(objective={"reward": {"overlong": overlong}})
+    assert FirstRewards(True).look(played, costs) is None
+    with pytest.raises(TrainingError, match="the episodes are sound"):
+        FirstRewards(True).look(played, config())
+
+
 def test_hard_tasks_are_warned_of_and_go_on():
     first = FirstRewards(True)
     for _ in range(2):
