@@ -379,6 +379,10 @@ class RunConfig(Section):
                 "run.replay: rollout.top_p, top_k or min_p trains a truncated distribution, and no "
                 "run records which ids were kept"
             )
+        if self.train.router_replay:
+            raise ValueError(
+                "run.replay: no run records the routes that train.router_replay needs; leave it out"
+            )
         if self.run.eval_every or self.run.keep_best:
             raise ValueError(
                 "run.replay plays no episodes, so it cannot evaluate; leave out run.eval_every and "

@@ -73,6 +73,7 @@ def test_what_cannot_be_replayed_is_refused(recorded, tmp_path):
         "objective.baseline.kind": "given",
         "run.eval_every": "1",
         "rollout.top_p": "0.9",
+        "train.router_replay": "true",
     }.items():
         settings = [f"--{key}", value, "--rollout.truncated_sampling", "correct"]
         settings += ["--objective.scale.kind", "none"]
