@@ -8,6 +8,7 @@ import pytest
 ROOMS = (
     *("agentrl/env/server", "agentrl/env/sessions", "agentrl/env/container", "agentrl/env/check"),
     *("environments", "rewards"),
+    *("agentrl/train", "agentrl/sync"),
 )
 RIDDLES = ("Of", "What", "Who", "Whose", "How", "Where", "Whether", "Around", "That")
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ _NAME = "default"
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether only an adapter of this model is trained."""
+    """Tells whether only an adapter of this model is trained."""
     return _NAME in (getattr(model, "peft_config", None) or {})
 
 

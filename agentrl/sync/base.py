@@ -1,4 +1,4 @@
-"""What the training loop needs to bring its weights to the inference engine."""
+"""The interface through which the training loop brings its weights to the inference engine."""
 
 from __future__ import annotations
 

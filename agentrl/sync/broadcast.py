@@ -1,4 +1,4 @@
-"""Weights from the trainer's GPU to the servers' GPUs, without a file.
+"""Sends weights from the trainer's GPU to the servers' GPUs, without a file.
 
     trainer, rank 0                    workers of one server, ranks 1 to N
     where to meet, over HTTP       ->  all join one group
@@ -148,7 +148,7 @@ class BroadcastTransfer(Transfer):
             threading.Thread(target=group.abort, daemon=True).start()
 
     def _copy(self, model: PreTrainedModel) -> None:
-        """Into the memory of the last copy, where that fits."""
+        """Copies the weights, into the memory of the last copy where that fits."""
         tensors = CheckpointTensors(model)
         for name, shape in tensors.shapes.items():
             if shape.dtype not in DTYPES:
@@ -168,7 +168,7 @@ class BroadcastTransfer(Transfer):
 
 
 async def _label(control: ServerControl) -> str:
-    """What the server calls its weights; a restarted one has its first word for them again."""
+    """Returns the server's label of its weights. After a restart it is the first label again."""
     return json.loads(await control.call("GET", control.label_path))["weight_version"]
 
 

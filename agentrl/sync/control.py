@@ -58,7 +58,7 @@ class ServerFailed(WeightSyncError):
 
 
 class ServerControl:
-    """What `VLLMControl` and `SGLangControl` share."""
+    """The part that `VLLMControl` and `SGLangControl` share."""
 
     endpoints: ClassVar[tuple[Endpoint, ...]]
     """Which may answer the probe, the best first."""
@@ -142,7 +142,7 @@ class ServerControl:
         raise NotImplementedError
 
     async def dead(self) -> bool:
-        """Whether the server is gone, or says that its engine is."""
+        """Tells whether the server is gone, or says that its engine is."""
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 return (await self._http.get(self.url + self.alive_path)).status_code >= 500
@@ -178,7 +178,7 @@ class ServerControl:
         *,
         timeout_s: float | None = None,
     ) -> bytes:
-        """The body of an answer with status 200.
+        """Make a call; returns the body of an answer with status 200.
 
         Args:
             body: sent as JSON; bytes are JSON already.
@@ -264,7 +264,7 @@ class VLLMControl(ServerControl):
     )
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """An update that a killed trainer left open is closed first."""
+        """See `ServerControl._open`. An update that a killed trainer left open is closed first."""
         await self.post(f"/pause?mode={on_update}&clear_cache=true")
         try:
             await self.post("/start_weight_update")
@@ -303,17 +303,17 @@ class SGLangControl(ServerControl):
     _is_asleep = False
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """`wait` is refused by the configuration: an update without a pause lets requests end
-        first, and where the last one just did, it is refused the emptying of its cache."""
+        """Pause the server. `wait` is refused by the configuration: an update without a pause lets
+        requests end first, and then SGLang may refuse to empty its cache."""
         mode = "retract" if on_update == "keep" else "abort"
         await self.post("/pause_generation", {"mode": mode})
 
     async def _close(self, version: int) -> None:
-        """The transfer has done so."""
+        """Nothing to do: the transfer has ended the update and labelled the weights."""
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Its weights are never kept. It dies of being asked while it has a request, which it has
-        not where its cache can be emptied."""
+        """See `ServerControl.sleep`; the weights are never kept. A server that is asked while it
+        has a request dies. Once its cache can be emptied it has none."""
         await self.post("/abort_request", {"abort_all": True})
         await retry(
             lambda _: self.post("/flush_cache"),
@@ -324,8 +324,9 @@ class SGLangControl(ServerControl):
         await self.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """It dies of taking what it has, and of having no room. A restarted one calls its weights
-        by a word again, until the update."""
+        """See `ServerControl._wake`. A server dies of taking memory that it has, or for which there
+        is no room. One that was restarted is awake, and labels its weights with a word instead of a
+        version until the update."""
         if part == "weights":
             label = json.loads(await self.call("GET", self.label_path))["weight_version"]
             self._is_asleep = str(label).isdecimal()

@@ -85,7 +85,7 @@ class Library:
 
 
 class Communicator(Group):
-    """Of vLLM's, without torch."""
+    """A communicator with vLLM's workers, without torch.distributed."""
 
     def __init__(
         self, library: Library, unique_id: bytes, world_size: int, device: torch.device
@@ -159,7 +159,7 @@ class Communicator(Group):
 
 
 class NCCLTransfer(BroadcastTransfer):
-    """To vLLM's servers, whose workers use the library by themselves as this does."""
+    """Sends to vLLM's servers, whose workers call the library themselves, as this does."""
 
     def __init__(self, library: Library) -> None:
         super().__init__()

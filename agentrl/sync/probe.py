@@ -36,7 +36,7 @@ _ABSENT = PromptLogprob(None)
 
 @dataclass(slots=True, frozen=True)
 class ProbeLogprobs:
-    """What the trainer's model computes at one version, for a prompt of P tokens."""
+    """The log-probs that the trainer's model computes at one version, for a prompt of P tokens."""
 
     version: int
     prompt_ids: list[int]

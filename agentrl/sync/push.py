@@ -182,7 +182,7 @@ class ServerWeightSync(WeightSync):
     async def _update_when_reachable(
         self, url: str, pushed: ProbeLogprobs, reached: asyncio.Event
     ) -> tuple[float, float]:
-        """`_update`, again and again while the server is out of reach and worth waiting for.
+        """Repeat `_update` while the server is out of reach and worth waiting for.
 
         Args:
             reached: set by the first server that has the weights.
@@ -219,7 +219,7 @@ class ServerWeightSync(WeightSync):
     async def _update(
         self, url: str, pushed: ProbeLogprobs, *, check_first: bool
     ) -> tuple[float, float]:
-        """Seconds paused, and the largest difference of the probe.
+        """Update one server; returns seconds paused, and the largest difference of the probe.
 
         Args:
             check_first: find out in a short time whether it hangs.

@@ -47,7 +47,7 @@ _PATIENCE = timedelta(hours=12)
 
 
 class FolderTransfer(FileTransfer):
-    """The file of `FileTransfer`, in a folder of its own as SGLang wants to read a model."""
+    """Puts the file of `FileTransfer` into a folder that SGLang can read as a model."""
 
     backend = "disk"
 
@@ -92,11 +92,11 @@ class FolderTransfer(FileTransfer):
 
 
 class TensorTransfer(FileTransfer):
-    """The weights in requests to a server that need not see the directory, where a copy is kept for
-    one that is restarted between two updates.
+    """Sends weights in requests, to servers that need not see the directory. A copy is kept there
+    for a server that is restarted between two updates.
 
-    They travel as a pickle of plain tensors, which a server of one GPU unpickles as they are. With
-    torch's own way of sharing memory between processes it dies.
+    They travel as a pickle of plain tensors, which a server with one GPU unpickles. With torch's
+    own way of sharing memory between processes it would die.
     """
 
     backend = "tensor"
@@ -128,7 +128,8 @@ class TensorTransfer(FileTransfer):
 
 
 class TorchTransfer(BroadcastTransfer):
-    """By the groups of torch.distributed that SGLang's workers make: NCCL's, or on a CPU gloo's."""
+    """Sends through the groups of torch.distributed that SGLang's workers make: NCCL's or, on a
+    CPU, gloo's."""
 
     def __init__(self, library: Library = "nccl") -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Of a sharded model, whose own tensors are float32 masters."""
+    """Returns the dtype in which a sharded model computes; its own tensors are float32 masters."""
     dtype: Any = model.config.dtype
     return dtype
 
@@ -92,7 +92,7 @@ class CheckpointTensors:
 
 
 def take_part(model: PreTrainedModel) -> None:
-    """What ranks above 0 do while rank 0 takes the weights for its servers."""
+    """Do the part of a rank above 0 while rank 0 takes the weights for its servers."""
     if has_adapter(model):
         for tensor in adapter_tensors(model).values():
             whole(tensor)

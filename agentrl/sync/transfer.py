@@ -1,4 +1,4 @@
-"""How weights get from the trainer to a server, while `ServerControl.update` has it paused.
+"""Brings weights from the trainer to a server, while `ServerControl.update` has it paused.
 
 `FileTransfer` here, through a directory that both see; `agentrl.sync.nccl` between GPUs.
 """

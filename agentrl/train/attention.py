@@ -424,7 +424,7 @@ def _merge(output: torch.Tensor, lse: torch.Tensor, there: torch.Tensor, more: t
 
 
 def _is_plain(wanted: dict[str, Any]) -> bool:
-    """Whether a layer asks for nothing that scaled dot products with a mask do not compute."""
+    """Tells whether scaled dot products with a mask compute all that a layer asks for."""
     return all(wanted.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
 
 

@@ -107,8 +107,8 @@ def make_batch(
 
 
 def all_kept_are_known(samples: Sequence[Sample]) -> bool:
-    """Whether every sample of truncated sampling says from which ids its tokens were drawn; if not,
-    none does afterwards, so that all are treated alike."""
+    """Tells whether every sample of truncated sampling says from which ids its tokens were drawn.
+    If one does not, none does afterwards, so that all are treated alike."""
     if all(sample.kept_ids is not None for sample in samples):
         return True
     for sample in samples:

@@ -405,7 +405,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _damage(folder: Path, entries: Iterable[tuple[str, Any]]) -> str | None:
-    """What is wrong with these files, the first of them."""
+    """Returns the first thing that is wrong with these files; None if nothing is."""
     for name, entry in entries:
         path = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or not isinstance(entry, dict):

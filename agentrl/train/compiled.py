@@ -95,7 +95,7 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _compiled(forward: Callable) -> Callable:
-    """One for all layers of a class, which differ in their weights alone.
+    """Returns one compiled function for all layers of a class, which differ in their weights alone.
 
     Matrices are not padded: whether that pays depends on a row's length, on a GPU, so that short
     rows and long ones would be compiled apart.

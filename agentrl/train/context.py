@@ -64,10 +64,11 @@ def leave() -> None:
 
 
 def of(model: nn.Module) -> Context:
-    """Whose rows a model computes: of a sharded one (`agentrl.train.sharding`) this rank's group's.
+    """Returns the group of ranks with which a model computes its rows: of a sharded model
+    (`agentrl.train.sharding`) this rank's group.
 
-    With any other, as those that rank 0 checks or samples from, this process asks nothing of the
-    others and computes what they would.
+    With any other model, such as one that rank 0 checks or samples from, this process asks nothing
+    of the others and computes whole rows.
     """
     return getattr(model, "row_context", Context(_context.size))
 
@@ -129,7 +130,8 @@ def own_part(micro: MicroBatch, context: Context) -> MicroBatch:
 
 
 def of_all(micro: MicroBatch, own: Tensor, context: Context) -> Tensor:
-    """(Q,) of all trained tokens from what each rank has of its `own_part`, with gradient there."""
+    """Returns (Q,) values of all trained tokens, put together from the ranks' own parts; the
+    gradient goes to this rank's own."""
     if context.group is None:
         return own
     here = torch.from_numpy(np.flatnonzero(_is_own(micro, context)))

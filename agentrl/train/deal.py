@@ -1,4 +1,4 @@
-"""Which rank computes which micro-batch. No torch.
+"""Deals out micro-batches to ranks. No torch.
 
 Ranks of a sharded model work in lockstep: each waits in every layer of every micro-batch for all
 others (they gather its weights together). So all ranks need the same number of micro-batches, and
@@ -23,10 +23,11 @@ Round = list[list[int]]
 
 
 def cost(tokens: int, lengths: Sequence[int]) -> float:
-    """What rows cost in a micro-batch, in tokens of a short row.
+    """Returns the cost of rows in a micro-batch, in tokens of a short row.
 
     Args:
-        tokens: that stand there; fewer than the rows have where they share what they begin with.
+        tokens: number of them in the micro-batch; fewer than the rows have where they share a
+            prefix.
         lengths: of the rows.
     """
     return tokens + sum(length * length for length in lengths) / QUADRATIC_FROM
@@ -71,8 +72,8 @@ def share_of(
 def _even(
     lengths: Sequence[int], costs: Sequence[float], token_budget: int, count: int
 ) -> list[list[int]] | None:
-    """Exactly `count` micro-batches: the longest bundle first, each to the cheapest that still has
-    room for it. None where the budget does not allow it."""
+    """Makes exactly `count` micro-batches: the longest bundle first, each into the cheapest one
+    that still has room for it. None where the budget does not allow it."""
     bins: list[tuple[float, int]] = [(0.0, number) for number in range(count)]  # a heap
     members: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count

@@ -22,7 +22,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
-        ConfigError: `checkpoint` is none or has no shards, or `out` is not empty.
+        ConfigError: `checkpoint` is not one or has no shards, or `out` is not empty.
     """
     require_empty(out)
     if not (checkpoint / MANIFEST_FILE).is_file():

@@ -17,7 +17,7 @@ UserFilter = Callable[[Group], bool | tuple[bool, str]]
 
 
 def filters_of(rollout: RolloutSection) -> KeepGroup | None:
-    """All filters of a run as one, the first of which that drops a group gives the reason.
+    """Returns all filters of a run as one. The first filter that drops a group gives the reason.
 
     Raises:
         ConfigError: a function cannot be imported.

@@ -245,7 +245,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`total`, in at least float32, gets the product, without another tensor of its size."""
+    """Adds the product to `total`, of at least float32, without another tensor of its size."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:

@@ -80,7 +80,7 @@ class HeldOut:
         self._num_since = 0
 
     def is_due(self, step: int, config: RunConfig) -> bool:
-        """Whether a step ends with evaluations.
+        """Tells whether a step ends with evaluations.
 
         Args:
             config: as it is now, a callback may have changed it.

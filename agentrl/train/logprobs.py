@@ -79,18 +79,19 @@ def require_exact(model: PreTrainedModel) -> None:
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Whether the model is exact on rows in which a shared prefix stands once."""
+    """Tells whether the model is exact on rows in which a shared prefix stands once."""
     return packing_of(model) == 2
 
 
 def packing_of(model: PreTrainedModel) -> int:
-    """2: as one row that holds shared prefixes once; 1: as one row; 0: one segment at a time."""
+    """Returns how the model runs on packed rows: 2 as one row that holds shared prefixes once, 1 as
+    one row, 0 one segment at a time."""
     implementation = decoder_of(model).config._attn_implementation
     return {SHARED_ATTENTION_NAME: 2, ATTENTION_NAME: 1}.get(str(implementation), 0)
 
 
 def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
-    """How log-probs of packed segments differ from the family's own; None if by rounding only."""
+    """Returns how log-probs of packed segments differ from the family's; None if by rounding."""
     first, second = _probe_ids(model)
     logit_shape(model)  # now, not while its own forward pass would be counted
     embedded: list[torch.Tensor] = []
@@ -135,8 +136,8 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How much of a difference between log-probs is called rounding. A 16-bit model's own logits
-    are rounded to about 1/256 of their size."""
+    """Returns the largest difference between log-probs that counts as rounding. The logits of a
+    16-bit model are rounded to about 1/256 of their size."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 
 
@@ -174,7 +175,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def computing_device(model: PreTrainedModel) -> torch.device:
-    """Where the model computes, which is not where it is if its shards are in host memory."""
+    """Returns the device on which the model computes. Shards in host memory compute elsewhere."""
     return getattr(model, "computes_on", model.device)
 
 
@@ -248,8 +249,8 @@ def logprobs_and_routing(
     with_entropy: bool,
     with_routing: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """What `sample_logprobs` returns, and the router logits if they are asked for. All of it is
-    returned: of what stands in an argument a sharded model sees copies."""
+    """Computes what `sample_logprobs` returns, and the router logits if they are asked for. All of
+    it is returned: a sharded model sees a copy of what stands in an argument."""
     router_logits: list[torch.Tensor] | None = [] if with_routing else None
     head = head_of(model)
     factor, cap = logit_shape(model)
@@ -279,9 +280,9 @@ def logprobs_and_routing(
 def recomputed_logprobs(
     model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int], temperature: float
 ) -> list[float]:
-    """What the trainer computes for sampled tokens: log softmax(logits / temperature) of each.
+    """Computes log softmax(logits / temperature) of every sampled token, as the trainer does.
 
-    Its own path from packed rows to log-probs, in the model's dtype.
+    It goes the trainer's way from packed rows to log-probs, in the model's dtype.
     """
     row = _bare_sample(np.array(prompt_ids + token_ids, np.int32))
     logprobs, _ = sample_logprobs(model, pack([row], [0]), temperature=temperature)
@@ -308,7 +309,7 @@ def head_of(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
-    """What the family multiplies its logits with, before the head or after, and where it caps them.
+    """Finds out how the family scales its logits, before the head or after, and where it caps them.
 
     Measured once: the model's forward pass runs with known numbers in place of what its decoder and
     its head say.

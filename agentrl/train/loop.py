@@ -87,10 +87,10 @@ def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool 
 
 
 def _after_restart(config: RunConfig) -> RunConfig:
-    """Ranks that torchrun starts once more, one of them having died, go on where those stopped.
+    """Has ranks that torchrun restarts after one of them died continue the run that they began.
 
-    Its store says where that was. Where agents start a store of their own each time, it is the
-    newest run of this name, as --resume has it.
+    Its store says which run that was. Where agents start a store of their own each time, it is the
+    newest run of this name, as with --resume.
     """
     if not ranks.attempt():
         return config
@@ -315,7 +315,7 @@ def _learn(
 
 
 def _metrics_of_environment(name: str, samples: list[Sample], step: int) -> dict[str, float]:
-    """What is counted of the samples of one environment among several."""
+    """Counts the samples of one environment among several."""
     own = [sample for sample in samples if environment_of(sample.group_id) == name]
     if not own:
         return {}

@@ -118,7 +118,7 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a directory holds an adapter and not a whole model."""
+    """Tells whether a directory holds an adapter and not a whole model."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""How much memory training takes on its device, before a weight is loaded.
+"""Estimates the memory that training takes on its device, before a weight is loaded.
 
 The model is built on torch's meta device, where tensors have shapes and no contents: its parameters
 are counted, and one forward pass counts what autograd would keep. What a step takes is the most of
@@ -77,7 +77,7 @@ class Memory:
 
 
 def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = None) -> Memory:
-    """What a run takes on each of `num_ranks` devices that share weights, gradients and moments.
+    """Estimates what a run takes on each of the devices that share weights, gradients and moments.
 
     Args:
         num_ranks: None for as many as `train.parallel` says, one where it says nothing.
@@ -180,7 +180,7 @@ def _numel(module: torch.nn.Module) -> int:
 
 
 def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]:
-    """What autograd keeps of a forward pass of the decoder: of each layer, and outside of them."""
+    """Counts the bytes that autograd keeps of a decoder's forward pass, in layers and outside."""
     decoder = decoder_of(model)
     model.set_attn_implementation(ATTENTION_NAME)
     layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -214,8 +214,8 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]
 
 
 def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
-    """Whether nobody has set it, and what is free on the device is for training alone: no embedded
-    engine, server or teacher comes onto it later."""
+    """Tells whether the run sets its own token budget: the run file sets none, and the device's
+    free memory is for training alone, as no engine, server or teacher comes onto it later."""
     inference = config.inference
     starts_server = inference.has_servers and not inference.urls
     shared = inference.backend == "embedded" or (starts_server and inference.transfer == "file")
@@ -326,9 +326,9 @@ def device_memory(device_type: str) -> int:
 def remedies(
     config: RunConfig, *, device_type: str, num_ranks: int
 ) -> Iterator[tuple[str, Memory]]:
-    """What makes a run smaller, the cheapest first, each on top of those before it, and what it
-    takes then. A setting that would make it no smaller is left out: with checkpointing, bfloat16
-    keeps more beside the float32 weights than it saves."""
+    """Lists settings that make a run smaller, the cheapest first, each on top of those before it,
+    and what the run takes then. Settings that would not make it smaller are left out: with
+    checkpointing, bfloat16 keeps more beside the float32 weights than it saves."""
     smallest = estimate(config, device_type=device_type, num_ranks=num_ranks)
     steps = [
         (

@@ -1,4 +1,4 @@
-"""How far an update moves the weights, told from what AdamW keeps anyway."""
+"""Measures how far an update moves the weights, from what AdamW keeps anyway."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from agentrl.types import JSON
 
 @dataclass(slots=True, frozen=True)
 class Update:
-    """What an update did."""
+    """The outcome of an update."""
 
     applied: bool
     """False when the gradient was not finite: weights, moments and schedule stay as they were."""
@@ -174,7 +174,7 @@ class Learner(Generic[Model]):
         return Update(applied, norm, rate, moved)
 
     def counters(self) -> dict[str, JSON]:
-        """What a checkpoint holds besides weights and moments."""
+        """Returns what a checkpoint holds of this besides weights and moments."""
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,

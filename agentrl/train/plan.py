@@ -1,4 +1,4 @@
-"""Which samples share a forward pass, and how they lie in it. No torch.
+"""Decides which samples share a forward pass, and how they lie in it. No torch.
 
 A micro-batch is one packed row: its samples end to end, no padding. Attention is kept inside each
 segment by `cu_seqlens`, positions restart at 0, and everything after the backbone happens at
@@ -78,7 +78,7 @@ class MicroBatch:
 
     @property
     def max_trained(self) -> int:
-        """Most trained tokens of any sample: the width of the matrix of trained tokens."""
+        """The number of trained tokens of the sample that has most: the width of their matrix."""
         return int(self.column_of.max()) + 1 if len(self.column_of) else 0
 
     @property
@@ -199,7 +199,8 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
 
 
 def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarray | None:
-    """Of the packed tokens; those that stand once for several samples go where the first's went."""
+    """Returns the routes of the packed tokens. A token that stands once for several samples goes to
+    the experts that it went to in the first of them."""
     known = [
         each.routes for each in (samples[s.rows[0]] for s in segments) if each.routes is not None
     ]
@@ -215,7 +216,8 @@ def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarra
 
 
 def _kept(samples: Sequence[Sample]) -> KeptIds | None:
-    """Of the samples' trained tokens, end to end; None where it is not known of one."""
+    """Returns the kept ids of the samples' trained tokens, end to end; None where those of one
+    sample are not known."""
     kept: list[np.ndarray] = []
     for sample in samples:
         if sample.kept_ids is None:

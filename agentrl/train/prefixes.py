@@ -1,4 +1,4 @@
-"""What several token rows begin with, found and laid out once. No torch.
+"""Finds the common prefixes of token rows, and lays out each of them once. No torch.
 
 Trajectories of one group share their prompt, and branches of one trajectory share its history.
 Rows as a prefix tree, each of whose segments is computed once:
@@ -44,7 +44,11 @@ class SortedRows:
     """Rows in lexicographic order, in which those that share most stand side by side."""
 
     def __init__(self, rows: Sequence[int], token_ids: Sequence[np.ndarray]) -> None:
-        """`token_ids[i]` are those of the row that is called `rows[i]`."""
+        """
+        Args:
+            rows: names of the rows.
+            token_ids: of the rows, in the order of `rows`.
+        """
         # As big-endian bytes, non-negative integers sort like the numbers.
         keys = [ids.astype(">u4").tobytes() for ids in token_ids]
         order = sorted(range(len(rows)), key=keys.__getitem__)

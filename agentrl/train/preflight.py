@@ -1,8 +1,8 @@
-"""What the first episodes say of a run's set-up, before hours are spent on it.
+"""Judges a run's set-up by its first episodes, before hours are spent on it.
 
 A run looks at its own first rollouts, which costs nothing; `agentrl doctor --play` plays a few.
-Equal rewards alone prove little where tasks are hard: where a cause is seen with them the run stops
-at once, else it warns and stops later.
+Equal rewards alone prove little where tasks are hard. So a run stops soon only where something in
+its set-up explains them; otherwise it warns first and stops later.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MISMATCH = {"float32": 0.005, "bfloat16": 0.05}
 
 @dataclass(slots=True)
 class FirstRewards:
-    """The rewards of a run as long as all of them are equal."""
+    """Watches the rewards of a run as long as all of them are equal."""
 
     is_on: bool
     count: int = 0
     seen: set[object] = field(default_factory=set)
 
     def look(self, trajectories: Sequence[Trajectory], config: RunConfig) -> str | None:
-        """Takes in a step's trajectories; returns a warning while all rewards are equal, and what
-        keeps most episodes of the first step from theirs.
+        """Takes in a step's trajectories; returns a warning while all rewards are equal, and the
+        reasons why most episodes of the first step earn nothing.
 
         Raises:
             TrainingError: the run cannot learn as it is set up.

@@ -62,13 +62,13 @@ def size() -> int:
 
 
 def attempt() -> int:
-    """How often torchrun has started these ranks before; a machine that came later does not know,
-    so it is the most that any of them says."""
+    """Returns how often torchrun has started these ranks before: the most that any of them says,
+    because a machine that came later does not know."""
     return _attempt
 
 
 def agents_share_store() -> bool:
-    """Whether torchrun keeps one store for all attempts, and not rank 0 one for each."""
+    """Tells whether torchrun keeps one store for all attempts; else rank 0 starts one for each."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -187,7 +187,7 @@ def leave() -> None:
 
 
 def end_process(status: int) -> None:
-    """End a process that was a rank of several, after what was registered for its end.
+    """End a process that was one of several ranks, once its exit handlers have run.
 
     The interpreter is not taken down: some of gloo's threads outlive their groups, and one of them
     may abort the process then, so that torchrun would call a run failed whose work is done.
@@ -201,10 +201,10 @@ def end_process(status: int) -> None:
 
 @contextmanager
 def working(work: str, *, breaks: bool = True) -> Iterator[None]:
-    """Around work that the other ranks may wait for: it has to move, see `Watchdog`.
+    """Marks work that the other ranks may wait for, so that the `Watchdog` expects it to move.
 
     Args:
-        breaks: whether this rank ends soon where a connection breaks; else the caller tells it.
+        breaks: whether this rank ends soon once a connection breaks; else the caller says so.
     """
     if _watchdog is None:
         yield
@@ -219,14 +219,14 @@ def working(work: str, *, breaks: bool = True) -> Iterator[None]:
 
 
 def moved() -> None:
-    """The work of this rank came a step further."""
+    """Tell the watchdog that the work of this rank made progress."""
     if _watchdog is not None:
         _watchdog.moved()
 
 
 @contextmanager
 def losses_named() -> Iterator[None]:
-    """Around all that a rank does: where a connection to another breaks, one says which is gone.
+    """Wraps all that a rank does: once a connection breaks, one rank says which other one is gone.
 
     Raises:
         TrainingError: on that one, and on rank 0.
@@ -247,7 +247,7 @@ def losses_named() -> Iterator[None]:
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether it says that a connection to another rank is."""
+    """Tells whether an error means that a connection to another rank is broken."""
     if not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)  # NCCL's; gloo's

@@ -1,4 +1,4 @@
-"""What a training run is made of: how it is built, saved, restored and watched over.
+"""The parts of a training run: how they are built, saved, restored and watched over.
 
 `agentrl.train.loop` says what it does with these parts.
 """
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """As it is now: callbacks may have changed a few keys."""
+        """The configuration as it is now: callbacks may have changed a few keys."""
         return self.trainer.config
 
     def change(self, key: str, value: JSON) -> None:
@@ -130,7 +130,7 @@ class Run:
             part.scheduler.policy = self.policy(training_sampling(part.config))
 
     def data_position(self) -> dict[str, JSON]:
-        """Where the task sources stand, and what is held to be trained on again."""
+        """Returns the positions of the task sources, and the groups held to be trained on again."""
         position = self.mixture.data_position()
         if self.replay is not None:
             position[REPLAY] = self.replay.state()
@@ -156,7 +156,7 @@ def without_players(config: RunConfig) -> RunConfig:
 async def assemble(
     config: RunConfig, envs: Mapping[str, EnvClient], agents: Agents | None, *, quiet: bool
 ) -> Run:
-    """Build everything, in the order in which a mistake is cheapest to report.
+    """Build everything, checking first what is cheapest to check.
 
     Args:
         envs: a client of each environment, by its name.
@@ -261,7 +261,7 @@ def named_in_errors(name: str) -> Iterator[None]:
 def _fingerprint(
     config: RunConfig, *, num_tasks: Mapping[str, int | None], model: PreTrainedModel
 ) -> dict[str, JSON]:
-    """What makes two runs the same run."""
+    """Returns what two runs must have in common for one to go on where the other stopped."""
     rollout, lora = config.rollout, config.model.lora
     return {
         "run.seed": config.run.seed,
@@ -304,7 +304,7 @@ def _reference(model: ModelSection) -> dict[str, JSON]:
 
 
 def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dict[str, JSON]:
-    """What is played; where its servers are, and how long they may take, may change."""
+    """Returns what is played, without addresses and deadlines of servers: they may change."""
     if not config.envs:
         env = config.env
         return {
@@ -329,7 +329,7 @@ def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
 
 
 def _sampler(config: RunConfig) -> dict[str, JSON]:
-    """Which tasks are chosen; keys of `[[env]]` stand with the environments."""
+    """Returns how tasks are chosen, but for the keys of `[[env]]`: those are in `_environments`."""
     if all(each.rollout.sampler == "uniform" for each in config.environments.values()):
         return {}
     rollout = config.rollout
@@ -343,7 +343,7 @@ def _replay(rollout: RolloutSection) -> dict[str, JSON]:
 
 
 def _agent(agent: AgentSection) -> dict[str, JSON]:
-    """Who plays; where its endpoint listens may change."""
+    """Returns which agent plays. Where its endpoint listens is left out: it may change."""
     who = agent.model_dump(mode="json", include={"run", "command", "container"})
     if agent.answer != "last_line":
         who["answer"] = agent.answer
@@ -357,7 +357,7 @@ def _agent(agent: AgentSection) -> dict[str, JSON]:
 
 @dataclass(slots=True, frozen=True)
 class Outputs:
-    """Where a run says what happens, besides its checkpoints."""
+    """Everything that a run writes and shows besides its checkpoints."""
 
     metrics: MetricsWriter
     trajectories: TrajectoryLog
@@ -504,7 +504,7 @@ async def unless_interrupted(
 
 
 def _stall_report(mixture: Mixture) -> str:
-    """Where every episode stands, the longest wait first; one line each."""
+    """Describes the stage of every episode on a line, the longest wait first."""
     now = time.monotonic()
     live = sorted(mixture.live.values(), key=lambda episode: episode.since)
     lines = [

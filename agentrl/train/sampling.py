@@ -1,4 +1,4 @@
-"""How training and evaluation sample: as the run file says, else as the model's authors do."""
+"""Sampling parameters of training and evaluation: the run file's, else the model's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_MODEL = {"max_tokens": "max_new_tokens"} | {
 
 
 def training_sampling(config: RunConfig, temperature: float | None = None) -> SamplingParams:
-    """Of rollouts; at another temperature than theirs where one is given."""
+    """Returns the sampling parameters of rollouts, at another temperature if one is given."""
     rollout = config.rollout
     chosen = rollout.temperature if temperature is None else temperature
     return SamplingParams(
@@ -36,8 +36,8 @@ def training_sampling(config: RunConfig, temperature: float | None = None) -> Sa
 
 
 def evaluation_sampling(config: RunConfig, path: str) -> tuple[SamplingParams, str | None]:
-    """Of evaluation, and a line about what was taken from the generation_config.json of the model
-    at `path`; None if nothing was.
+    """Returns the sampling parameters of evaluation, and a line about those that were taken from
+    the generation_config.json of the model at `path`; None if none were.
 
     Raises:
         ConfigError: that file cannot be used.

@@ -1,4 +1,4 @@
-"""Who writes a run's checkpoints: one at a time, at once or while training goes on.
+"""Writes a run's checkpoints, one at a time: before training goes on, or while it does.
 
 With `run.async_save` the caller captures a state whose tensors are copies, and a thread writes,
 hashes, forces to disk and renames it. What is on disk is the same. Every rank has such a thread;
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """As a context it waits at its end for what is under way, unless that cannot come to an end."""
+    """Writes checkpoints. Used as a context manager, it waits at the end for the one under way,
+    unless that can never finish."""
 
     def __init__(self, run_dir: Path, *, in_background: bool) -> None:
         self.in_background = in_background
@@ -55,7 +56,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is under way; then `step` and `refused` are final.
+        """Wait until nothing is under way; then `step` and `refused` are final.
 
         Raises:
             BaseException: whatever ended the thread; a disk that refused does not.
@@ -85,8 +86,8 @@ class Saver:
             self._error = error
 
     def _write(self, state: TrainState, keep: int, is_best: bool) -> None:
-        """A full disk is a warning and no error: the run itself is still good, and so are older
-        checkpoints."""
+        """Write a checkpoint. A full disk is a warning, not an error: the run itself is still good,
+        and so are older checkpoints."""
         try:
             checkpoint.save_checkpoint(self._run_dir, state, keep=keep, is_best=is_best)
         except checkpoint.CheckpointNotSaved as error:

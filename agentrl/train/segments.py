@@ -36,7 +36,7 @@ class _Pieces:
 
 @dataclass(slots=True, frozen=True)
 class Level:
-    """Piece by piece, queries that see all of the keys."""
+    """Pieces of queries, each of which sees all keys of its piece."""
 
     queries: _Pieces
     keys: _Pieces
@@ -136,7 +136,7 @@ class SegmentMask:
 
 
 def _listed(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each row of (rows, columns) bool has, and their columns before all others."""
+    """Counts the blocks of each row of (rows, columns) bool, and lists their columns first."""
     columns = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     numbers = blocks.sum(1, dtype=torch.int32)
     return _sent(numbers[None, None], device), _sent(columns.int()[None, None], device)

@@ -1,4 +1,4 @@
-"""Who samples for a run, and how it comes to new weights.
+"""The engine that samples for a run, and how it gets new weights.
 
 `embedded`: this process, from the trainer's own weights; there is nothing to send.
 `vllm`, `sglang`: servers behind `inference.urls`, or started and watched over by this run; after
@@ -145,7 +145,7 @@ def embedded_engine(
 async def start_serving(
     config: RunConfig, model: PreTrainedModel, run_dir: Path, *, quiet: bool = True
 ) -> Serving:
-    """The engine of a training run. Servers hold `model.path` until the first `push`.
+    """Start the engine of a training run. Servers hold `model.path` until the first `push`.
 
     Raises:
         ConfigError: the backend cannot be trained with.
@@ -236,7 +236,7 @@ async def start_serving(
 
 
 async def _workers(config: RunConfig, urls: Sequence[str]) -> list[str]:
-    """Returns who gets weights: the servers, and in place of a router those behind it.
+    """Returns the addresses that get weights: the servers, and those behind a router in its place.
 
     Raises:
         InferenceError: an address does not answer, or is a router without a worker.
@@ -310,7 +310,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _other_gpus(trainers: torch.device) -> dict[str, str]:
-    """What leaves the servers all GPUs of this machine but those of its ranks."""
+    """Returns the environment variable that leaves servers all GPUs but those of the ranks here."""
     visible = _visible_gpus()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     used = range(num_ranks) if num_ranks > 1 else [trainers.index or 0]
@@ -324,10 +324,10 @@ def _other_gpus(trainers: torch.device) -> dict[str, str]:
 
 
 def servable(path: str, folder: Path) -> tuple[str, Path | None]:
-    """What a server is started with for a model: its path, and the folder of an adapter on top.
+    """Returns the path that a server is started with, and the folder of an adapter on top.
 
-    A server takes every safetensors file of a folder for weights of the model, and a checkpoint of
-    a run has others: such a one is served from `folder`, where links lead to the rest of it.
+    A server takes every safetensors file of a folder for weights of the model, and a run's
+    checkpoint has other such files too. It is served from `folder`, which links to the rest.
     """
     checkpoint = Path(path)
     if is_adapter(path):

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: a directory, a device, seeds, a way to be interrupted."""
+"""Sets up what a run needs before its first step: directory, device, seeds, interruption."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _numbered(config: RunConfig) -> list[Path]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU where there is one.
+    """Returns the torch device; `auto` is the GPU where there is one.
 
     Raises:
         ConfigError: a GPU was asked for and torch sees none.

@@ -92,14 +92,14 @@ class Frozen:
 
 
 def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
-    """As `agentrl.train.model.load_masters`; shards are their own masters."""
+    """Does as `agentrl.train.model.load_masters`; None for shards, which are their own masters."""
     return models.load_masters(path, dtype) if ranks.size() == 1 else None
 
 
 def shard(
     module: Module, *, dtype: torch.dtype, device: torch.device, optimizer: str = "adamw"
 ) -> Module:
-    """Leave this rank its shard of the module, which is rank 0's whole one. Every rank calls it.
+    """Give this rank its shard of rank 0's whole module. Every rank calls it.
 
     Args:
         module: a model of `load_model` or a module around its decoder; whatever is to be frozen,
@@ -134,7 +134,8 @@ def shard(
 
 
 def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
-    """Each layer is gathered by itself; what is left, embedding and head mostly, at once."""
+    """Shard the module so that each layer is gathered by itself, and the rest (mostly embedding and
+    head) at once."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
@@ -158,7 +159,7 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
     )
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            # The loss is a sum over the batch: gradients of ranks add up, they are no average.
+            # The loss is a sum over the batch: gradients of ranks add up, they are not averaged.
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
 

@@ -1,4 +1,4 @@
-"""What an update computes for each token, taken down for `agentrl.rollout.signals`."""
+"""Takes down what an update computes for each token, for `agentrl.rollout.signals`."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class StepSignals:
     def rows(
         self, samples: Sequence[Sample], objective: Objective, keeps: Callable[[str], bool]
     ) -> Callable[[], list[RowSignals]]:
-        """What makes the rows of samples whose group `keeps` wants; may be called by another
-        thread, when the batch has moved on.
+        """Returns a function that makes the rows of samples whose group `keeps` wants. Another
+        thread may call it, when the batch has moved on.
 
         Args:
             samples: the rows of the batch, in its order.

@@ -1,4 +1,4 @@
-"""What a run is between two optimizer updates, and how it is put back bit for bit.
+"""Captures the state of a run between two optimizer updates, and restores it bit for bit.
 
 Tensors by file and name, everything else as JSON: nothing that would have to be unpickled.
 """
@@ -44,7 +44,7 @@ class Trained(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
     @property
     def masters(self) -> Mapping[Tensor, Tensor]:
-        """Of parameters that the optimizer does not update itself, the weights that it does."""
+        """The weights that the optimizer updates in place of parameters, by parameter."""
         ...
 
     def cast(self) -> None:
@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True)
 class TrainState:
-    """What a checkpoint holds. Made by `capture_state` or `load_checkpoint`."""
+    """The contents of a checkpoint, made by `capture_state` or `load_checkpoint`."""
 
     step: int
     """Training steps finished; the version of the policy."""
@@ -82,9 +82,9 @@ class TrainState:
     optimizer_groups: dict[str, JSON] = field(default_factory=dict)
     """Hyper-parameters of the optimizers' parameter groups, by file stem."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`) -> name ->
-    CPU tensor. Those of a model on the CPU, and shards, alias the live ones unless they were
-    copied: save before the next update. Empty where `folder` holds them."""
+    """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`,
+    `reference`) -> name -> CPU tensor. Those of a model on the CPU, and shards, alias the live ones
+    unless they were copied: save before the next update. Empty where `folder` holds them."""
     pretrained: dict[str, str] = field(default_factory=dict)
     """Further small text files of the folder, e.g. config.json, by name."""
     tokenizer: Tokenizer | None = None
@@ -167,7 +167,7 @@ def restore_state(
 
 
 def _parts(policy: Trained, critic: Trained | None) -> list[tuple[Trained, str, str]]:
-    """What is trained, with the stems of the files of its weights and of its optimizer.
+    """Lists what is trained, with the stems of the files of its weights and of its optimizer.
 
     Where only an adapter is trained and saved, its file has the name that PEFT gives it.
     """
@@ -187,8 +187,8 @@ def _load_weights(state: TrainState, trained: Weights, stem: str) -> None:
 
 
 def _named_tensors(trained: Weights) -> dict[str, Tensor]:
-    """Parameters, or their masters, and persistent buffers by name; a tied tensor only under its
-    first name. Of a model with an adapter, the adapter's alone.
+    """Returns parameters, or their masters, and persistent buffers by name. A tied tensor stands
+    under its first name only. Of a model with an adapter it is the adapter's tensors alone.
 
     Raises:
         TypeError: the module keeps a state that is not a tensor.
@@ -219,7 +219,7 @@ def _read_weights(folder: Path, trained: Weights, stem: str) -> None:
 
 
 def _read_moments(folder: Path, trained: Trained, stem: str) -> dict[str, Tensor]:
-    """Each in memory of its own, where its parameter is; what fits no parameter is not read."""
+    """Read moments into new memory on their parameters' devices; skip what fits no parameter."""
     updated = _updated_parameters(trained)
 
     def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ def _read_moments(folder: Path, trained: Trained, stem: str) -> dict[str, Tensor
 def _read(
     folder: Path, stem: str, targets: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What `read_shards` reads of a network or an optimizer, whoever wrote it."""
+    """Reads a network or an optimizer, whether it was written whole or in shards."""
     if (folder / stem).is_dir():
         return read_shards(folder / stem, targets)
     if (folder / f"{stem}.safetensors").is_file():
@@ -249,7 +249,8 @@ def _read(
 
 
 def _to_cpu(tensor: Tensor, copied: bool) -> Tensor:
-    """On the host, in memory of its own shape; a shard stays one, for its rank to write."""
+    """Returns the tensor on the host, in storage of its own size. A shard remains one, for its rank
+    to write."""
     tensor = tensor.detach()
     if copied:
         return tensor.to("cpu", copy=True).contiguous()
@@ -262,7 +263,7 @@ def _to_cpu(tensor: Tensor, copied: bool) -> Tensor:
 
 
 def _updated_parameters(trained: Trained) -> dict[str, Tensor]:
-    """What the optimizer may update, by the parameter's name."""
+    """Returns the tensors that the optimizer may update, by the parameter's name."""
     return {name: trained.masters.get(p, p) for name, p in trained.model.named_parameters()}
 
 
@@ -399,7 +400,7 @@ def _compare_names(live, saved, file: str) -> None:
 
 
 def _config_files(model: torch.nn.Module) -> dict[str, str]:
-    """config.json and generation_config.json of a transformers model; nothing of any other."""
+    """Returns config.json and generation_config.json of a transformers model, nothing of others."""
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):

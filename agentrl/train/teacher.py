@@ -134,7 +134,7 @@ class TeacherServer:
                     self._endpoint = SGLANG if answer.status_code == 200 else COMPLETIONS
 
     async def _row(self, http: httpx.AsyncClient, sample: Sample) -> np.ndarray:
-        """(num_trained,) float32"""
+        """Returns (num_trained,) float32 log-probs of a sample's trained tokens."""
         ids = [int(token_id) for token_id in sample.token_ids]
         endpoint = self._endpoint or COMPLETIONS
         num_sampled = 0 if endpoint == SGLANG else 1
@@ -167,7 +167,7 @@ class TeacherServer:
     async def _ask(
         self, http: httpx.AsyncClient, path: str, body: bytes, read: Callable[[bytes], Read]
     ) -> Read:
-        """What `read` makes of the answer. Passing faults are retried.
+        """Returns what `read` makes of the answer. Passing faults are retried.
 
         Raises:
             InferenceError: with the address and the reason.

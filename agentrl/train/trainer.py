@@ -1,4 +1,4 @@
-"""The networks of a run and how they learn from a step's samples: what every rank has alike."""
+"""The networks of a run and how they learn from a step's samples, the same on every rank."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Trainer:
     def state(
         self, step: int, fingerprint: dict[str, JSON], position: dict[str, JSON]
     ) -> TrainState:
-        """What a checkpoint after this step holds.
+        """Returns what a checkpoint after this step holds.
 
         Args:
             position: of the task source.
@@ -172,7 +172,7 @@ class Trainer:
         )
 
     def restore_counters(self, state: TrainState) -> None:
-        """What is neither weights nor moments, of a state whose tensors are restored."""
+        """Restore what is neither weights nor moments, once the tensors of a state are restored."""
         saved: Any = state.extra
         if self.chose_token_budget and "token_budget" in saved:
             self.config = with_token_budget(self.config, saved["token_budget"])
@@ -290,7 +290,7 @@ def _require_same_shapes(reference: PreTrainedModel, model: PreTrainedModel) -> 
 
 
 def _fitting_token_budget(config: RunConfig, device_type: str) -> int:
-    """The same on all ranks: by the memory of the one that has the least."""
+    """Returns the same budget on all ranks, by the memory of the one that has the least."""
     free: list[Any] = ranks.gather(torch.cuda.mem_get_info()[0])
     budget: Any = None
     if ranks.rank() == 0:

@@ -1,6 +1,6 @@
 """A trainer that shares its GPU with servers, and leaves it while they sample.
 
-    servers sample     the trainer keeps the policy's weights on the device, which a push reads
+    servers sample     the trainer keeps only the policy's weights on the device, for the push
     trainer learns     everything is on the device again, and the servers are asleep
 
 What leaves for host memory is what no push reads: float32 masters, the optimizer's moments, the
@@ -36,7 +36,7 @@ def leave_device(trainer: Trainer) -> None:
 
 @contextmanager
 def on_device(trainer: Trainer, takes_turns: bool) -> Iterator[None]:
-    """Around an update: all that it computes with is on the device."""
+    """Keep all that an update computes with on the device while the block runs."""
     if not takes_turns:
         yield
         return

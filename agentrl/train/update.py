@@ -206,7 +206,7 @@ def update_policy(
 def _by_environment(
     batch: Batch, rows: Sequence[int], measure: Callable[[list[int]], Mapping[str, Metric]]
 ) -> list[dict[str, Metric]]:
-    """What `measure` says of the rows of each environment, where there are several.
+    """Returns the metrics that `measure` gives of each environment's rows, where there are several.
 
     Args:
         rows: of the batch; `measure` gets places among them.
@@ -230,7 +230,7 @@ def _policy_metrics(
     kl_coef: float | None,
     rows: list[int],
 ) -> Mapping[str, Metric]:
-    """What some rows of a micro-batch add to the metrics of the loss."""
+    """Computes what some rows of a micro-batch add to the metrics of the loss."""
     index = torch.as_tensor(rows, device=logprobs.device)
     of_rows = None if entropy is None else entropy[index]
     return policy_loss(
@@ -261,8 +261,8 @@ def _everywhere(
     model: PreTrainedModel,
     forward: Callable[[MicroBatch], Tensor],
 ) -> Tensor:
-    """(B, T) of what `forward`, by way of `model`, makes of each micro-batch's trained tokens,
-    without gradient."""
+    """Computes (B, T) values of `forward`, which runs `model`, for the trained tokens of every
+    micro-batch, without gradient."""
     values = torch.zeros_like(batch.rollout_logprobs)
     share = config.share_prefixes and shares_prefixes(model)
     every_row = range(len(samples))

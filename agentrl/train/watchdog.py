@@ -42,7 +42,7 @@ CLOSE_S = 60.0
 
 @dataclass(slots=True, frozen=True)
 class Standing:
-    """Where a rank stands when another rings."""
+    """The place at which a rank is when another rings."""
 
     where: str
     """`host, process 123`"""
@@ -91,7 +91,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def working(self, work: str) -> Iterator[None]:
-        """While the block runs, which other ranks may wait for, this thread has to move."""
+        """Expect this thread to move while the block runs, which other ranks may wait for."""
         thread = threading.get_ident()
         self._works[thread] = work, time.monotonic()
         try:
@@ -105,24 +105,25 @@ class Watchdog:
             self._works[thread] = self._works[thread][0], time.monotonic()
 
     def _slowest(self) -> tuple[int, str, float] | None:
-        """The thread that has not moved for longest, its work, and when it did; None: all rest."""
+        """Returns the thread that has not moved for longest, its work, and when it moved; None if
+        all rest."""
         works = [(thread, *each) for thread, each in list(self._works.items())]
         return min(works, key=lambda each: each[2], default=None)
 
     def broke(self) -> None:
-        """A connection to another rank did. Whatever this one waits for while it closes what it
-        opened, after `CLOSE_S` it writes its stacks and ends."""
+        """Note that a connection to another rank broke. If this rank has not closed what it opened
+        within `CLOSE_S`, it writes its stacks and ends."""
         self._broken = True
         faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def closed(self) -> None:
-        """All is closed; what the caller does next may take longer."""
+        """Lift the limit that `broke` set: all is closed, and what comes next may take longer."""
         faulthandler.cancel_dump_traceback_later()
 
     def lost(self) -> str | None:
-        """After a connection to another rank broke: which ranks are gone, in a sentence.
+        """Says which ranks are gone, in a sentence, after a connection to another rank broke.
 
-        None: it is for another rank to say, or one of them ended with an error that said why.
+        None: another rank says it, or one of them ended with an error that said why.
         """
         try:
             self._store.set("lost", "")
@@ -218,7 +219,7 @@ class Watchdog:
         self._store.set(f"standing/{self._rank}", json.dumps(asdict(self._standing())))
 
     def _standings(self) -> dict[int, Standing]:
-        """Of the ranks that have answered."""
+        """Returns the standings of the ranks that have answered."""
         keys = {rank: f"standing/{rank}" for rank in range(self._size)}
         found = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: Standing(**json.loads(self._store.get(key))) for rank, key in found.items()}

@@ -58,7 +58,7 @@ Header = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class CheckedFit:
-    """What was found out about the last file; the next one usually has the same header."""
+    """Facts about the last file; the next one usually has the same header."""
 
     model: torch.nn.Module
     header: Header
@@ -177,7 +177,7 @@ def file_inside(directory: Path, path: str) -> Path:
     """The regular file that `path` leads to.
 
     Raises:
-        ValueError: it lies outside `directory`, also through `..` or a link, or is no file.
+        ValueError: it lies outside `directory`, also through `..` or a link, or is not a file.
     """
     resolved = Path(path).resolve()
     if not Path(path).is_absolute() or not resolved.is_relative_to(directory):
@@ -192,7 +192,7 @@ def read_header(file) -> Header:
     ValueError: a tensor's element type is unknown.
     """
     header: Header = {}
-    for name in file.keys():  # noqa: SIM118 (it is no dict and cannot be iterated)
+    for name in file.keys():  # noqa: SIM118 (it is not a dict and cannot be iterated)
         tensor = file.get_slice(name)
         dtype = _DTYPES.get(tensor.get_dtype())
         if dtype is None:
