@@ -218,7 +218,7 @@ def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
     free memory is for training alone, as no engine, server or teacher comes onto it later."""
     inference = config.inference
     starts_server = inference.has_servers and not inference.urls
-    shared = inference.backend == "embedded" or (starts_server and inference.transfer == "file")
+    shared = inference.backend == "embedded" or (starts_server and inference.transfer != "nccl")
     given = "token_budget" in config.train.model_fields_set
     return device_type == "cuda" and not (given or shared or config.teacher.path)
 

@@ -270,6 +270,10 @@ def test_a_token_budget_is_chosen_where_nobody_set_it_and_the_device_is_for_trai
     assert not chooses_token_budget(vllm, "cpu")
     assert not chooses_token_budget(embedded, "cuda")
     assert not chooses_token_budget(started, "cuda")
+    sglang = ["--inference.backend", "sglang", "--inference.transfer"]
+    for transfer, alone in {"nccl": True, "file": False, "tensor": False}.items():
+        config = load_config(tmp_path / "run.toml", [*sglang, transfer])
+        assert chooses_token_budget(config, "cuda") is alone, transfer
     assert not chooses_token_budget(taught, "cuda")
     assert not chooses_token_budget(given, "cuda")
 
