@@ -49,6 +49,8 @@ class Trainer:
     chose_token_budget: bool = False
     """Nobody had set `train.token_budget`, so a resumed run takes that of the saved one: another
     would round differently."""
+    reference_step: int = 0
+    """The step after which the reference became the policy last."""
     changes: dict[str, JSON] = field(default_factory=dict)
     """Keys that were changed since the run began, and what they are now."""
 
@@ -116,9 +118,11 @@ class Trainer:
             raise
         if signals is not None and on_signals is not None:
             on_signals(signals)
-        every = self.config.model.reference_every
-        if (reference := self.changing_reference) and every and step % every == 0:
+        every, reference = config.model.reference_every, self.changing_reference
+        # A step without samples is not learned from: what was due then is made up for.
+        if reference and every and step // every > self.reference_step // every:
             reference.become(self.model)
+            self.reference_step = step
         if greedy_rewards is not None:
             metrics["reward/greedy_mean"] = sum(greedy_rewards.values()) / len(greedy_rewards)
         if config.train.router_replay:
@@ -161,6 +165,7 @@ class Trainer:
                 "critic": self.critic and self.critic.counters(),
                 "kl": dict(self.kl.state_dict()),
                 **({"changes": self.changes} if self.changes else {}),
+                **({"reference_step": self.reference_step} if self.reference_step else {}),
                 **(
                     {"token_budget": self.config.train.token_budget}
                     if self.chose_token_budget
@@ -179,6 +184,7 @@ class Trainer:
             self.learner.config = self.config.train
         for key, value in saved.get("changes", {}).items():
             self.change(key, value)
+        self.reference_step = saved.get("reference_step", 0)
         self.learner.restore_counters(saved["policy"])
         if self.critic is not None:
             self.critic.restore_counters(saved["critic"])
