@@ -30,6 +30,10 @@ class Profiler:
         self._steps = steps
         self._tracing: tuple[profile, Path] | None = None
 
+    def unreached(self, last_step: int, num_steps: int) -> list[int]:
+        """Returns the steps of which a run that goes on after `last_step` writes no trace."""
+        return [step for step in self._steps if not last_step < step <= num_steps]
+
     def start(self, step: int) -> None:
         """Begin a step's trace, where one is wanted."""
         if step not in self._steps:

@@ -390,6 +390,12 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
         ) as display,
     ):
         trajectories = TrajectoryLog(run.run_dir, resume_step=last_step)
+        if steps := run.profiler.unreached(last_step, config.run.num_steps):
+            said = ", ".join(map(str, steps))
+            display.note(
+                f"no trace is written of step {said}: this run goes from step {last_step + 1} to "
+                f"{config.run.num_steps} (run.profile)"
+            )
         yield Outputs(metrics, trajectories, signals, status, display)
 
 

@@ -8,6 +8,7 @@ from test_loop import QUICKSTART, untimed
 
 from agentrl.cli import main
 from agentrl.tracking import read_metrics
+from agentrl.train.profile import Profiler
 
 SMALL = [
     *("--rollout.groups_per_step", "1", "--rollout.group_size", "2"),
@@ -42,6 +43,10 @@ def test_a_trace_holds_rollout_update_and_push_of_its_step_and_changes_nothing(t
     assert any(update[0] < start < end < update[1] for start, end, _ in products), "the trainer's"
 
     assert untimed(read_metrics(traced)) == untimed(read_metrics(tmp_path / "plain"))
+
+
+def test_steps_that_a_run_does_not_reach_are_known(tmp_path):
+    assert Profiler(tmp_path, [3, 4, 40, 50]).unreached(3, 40) == [3, 50]
 
 
 @pytest.mark.parametrize(("steps", "said"), [("0", "greater than or equal to 1"), ("x", "integer")])
