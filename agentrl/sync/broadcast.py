@@ -36,14 +36,14 @@ from agentrl.types import JSON
 Result = TypeVar("Result")
 
 REASON_S = 5.0
-"""How long a server is given to say why a transfer broke."""
+"""The time that a server has to say why a transfer broke."""
 REST_S = 60.0
-"""How long the trainer's part may go on when the server's has ended."""
+"""The time that the trainer's part has to end after the server's has."""
 DTYPES = (
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
 )
-"""What every library can send."""
+"""The dtypes that every library can send."""
 
 
 class NCCLError(WeightSyncError):
@@ -78,7 +78,7 @@ class BroadcastTransfer(Transfer):
         self._device = torch.device("cpu")
         self._groups: dict[str, Group] = {}
         self._labels: dict[str, str] = {}
-        """What a server calls the weights that it was sent through its group."""
+        """The label of the weights that a server was sent through its group last, by address."""
 
     async def take(self, model: PreTrainedModel, version: int) -> None:
         if has_adapter(model):

@@ -39,10 +39,10 @@ from agentrl.types import JSON
 OnUpdate = Literal["keep", "wait", "abort"]
 
 ENGINE_TIMEOUT_S = 20.0
-"""How long an engine may be busy with one step."""
+"""The longest that an engine may be busy with one step."""
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
-"""Of one attempt. The route only sets a flag; a server that needs longer hangs."""
+"""Deadline of one attempt. The route only sets a flag; a server that needs longer hangs."""
 
 
 class ServerUnreachable(WeightSyncError):
@@ -70,9 +70,9 @@ class ServerControl:
     label_path: ClassVar[str]
     """Tells the label of the weights."""
     logprobs: ClassVar[str]
-    """What decides of which distribution its log-probabilities are."""
+    """The setting that decides of which distribution its log-probabilities are."""
     needs: ClassVar[str]
-    """What a server without these routes lacks."""
+    """Advice for a server that does not offer these routes."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, *, timeout_s: float) -> None:
         """

@@ -5,8 +5,9 @@
     log-probs of the probe         the same probe; a difference ends the run
 
 How the copy gets to the servers is the transfer's business: through a file (`sync.transfer`,
-`sync.sglang`), or from GPU to GPU (`sync.nccl`). Of a model that only trains an adapter it is the
-adapter: the server drops the old one when it finishes an update, and reads its folder again.
+`sync.sglang`), in requests (`sync.sglang`), or from GPU to GPU (`sync.broadcast`). Of a model that
+only trains an adapter, the copy is the adapter: the server drops the old one when it finishes an
+update, and reads its folder again.
 
 A server that is out of reach, or hangs, does not hold up the others for long: `on_missed` is told,
 and whoever routes requests asks for `push_to` before that server's next one.

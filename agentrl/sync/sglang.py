@@ -39,11 +39,12 @@ from agentrl.types import JSON
 Library = Literal["nccl", "gloo"]
 
 _BUCKET_BYTES = 256 * 2**20
-"""Of weights in one request, unless a tensor alone has more."""
+"""The most weights in one request, unless a single tensor has more."""
 _GROUP = "agentrl"
 """The same in every run, so that a server can be told to leave a killed trainer's."""
 _PATIENCE = timedelta(hours=12)
-"""Of a group. A call that waits in vain is aborted when the server's answer is overdue."""
+"""Deadline of a group's calls. One that waits in vain is aborted long before, when the server's
+answer is overdue."""
 
 
 class FolderTransfer(FileTransfer):

@@ -1,6 +1,7 @@
 """Brings weights from the trainer to a server, while `ServerControl.update` has it paused.
 
-`FileTransfer` here, through a directory that both see; `agentrl.sync.nccl` between GPUs.
+`FileTransfer` here goes through a directory that both see; `agentrl.sync.nccl` and
+`agentrl.sync.sglang` send from GPU to GPU, and the latter in requests as well.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class StepEnd:
     step: int
     """From 1."""
     metrics: dict[str, float]
-    """What the step's line of `metrics.jsonl` will hold (docs/metrics.md)."""
+    """The metrics that the step's line of `metrics.jsonl` will hold (docs/metrics.md)."""
     trajectories: list[Trajectory]
     """Every episode that the step played, failed and filtered ones included."""
     _run: Run

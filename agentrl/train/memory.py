@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 BUDGET_STEP = 1024
 MAX_TOKEN_BUDGET = 65536
-"""Of a rank. Of so many tokens the kernels are as fast as they get, and what ranks exchange once
-per micro-batch is small beside the work on it."""
+"""Per rank. At so many tokens the kernels are as fast as they get, and what ranks exchange once per
+micro-batch is small beside the work on it."""
 USABLE = 0.9
 """Share of a device's memory; the rest is for what is not estimated."""
 ASLEEP = 2 * 2**30

@@ -83,7 +83,7 @@ class Learner(Generic[Model]):
         exact = {} if weights is None else dict(weights.named_parameters())
         self.masters: dict[Tensor, Tensor] = {}
         self._coming: dict[Tensor, tuple[Tensor, torch.Event]] = {}
-        """Of masters in host memory, gradients on their way there, and when they have arrived."""
+        """Gradients on their way to masters in host memory, and events of their arrival."""
         for name, parameter in model.named_parameters():
             device = torch.device("cpu") if config.optimizer == "adamw_cpu" else parameter.device
             if not parameter.requires_grad or (

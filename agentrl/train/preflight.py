@@ -21,7 +21,7 @@ MOST = 192
 runs of seven."""
 GO_ON = "run.preflight = false goes on all the same"
 SMALLEST, LARGEST = 1 / 5, 20
-"""Of the usual learning rate; what is outside is told."""
+"""Learning rates outside these multiples of the usual one are warned of."""
 MISMATCH = {"float32": 0.005, "bfloat16": 0.05}
 """Mean difference of log-probabilities, in nats, which the dtype does not explain."""
 

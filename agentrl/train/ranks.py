@@ -43,14 +43,14 @@ _everywhere: dist.ProcessGroup | None = None
 _saving: dist.ProcessGroup | None = None
 """For those who write a checkpoint, which may be a thread of each rank beside its work."""
 _launch: Store | None = None
-"""Of the launch, not of the attempt: what stands here outlives a restart under --max-restarts."""
+"""The store of the launch, not of the attempt: it outlives a restart under --max-restarts."""
 
 _watchdog: Watchdog | None = None
 _attempt = 0
 
 _FOREVER = datetime.timedelta(days=30)
 _CONNECTING_S = 10.0
-"""What torch's client may need to give up by itself, after its time is over."""
+"""The time that torch's client may need to give up by itself, once its own limit has passed."""
 
 
 def rank() -> int:

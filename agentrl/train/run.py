@@ -49,9 +49,7 @@ from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
 from agentrl.train.filters import filters_of
 from agentrl.train.held_out import HeldOut, default_interval
-from agentrl.train.model import (
-    load_tokenizer,
-)
+from agentrl.train.model import load_tokenizer
 from agentrl.train.optimizer import require_optimizer
 from agentrl.train.preflight import FirstRewards, rate_is_unusual
 from agentrl.train.profile import Profiler
@@ -76,7 +74,7 @@ STALL_REPORT_ROWS = 40
 MOST_FAILED = 0.75
 """Share of a step's trajectories that fail for one cause where something is broken."""
 FAILING_STEPS = 3
-"""As many such steps in a row end the run: what an outage takes away may come back."""
+"""So many such steps in a row end the run. Fewer do not, because an outage may pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +85,7 @@ class Run:
     lock: IO[bytes]
     """Keeps the directory for this process until it is closed."""
     fingerprint: dict[str, JSON]
-    """What a resumed run must have in common with the one that was saved."""
+    """Everything that a resumed run must have in common with the one that was saved."""
     trainer: Trainer
     serving: Serving
     renderer: Renderer

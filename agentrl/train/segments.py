@@ -13,7 +13,7 @@ from agentrl.train.context import Context
 
 WHOLE_ROW = Context()
 BLOCK_SIZE = 128
-"""Of flex attention's kernels, by default."""
+"""The default block size of flex attention's kernels."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,7 +2,7 @@
 
 `embedded`: this process, from the trainer's own weights; there is nothing to send.
 `vllm`, `sglang`: servers behind `inference.urls`, or started and watched over by this run; after
-every training step they get the weights through `agentrl.sync`, as a file or over NCCL.
+every training step they get the weights through `agentrl.sync`: in a file, in requests or by NCCL.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Serving:
     sleeps: bool = False
     """The servers sleep while the trainer learns (`inference.share`)."""
     own_model: PreTrainedModel | None = None
-    """What the embedded engine samples from where every rank has but a shard of the trainer's."""
+    """The model that the embedded engine samples from where ranks have shards of the trainer's."""
 
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
         """Have the engine sample from these weights; returns metrics.

@@ -72,8 +72,8 @@ class TrainState:
     step: int
     """Training steps finished; the version of the policy."""
     fingerprint: dict[str, JSON]
-    """What makes two runs the same run: task and environment ids, model, group size, seed, ...
-    A resumed run compares it, see `check_fingerprint`."""
+    """Everything that makes two runs the same run: task and environment ids, model, group size,
+    seed, ... A resumed run compares it, see `check_fingerprint`."""
     data_position: dict[str, JSON] = field(default_factory=dict)
     extra: dict[str, JSON] = field(default_factory=dict)
     """Whatever else the loop wants back, e.g. the state of a KL controller."""
@@ -89,7 +89,7 @@ class TrainState:
     """Further small text files of the folder, e.g. config.json, by name."""
     tokenizer: Tokenizer | None = None
     folder: Path | None = None
-    """Where `restore_state` finds the tensors of a checkpoint of which no process reads all."""
+    """The folder from which `restore_state` reads tensors, where no process reads all of them."""
 
 
 def capture_state(

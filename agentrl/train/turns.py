@@ -24,7 +24,7 @@ from agentrl.train.optimizer import Learner
 from agentrl.train.trainer import Trainer
 
 _host = WeakTensorKeyDictionary()
-"""Where each tensor lies meanwhile: pages that are pinned once, not in every step."""
+"""The host memory of each tensor meanwhile; its pages are pinned once, not in every step."""
 
 
 def leave_device(trainer: Trainer) -> None:

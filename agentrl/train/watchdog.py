@@ -31,13 +31,13 @@ from typing import Any
 
 REMEDY = "Continue with --resume, or start with torchrun --max-restarts"
 ANSWER_S = 5.0
-"""How long a rank that is asked may take to say where it stands; a stopped one never does."""
+"""The time that a rank has to say where it stands; a stopped one never does."""
 SILENT_S = 45.0
 """A rank that gives no sign of life for so long is lost. No call keeps Python's lock so long."""
 LOOK_S = 1.0
 """Between two looks."""
 CLOSE_S = 60.0
-"""How long a rank may take to close what it opened, once a connection broke."""
+"""The time that a rank has to close what it opened, once a connection broke."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +61,7 @@ class Watchdog:
         self._store, self._rank, self._size = store, rank, size
         self._deadline_s = deadline_s
         self._works: dict[int, tuple[str, float]] = {}
-        """By thread: what it is at, and when that moved last."""
+        """The work of each thread, and when it moved last."""
         self._over = threading.Event()
         self._failed = self._broken = False
         self._next = (rank + 1) % size

@@ -74,7 +74,7 @@ class FileInitInfo(WeightTransferInitInfo):
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
     path: str
-    """Of one safetensors file in the directory, with the tensors of a Hugging Face checkpoint."""
+    """A safetensors file in the directory, with the tensors of a Hugging Face checkpoint."""
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):

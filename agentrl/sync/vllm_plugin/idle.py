@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 SPIN_S = 0.001
-"""What a process on a CPU spins for its next message before it sleeps."""
+"""The time that a process on a CPU spins for its next message before it sleeps."""
 
 RECHECK_MS = 20
-"""How long it sleeps at most before it looks for a message that it was not woken for."""
+"""The longest that it sleeps before it looks for a message that it was not woken for."""
 
 
 def sleep_when_idle() -> None:
