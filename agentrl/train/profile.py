@@ -53,7 +53,8 @@ class Profiler:
         if self._tracing is None:
             return None
         (tracing, file), self._tracing = self._tracing, None
-        tracing.stop()
         self._folder.mkdir(exist_ok=True)
-        tracing.export_chrome_trace(str(file))
+        with ranks.silent():  # torch keeps the lock for seconds per 100,000 operations
+            tracing.stop()
+            tracing.export_chrome_trace(str(file))
         return file

@@ -218,6 +218,16 @@ def working(work: str, *, breaks: bool = True) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep the others from calling this rank lost while the block keeps Python's lock for long."""
+    if _watchdog is None:
+        yield
+        return
+    with _watchdog.silent():
+        yield
+
+
 def moved() -> None:
     """Tell the watchdog that the work of this rank made progress."""
     if _watchdog is not None:

@@ -5,8 +5,9 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from agentrl.train import watchdog
 from agentrl.train.watchdog import Standing, verdict
 
 WAITS = Standing("a, process 1", "learn: torch/distributed/x.py:1 in wait", True)
@@ -56,6 +57,26 @@ def test_a_rank_whose_connection_broke_ends_whatever_it_waits_for(when):
     )
     assert rank.returncode == 1
     assert ("in never_returns" in rank.stderr) == (when == "as it closes")
+
+
+def test_a_rank_that_writes_a_trace_is_not_called_lost():
+    store = HashStore()
+    dogs = [watchdog.Watchdog(store, rank, 2, 1800.0) for rank in range(2)]
+    for each in dogs:
+        each.close()  # and look by hand
+    store.delete_key("closed/1")
+    watching, watched = dogs
+
+    def is_silent_after(seconds: float) -> bool:
+        watching._silent_s = seconds
+        return watching._next_is_silent()
+
+    is_silent_after(0)
+    assert is_silent_after(2 * watchdog.SILENT_S)
+    with watched.silent():
+        assert not is_silent_after(2 * watchdog.SILENT_S)
+    assert not watching._next_is_silent(), "counts anew"
+    assert is_silent_after(2 * watchdog.SILENT_S)
 
 
 WAITS_FOR_EVER = """
