@@ -144,14 +144,14 @@ def _type_of(accepted: list[Any]) -> type | None:
 
 
 def _items_fit(value: list[Any], accepted: Any, inner: type) -> bool:
-    """Whether the items have a type that is described or listed; "" for the whole fits any."""
+    """Tells whether the items have a type that is described or listed; "" for the whole fits any."""
     if not isinstance(accepted, list):
         return True
     return all(type(each) in (inner, _type_of(accepted)) for each in value)
 
 
 def _same_object(value: Any, accepted: Any) -> bool:
-    """Whether each key of an object has one of the values that are listed for it."""
+    """Tells whether each key of an object has one of the values that are listed for it."""
     if not isinstance(value, dict) or not isinstance(accepted, dict):
         return False
     left_out = accepted.keys() - value.keys()

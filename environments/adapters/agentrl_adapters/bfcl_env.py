@@ -27,7 +27,7 @@ _SCHEMA_TYPES |= {list: "array", dict: "object"}
 
 
 class BfclConfig(EnvConfig):
-    """Where the rows are."""
+    """The place of the rows."""
 
     source: str = "data/bfcl"
     """Folder that `agentrl data get bfcl` wrote, a split for each `.jsonl` file in it, or one such
