@@ -144,7 +144,7 @@ def _type_of(accepted: list[Any]) -> type | None:
 
 
 def _items_fit(value: list[Any], accepted: Any, inner: type) -> bool:
-    """Tells whether the items have a type that is described or listed; "" for the whole fits any."""
+    """Tells whether the items have a type that is described or listed; "" fits any list."""
     if not isinstance(accepted, list):
         return True
     return all(type(each) in (inner, _type_of(accepted)) for each in value)
