@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zstandard
 
@@ -177,8 +178,10 @@ def _to_sample(trajectory: Trajectory, epoch: int, model: str) -> dict[str, Any]
     said = [_to_inspect(message) for message in trajectory.messages]
     prompt = said[: _first_turn(trajectory)]
     answer = said[-1] if said and said[-1]["role"] == "assistant" else None
+    cut = trajectory.turns and trajectory.turns[-1].finish_reason == "length"
+    choice = {"message": answer, "stop_reason": "max_tokens" if cut else "stop"}
     usage = {
-        "input_tokens": sum(turn.start for turn in trajectory.turns),
+        "input_tokens": trajectory.num_read_tokens,
         "output_tokens": trajectory.num_sampled_tokens,
     }
     usage["total_tokens"] = sum(usage.values())
@@ -190,7 +193,7 @@ def _to_sample(trajectory: Trajectory, epoch: int, model: str) -> dict[str, Any]
         "target": _as_text(trajectory.info.get("reference", "")),
         "output": {
             "model": model,
-            "choices": [{"message": answer, "stop_reason": "stop"}] if answer else [],
+            "choices": [choice] if answer else [],
             "usage": usage,
         },
         "model_usage": {model: usage},
@@ -254,22 +257,22 @@ def read_inspect(path: Path, score: str | None = None) -> tuple[RunConfig, list[
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             first = "header.json" if "header.json" in names else "_journal/start.json"
-            header = json.loads(_entry(path, archive, first))
+            spec = json.loads(_entry(path, archive, first))["eval"]
             places = [name for name in names if name.startswith("samples/")]
             samples = [json.loads(_entry(path, archive, name)) for name in places]
-    except (zipfile.BadZipFile, zstandard.ZstdError, KeyError, ValueError) as error:
+        if not samples:
+            raise DataError(f"{path}: it holds no samples (log_samples was off, or none ended)")
+        order = {str(each): i for i, each in enumerate(spec["dataset"].get("sample_ids") or [])}
+        samples.sort(key=lambda s: (order.get(str(s["id"]), len(order)), str(s["id"]), s["epoch"]))
+        names = list(dict.fromkeys(name for s in samples for name in s.get("scores") or {}))
+        name = _chosen(path, names, score)
+        trajectories = [_from_sample(path, spec["task"], sample, name) for sample in samples]
+        model, own = spec["model"], (spec.get("metadata") or {}).get("agentrl")
+    except (zipfile.BadZipFile, zstandard.ZstdError) as error:
         raise DataError(f"{path}: not a log of inspect_ai: {error}") from None
-    if not samples:
-        raise DataError(f"{path}: it holds no samples (log_samples was off, or none ended)")
-    spec = header["eval"]
-    order = {str(each): i for i, each in enumerate(spec["dataset"].get("sample_ids") or [])}
-    samples.sort(key=lambda s: (order.get(str(s["id"]), len(order)), str(s["id"]), s["epoch"]))
-    names = list(dict.fromkeys(name for s in samples for name in s.get("scores") or {}))
-    name = _chosen(path, names, score)
-    trajectories = [_from_sample(path, spec["task"], sample, name) for sample in samples]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a log of inspect_ai: {error!r}") from None
     # What agentrl wrote says itself what was played.
-    own = (spec.get("metadata") or {}).get("agentrl")
-    model = spec["model"]
     return load_config(own) if own else _config_of(spec["task"], model, trajectories), trajectories
 
 
@@ -298,7 +301,7 @@ def _from_sample(path: Path, task: str, sample: Mapping[str, Any], name: str | N
     given = sample["input"] if isinstance(sample["input"], list) else []
     messages = [_from_inspect(each, sample.get("attachments") or {}) for each in sample["messages"]]
     skipped = sum(each["role"] == "assistant" for each in given)
-    usage = (sample.get("model_usage") or {}).values()
+    usage = list((sample.get("model_usage") or {}).values())
     target = sample["target"]
     found = _made(
         str(sample.get("uuid") or f"{sample['id']}-{sample['epoch']}"),
@@ -308,19 +311,33 @@ def _from_sample(path: Path, task: str, sample: Mapping[str, Any], name: str | N
         num_tokens=sum(of.get("output_tokens", 0) for of in usage),
         reference=target[0] if isinstance(target, list) and len(target) == 1 else target,
     )
+    found.info["prompt_tokens"] = sum(of.get("input_tokens", 0) for of in usage)
     found.total_s = sample.get("total_time") or 0.0
     if error := sample.get("error"):
-        found.error = TrajectoryError("step", "inspect_error", error["message"].split("\n")[0])
+        _fail(found, "step", "inspect_error", error["message"].split("\n")[0])
     elif name is None or name not in (sample.get("scores") or {}):
-        found.error = TrajectoryError("grade", "no_score", f"the sample has no score {name or ''}")
+        _fail(found, "grade", "no_score", f"the sample has no score {name or ''}")
     else:
         value = sample["scores"][name]["value"]
         value = _LETTERS.get(value, value) if isinstance(value, str) else value
         if not isinstance(value, int | float):
             said = json.dumps(value)[:80]
             raise DataError(f"{path}: sample {sample['id']}: score {name} is {said}, not a number")
-        found.reward = float(value)
+        _reward(found, value, name)
     return found
+
+
+def _reward(found: Trajectory, value: float, name: str) -> None:
+    """Gives an episode its reward; one without a number failed (inspect_ai writes NaN then)."""
+    if math.isfinite(value):
+        found.reward = float(value)
+    else:
+        _fail(found, "grade", "no_score", f"{name} is {value}")
+
+
+def _fail(found: Trajectory, stage: Literal["step", "grade"], code: str, message: str) -> None:
+    found.error = TrajectoryError(stage, code, message)
+    found.stop_reason = StopReason.ERROR
 
 
 def _from_inspect(message: Mapping[str, Any], attachments: Mapping[str, str]) -> Message:
@@ -451,10 +468,17 @@ def read_lm_eval(path: Path, score: str | None = None) -> tuple[RunConfig, list[
         raise DataError(f"{path}: its samples have no metrics")
     metric, filter_ = chosen.split(",", 1)
     task = path.stem.removeprefix("samples_")
+    lines = [line for line in lines if line["filter"] == filter_]
+    tasks = [line["doc"].get("id") if isinstance(line.get("doc"), dict) else None for line in lines]
+    if None in tasks or len(set(map(str, tasks))) < len(tasks):
+        tasks = [line["doc_id"] for line in lines]  # the data set's own do not tell them apart
     trajectories = []
-    for line in lines:
-        if line["filter"] == filter_:
-            trajectories += _from_line(path, task, line, metric)
+    for line, task_id in zip(lines, tasks, strict=True):
+        trajectories += _from_line(path, (task, str(task_id)), line, metric)
+    several = sum("rewards" not in line and len(_answers(line)) > 1 for line in lines)
+    if several:
+        said = "one value for all of them, so they become one episode"
+        print(f"{path}: {several} tasks have several answers and {said}", file=sys.stderr)
     without = sum(not t.messages[-1]["content"] for t in trajectories)
     if without:
         said = "log-likelihoods, or empty answers: they can be compared, and not graded again"
@@ -463,38 +487,42 @@ def read_lm_eval(path: Path, score: str | None = None) -> tuple[RunConfig, list[
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error}") from None
-        wanted = {"doc_id", "target", "arguments", "resps", "filter", "metrics"}
-        if lacks := sorted(wanted - set(line)):
-            raise DataError(f"{path}:{number}: not a sample of lm-eval: no {', '.join(lacks)}")
-        yield line
+    with path.open("rb") as file:  # by bytes: a text may hold U+2028, at which str splits lines
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: not JSON: {error}") from None
+            wanted = {"doc_id", "target", "arguments", "resps", "filter", "metrics"}
+            if lacks := sorted(wanted - set(line if isinstance(line, dict) else ())):
+                raise DataError(f"{path}:{number}: not a sample of lm-eval: no {', '.join(lacks)}")
+            yield line
 
 
-def _from_line(path: Path, task: str, line: Mapping[str, Any], metric: str) -> Iterator[Trajectory]:
-    doc = line.get("doc")
-    own = doc.get("id") if isinstance(doc, dict) else None
-    task_id = str(line["doc_id"] if own is None else own)
-    answers = line["resps"][0] if line["resps"] else [""]
-    rewards = line.get("rewards") or [line[metric]] * len(answers)
-    ids = line.get("trajectory_ids") or [f"{task_id}-{i}" for i in range(len(answers))]
+def _answers(line: Mapping[str, Any]) -> list[Any]:
+    return line["resps"][0] if line["resps"] else [""]
+
+
+def _from_line(
+    path: Path, task: tuple[str, str], line: Mapping[str, Any], metric: str
+) -> Iterator[Trajectory]:
+    answers, rewards = _answers(line), line.get("rewards")
+    if rewards is None:  # one value for all answers: that of the one which the filter made of them
+        answers = answers if len(answers) == 1 else [*(line.get("filtered_resps") or answers)][:1]
+        rewards = [line.get(metric)]
+    ids = line.get("trajectory_ids") or [f"{task[1]}-{i}" for i in range(len(answers))]
     prompt = _prompt(line["arguments"])
     for trajectory_id, answer, reward in zip(ids, answers, rewards, strict=True):
         said = answer if isinstance(answer, str) else ""
         dialogue: list[Message] = [{"role": "user", "content": prompt}]
         dialogue.append({"role": "assistant", "content": said})
         reference = line["target"]
-        found = _made(
-            trajectory_id, (task, task_id), dialogue, skipped=0, num_tokens=0, reference=reference
-        )
+        found = _made(trajectory_id, task, dialogue, skipped=0, num_tokens=0, reference=reference)
         if reward is None:
             stage = "step" if "rewards" in line else "grade"  # agentrl's own failed in playing
-            found.error = TrajectoryError(stage, "no_score", f"the sample has no {metric}")
+            _fail(found, stage, "no_score", f"the sample has no {metric}")
         elif isinstance(reward, int | float):
-            found.reward = float(reward)
+            _reward(found, reward, metric)
         else:
             raise DataError(f"{path}: doc_id {line['doc_id']}: {metric} is not a number: {reward}")
         yield found

@@ -162,9 +162,7 @@ def _spent(trajectories: Sequence[Trajectory], prices: tuple[float, float] | Non
     for trajectory in trajectories:
         task = tasks[trajectory.task_id]
         task["tokens_sampled"] += trajectory.num_sampled_tokens
-        counted = trajectory.info.get("prompt_tokens")  # by a chat server
-        in_rows = sum(turn.start for turn in trajectory.turns)
-        task["tokens_read"] += counted if isinstance(counted, int) else in_rows
+        task["tokens_read"] += trajectory.num_read_tokens
         task["seconds"] += trajectory.total_s
     spent: dict[str, Any] = {key: sum(task[key] for task in tasks.values()) for key in _COUNTED}
     if prices is not None:

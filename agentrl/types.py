@@ -381,6 +381,12 @@ class Trajectory:
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
+    def num_read_tokens(self) -> int:
+        """Tokens that were read over all turns, as a chat server counted them, or of the rows."""
+        counted = self.info.get("prompt_tokens")
+        return counted if isinstance(counted, int) else sum(turn.start for turn in self.turns)
+
+    @property
     def oldest_version(self) -> int | None:
         """Policy version of the oldest sampled token; None when nothing was sampled."""
         first = (next((v for v in b.policy_versions if v >= 0), None) for b in self.branches)

@@ -203,6 +203,37 @@ def test_a_metric_and_a_filter_are_chosen_by_name(tmp_path, capsys):
     assert "has exact_match,strict-match" in capsys.readouterr().err
 
 
+def test_lines_of_the_harness_are_read_whatever_they_hold(tmp_path, capsys):
+    """It writes texts as they are, several answers with one value, and ids of the data set."""
+    path = tmp_path / "samples_sums.jsonl"
+    first = LINE | {"doc": {"id": "same"}, "target": "4\u2028\x85"}
+    first |= {"resps": [["4", "5", "5"]], "filtered_resps": ["5"], "exact_match": 1.0}
+    other = LINE | {"doc": {"id": "same"}, "doc_id": 4, "exact_match": float("nan")}
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in (first, other)]
+    path.write_text("".join(lines), "utf-8")
+    config, played = read_lm_eval(path, "exact_match")
+    assert [(t.task_id, t.reward, t.error is None) for t in played] == [
+        ("3", 1.0, True),
+        ("4", 0.0, False),
+    ]
+    assert played[0].messages[-1]["content"] == "5"
+    assert (config.eval.num_tasks, config.eval.samples_per_task) == (2, 1)
+    assert "1 tasks have several answers" in capsys.readouterr().err
+
+
+def test_what_a_chat_server_counted_is_kept_and_a_cut_answer_is_told(folder, tmp_path):
+    config, played = read_evaluation(folder)
+    played[0].info["prompt_tokens"] = 99
+    played[0].turns[-1].finish_reason = "length"
+    write_inspect(tmp_path / "log.eval", config, evaluation_of(config, played), 0.0)
+    _, back = read_inspect(tmp_path / "log.eval")
+    assert [t.num_read_tokens for t in back[:2]] == [99, 17]
+    with zipfile.ZipFile(tmp_path / "log.eval") as archive:
+        names = [name for name in archive.namelist() if name.startswith("samples/")]
+        ends = [json.loads(archive.read(name))["output"]["choices"][0] for name in names]
+    assert [end["stop_reason"] for end in ends[:2]] == ["max_tokens", "stop"]
+
+
 @pytest.mark.parametrize("content", [b"no archive", None])
 def test_what_is_no_log_is_refused_by_name(tmp_path, capsys, content):
     path = tmp_path / "log.eval"
