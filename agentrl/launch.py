@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -58,12 +59,19 @@ def plan(
     from agentrl.config import load_config
 
     config = load_config(run_file, overrides)
-    if min(nodes, gpus or 1) < 1 or server_nodes < 0:
+    if nodes < 1 or (gpus is not None and gpus < 1) or server_nodes < 0:
         raise ConfigError("--nodes and --gpus are at least 1, and --server-nodes at least 0")
     if server_nodes and on != "slurm":
         raise ConfigError(
             f"--server-nodes is that of --on slurm; with --on {on} "
             + ("one pod serves" if on == "k8s" else "name servers in inference.urls")
+        )
+    serves = on == "k8s" or server_nodes > 0
+    if serves and (config.inference.backend == "sglang" or config.model.lora.rank):
+        raise ConfigError(
+            f"the servers that --on {on} starts are vLLM with whole weights, and the run file has "
+            + ("model.lora.rank" if config.model.lora.rank else "inference.backend = 'sglang'")
+            + "; change that, or start a file of your own (examples/cluster)"
         )
     rest = [str(run_file), *overrides]
     if on == "local":
@@ -82,19 +90,24 @@ def plan(
     if on == "ray":
         script = str(example_file("cluster/ray_train.py"))
         return Launch([sys.executable, script, rest[0], str(nodes * gpus), *rest[1:]])
-    name = config.run.name.replace("/", "-")
-    manifest = _jobset(example_file("cluster/jobset.yaml").read_text(), rest, nodes, gpus)
+    name = re.sub(r"[^\w.-]", "-", config.run.name)
+    manifest = _jobset(example_file("cluster/jobset.yaml").read_text(), name, rest, nodes, gpus)
     return Launch(["kubectl", "apply", "-f", f"{name}.jobset.yaml"], manifest=manifest)
 
 
-def _jobset(text: str, rest: list[str], nodes: int, gpus: int) -> str:
-    """Returns the manifest for so many machines, and for a run file of this name in the volume."""
-    run_file, options = Path(rest[0]).name, "".join(f" {shlex.quote(each)}" for each in rest[1:])
+def _jobset(text: str, name: str, rest: list[str], nodes: int, gpus: int) -> str:
+    """Returns the manifest for so many machines, for a run of this name and a run file in the
+    volume."""
+    run_file = shlex.quote(Path(rest[0]).name)
+    options = "".join(f" {shlex.quote(each)}" for each in rest[1:])
     for old, new in (
         ("completions: 2", f"completions: {nodes}"),
         ("parallelism: 2", f"parallelism: {nodes}"),
         ("--nnodes 2 --nproc-per-node 8", f"--nnodes {nodes} --nproc-per-node {gpus}"),
         ("nvidia.com/gpu: 8", f"nvidia.com/gpu: {gpus}"),
+        ("/runs/run/checkpoints", f"/runs/{name}/checkpoints"),
+        # A folder of its own: the checkpoints of another run would be gone on with.
+        ("--run.dir /runs/run ", f"--run.dir /runs/{name} "),
         ("/runs/run.toml", f"/runs/{run_file}{options}"),
     ):
         if old not in text:

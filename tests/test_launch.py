@@ -47,7 +47,10 @@ def test_a_manifest_for_kubernetes(capsys):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     script = container["args"][0]
     assert "--nnodes 3 --nproc-per-node 4" in script
-    assert "train /runs/run.toml --objective.kl '{coef = 0.0}' --run.dir /runs/run" in script
+    assert (
+        "train /runs/run.toml --objective.kl '{coef = 0.0}' --run.dir /runs/quickstart " in script
+    )
+    assert "[ -d /runs/quickstart/checkpoints ]" in script
     (asks,) = server["template"]["spec"]["template"]["spec"]["initContainers"]
     assert (
         "inference command /runs/run.toml --objective.kl '{coef = 0.0}' --host" in asks["args"][0]
@@ -61,6 +64,12 @@ def test_a_manifest_for_kubernetes(capsys):
         (["--nodes", "2"], "this machine alone"),
         (["--on", "ray", "--server-nodes", "1"], "inference.urls"),
         (["--on", "slurm", "--nodes", "0"], "at least 1"),
+        (["--gpus", "0"], "at least 1"),
+        (["--on", "k8s", "--model.lora.rank", "8"], "has model.lora.rank"),
+        (
+            ["--on", "slurm", "--server-nodes", "1", "--inference.backend", "sglang"],
+            "has inference.backend = 'sglang'",
+        ),
         (["--on", "slurm", "--rollout.group_sise", "4"], "did you mean rollout.group_size"),
     ],
 )
