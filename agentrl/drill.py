@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 
 from agentrl.config import load_config
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.examples import copy_examples
 from agentrl.rollout.mixture import Mixture
 from agentrl.rollout.render import Renderer
@@ -265,10 +265,17 @@ class Outcome:
 
 
 def drill(only: str = "") -> Iterator[Outcome]:
-    """Plants each fault whose name holds `only`, and yields what named it."""
-    for fault in FAULTS:
-        if only not in fault.what:
-            continue
+    """Plants each fault whose name holds `only`, and yields what named it.
+
+    Raises:
+        ConfigError: there is no such fault.
+    """
+    faults = [fault for fault in FAULTS if only in fault.what]
+    if not faults:
+        raise ConfigError(
+            f"--only {only}: no fault has these words: {'; '.join(each.what for each in FAULTS)}"
+        )
+    for fault in faults:
         started, stopped = time.perf_counter(), False
         with TemporaryDirectory(prefix="agentrl-drill-") as folder:
             ground = Ground(Path(folder))
@@ -286,7 +293,7 @@ def drill_command(only: str) -> int:
     """Print two lines per fault; exit status 1 where one was not named."""
     missed = 0
     for outcome in drill(only):
-        how = "stopped" if outcome.stopped else "told" if outcome.line else "MISSED"
+        how = "MISSED" if not outcome.line else "stopped" if outcome.stopped else "told"
         missed += not outcome.line
         print(f"{how:8}{outcome.fault.what} ({outcome.fault.guard}, {outcome.seconds:.0f} s)")
         print(f"        {outcome.line.splitlines()[0] if outcome.line else 'nothing named it'}")

@@ -2,7 +2,10 @@
 
 import pytest
 
+from agentrl import drill as drills
+from agentrl.cli import main
 from agentrl.drill import FAULTS, Ground, drill
+from agentrl.errors import TrainingError
 
 
 @pytest.mark.slow
@@ -12,6 +15,18 @@ def test_a_planted_fault_is_named(fault):
     (outcome,) = drill(fault.what)
     print(f"{outcome.seconds:.0f} s: {outcome.line}")
     assert outcome.line, f"nothing named: {fault.what}"
+
+
+def test_a_run_that_ends_of_something_else_has_not_named_its_fault(monkeypatch, capsys):
+    def breaks(ground: Ground) -> None:
+        raise TrainingError("the disk is full")
+
+    fault = drills.Fault("a fault", breaks, "guard", "names it")
+    monkeypatch.setattr(drills, "FAULTS", [fault])
+    assert main(["drill"]) == 1
+    assert capsys.readouterr().out.startswith("MISSED")
+    assert main(["drill", "--only", "typo"]) == 2, "nothing was planted"
+    assert "no fault has these words: a fault" in capsys.readouterr().err
 
 
 @pytest.mark.slow
