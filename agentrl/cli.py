@@ -852,9 +852,12 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from agentrl.doctor import doctor
+    from agentrl.errors import ConfigError
 
     # No positional of argparse's: it would take the value of an override for the run file.
     rest = arguments.overrides
     named = rest and not rest[0].startswith("--") and "=" not in rest[0]
     run_file = Path(rest.pop(0)) if named else None
+    if arguments.play < 0 or (arguments.play and run_file is None):
+        raise ConfigError("--play takes a number of episodes and needs a run file before it")
     return doctor(run_file, rest, arguments.play)

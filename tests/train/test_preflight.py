@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentrl.cli import main
 from agentrl.config import RunConfig, load_config
 from agentrl.doctor import doctor
+from agentrl.doctor.play import play_findings
 from agentrl.errors import TrainingError
 from agentrl.train import preflight
 from agentrl.train.loop import train
@@ -170,11 +172,23 @@ def same_tasks(tmp_path: Path) -> list[str]:
         (lambda _: ["--rollout.dialect", "llama3"], "fix .*dialect"),
         (same_tasks, "fix test tasks: 16 of the first 16 of split 'test'"),
         (no_template, "fix .*has no chat template.*model.chat_template"),
+        (
+            lambda _: ["--rollout.top_p=0.6", "--rollout.truncated_sampling=correct"],
+            "ok sampler and trainer",
+        ),
     ],
 )
 def test_doctor_names_a_wrong_set_up_and_its_remedy(overrides, finding, tmp_path, capsys):
     said = examined(capsys, *overrides(tmp_path))
     assert re.search(finding, said), said
+
+
+def test_doctor_plays_a_run_file_with_something_to_train():
+    keys = ["--inference.backend", "openai", "--inference.urls", "http://127.0.0.1:1"]
+    ((status, _, said),) = play_findings(load_config(QUICKSTART, keys), 2)
+    assert status == "fix" and "a chat server cannot be trained" in said
+    for words in (["--play", "2"], [str(QUICKSTART), "--play", "-1"]):
+        assert main(["doctor", *words]) == 2
 
 
 @pytest.mark.slow
