@@ -70,8 +70,9 @@ def overlap(
         words = _words(text)
         if words in own:
             repeated[task] = own[words]
-        own.setdefault(words, task)
-        if words in first:
+        if words:  # the prompts of tasks that begin with an observation are all empty
+            own.setdefault(words, task)
+        if words and words in first:
             exact[task] = first[words]
         else:
             runs[task] = set(_runs(words))

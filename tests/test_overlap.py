@@ -59,6 +59,11 @@ def test_other_numbers_and_signs_are_other_tasks():
     assert (found.exact, found.near, found.num_short) == ({}, {}, 1)
 
 
+def test_prompts_without_words_are_not_the_same():
+    found = overlap([("a", ""), ("b", "!")], [("t/0", ""), ("t/1", "?")])
+    assert (found.exact, found.repeated, found.num_short) == ({}, {}, 2)
+
+
 @pytest.fixture
 def run(tmp_path):
     def write(split: str, questions: list[str]) -> None:
