@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -42,15 +43,18 @@ def compare_command(
     many tasks find such a difference.
 
     Raises:
-        ConfigError: `wanted` is 0.
+        ConfigError: `wanted` is not a difference that can be found.
     """
-    if wanted == 0:
-        raise ConfigError("--difference 0: no number of tasks finds that; give one like 0.02")
+    if wanted is not None and (wanted == 0 or not math.isfinite(wanted)):
+        raise ConfigError(
+            f"--difference {wanted:g}: no number of tasks finds that; give one like 0.02"
+        )
     (_, one), (_, other) = read_evaluation(first), read_evaluation(second)
     difference, tasks = compare(one, other)
+    needed = None if wanted is None else difference.tasks_for(wanted)
     if as_json:
-        needed = {} if wanted is None else {"tasks_needed": difference.tasks_for(wanted)}
-        print(json.dumps(asdict(difference) | needed | {"tasks": tasks}))
+        told = {} if needed is None else {"tasks_needed": needed}
+        print(json.dumps(asdict(difference) | told | {"tasks": tasks}))
         return 0
     print(f"A = {first}, B = {second}: {difference.num_tasks} tasks in both")
     print(f"A {difference.first:.3f}, B {difference.second:.3f}")
@@ -62,8 +66,8 @@ def compare_command(
         f"with so many tasks a difference of {difference.detectable:.3f} is found in four of five "
         "evaluations; one of half that size needs four times as many"
     )
-    if wanted is not None:
-        print(f"one of {wanted:g} needs {difference.tasks_for(wanted):,} tasks like these")
+    if needed is not None:
+        print(f"one of {wanted:g} needs {needed:,} tasks like these")
     left_out = len(mean_rewards(one)) + len(mean_rewards(other)) - 2 * difference.num_tasks
     if left_out:
         print(f"{left_out} tasks that only one of them has are left out")

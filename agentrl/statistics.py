@@ -94,8 +94,18 @@ class PairedDifference:
 
     def tasks_for(self, difference: float) -> int:
         """Returns how many such tasks, with as many samples each, find a difference in 80% of
-        evaluations: the error shrinks with the root of their number."""
-        return max(2, math.ceil(self.num_tasks * (self.detectable / abs(difference)) ** 2))
+        evaluations: the error shrinks with the root of their number, and so do the quantiles.
+
+        Raises:
+            DataError: no task differs between the two, so nothing is known of the error.
+        """
+        if self.detectable == 0:
+            raise DataError("both evaluations are the same in every task: nothing says how noisy")
+        of_one = self.num_tasks * (self.detectable / _power(self.num_tasks) / difference) ** 2
+        needed = max(2, math.floor(of_one * _power(100_000) ** 2))  # with the normal's quantiles
+        while needed < of_one * _power(needed) ** 2 * (1 - 1e-9):
+            needed += 1
+        return needed
 
 
 def paired_difference(
@@ -121,7 +131,6 @@ def paired_difference(
     error = _standard_error(differences)
     quantile = student_t_quantile(0.5 + CONFIDENCE / 2, num_tasks - 1)
     mean = float(differences.mean())
-    power = student_t_quantile(0.8, num_tasks - 1)
     return PairedDifference(
         num_tasks=num_tasks,
         first=float(values[:, 0].mean()),
@@ -130,8 +139,14 @@ def paired_difference(
         low=mean - quantile * error,
         high=mean + quantile * error,
         p_value=_sign_test(differences, num_draws),
-        detectable=(quantile + power) * error,
+        detectable=_power(num_tasks) * error,
     )
+
+
+def _power(num_tasks: int) -> float:
+    """Standard errors by which two evaluations have to differ for 80% to find it at 5%."""
+    quantiles = (student_t_quantile(p, num_tasks - 1) for p in (0.5 + CONFIDENCE / 2, 0.8))
+    return sum(quantiles)
 
 
 def _sign_test(differences: np.ndarray, num_draws: int) -> float:

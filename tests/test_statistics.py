@@ -275,7 +275,12 @@ def test_a_paired_difference_by_hand():
     # Of the four signs of 1 and 0.5, two have a sum as large as 1.5.
     assert found.p_value == 0.5
     assert found.tasks_for(found.detectable) == 3
-    assert found.tasks_for(-found.detectable / 4) == pytest.approx(48, abs=1)
+    # n >= 48 (t(n - 1) / t(2))^2, where the quantiles add up to 5.36 at 2 degrees and 3.00 at 15.
+    assert found.tasks_for(-found.detectable / 4) == 16
+    many = paired_difference([(0.0, float(i % 2)) for i in range(400)])
+    assert many.tasks_for(many.detectable / 2) == pytest.approx(1600, abs=10)
+    with pytest.raises(DataError, match="same in every task"):
+        paired_difference([(0.5, 0.5), (1.0, 1.0)]).tasks_for(0.1)
     assert paired_difference([(0.5, 0.5), (1.0, 1.0)]).p_value == 1.0
     with pytest.raises(DataError, match="at least two tasks"):
         paired_difference([(0.0, 1.0)])
