@@ -49,6 +49,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
             ),
             *("--env.config.digits", "3", "--eval.pass-k", "[1,4]", "--eval.samples_per_task", "4"),
             *("--rollout.drop_zero_variance", "--run.name", "x y"),
+            *("--run.profile", "3", "--rollout.sampler_stages", "100,300"),
         ],
     )
     assert config.run.seed == 7
@@ -56,6 +57,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
     assert config.env.url == ["http://a:1", "http://b:2"]
     assert config.env.config == {"digits": 3}
     assert config.eval.pass_k == [1, 4]
+    assert (config.run.profile, config.rollout.sampler_stages) == ([3], [100, 300])
     assert config.rollout.drop_zero_variance is True
     assert config.run.name == "x y"
 
@@ -92,6 +94,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("", ["--objective.preset", "grop"], ["run.toml with --objective.preset", "grop"]),
         ("", ["--train.learning_rate", "-1"], ["--train.learning_rate", "than 0, and it is -1"]),
         ("", ["--eval.pass_k", "8"], ["samples_per_task >= 8"]),
+        ("", ["--run.profile", "true"], ["--run.profile", "list"]),
     ],
 )
 def test_errors_name_the_place_and_the_remedy(tmp_path, text, overrides, expected):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import annotated_types
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -21,6 +22,16 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, annotated_types.Gt(0)]
+
+
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Commas = BeforeValidator(_split_commas)
+"""A list may be given as one text with commas, or as one number."""
 
 
 class Section(BaseModel):
@@ -74,18 +85,13 @@ class RunSection(Section):
     replay: Path | None = None
     """Directory of a run whose recorded trajectories are trained on in place of new ones, step by
     step (docs/mixtures.md)."""
-    profile: list[PositiveInt] = Field(default_factory=list)
+    profile: Annotated[list[PositiveInt], Commas] = Field(default_factory=list)
     """Steps of which a trace is written to `traces/` (docs/troubleshooting.md)."""
     stall_timeout_s: Seconds = 3600.0
     """When no episode moves for so long while the trainer waits, the run says where each stands
     and ends with exit status 75. Longer than the rollout deadlines, which end single episodes."""
     force_resume: bool = False
     """Resume although the dataset, model, group size or another identity of the run changed."""
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return [value] if isinstance(value, int) else _split_commas(value)
 
     @property
     def path(self) -> Path:
@@ -184,7 +190,7 @@ class ModelSection(Section):
 class EnvSection(Section):
     id: str = "math"
     """A registered environment, or `module:Class`, or `path/to/env.py:Class`."""
-    url: Annotated[list[str], Field(default_factory=list)]
+    url: Annotated[list[str], Commas, Field(default_factory=list)]
     """Environment servers (`agentrl env serve`), comma-separated; none plays in this process."""
     token: str | None = Field(default=None, repr=False)
     """Bearer token of those servers; AGENTRL_ENV_TOKEN is read when not given."""
@@ -192,11 +198,6 @@ class EnvSection(Section):
     """Split whose tasks are trained on."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Passed to the environment, which checks it; see `agentrl env info ID`."""
-
-    @field_validator("url", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return _split_commas(value)
 
 
 class MixedEnvSection(EnvSection):
@@ -219,7 +220,7 @@ class MixedEnvSection(EnvSection):
     """Deadline of a whole episode."""
     sampler: str | None = None
     """Chooses its tasks; this and the next key are those of `[rollout]` when not given."""
-    sampler_stages: list[PositiveInt] | None = None
+    sampler_stages: Annotated[list[PositiveInt] | None, Commas] = None
     """Where the pools of `staged` begin, after the first."""
     reward: RewardSection | None = None
     """`[env.reward]`: reward functions of its own, in place of `[reward]`."""
@@ -324,7 +325,7 @@ class RolloutSection(Section):
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal, because their advantage is zero. With `max_waves` of
     4 or more that is DAPO's dynamic sampling. The same as "zero_variance" in `keep`."""
-    keep: list[str] = Field(default_factory=list)
+    keep: Annotated[list[str], Commas] = Field(default_factory=list)
     """Filters that a group has to pass, in this order: `zero_variance`, or functions of your own,
     `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
     sampler: str = "uniform"
@@ -339,7 +340,7 @@ class RolloutSection(Section):
     """Share of tasks that were passed; with `staged`, of those of earlier pools."""
     sampler_passed: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Pass rate at which a task, or a pool of them, is passed."""
-    sampler_stages: list[PositiveInt] = Field(default_factory=list)
+    sampler_stages: Annotated[list[PositiveInt], Commas] = Field(default_factory=list)
     """`staged`: indices of the tasks at which the second pool begins, the third, and so on."""
     replay_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Groups that are trained on once more, as a share of `groups_per_step`, beside those that a
@@ -378,11 +379,6 @@ class RolloutSection(Section):
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
-
-    @field_validator("keep", mode="before")
-    @classmethod
-    def _filters(cls, value: object) -> object:
-        return _split_commas(value)
 
     @field_validator("keep")
     @classmethod
@@ -543,7 +539,7 @@ class InferenceSection(Section):
     """`embedded`: samples in this process from the trainer's own weights.
     `vllm`, `sglang`: token ids over HTTP from servers, `urls` or started by this run.
     `openai`: any chat server, for `agentrl eval` and `agentrl rollout`."""
-    urls: Annotated[list[str], Field(default_factory=list)]
+    urls: Annotated[list[str], Commas, Field(default_factory=list)]
     """Servers of the other backends, comma-separated, without `/v1`; refused with `embedded`. One
     of `sglang` may be an sglang-router. Empty with `vllm` or `sglang`: the run starts its own."""
     model: str = "policy"
@@ -594,11 +590,6 @@ class InferenceSection(Section):
     def has_servers(self) -> bool:
         """Whether servers sample for the run, which are sent its weights."""
         return self.backend in ("vllm", "sglang")
-
-    @field_validator("urls", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return _split_commas(value)
 
     @model_validator(mode="after")
     def _chat_servers_have_urls(self) -> InferenceSection:
@@ -700,10 +691,10 @@ class TrainSection(Section):
 class RewardSection(Section):
     """Reward functions on the trainer's side; without any, the environment's reward stands."""
 
-    functions: list[str] = Field(default_factory=list)
+    functions: Annotated[list[str], Commas] = Field(default_factory=list)
     """Names of the reward library (`math`, `f1`, `format`, ...), `package.module:function` or
     `path/to/file.py:function`."""
-    weights: list[float] = Field(default_factory=list)
+    weights: Annotated[list[float], Commas] = Field(default_factory=list)
     """Of their scores in the reward, one per function; none weighs each 1."""
     options: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
     """Keyword arguments of a function, by its name in `functions`."""
@@ -716,11 +707,6 @@ class RewardSection(Section):
     """Of one call. An answer whose call fails has no reward and is left out of the gradient."""
     max_concurrency: PositiveInt = 64
     """Calls under way at a time."""
-
-    @field_validator("functions", "weights", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return _split_commas(value)
 
     @model_validator(mode="after")
     def _functions_for_the_rest(self) -> RewardSection:
@@ -770,7 +756,7 @@ class EvalKeys(Section):
     """First tasks of the split."""
     samples_per_task: PositiveInt = 1
     """Trajectories per task, the k of avg@k."""
-    pass_k: list[PositiveInt] = Field(default_factory=lambda: [1])
+    pass_k: Annotated[list[PositiveInt], Commas] = Field(default_factory=lambda: [1])
     """k of the unbiased pass@k estimates; each at most samples_per_task."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """0 is greedy. This and the next five keys are those of the model's generation_config.json when
@@ -795,11 +781,6 @@ class EvalKeys(Section):
         """What is given of how to sample, by the names of `SamplingParams`."""
         keys = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"}
         return self.model_dump(include=keys | {"seed"}, exclude_none=True)
-
-    @field_validator("pass_k", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return [value] if isinstance(value, int) else _split_commas(value)
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
@@ -836,7 +817,9 @@ class EvalSection(EvalKeys):
 
 
 class TrackSection(Section):
-    sinks: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    sinks: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], Commas] = Field(
+        default_factory=list
+    )
     """Where metrics go besides metrics.jsonl; needs `pip install 'agentrl-gym[track]'`."""
     project: str = "agentrl"
     """Project name in wandb and trackio."""
@@ -845,14 +828,3 @@ class TrackSection(Section):
     signals: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of a step's groups whose advantages, log-probabilities, weights and masks are kept per
     token under `signals/`, for `agentrl view`; about 10 bytes a trained token. 0 keeps none."""
-
-    @field_validator("sinks", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: object) -> object:
-        return _split_commas(value)
-
-
-def _split_commas(value: object) -> object:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
