@@ -50,6 +50,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
             *("--env.config.digits", "3", "--eval.pass-k", "[1,4]", "--eval.samples_per_task", "4"),
             *("--rollout.drop_zero_variance", "--run.name", "x y"),
             *("--run.profile", "3", "--rollout.sampler_stages", "100,300"),
+            *("--rollout.sampler", "staged"),
         ],
     )
     assert config.run.seed == 7
@@ -95,6 +96,8 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ("", ["--train.learning_rate", "-1"], ["--train.learning_rate", "than 0, and it is -1"]),
         ("", ["--eval.pass_k", "8"], ["samples_per_task >= 8"]),
         ("", ["--run.profile", "true"], ["--run.profile", "list"]),
+        ("", ["--run.profile", "9", "--run.num_steps", "8"], ["beyond num_steps = 8"]),
+        ("[rollout]\nsampler_stages = [9]\n", [], ["set rollout.sampler = 'staged'"]),
     ],
 )
 def test_errors_name_the_place_and_the_remedy(tmp_path, text, overrides, expected):

@@ -143,6 +143,13 @@ class RunConfig(Section):
                 require_sampler(config.rollout.sampler, config.rollout.sampler_stages)
             except ValueError as error:
                 raise ValueError(f"[[env]] {name}: {error}") from error
+        of_tasks = [config.rollout for config in self.environments.values()]
+        has_pools = any(each.sampler not in ("uniform", "difficulty") for each in of_tasks)
+        if any(each.sampler_stages for each in of_tasks) and not has_pools:
+            raise ValueError(
+                "sampler_stages are the pools of sampler = 'staged', and none is; set "
+                "rollout.sampler = 'staged', or leave them out"
+            )
         weights = [each.weight for each in self.envs]
         corners = {step for w in weights if isinstance(w, list) for step, _ in w}
         for step in sorted({1, self.run.num_steps, *corners}) if weights else ():

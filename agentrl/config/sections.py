@@ -93,6 +93,14 @@ class RunSection(Section):
     force_resume: bool = False
     """Resume although the dataset, model, group size or another identity of the run changed."""
 
+    @model_validator(mode="after")
+    def _traces_are_of_its_steps(self) -> RunSection:
+        if max(self.profile, default=0) > self.num_steps:
+            raise ValueError(
+                f"profile = {self.profile} names a step beyond num_steps = {self.num_steps}"
+            )
+        return self
+
     @property
     def path(self) -> Path:
         return self.dir or Path("runs") / self.name
