@@ -23,7 +23,12 @@ def list_evaluations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     Raises:
         DataError: a result cannot be read.
     """
-    return [_described(run) for run in reversed(runs) if (run.path / "eval.json").exists()]
+    found = [_described(run) for run in reversed(runs) if (run.path / "eval.json").exists()]
+    places = [tuple(each[key] for key in ("suite", "model", "benchmark")) for each in found]
+    for each, place in zip(found, places, strict=True):
+        if places.count(place) > 1:  # a table has one cell for a model and a benchmark
+            each["model"] = each["path"]
+    return found
 
 
 def _described(run: RunFiles) -> dict[str, Any]:

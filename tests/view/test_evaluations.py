@@ -8,6 +8,8 @@ from agentrl.config import load_config
 from agentrl.exchange import _evaluation as evaluation_of
 from agentrl.rollout.episodes import SUITE_FILE, EpisodeLog
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
+from agentrl.view.evaluations import list_evaluations
+from agentrl.view.runs import RunFiles
 
 # Rewards of the samples of each task; None: it failed.
 REWARDS = {
@@ -67,6 +69,12 @@ def test_a_suite_is_a_table_and_others_stand_beside_it(results):
     assert strong["low"] < 0.7 < strong["high"] and strong["num_tasks"] == 5
     runs = Client(results / "table").get("/api/runs")
     assert {run["name"] for run in runs} == {"strong/sums", "weak/sums"}
+
+
+def test_folders_of_one_name_stand_beside_each_other(tmp_path):
+    folders = [evaluation(tmp_path / month / "start", {"both": [1]}) for month in ("may", "june")]
+    found = list_evaluations([RunFiles(folder) for folder in folders])
+    assert {each["model"] for each in found} == {str(folder) for folder in folders}
 
 
 def test_the_samples_of_two_models_are_filtered_by_who_is_right(results):
