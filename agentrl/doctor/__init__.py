@@ -219,10 +219,10 @@ def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
     rollout = config.rollout
     try:
         text = AutoConfig.from_pretrained(config.model.path).get_text_config()
-    except (OSError, ValueError):
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    except (AttributeError, OSError, ValueError):  # some families have no heads
         return
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = 4 if config.model.dtype == "float32" else 2
     together = min(rollout.max_concurrent, rollout.groups_per_step * rollout.group_size)
     tokens = min(config.inference.max_batch_tokens, together * rollout.max_context_tokens)
