@@ -133,7 +133,7 @@ Credit = Annotated[
 
 
 class Baseline(Stage):
-    """What is subtracted from the return. A = 0 in groups of one or without variance."""
+    """The value that is subtracted from the return. A = 0 in groups of one or without variance."""
 
     chosen_by: ClassVar = ("kind",)
     kind: Literal["none", "mean", "leave_one_out", "second_best", "optimal_token", "given"] = "mean"
@@ -181,7 +181,7 @@ class Baseline(Stage):
 
 
 class Scale(Stage):
-    """What the centred return is divided by."""
+    """The divisor of the centred return."""
 
     chosen_by: ClassVar = ("kind",)
     kind: Literal["none", "std", "mean", "success_rate"] = "none"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
-    """Whether a group is trained on."""
+    """The decision whether a group is trained on."""
 
     keep: bool
     """Whether the step learns from the group."""

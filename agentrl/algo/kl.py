@@ -82,7 +82,7 @@ class KLController:
 
     @staticmethod
     def of(spec: Kl) -> KLController:
-        """As the run file asks for it."""
+        """Returns the controller that the run file asks for."""
         return KLController(spec.coef, spec.target, spec.horizon)
 
     def updated(self, mean_kl: float, num_trajectories: int) -> KLController:
@@ -94,7 +94,7 @@ class KLController:
         return KLController(self.coef * factor, self.target, self.horizon)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """Returns what a checkpoint keeps of it."""
         return {"coef": self.coef}
 
     def loaded(self, state: dict[str, float]) -> KLController:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What one micro-batch adds to the step."""
+    """The part that one micro-batch adds to the step."""
 
     loss: Tensor
     """0-d with gradient; add those of all micro-batches."""

@@ -1,4 +1,4 @@
-"""What a run optimises: ten stages that compose freely, and the presets. No torch.
+"""The objective of a run: ten stages that compose freely, and the presets. No torch.
 
 Each stage is one string that names the method plus the few numbers it needs. In TOML a preset is
 the starting point and nested tables override it:
@@ -150,18 +150,18 @@ class Objective(Stage):
 
     @property
     def uses_ratio(self) -> bool:
-        """Whether the loss reads the live policy's probability over an anchor's."""
+        """Tells whether the loss reads the live policy's probability over an anchor's."""
         return self.loss is not None or self.surrogate.kind not in ("logprob", "none")
 
     @property
     def needs_groups(self) -> bool:
-        """Whether advantages compare the trajectories of a group, so that a group of one has 0."""
+        """Tells whether advantages compare the trajectories of a group: a group of one has 0."""
         compares = self.baseline.kind not in ("none", "given") and self.baseline.key != "batch"
         return self.advantage is None and compares
 
     @property
     def needs_critic(self) -> bool:
-        """Whether credit comes from a value model (`credit.kind = "gae"`)."""
+        """Tells whether credit comes from a value model (`credit.kind = "gae"`)."""
         return self.credit.kind == "gae"
 
     def needs(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from agentrl.algo.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """Where the trained tokens lie, in the order they were sampled within each trajectory."""
+    """The places of the trained tokens, in the order they were sampled within each trajectory."""
 
     shape: tuple[int, int]  # (B, T)
     position: Tensor  # (N,) int64 into the flattened (B, T)

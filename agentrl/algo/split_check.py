@@ -1,4 +1,4 @@
-"""What is asked of a user's own loss and advantage before a run starts.
+"""Checks of a user's own loss and advantage before a run starts.
 
 A step is cut into micro-batches as memory allows, so a loss must give the same sum and gradient
 however the rows are cut, and whatever the width of a micro-batch. An advantage sees the whole step

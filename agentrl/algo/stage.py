@@ -1,4 +1,4 @@
-"""What every stage of the objective is: a frozen model that says its own formula. No torch.
+"""The base of every stage of the objective: a frozen model that says its own formula. No torch.
 
 A stage's formula stands once, where the stage is defined: in the docstring of its class, or where a
 key chooses among several, in one line `choice: formula` per choice below that key. `agentrl algo
@@ -95,8 +95,10 @@ class Stage(BaseModel):
     """Keys whose choice decides the formula. The stage is off where the first of them is "none"."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with this stage by itself, each with what to write instead. What may be
-        wrong beside other stages is said by `conflicts`, which takes those stages."""
+        """Yields what is wrong with this stage by itself, each with what to write instead.
+
+        `conflicts`, which takes other stages, yields what is wrong beside them.
+        """
         yield from ()
 
     @property
@@ -185,7 +187,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _written(value: object) -> str:
-    """As in TOML, with short numbers."""
+    """Writes a value as in TOML, with short numbers."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What each token costs: the policy-gradient term of the loss, before weights and averaging."""
+"""The cost of each token: the policy-gradient term of the loss, before weights and averaging."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def batch_fields(key: str, reference: str) -> set[str]:
 def call(
     key: str, reference: str, batch: Batch, mask: Tensor, given: Mapping[str, Tensor | None]
 ) -> Tensor:
-    """What the function returns for a batch: (B, T), of an advantage also (B,).
+    """Returns what the function returns for a batch: (B, T), of an advantage also (B,).
 
     Args:
         mask: (B, T) bool; elsewhere the function sees 0.

@@ -370,7 +370,7 @@ def _sections() -> list[str]:
 
 
 def _closest(dotted: str) -> str:
-    """What may be meant by an unknown key: one like it, one of its section, or the sections."""
+    """Returns what an unknown key may mean: one like it, one of its section, or the sections."""
     keys, sections = list(valid_keys()), _sections()
     if re.match(r"env\.\d+\.", dotted):
         dotted = re.sub(r"\.\d+", "", dotted, count=1)

@@ -169,7 +169,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _longest_trajectory_is_the_constant(cls, data: object) -> object:
-        """What a trajectory may sample is `max_tokens` of `aggregate.kind = "constant"`.
+        """Sets `max_tokens` of `aggregate.kind = "constant"` to what a trajectory may sample.
 
         Only where the run file gives none: a preset's number belongs to its paper's runs.
         """

@@ -596,7 +596,7 @@ class InferenceSection(Section):
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers sample for the run, which are sent its weights."""
+        """Tells whether the run samples from servers, to which it sends its weights."""
         return self.backend in ("vllm", "sglang")
 
     @model_validator(mode="after")
@@ -619,7 +619,7 @@ class InferenceSection(Section):
 
 
 class ParallelSection(Section):
-    """How the ranks that torchrun (or Slurm, or Ray Train) started share the work."""
+    """The division of the work among the ranks that torchrun (or Slurm, or Ray Train) started."""
 
     data: PositiveInt | None = None
     """Ranks (with `context`, groups of them) that a batch's rows are dealt to; all ranks together
@@ -745,7 +745,7 @@ class CriticSection(Section):
 
 
 class TeacherSection(Section):
-    """Who is learned from by objectives with `distill.where` (opd): `path` or `url`, not both."""
+    """The teacher of objectives with `distill.where` (opd): `path` or `url`, not both."""
 
     path: str | None = None
     """Frozen model that runs beside the policy, with the policy's tokenizer, dtype and device."""
@@ -786,7 +786,7 @@ class EvalKeys(Section):
     """Reward from which a trajectory counts as passed."""
 
     def sampling(self) -> dict[str, Any]:
-        """What is given of how to sample, by the names of `SamplingParams`."""
+        """Returns the sampling parameters that are given, by the names of `SamplingParams`."""
         keys = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"}
         return self.model_dump(include=keys | {"seed"}, exclude_none=True)
 
