@@ -172,7 +172,7 @@ def _model(config: RunConfig) -> Finding:
 
 
 def _memory(config: RunConfig) -> Finding:
-    """Whether training fits each of its devices, and what to set where it does not."""
+    """Tells whether training fits each of its devices, and what to set where it does not."""
     parallel = config.train.parallel
     num_ranks = (parallel.data or 1) * parallel.context
     what = "memory of training" if num_ranks == 1 else f"memory of each of {num_ranks} ranks"
@@ -211,7 +211,7 @@ def _memory(config: RunConfig) -> Finding:
 
 
 def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
-    """What the embedded engine holds of keys and values; it is freed before training."""
+    """Tells how much memory the embedded engine takes for keys and values until training."""
     if config.inference.backend != "embedded":
         return
     from transformers import AutoConfig
@@ -236,7 +236,7 @@ def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
 
 
 def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator[Finding]:
-    """Whether training and the servers that a run starts fit the GPU that they share.
+    """Tells whether training and the servers that a run starts fit the GPU that they share.
 
     Args:
         there: bytes of each GPU.

@@ -256,8 +256,8 @@ def _speed(config: RunConfig, played: Played, samples: list[Sample], seconds: fl
 def _memory_of_such_a_step(
     config: RunConfig, samples: list[Sample], num_played: int
 ) -> Iterator[Finding]:
-    """What a step takes whose episodes are as long as these, where that is less than a full
-    micro-batch."""
+    """Tells what memory a step takes whose episodes are as long as these, where that is less than
+    a full micro-batch."""
     from agentrl.train import memory
     from agentrl.train.setup import resolve_device
 

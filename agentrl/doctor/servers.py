@@ -1,5 +1,4 @@
-"""What each server lets a trainer do, asked of the server itself; it says whether it is vLLM or
-SGLang."""
+"""Asks each server what it lets a trainer do, and whether it is vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -114,7 +113,7 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
 
 
 async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
-    """As `check_server`, of SGLang or of a router in front of it."""
+    """Does the same as `check_server` for SGLang, or for a router in front of it."""
     from agentrl.inference.sglang import SGLangEngine
 
     token = config.inference.token
@@ -263,7 +262,7 @@ async def _prefix_cache(http: httpx.AsyncClient) -> Result:
 
 
 def _rounding(info: dict) -> Iterator[Result]:
-    """How close a 16-bit server can come to the trainer; nothing where it does not tell."""
+    """Tells how close a 16-bit server can come to the trainer; nothing if it does not say."""
     model = info.get("model_config") or {}
     dtype = str(model.get("dtype")).removeprefix("torch.")
     if dtype not in ("bfloat16", "float16"):
@@ -287,7 +286,8 @@ def _rounding(info: dict) -> Iterator[Result]:
 
 
 async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Result:
-    """Who else can replace the weights: asked without the token, and at this host's addresses."""
+    """Tells who else can replace the weights: asks without the token, and at this host's
+    addresses."""
     parts = urlsplit(url)
     if not _is_loopback(parts.hostname or ""):
         routes = await _routes_open_at(url, wanted)
@@ -393,7 +393,7 @@ async def _has_route(http: httpx.AsyncClient, route: str) -> bool:
 
 
 async def _server_info(http: httpx.AsyncClient) -> dict:
-    """What a server in development mode says of its configuration; else empty."""
+    """Returns what a server in development mode says of its configuration; else nothing."""
     answer = await _ask(http, "GET", "/server_info?config_format=json")
     return _json(answer).get("vllm_config") or {}
 
