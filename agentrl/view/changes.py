@@ -1,4 +1,4 @@
-"""Where a curve fell for good: the change point of a noisy series."""
+"""Finds where a curve fell for good: the change point of a noisy series."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal display and the report have in common: which metrics matter, how to write
+"""The parts that the terminal display and the report share: which metrics matter, how to write
 their numbers, and curves as text."""
 
 from __future__ import annotations

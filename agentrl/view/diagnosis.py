@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Evidence:
-    """What rules look at."""
+    """The numbers and trajectories that rules look at."""
 
     metrics: list[dict[str, Any]]
     groups: list[Group]
@@ -167,7 +167,7 @@ NOT_RECORDED = "the run did not record what this rule needs"
 
 
 def _follows(rule: Rule, found: Finding, fallen: Change | None, before: Evidence | None) -> bool:
-    """Whether a finding is what a fallen policy shows, and was not there before the fall."""
+    """Tells whether a finding is what a fallen policy shows, and was not there before the fall."""
     if fallen is None or before is None or not rule.of_policy:
         return False
     return not isinstance(rule.check(before), Finding)

@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a live panel on a terminal, one line per step in a log."""
+"""Shows a run while it runs: a live panel on a terminal, one line per step in a log."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def grouped(run: RunFiles) -> list[Group]:
 
 @dataclass(slots=True)
 class _Grouped:
-    """What need not be grouped again."""
+    """The groups of trajectories that were read before, which need not be grouped again."""
 
     generation: int
     """Of the run's index."""
@@ -198,7 +198,7 @@ _CACHE: dict[str, _Grouped] = {}
 
 
 def _matcher(query: Query) -> Callable[[TrajectoryEntry], bool] | None:
-    """What a trajectory must be; None where any will do."""
+    """Returns the test that a trajectory has to pass; None where any will do."""
     asked = SHOWN.get(query.show)
     error, task, task_id = query.error, query.task.lower(), query.task_id
     if not error and not task and not task_id:

@@ -17,7 +17,7 @@ MAX_TAGS, MAX_TAG_CHARS, MAX_NOTE_CHARS = 20, 40, 20_000
 
 
 class Notes(msgspec.Struct):
-    """What a reader wrote about a run."""
+    """The notes that a reader wrote about a run."""
 
     tags: list[str] = []
     note: str = ""

@@ -111,7 +111,7 @@ def report_html(run: RunFiles) -> str:
 
 
 def _answers(run: RunFiles) -> dict[str, Any]:
-    """What the pages may ask for, by the address that they ask under."""
+    """Returns what the pages may ask for, by the address that they ask under."""
     base = f"api/runs/{run.id}"
     diagnosis = diagnose(run)
     links = _links(run, diagnosis)

@@ -138,7 +138,7 @@ class RunFiles:
         return {key: text for key, text in found.items() if text is not None}
 
     def lacks(self) -> list[str]:
-        """What this run did not keep, and which pages are poorer for it."""
+        """Returns what this run did not keep, and which pages are poorer for it."""
         self.metrics()
         _, unreadable = self.notes()
         lacks = [f"no tags and no note: {unreadable}"] if unreadable else []
@@ -198,7 +198,7 @@ class RunFiles:
         }
 
     def details(self) -> dict[str, Any]:
-        """What the page of one run knows besides its curves."""
+        """Returns what the page of one run shows besides its curves."""
         return {
             **self.summary(),
             "lacks": self.lacks(),
@@ -231,7 +231,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def all(self) -> list[RunFiles]:
-        """Of the newest first."""
+        """Returns all runs, the newest first."""
         with self._lock:
             found = [path.resolve() for path in _run_dirs(self._paths)]
             for path in found:
@@ -313,7 +313,8 @@ def _value(row: dict[str, Any], key: str) -> float | None:
 
 
 def _absent_is_zero(row: dict[str, Any], key: str) -> bool:
-    """Of counts, which have a line only where there was something to count.
+    """Tells whether a metric that a line lacks is 0: counts stand there only where there was
+    something to count.
 
     `env/` metrics are averages over trajectories in which a missing one counts 0, so where there
     were trajectories it is 0 too.

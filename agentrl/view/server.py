@@ -261,8 +261,11 @@ def _summary(run: RunFiles) -> dict[str, Any]:
 
 
 def _refused(request: Request, token: str | None) -> Response | None:
-    """Who may not look: other hosts' names (a page elsewhere that points its name here), and where
-    there is a token, those who do not know it."""
+    """Returns the answer to a request that may not look, and None for others.
+
+    Refused are other hosts' names (a page elsewhere that points its name here) and, where there is
+    a token, those who do not know it.
+    """
     if request.method == "PUT":
         # Another origin's page cannot send this type without a permission that it does not get.
         site = request.headers.get("sec-fetch-site", "same-origin")

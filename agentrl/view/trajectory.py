@@ -66,7 +66,7 @@ class _Held:
 
 
 def describe(run: RunFiles, held: _Held, step: int, offset: int) -> dict[str, Any]:
-    """What the page says before any message or token: facts, turns, rows, members of the group."""
+    """Returns what the page says before messages and tokens: facts, turns, rows, the group."""
     trajectory = held.trajectory
     group = next(
         (
