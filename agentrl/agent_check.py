@@ -68,7 +68,7 @@ class OneTask(Environment):
 
 @dataclass(slots=True)
 class Played:
-    """What came of one script."""
+    """The result of one script."""
 
     script: str
     trajectory: Trajectory
@@ -228,8 +228,8 @@ def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
 
 
 def _first_difference(messages: list[Message], histories: list[list[Message]]) -> str | None:
-    """Where a history leaves the one that it has most in common with; None where it is another
-    dialogue."""
+    """Returns where a history leaves the one that it has most in common with; None where it is
+    another dialogue."""
     known = [identity(message) for message in messages]
 
     def num_common(history: list[Message]) -> int:

@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(slots=True, frozen=True)
 class TrainingResult:
-    """Where a run is, and what it measured. On ranks above 0 of several, empty."""
+    """The folder of a run, and what it measured. Empty on ranks above 0 of several."""
 
     run_dir: Path
     """Metrics, trajectories, signals, checkpoints and the report lie here."""

@@ -1,4 +1,4 @@
-"""Who it is for that code runs, where several share something scarce."""
+"""Identifies the caller on whose behalf code runs, so that queues are fair."""
 
 from __future__ import annotations
 

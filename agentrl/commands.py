@@ -1,4 +1,4 @@
-"""What `agentrl eval` and `agentrl rollout` print of what `agentrl.api` returns."""
+"""Prints the results of `agentrl eval` and `agentrl rollout`, which `agentrl.api` returns."""
 
 from __future__ import annotations
 

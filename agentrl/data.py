@@ -78,7 +78,7 @@ def _holds(data_set: DataSet, split: str, limit: int | None) -> str:
 
 
 def _is_there(out: Path, split: str, holds: str, written: Written) -> bool:
-    """Whether the file need not be written again.
+    """Tells whether the file need not be written again.
 
     Raises:
         DataError: it holds what somebody else wrote.

@@ -133,5 +133,5 @@ class StallError(AgentRLError):
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, or the name of its class where it has none."""
+    """Returns the first line of its message, or the name of its class where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

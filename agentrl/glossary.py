@@ -1,4 +1,4 @@
-"""What every metric of a run means: the source of docs/metrics.md.
+"""The meaning of every metric of a run: the source of docs/metrics.md.
 
 A name in <> stands for several metrics. The tests hold the list against the names in the code and
 against what runs write.
@@ -165,7 +165,7 @@ METRICS: dict[str, str] = {
 
 
 def meaning(metric: str) -> str | None:
-    """What a metric means; None if nobody wrote it down."""
+    """Returns what a metric means; None if nobody wrote it down."""
     if metric in METRICS:
         return METRICS[metric]
     for name, text in METRICS.items():

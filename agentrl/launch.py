@@ -23,7 +23,7 @@ PLACES = ("local", "slurm", "ray", "k8s")
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """What is started, with the environment variables that it needs beside this process's own."""
+    """A command to start, with the environment variables that it needs beside this process's."""
 
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ RESULT_FILE = "regrade.json"
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """What two gradings say of one episode; None where one gave no reward."""
+    """The rewards of one episode by two gradings; None where one gave no reward."""
 
     trajectory_id: str
     task_id: str

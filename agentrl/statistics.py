@@ -1,4 +1,4 @@
-"""What an evaluation may claim: avg@k, pass@k, pass^k and their confidence intervals. No torch.
+"""The claims of an evaluation: avg@k, pass@k, pass^k and their confidence intervals. No torch.
 
 Tasks are drawn from a benchmark's population and samples are drawn for each task, so samples of one
 task resemble each other and tasks are the independent units. Every interval here is clustered by

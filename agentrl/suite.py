@@ -31,7 +31,7 @@ _OWN = {"name", "prices"}
 
 @dataclass(slots=True, frozen=True)
 class Suite:
-    """What a suite file asks for."""
+    """The contents of a suite file."""
 
     models: list[str]
     benchmarks: list[str]
@@ -206,7 +206,7 @@ def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]
 def _saturation(
     suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]]
 ) -> dict[str, JSON]:
-    """Of each benchmark the tasks that every sample of every model solves, or none."""
+    """Returns, for each benchmark, the tasks that every sample of every model solves, or none."""
     found: dict[str, JSON] = {}
     for benchmark in suite.benchmarks:
         threshold = suite.cells[suite.models[0], benchmark].eval.success_threshold

@@ -92,7 +92,7 @@ class ToolCall:
 @with_config(_FROM_OUTSIDE)
 @dataclass(slots=True, frozen=True)
 class Action:
-    """What the policy did in one turn. `text` is what it wrote outside tool calls and reasoning."""
+    """The policy's part of one turn. `text` is what it wrote outside tool calls and reasoning."""
 
     text: str = ""
     """Empty where the turn only called tools."""
@@ -130,7 +130,7 @@ def with_reasoning(text: str, reasoning: str) -> str:
 @with_config(ConfigDict(use_attribute_docstrings=True))
 @dataclass(slots=True)
 class StepResult:
-    """What the environment answers to one action."""
+    """The environment's answer to one action."""
 
     observation: list[Message]
     """What the agent is shown next; empty after the last turn."""
@@ -169,7 +169,7 @@ class StopReason(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class TrajectoryError:
-    """Where and why a trajectory failed."""
+    """The place and the reason of a trajectory's failure."""
 
     stage: Literal["reset", "render", "generate", "agent", "step", "grade", "record"]
     """What was under way when it failed."""

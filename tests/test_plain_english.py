@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOMS = (
+    *("agentrl/algo", "agentrl/config", "agentrl/doctor", "agentrl/view"),
     *("agentrl/env/server", "agentrl/env/sessions", "agentrl/env/container", "agentrl/env/check"),
     *("environments", "rewards"),
     *("agentrl/train", "agentrl/sync"),
