@@ -73,9 +73,9 @@ class Played:
     script: str
     trajectory: Trajectory
     answer: Any
-    """What the agent gave back, if it came so far."""
+    """The agent's answer, if it came so far."""
     notes: list[str]
-    """What the endpoint logged: refusals, tools left out, parameters that are not used."""
+    """The endpoint's log: refusals, tools left out, parameters that are not used."""
     new_rows: list[str]
     """Why each row but those of the first call and of sub-agents began."""
     num_dialogues: int

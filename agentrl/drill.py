@@ -259,7 +259,7 @@ FAULTS = [
 class Outcome:
     fault: Fault
     line: str
-    """What named it; empty where nothing did."""
+    """The line that named it; empty where nothing did."""
     stopped: bool
     seconds: float
 

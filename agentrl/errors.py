@@ -27,7 +27,7 @@ class AgentRLError(Exception):
     """Base of all errors raised on purpose. `str(error)` is one line: the reason and the remedy."""
 
     exit_code = 1
-    """What the command line exits with."""
+    """The exit status of the command line."""
 
 
 class ConfigError(AgentRLError):

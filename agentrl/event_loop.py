@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _stops: list[Callable[[], object]] = []
-"""What a KeyboardInterrupt calls in a thread that waits for a loop in another."""
+"""Functions that a KeyboardInterrupt calls in a thread that waits for a loop in another."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -145,7 +145,7 @@ def tasks_command(
     """`agentrl tasks`: print what stands in both splits, and what evaluations say of the tasks.
 
     Raises:
-        ConfigError: both splits are one, or the threshold is no share.
+        ConfigError: both splits are one, or the threshold is not a share.
     """
     if config.env.split == config.eval.split:
         raise ConfigError(

@@ -47,7 +47,7 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 def signal_group(leader_pid: int, number: int) -> None:
-    """Send a signal to a process and all others of its group; that they have ended is no error.
+    """Send a signal to a process and all others of its group; that they have ended is not an error.
 
     Only before the leader is waited for: from then on its id may be given to another process.
     """

@@ -31,7 +31,7 @@ import numpy as np
 from agentrl.errors import DataError
 
 CONFIDENCE = 0.95
-"""Of the two-sided intervals."""
+"""Confidence of the two-sided intervals."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,7 +64,7 @@ class EvalStatistics:
     samples_per_task: int
     """The k of avg@k: the smallest number of samples of any task."""
     confidence: float
-    """Of the intervals: 0.95 covers the true mean in 95 of 100 evaluations."""
+    """Confidence of the intervals: 0.95 covers the true mean in 95 of 100 evaluations."""
     average: Estimate
     """avg@k: the mean reward of a task, averaged over tasks; every task counts once."""
     pass_at: dict[int, Estimate]

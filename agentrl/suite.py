@@ -38,7 +38,7 @@ class Suite:
     cells: dict[tuple[str, str], RunConfig]
     """Configuration by model and benchmark."""
     prices: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of a million tokens read and sampled, by model."""
+    """Prices of a million tokens read and sampled, by model."""
 
 
 def load_suite(path: Path) -> Suite:

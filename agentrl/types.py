@@ -84,7 +84,7 @@ class ToolCall:
     id: str
     """Unique in its turn; the tool message that answers it repeats it."""
     name: str
-    """Of the tool."""
+    """The tool's name."""
     arguments: dict[str, JSON]
     """Keyword arguments, as the policy wrote them."""
 
@@ -133,9 +133,9 @@ class StepResult:
     """The environment's answer to one action."""
 
     observation: list[Message]
-    """What the agent is shown next; empty after the last turn."""
+    """Messages that the agent is shown next; empty after the last turn."""
     reward: float = 0.0
-    """Of this step alone; a trajectory's reward is the sum of its steps'."""
+    """The reward of this step alone; a trajectory's reward is the sum of its steps'."""
     terminated: bool = False
     """The task's own end was reached."""
     truncated: bool = False
@@ -192,9 +192,9 @@ class Turn:
     finish_reason: FinishReason
     """Why the engine ended it."""
     parse_status: ParseStatus
-    """How what was sampled was read."""
+    """The result of reading what was sampled."""
     reward: float = 0.0
-    """Of the environment's answer to this turn."""
+    """The reward in the environment's answer to this turn."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """Unweighted named parts of it."""
     generate_s: float = 0.0
@@ -239,7 +239,7 @@ class TokenRow:
     rollout_logprobs: list[float] = field(default_factory=list)
     """Nats, of the engine at sampling; 0 where the mask is 0."""
     policy_versions: list[int] = field(default_factory=list)
-    """Of the policy that sampled the token; -1 where the mask is 0."""
+    """Versions of the policy that sampled each token; -1 where the mask is 0."""
     turn_ids: list[int] = field(default_factory=list)
     """The turn that the token belongs to, from 0; an observation is of the turn that reads it."""
     kept_ids: list[np.ndarray] = field(default_factory=list)
@@ -321,7 +321,7 @@ class TokenRow:
 
 
 def bad_logprob(logprobs: list[float]) -> int | None:
-    """Position of the first value that is no log-probability; None when all of them are.
+    """Position of the first value that is not a log-probability; None when all of them are.
 
     A positive value below 1e-4 is rounding in an engine's softmax and passes.
     """
@@ -347,7 +347,7 @@ class Trajectory:
     task_id: str
     """The task's `id`."""
     seed: int
-    """What `reset` was given."""
+    """The seed that `reset` was given."""
     branches: list[TokenRow] = field(default_factory=list)
     """One row unless the history was edited or an agent ran several dialogues; each sampled token
     stands in exactly one of them with mask 1."""
@@ -423,7 +423,7 @@ class Group:
     group_id: str
     """Unique in its run."""
     task_id: str
-    """Of the one task that all of them played."""
+    """Id of the one task that all of them played."""
     trajectories: list[Trajectory]
     """`rollout.group_size` of them at most, failed ones included."""
 
@@ -453,7 +453,7 @@ class Sample:
     group_id: str
     """Samples of one group share a baseline."""
     reward: float
-    """Of the whole trajectory."""
+    """The reward of the whole trajectory."""
     turn_rewards: np.ndarray
     """(num_turns,) float32, indexed by turn id."""
     reward_components: dict[str, float] = field(default_factory=dict)

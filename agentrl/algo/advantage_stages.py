@@ -121,9 +121,9 @@ class GigpoCredit(Stage):
     gamma: Fraction = 0.95
     """Discount per turn of the step returns."""
     episode_weight: float = 1.0
-    """Of the advantage within the group."""
+    """Weight of the advantage within the group."""
     step_weight: float = 1.0
-    """Of the advantage within the state (`state_ids`)."""
+    """Weight of the advantage within the state (`state_ids`)."""
 
 
 Credit = Annotated[

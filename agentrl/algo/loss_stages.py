@@ -215,9 +215,9 @@ class OffPolicy(Stage):
     sequence_geometric: l x sg[w], w = geometric mean of old / mu over the row.
     """
     low: NonNegative | None = None
-    """Lower bound of the weight; none is no bound."""
+    """Lower bound of the weight; none leaves it open."""
     high: Positive | None = None
-    """Upper bound of the weight; none is no bound."""
+    """Upper bound of the weight; none leaves it open."""
     outside: Literal["clamp", "zero"] = "clamp"
     """What a weight outside the bounds becomes.
     clamp: clamped to [low, high] (TIS).
@@ -353,7 +353,7 @@ class Aggregate(Stage):
     sum: L = sum l.
     """
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Of `constant`: usually the most tokens a trajectory may sample."""
+    """Divisor of `constant`: usually the most tokens a trajectory may sample."""
     local_rows: Annotated[int, Field(ge=1)] | None = None
     """Rows of one local batch of `local`."""
     count_empty: bool = False
@@ -397,11 +397,11 @@ class Distill(Stage):
     coef: NonNegative = 1.0
     """Weight of the teacher's signal."""
     discount: Fraction = 0.0
-    """Of `advantage`: the next tokens' gaps count too, discounted by this per token."""
+    """For `advantage`: the next tokens' gaps count too, discounted by this per token."""
     max_drop: NonNegative | None = None
-    """Of `loss`: tokens whose probability lies more than this below the anchor's are left out."""
+    """For `loss`: tokens whose probability lies more than this below the anchor's are left out."""
     aggregate: Aggregate = Aggregate()
-    """Of `loss`: the component's own weights."""
+    """For `loss`: the component's own weights."""
 
     def problems(self) -> Iterator[str]:
         if self.where == "loss" and self.aggregate.denominator == "kept":

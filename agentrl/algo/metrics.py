@@ -27,7 +27,7 @@ class Metric:
     kind: Kind
     """How parts are added up and read."""
     parts: tuple[Tensor | float, ...]
-    """As many as the kind has."""
+    """As many numbers as the kind has."""
 
     def value(self) -> float | None:
         """The number; None where it is undefined (nothing was counted)."""

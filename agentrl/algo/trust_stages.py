@@ -25,9 +25,9 @@ class DppoTvMask(Stage):
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     low: NonNegative | None = 0.2
-    """Largest fall of the probability; none is no bound."""
+    """Largest fall of the probability; none leaves it open."""
     high: NonNegative | None = 0.2
-    """Largest rise of the probability; none is no bound."""
+    """Largest rise of the probability; none leaves it open."""
     side: Literal["advantage", "both"] = "advantage"
     """Which bound applies.
     advantage: high where A > 0 and low elsewhere.
@@ -74,9 +74,9 @@ class RatioMask(Stage):
     """Of the turn's or row's statistics. For `ratio` it applies to x: geometric mean, product,
     largest ratio."""
     low: NonNegative | None = None
-    """Smallest statistic that is kept; none is no bound."""
+    """Smallest statistic that is kept; none leaves it open."""
     high: NonNegative | None = None
-    """Largest statistic that is kept; none is no bound."""
+    """Largest statistic that is kept; none leaves it open."""
 
 
 class VetoMask(Stage):
@@ -86,7 +86,7 @@ class VetoMask(Stage):
     low: NonNegative = 1e-4
     """Smallest ratio a token may have."""
     high: Positive | None = None
-    """Largest ratio a token may have; none is no bound."""
+    """Largest ratio a token may have; none leaves it open."""
 
 
 class GibberishMask(Stage):

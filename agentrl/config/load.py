@@ -185,7 +185,7 @@ def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str
     text. A table sets its keys one by one. A bare `--a.b` means true.
 
     Raises:
-        ConfigError: an argument is no override, or a key without a value needs one.
+        ConfigError: an argument is not an override, or a key without a value needs one.
     """
     keys: set[str] = set()
     position = 0

@@ -130,7 +130,7 @@ class LoraSection(Section):
     """A low-rank adapter in place of all weights; needs `pip install 'agentrl-gym[lora]'`."""
 
     rank: Annotated[int, Field(ge=0, le=512)] = 0
-    """Of the adapter's matrices. 0 trains all weights and no adapter."""
+    """Rank of the adapter's matrices. 0 trains all weights and no adapter."""
     alpha: PositiveInt = 32
     """The adapter's share is scaled by `alpha / rank`."""
     targets: str | list[str] = "all-linear"
@@ -461,7 +461,7 @@ class AgentRole(Section):
     """`trained`, or `served`: the policy answers, and does not learn from it."""
     url: str | None = None
     """An OpenAI-compatible server (`http://host:8000/v1`) that answers such calls in place of the
-    policy; they are no turns of the episode, and stand in its info."""
+    policy; they are not turns of the episode, and stand in its info."""
     served_model: str | None = None
     """Which model of that server; the one that the call asks for when not given."""
     api_key_variable: str = "OPENAI_API_KEY"
@@ -506,7 +506,7 @@ class AgentSection(Section):
     """The Docker network of those containers. When not given, one that reaches the endpoint and
     this machine, and nothing beyond it."""
     memory_mb: PositiveInt = 2048
-    """Of each container, swap included."""
+    """Memory of each container, swap included."""
     roles: list[AgentRole] = Field(default_factory=list)
     """Which calls are trained; the first rule that matches decides. Where none does, calls are
     trained, except those without tools whose system prompt no call with tools has."""
@@ -703,7 +703,7 @@ class RewardSection(Section):
     """Names of the reward library (`math`, `f1`, `format`, ...), `package.module:function` or
     `path/to/file.py:function`."""
     weights: Annotated[list[float], Commas] = Field(default_factory=list)
-    """Of their scores in the reward, one per function; none weighs each 1."""
+    """Weights of their scores in the reward, one per function; none weighs each 1."""
     options: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
     """Keyword arguments of a function, by its name in `functions`."""
     text: Literal["last_turn", "answer"] = "last_turn"
@@ -712,7 +712,7 @@ class RewardSection(Section):
     add_to_environment: bool = False
     """Add to the environment's reward instead of replacing it."""
     deadline_s: Seconds = 60.0
-    """Of one call. An answer whose call fails has no reward and is left out of the gradient."""
+    """Deadline of one call. An answer whose call fails has no reward and is not trained on."""
     max_concurrency: PositiveInt = 64
     """Calls under way at a time."""
 
@@ -781,7 +781,7 @@ class EvalKeys(Section):
     max_tokens: PositiveInt | None = None
     """Tokens sampled in one turn; `rollout.max_turn_tokens` where the model names none either."""
     seed: NonNegativeInt | None = None
-    """Of what is sampled. When not given `run.seed`, or a server's own random stream."""
+    """Seed of what is sampled. When not given `run.seed`, or a server's own random stream."""
     success_threshold: float = 1.0
     """Reward from which a trajectory counts as passed."""
 

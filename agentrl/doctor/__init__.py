@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agentrl.config import RunConfig
 
 Finding = tuple[Status, str, str]
-"""How it stands, what was looked at, and the reason or the remedy."""
+"""The status, what was looked at, and the reason or the remedy."""
 
 
 def doctor(run_file: Path | None, overrides: list[str], num_played: int = 0) -> int:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 Status = Literal["ok", "note", "fix"]
 """`fix`: a run would fail or learn something else."""
 Result = tuple[Status, str]
-"""How it stands and why, or what to do about it."""
+"""The status and why, or what to do about it."""
 
 CHECK_TIMEOUT_S = 60.0
-"""Of one call to a server; a paused server answers none."""
+"""Deadline of one call to a server; a paused server does not answer."""
 CONTROL_ROUTES = (
     "/init_weight_transfer_engine",
     "/pause",
@@ -42,7 +42,7 @@ SGLANG_ROUTES = (
     "/abort_request",
 )
 OPEN_ROUTES = ("/pause", "/update_weights", "/collective_rpc")
-"""What an intruder would use; vLLM's --api-key does not protect them."""
+"""Routes that an intruder would use; vLLM's --api-key does not protect them."""
 OPEN_SGLANG_ROUTES = ("/pause_generation", "/update_weights_from_disk")
 PARITY = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest difference in nats between a server's log-probs and the trainer's, by the model's dtype:

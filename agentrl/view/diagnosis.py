@@ -28,11 +28,11 @@ WINDOW = 10
 @dataclass(slots=True, frozen=True)
 class Finding:
     text: str
-    """What was seen, with its numbers."""
+    """The observation, with its numbers."""
     query: dict[str, Any] | None = None
-    """Of the page of groups, for examples; none where the curve is the example."""
+    """Query of the page of groups, for examples; none where the curve is the example."""
     step: int | None = None
-    """Where it began; None where that is not known."""
+    """Step at which it began; None where that is not known."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Evidence:
     groups: list[Group]
     config: dict[str, Any] = field(default_factory=dict)
     recent: list[Group] = field(default_factory=list)
-    """Of the last WINDOW steps that have any."""
+    """Groups of the last WINDOW steps that have any."""
     steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -486,7 +486,7 @@ def _reward_fell(seen: Evidence) -> Verdict:
 
 MOVED = "train/relative_update"
 FAR = 0.03
-"""Of the weights' norm: a pretrained model that moves as far in a step is another model."""
+"""Share of the weights' norm: a pretrained model that moves as far in a step is another model."""
 FAR_BEFORE_A_FALL = 0.01
 FAR_FOR_ONE = 0.001
 """From here on one step that is far beyond the others is told."""
@@ -517,12 +517,12 @@ def _mean(values: Iterable[float]) -> float | None:
 class Rule:
     id: str
     title: str
-    """What is so where nothing is found."""
+    """The statement that holds where nothing is found."""
     remedy: str
     """What to do, in a few words."""
     advice: str
     metric: str
-    """Whose curve shows it."""
+    """The metric whose curve shows it."""
     check: Callable[[Evidence], Verdict]
     of_policy: bool
     """A policy that has fallen apart shows it, too."""

@@ -26,7 +26,7 @@ SHOWN: dict[str, Callable[[TrajectoryEntry], bool]] = {
     "tool_errors": lambda entry: entry.tool_errors > 0,
     "truncated": lambda entry: entry.truncated,
 }
-"""What `show` may ask of a trajectory."""
+"""The filters of a trajectory by the names that `show` takes."""
 
 
 class Group(msgspec.Struct, gc=False):
@@ -53,7 +53,7 @@ SHOWN_GROUPS: dict[str, Callable[[Group], bool]] = {
     "mixed": lambda group: not group.zero_variance(),
     "dropped": lambda group: bool(group.entries[0].dropped),
 }
-"""What `show` may ask of a group as a whole."""
+"""The filters of a whole group by the names that `show` takes."""
 
 SORTS: dict[str, Callable[[Group], Any]] = {
     "newest": lambda group: -group.step,
@@ -187,7 +187,7 @@ class _Grouped:
     """The groups of trajectories that were read before, which need not be grouped again."""
 
     generation: int
-    """Of the run's index."""
+    """The generation of the run's index."""
     num_entries: int = 0
     groups: dict[tuple[int, str], Group] = field(default_factory=dict)
     errors: set[str] = field(default_factory=set)

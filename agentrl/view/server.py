@@ -53,7 +53,7 @@ HEADERS = {
 }
 
 MAX_BODY_BYTES = 200_000
-"""Of what a page sends."""
+"""Largest body that a page may send."""
 
 Count = Annotated[int, Query(ge=0)]
 
@@ -193,7 +193,7 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
     """Serve until interrupted.
 
     Raises:
-        ConfigError: a path holds no run, the address is in use, or it is not a loopback address
+        ConfigError: a path does not hold a run, the address is in use, or it is not on loopback
             and there is no token.
     """
     for path in paths:

@@ -18,10 +18,10 @@ from agentrl.view.groups import grouped, member_of
 from agentrl.view.runs import Decode, RunFiles
 
 MAX_MESSAGE_CHARS = 20_000
-"""Of a longer message both ends are shown, unless it is asked for whole."""
+"""Characters; of a longer message both ends are shown, unless it is asked for whole."""
 MESSAGES_IN_WINDOW = 200
 MAX_QUESTION_CHARS = 2_000
-"""Of the question and the last answer, which stand above the dialogue."""
+"""Characters of the question and the last answer, which stand above the dialogue."""
 MAX_TOKENS_IN_WINDOW = 4_096
 MAX_CACHED_TOKENS = 3_000_000
 CONTEXT_TOKENS = 8
