@@ -67,10 +67,9 @@ def to_atif(trajectory: Trajectory, model: str) -> dict[str, Any]:
         }
         for number, steps in enumerate(dialogues)
     ]
-    read = sum(turn.start for turn in trajectory.turns) or trajectory.info.get("prompt_tokens")
     root = documents[0]
     root["final_metrics"] = {
-        "total_prompt_tokens": read,  # the latter is a chat server's own count
+        "total_prompt_tokens": trajectory.num_read_tokens or None,
         "total_completion_tokens": trajectory.num_sampled_tokens,
         "total_steps": len(root["steps"]),
         "extra": trajectory.metrics,
