@@ -75,7 +75,8 @@ def test_three_environments_and_a_resume_after_a_kill(tmp_path, keys):
         assert last["env/products/sampler/repeated_fraction"] == 1
         assert "env/digits/sampler/tasks" not in last
         with pytest.raises(CheckpointError, match=r"env.sums.sampler: checkpoint \"staged\""):
-            run(killed, *keys, "--run.resume", "--env.sums.sampler", "difficulty")
+            other = ("--env.sums.sampler", "difficulty", "--env.sums.sampler_stages", "[]")
+            run(killed, *keys, "--run.resume", *other)
 
 
 def test_an_environment_that_fails_at_the_start_is_named(tmp_path):
