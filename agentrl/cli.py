@@ -21,7 +21,7 @@ _OVERRIDES = (
     "--run.seed 2 --rollout.group_size 16 --objective.preset dapo."
 )
 _WHOSE_EPISODES = (
-    "The policy is model.path, a checkpoint, or a server (--inference.backend vllm|openai "
+    "The policy is model.path, a checkpoint, or a server (--inference.backend vllm|sglang|openai "
     "--inference.urls URL)."
 )
 
@@ -504,7 +504,7 @@ def _add_proxy(commands: argparse._SubParsersAction) -> None:
         "first eval.num_tasks tasks of eval.split, eval.samples_per_task times each. Each is a "
         "line of JSON on the standard output, with its task, the base URL and API key for its "
         "agent and the URL that ends it; trajectories, metrics and a report are written to a "
-        f"directory. {_WHOSE_EPISODES.replace('vllm|openai', 'vllm')}",
+        f"directory. {_WHOSE_EPISODES.replace('vllm|sglang|openai', 'vllm|sglang')}",
     )
     _add_checkpoint(command)
     command.add_argument("--out", type=Path, required=True, help="directory of the result")
