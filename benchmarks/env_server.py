@@ -1,4 +1,4 @@
-"""What a step costs an environment server, and its client, beside OpenEnv's and the bare minimum.
+"""Measures what a step costs our environment server and client, OpenEnv's, and a bare server.
 
     python benchmarks/env_server.py [--openenv-python /path/to/venv/bin/python]
 

@@ -1,4 +1,4 @@
-"""What every client of `env_server.py` does alike: warm up, play, say how long it took."""
+"""Holds what all clients of `env_server.py` share: warm up, play, print the time taken."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def flops(model, samples: list[Sample]) -> float:
-    """Of one step: 6 for each weight and token, and attention's two products, thrice."""
+    """Returns a step's FLOPs: 6 per weight and token, and attention's two products three times."""
     config = model.config.get_text_config()
     head = config.vocab_size * config.hidden_size
     backbone = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n)

@@ -1,4 +1,4 @@
-"""What agentrl learns, beside TRL and beside itself with other settings: docs/learning.md.
+"""Compares learning in agentrl with TRL and with other settings, for docs/learning.md.
 
     python benchmarks/learning.py [--rows trl,ppo] [--seeds 1,2,3] [--again] [--write-docs]
 
@@ -69,7 +69,7 @@ def play(arm: Arm, seed: int, out: Path, interpreters: Mapping[str, str]) -> boo
 
 
 def cpu_seconds() -> float:
-    """Of all that this process started and waited for."""
+    """Returns the CPU time of all processes that this one started and waited for."""
     return os.times().children_user + os.times().children_system
 
 

@@ -1,4 +1,4 @@
-"""What a mixture of environments learns, and what choosing tasks by difficulty is worth.
+"""Measures learning on a mixture of environments and the gain from choosing tasks by difficulty.
 
     python benchmarks/learning_mixtures.py mixed|difficulty [--seeds 1,2,3] [--out FOLDER]
 

@@ -22,7 +22,7 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def digest(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What the report needs of one run, short; `made` says how it was made."""
+    """Summarizes one run for the report; `made` says how the run was made."""
     if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
         return dict(result)
     kept: dict[str, Any] = {key: result[key] for key in ("made",) if key in result}
@@ -52,7 +52,7 @@ def smooth(curve: np.ndarray) -> np.ndarray:
 
 
 def samples_to_goal(curve: np.ndarray) -> float:
-    """Of one seed: samples after which the smoothed reward is `GOAL`; nan where it never is."""
+    """Returns the samples until one seed's smoothed reward reaches `GOAL`; nan if it never does."""
     reached = np.flatnonzero(smooth(curve) >= GOAL)
     return float("nan") if not len(reached) else float(reached[0] + 1) * SAMPLES_PER_STEP
 
@@ -264,7 +264,7 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def pages(results: Results) -> dict[Path, str]:
-    """What the results make of each file: docs/learning.md and its curves."""
+    """Renders the files that the results change: docs/learning.md and its curves."""
     text = (DOCS / "learning.md").read_text()
     for name, made in tables(results).items():
         begin, end = f"<!-- table: {name}, made by benchmarks/learning.py -->\n", "<!-- end -->"

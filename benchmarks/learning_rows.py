@@ -1,4 +1,4 @@
-"""What `learning.py` runs: rows of the report, each with its arms, each arm with its commands."""
+"""Defines what `learning.py` runs: the report's rows, their arms and each arm's commands."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Arm:
     """What stands beside the name in the table."""
 
     def needs(self, name: str) -> bool:
-        """Whether `{name}` stands in a command."""
+        """Returns whether a command contains `{name}`."""
         return any(f"{{{name}}}" in command for command in self.commands)
 
     def fingerprint(self) -> str:
-        """Of the commands and of what their run files say, the same in every checkout.
+        """Hashes the commands and the content of their run files, alike in every checkout.
 
-        Two results are of the same arm where it is the same. It knows nothing of agentrl's code.
+        Results with equal fingerprints belong to the same arm. Changes of agentrl do not count.
         """
         python, root = sys.executable, f"{ROOT}/"
         words = [["python" if w == python else w for w in command] for command in self.commands]
@@ -143,7 +143,7 @@ def staleness_arm(steps: int) -> Arm:
 
 
 def real_arm(name: str, text: str, about: str) -> Arm:
-    """Of the pretrained model of examples/smollm2, which the first command makes."""
+    """Builds an arm on the pretrained model of examples/smollm2, which its first command makes."""
     prepare = [sys.executable, str(SMOLLM2 / "prepare.py"), "--only", "words"]
     given = [*settings(text), "--run.eval_every", str(REAL_STEPS), "--track.signals", "0"]
     if "trl" in name:

@@ -1,4 +1,4 @@
-"""What keeping every token's signals costs a run, in CPU time of the whole process.
+"""Measures what it costs a run to keep every token's signals, in CPU time of the whole process.
 
     python benchmarks/signals.py [PAIRS]
 

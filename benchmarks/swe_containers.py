@@ -1,4 +1,4 @@
-"""How long containers and commands take here: `python benchmarks/swe_containers.py --image IMAGE`.
+"""Times containers and commands here: `python benchmarks/swe_containers.py --image IMAGE`.
 
 Prints, for 1 and for 8 containers at once, the time from the request to a container that an agent
 may use (started and asserted to be scrubbed), the latency of a command through the environment's

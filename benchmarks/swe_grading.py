@@ -1,4 +1,4 @@
-"""How long a grading takes, by the official command line and here, without and with control runs.
+"""Times a grading by the official command line and by ours, without and with control runs.
 
     python benchmarks/swe_grading.py --dataset DIR/dataset.jsonl [--workers 1 4 8]
 

@@ -23,7 +23,7 @@ settings.load_profile("agentrl")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What collecting imports and makes is no garbage, and is a million objects to look at."""
+    """Pauses garbage collection: collecting tests makes a million objects and keeps them."""
     gc.disable()
     try:
         return (yield)

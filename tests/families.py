@@ -408,7 +408,7 @@ MARK = (
 
 
 def _traits(config: PretrainedConfig) -> list[str]:
-    """What a family has beside plain attention, as its configuration tells it."""
+    """Lists a family's features beyond plain attention, read from its configuration."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     found = {
@@ -426,7 +426,7 @@ def _traits(config: PretrainedConfig) -> list[str]:
 
 
 def rows_of(model: PreTrainedModel) -> str:
-    """How the judge chose to run a loaded model."""
+    """Returns how a loaded model is run, as chosen for its family."""
     implementation = decoder_of(model).config._attn_implementation
     ways = {SHARED_ATTENTION_NAME: "packed, sharing", ATTENTION_NAME: "packed"}
     return ways.get(implementation, "one segment at a time")

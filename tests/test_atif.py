@@ -160,7 +160,7 @@ def test_each_sampled_token_stands_in_one_of_the_dialogues():
 
 @pytest.mark.parametrize("template", [CHATML, DROPS_THINKING])
 def test_every_call_of_an_agent_is_written_once(template):
-    """Whether it goes on, goes back or begins again, and whether its rows are forked."""
+    """Tries conversations that continue, go back or begin again, with and without forked rows."""
     renderer = Renderer(make_tokenizer(template))
     told = random.Random(5)
     said = ("done", "<think>\nhm\n</think>\n\nso be it")

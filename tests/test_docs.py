@@ -1,4 +1,4 @@
-"""What the docs list is what there is."""
+"""The docs list exactly what exists."""
 
 import importlib.util
 import re

@@ -58,7 +58,7 @@ def exported(module: str) -> list[str]:
 
 
 def definition(module: str, name: str) -> Name:
-    """Where a name comes from, however often it is imported on the way."""
+    """Finds the definition of a name, through however many imports."""
     if name in members(source(module).body):
         return module, name
     for node in ast.walk(source(module)):

@@ -153,7 +153,7 @@ def commands(code: str) -> list[list[str]]:
 
 
 def complaint(words: list[str]) -> str | None:
-    """What is wrong with a command of this project; None for other commands."""
+    """Returns what is wrong with a command of this project; None for other commands."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
     if "-m" in words and words[words.index("-m") + 1 : words.index("-m") + 2] == ["agentrl"]:
@@ -275,7 +275,7 @@ def key_exists(name: str) -> bool:
 
 
 def value_is_wrong(key: str, value: str) -> bool:
-    """Whether the schema refuses the value itself; what other sections ask for is another thing."""
+    """Returns whether the schema refuses the value itself, whatever other sections require."""
     try:
         load_config({"model": {"path": "m"}}, [f"--{key}={value}"])
     except AgentRLError as error:

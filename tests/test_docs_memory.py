@@ -36,7 +36,7 @@ def gib(number: int) -> str:
 
 
 def parts_of(setting: str, folder: Path) -> list[str]:
-    """What a row of the table of keys has to say."""
+    """Computes the expected row of the table of keys."""
     given = re.match(r"`([a-z_.]+) = \"?([^\"`]+)\"?`", setting)
     ranks = re.match(r"`torchrun --nproc-per-node (\d+)`", setting)
     assert given or ranks or setting == "nothing else", setting
@@ -47,7 +47,7 @@ def parts_of(setting: str, folder: Path) -> list[str]:
 
 
 def totals_of(model: str, folder: Path) -> list[str]:
-    """What a row of the table of models has to say."""
+    """Computes the expected row of the table of models."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -74,7 +74,7 @@ def test_the_command_takes_servers_instead_of_a_run_file(capsys):
 
 
 def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict:
-    """What /server_info says of such a server."""
+    """Returns the /server_info of such a server."""
     model = {
         "dtype": f"torch.{dtype}",
         "enforce_eager": eager,

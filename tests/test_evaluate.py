@@ -156,7 +156,7 @@ def test_a_training_run_is_no_folder_to_go_on_in(capsys, tmp_path):
 
 
 def played(folder: Path) -> dict[str, tuple]:
-    """What counts of each episode: its tokens and its reward."""
+    """Returns the tokens and the reward of each episode."""
     return {
         t.trajectory_id: (t.reward, [row.token_ids for row in t.branches])
         for _, t in read_trajectories(folder)
@@ -366,7 +366,7 @@ def coder() -> Iterator[str]:
     ],
 )
 def test_grading_again_equals_playing_again(capsys, tmp_path, monkeypatch, what, function, rule):
-    """Of one rule and then of another: the verdicts are those of an evaluation with that rule."""
+    """Grades by one rule, then by another: verdicts equal those of an evaluation with that rule."""
     monkeypatch.chdir(ROOT)
     few = ["--eval.num_tasks", "12", "--env.config.report_reference", "true"]
     with coder() as url:

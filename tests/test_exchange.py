@@ -98,7 +98,7 @@ def episode(task: str, number: int, reward: float, answer: str) -> Trajectory:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Of an evaluation: two tasks, three samples each, the last of which failed."""
+    """Writes an evaluation of two tasks with three samples each, of which the last failed."""
     played = [
         episode(f"test/{task}", number, float(number == task), "7" if number == task else "8")
         for task in range(2)

@@ -89,7 +89,7 @@ def test_a_place_that_this_machine_does_not_have(tmp_path):
 
 
 def test_a_run_that_is_launched_here_is_a_run(tmp_path):
-    """What the shell gets: the script runs torchrun with the ranks and the file."""
+    """Runs the script in a shell: it calls torchrun with the ranks and the file."""
     stand_in = tmp_path / "bash"
     stand_in.write_text(
         f'#!{sys.executable}\nimport os, sys\nprint(os.environ["NPROC"], *sys.argv[1:])'

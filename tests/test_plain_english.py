@@ -1,4 +1,4 @@
-"""Docstrings of the rooms that were rewritten begin with a verb or a noun."""
+"""Docstrings of the watched rooms begin with a verb or a noun."""
 
 import ast
 from pathlib import Path
@@ -10,6 +10,7 @@ ROOMS = (
     *("agentrl/env/server", "agentrl/env/sessions", "agentrl/env/container", "agentrl/env/check"),
     *("environments", "rewards"),
     *("agentrl/train", "agentrl/sync"),
+    *("tests", "benchmarks"),
 )
 RIDDLES = ("Of", "What", "Who", "Whose", "How", "Where", "Whether", "Around", "That")
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: the reward rises, on every seed, and so it does in the one file."""
+"""The quickstart's reward rises on every seed, and so does that of the single-file version."""
 
 import re
 import subprocess

@@ -51,7 +51,7 @@ def test_a_recipe_is_valid_and_says_how_it_is_run(file, capsys):
 
 
 def training_memory(file: Path, folder: Path):
-    """What `agentrl doctor` estimates for one GPU, with the published shape of the model."""
+    """Returns `agentrl doctor`'s estimate for one GPU, from the model's published shape."""
     from agentrl.train.memory import estimate
 
     config = load_config(file, [])

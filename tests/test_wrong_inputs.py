@@ -1,4 +1,4 @@
-"""What a command says to wrong input: one clear line, no traceback, and nothing is written."""
+"""Commands answer wrong input with one clear line and no traceback, and write nothing."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the patches of `attack_rows_runtime` put into the code under test."""
+"""Programs that the patches of `attack_rows_runtime` put into the code under test."""
 
 SWALLOW = """
 

@@ -1,4 +1,4 @@
-"""What a vector's `kind` and `knobs` mean: advantages, returns and whitening."""
+"""Computes what a vector's `kind` and `knobs` ask for: advantages, returns and whitening."""
 
 from __future__ import annotations
 

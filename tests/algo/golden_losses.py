@@ -1,4 +1,4 @@
-"""What a vector's `kind` and `knobs` mean: losses, KL, aggregation, masks and weights."""
+"""Computes what a vector's `kind` and `knobs` ask for: losses, aggregation, masks, weights."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def written(value: object) -> str:
 
 
 def keys_of(preset: str) -> Iterator[str]:
-    """What a preset sets otherwise than an objective without one, as dotted keys."""
+    """Returns the dotted keys that a preset sets differently from an objective without a preset."""
     for name in Objective.model_fields:
         theirs, default = getattr(PRESETS[preset], name), getattr(Objective(), name)
         if isinstance(theirs, list) and theirs:
@@ -93,7 +93,7 @@ def presets() -> str:
 
 
 def inputs() -> str:
-    """What a loss and an advantage may ask for."""
+    """Returns the inputs that a loss and an advantage may ask for."""
     rows = ["| parameter | what | may be asked for by |", "|---|---|---|"]
     for name, what in {**LOSS_INPUTS, **ADVANTAGE_INPUTS}.items():
         by = [who for who, offered in OFFERED.items() if name in offered]

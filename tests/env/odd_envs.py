@@ -775,7 +775,7 @@ class NoSplits(Environment):
 
 @unusual
 class ShowsDocuments(Good):
-    """What it finds holds the answer, for whoever looks."""
+    """Finds documents that hold the answer in plain sight."""
 
     @tool
     def add(self, number: int) -> str:

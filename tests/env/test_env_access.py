@@ -1,4 +1,4 @@
-"""What each token opens, and that nothing else does; which hosts and origins are answered."""
+"""Each token opens its own routes and no others; only allowed hosts and origins are answered."""
 
 import asyncio
 import itertools

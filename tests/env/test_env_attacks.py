@@ -1,4 +1,4 @@
-"""What a hostile or broken client costs the others, against a server process of its own.
+"""Attacks a separate server process as hostile or broken clients do, beside an honest client.
 
 Every attack must be answered with a 4xx or cut off, must not grow the server's memory, and must
 leave a session of somebody else playable meanwhile. How much slower that one gets is printed
@@ -61,7 +61,7 @@ class Neighbour:
         )
 
     def seconds(self):
-        """What each of its steps took since this was asked before."""
+        """Returns the duration of each step since the previous call."""
         print("how long?", file=self.process.stdin, flush=True)
         told = json.loads(self.process.stdout.readline())
         assert not told["failures"], told["failures"][0]
@@ -139,7 +139,7 @@ def status_of(raw):
 
 
 def taken_of(url, start, piece, most=64):
-    """How many pieces the server took before it closed the connection."""
+    """Returns how many pieces the server took before it closed the connection."""
     sent = 0
     with connect(url) as raw, contextlib.suppress(ConnectionError):
         raw.sendall(start)
@@ -150,7 +150,7 @@ def taken_of(url, start, piece, most=64):
 
 
 def all_closed(raws, seconds=40.0):
-    """Whether the server closes all of them in time."""
+    """Returns whether the server closes all the connections in time."""
     waiting, deadline = set(raws), time.monotonic() + seconds
     poll = select.poll()
     by_fd = {raw.fileno(): raw for raw in raws}

@@ -1,4 +1,4 @@
-"""What an author can rely on, without any session around it."""
+"""Tests what an environment's author can rely on, without a session."""
 
 import asyncio
 import threading

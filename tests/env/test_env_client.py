@@ -208,7 +208,7 @@ def test_a_long_loading_is_waited_for_by_short_calls(served, monkeypatch):
 
 
 def test_nothing_is_shared_with_the_environment():
-    """What a caller does to a result, or to its own task, does not reach the environment."""
+    """Changes a result and the caller's task: neither change reaches the environment."""
 
     async def main():
         async with connect() as client:

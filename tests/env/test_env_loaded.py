@@ -1,4 +1,4 @@
-"""What all sessions of a configuration share: tasks are got once for a whole group."""
+"""Sessions of one configuration share its tasks, which are fetched once for a whole group."""
 
 import asyncio
 import threading

@@ -232,7 +232,7 @@ class ContractServer:
 
     @torch.no_grad()
     def _likeliest(self, prompt_ids: list[int], parameters: dict) -> list[dict[str, float]] | None:
-        """Of the first token only, which is all that tests ask for."""
+        """Returns the likeliest first tokens, which is all that the tests ask for."""
         if not parameters.get("logprobs"):
             return None
         logits = self.model(input_ids=torch.tensor([prompt_ids])).logits[0, -1]

@@ -1,4 +1,4 @@
-"""What every inference engine must do, asserted on all of them over real sampled tokens."""
+"""Every inference engine keeps the same contract, asserted over real sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What depends on a row's length is fixed for a run, or found by the probes at its start."""
+"""Effects of a row's length are fixed for a run, or found by the probes at its start."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What the engine's session promises, against servers that write bytes, right ones and wrong."""
+"""The engine's HTTP session keeps its promises against servers that write right and wrong bytes."""
 
 from __future__ import annotations
 

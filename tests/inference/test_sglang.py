@@ -113,7 +113,7 @@ def worst(model, prompt, generation, temperature: float) -> float:
 
 
 async def busy(url: str) -> bool:
-    """Whether the server has requests, which is when it does not empty its cache."""
+    """Returns whether the server has requests; it does not empty its cache while it has."""
     async with make_client(url) as http:
         return (await http.post("/flush_cache")).status_code != 200
 

@@ -1,4 +1,4 @@
-"""What goes wrong at an SGLang server, on the stand-in: each ends as with vLLM."""
+"""Faults of an SGLang server, played by the stand-in, end as they do with vLLM."""
 
 from __future__ import annotations
 

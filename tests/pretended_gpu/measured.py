@@ -1,4 +1,4 @@
-"""What a step of training takes on its device, counted with fake tensors, which hold nothing."""
+"""Counts the memory of a training step on its device with fake tensors, which hold no data."""
 
 from __future__ import annotations
 

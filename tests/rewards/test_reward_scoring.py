@@ -200,7 +200,7 @@ def test_without_a_reference_it_says_what_to_set():
 
 
 def test_the_reference_comes_from_any_member_that_reached_the_end():
-    """Who ran out of context was never told it; the others were, and it is one task."""
+    """A member that ran out of context never saw the reference; others of the same task did."""
     record: list = []
 
     def say(request, _):

@@ -29,7 +29,7 @@ def played(generate, say=lambda *_: "right", env_id="agent-test", **options):
 
 
 async def loop(task, policy, session):
-    """What the driver does."""
+    """Answers turns as the driver does."""
     messages = list(task.messages)
     while True:
         action = await policy.act(messages, session.tools)

@@ -15,7 +15,7 @@ ASKED = {"role": "user", "content": "Which animal?"}
 
 
 def act(*replies, dialect="hermes"):
-    """What the policy does on each of a server's replies, and the messages that it sent."""
+    """Returns the policy's action on each of a server's replies, and the messages it sent."""
     left, sent = list(replies), []
 
     async def complete(request):

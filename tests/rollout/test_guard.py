@@ -1,4 +1,4 @@
-"""What a user, a tool or the policy writes is never read as the template's own tokens."""
+"""Text of a user, a tool or the policy is never read as the template's own tokens."""
 
 import json
 from types import SimpleNamespace

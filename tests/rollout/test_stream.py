@@ -107,7 +107,7 @@ def drive(policy, work, *, source=None, group_size=2, max_concurrent=64, score=N
 
 
 async def train(stream, policy, num_steps, train_s=lambda: 0.0):
-    """What the loop does; returns the batches and the version each was trained under."""
+    """Trains as the loop does; returns the batches and the version each was trained under."""
     batches = []
     for step in range(1, num_steps + 1):
         batch = await asyncio.wait_for(stream.next_batch(), 20)

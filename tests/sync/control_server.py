@@ -74,7 +74,7 @@ class ControlServer:
         self.url = ""
 
     def restart(self) -> None:
-        """What a new process of the server knows: nothing."""
+        """Forgets everything, as a new process of the server has."""
         self.model = tiny_model(seed=99)
         self.initialised, self.paused, self.open_update = None, False, False
         self.version = "default"
@@ -201,7 +201,7 @@ PROBE_IDS = [3, 17, 42, 5, 5, 60, 1, 33, 20, 9, 2, 50]
 
 @contextlib.asynccontextmanager
 async def syncing(transfer: Transfer, *servers: ControlServer, **settings):
-    """What pushes to these servers, which serve meanwhile."""
+    """Yields the weight sync that pushes to these servers while they serve."""
     settings = {"temperature": 0.7, "tolerance": 1e-4, "timeout_s": 5.0} | settings
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:

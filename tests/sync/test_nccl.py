@@ -203,7 +203,7 @@ def test_a_cancelled_push_leaves_no_server_paused(library):
 
 
 def test_ranks_that_disagree_are_an_error(library):
-    """Of the stand-in itself: it must notice what NCCL would hang on."""
+    """Checks the stand-in itself: it must notice what NCCL would hang on."""
 
     async def main():
         unique_id = library.unique_id()

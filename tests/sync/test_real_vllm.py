@@ -146,7 +146,7 @@ async def in_flight(http, url, rows) -> list[asyncio.Task[Sequence]]:
 
 
 def recomputed(model, prompt_ids, token_ids) -> torch.Tensor:
-    """What the trainer computes for the sampled tokens, (num_tokens,), in one pass."""
+    """Returns the trainer's log-probs of the sampled tokens, (num_tokens,), from one pass."""
     return torch.tensor(recomputed_logprobs(model, prompt_ids, token_ids, TEMPERATURE))
 
 

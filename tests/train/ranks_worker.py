@@ -1,4 +1,4 @@
-"""What a rank of `test_ranks.py` runs: `python ranks_worker.py CASES.json`, alone or by torchrun.
+"""Runs a rank of `test_ranks.py`: `python ranks_worker.py CASES.json`, alone or by torchrun.
 
 The file lists cases: `config` of the run, `samples` (a file, and `<file>.json` beside it), `steps`
 and the folder `out`. Rank 0 writes there what the case came to: gradients of every update, the

@@ -1,4 +1,4 @@
-"""What a rank of `test_ranks.py` runs: `torchrun restore_worker.py OUT save|restore`.
+"""Runs a rank of `test_ranks.py`: `torchrun restore_worker.py OUT save|restore`.
 
 `save` makes two updates and a checkpoint, `restore` takes that into a fresh trainer. Each rank
 writes its peak of memory there: bytes per parameter of its shards, those of the weights included.
@@ -64,7 +64,7 @@ class Peak:
 
 
 def digest(trainer: Trainer) -> str:
-    """Of this rank's weights and moments, bit for bit."""
+    """Hashes this rank's weights and moments, bit for bit."""
     learner, found = trainer.learner, hashlib.sha256()
     for name, parameter in learner.model.named_parameters():
         state = learner.optimizer.state.get(learner.masters.get(parameter, parameter), {})

@@ -71,7 +71,7 @@ def make_samples() -> list[Sample]:
 
 
 def gradients_of(model, logprobs) -> dict[str, torch.Tensor]:
-    """Of a sum with a weight of its own for every token."""
+    """Returns the gradients of a sum in which each token has its own weight."""
     weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
     (logprobs * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

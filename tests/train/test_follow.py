@@ -1,4 +1,4 @@
-"""What rank 0 tells the others, there and back."""
+"""Messages of rank 0 to the other ranks survive encoding and decoding."""
 
 import json
 

@@ -56,7 +56,7 @@ def untimed(metrics: list[dict]) -> list[dict]:
 
 
 def contents(run_dir: Path) -> list[tuple]:
-    """What was played, bit for bit, without durations."""
+    """Returns what was played, bit for bit, without durations."""
     return [
         (
             step,
@@ -186,8 +186,8 @@ TRUNCATED = [
 
 
 def test_a_truncated_distribution_is_computed_again_from_what_was_kept(tmp_path):
-    """Of every token the trainer finds the sampler's log-prob; its whole distribution is another,
-    as an engine that does not say what it kept shows."""
+    """The trainer recomputes the sampler's log-prob of every token from the kept tokens;
+    the test below shows that the whole distribution would give another."""
     for row in read_metrics(run(tmp_path / "run", *TRUNCATED)):
         assert row["policy/rollout_train_logprob_diff_max"] < 1e-4
         assert row["policy/entropy"] < math.log(5)

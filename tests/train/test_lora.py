@@ -45,7 +45,7 @@ def adapted(model, **section):
 
 
 def perturb(model):
-    """What training does to the matrices that start at zero."""
+    """Fills the matrices that start at zero, as training would."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in adapter_tensors(model).items():

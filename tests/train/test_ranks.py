@@ -1,4 +1,4 @@
-"""What is promised on one rank holds on several: real processes, started by torchrun, on gloo."""
+"""Promises of one rank hold on several: real processes, started by torchrun, on gloo."""
 
 import json
 import math

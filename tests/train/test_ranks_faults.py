@@ -1,4 +1,4 @@
-"""What a run on several ranks does when a machine or a disk is lost: it goes on, or says who."""
+"""Runs on several ranks that lose a machine or a disk continue, or name the one that failed."""
 
 import contextlib
 import os

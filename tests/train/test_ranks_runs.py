@@ -76,7 +76,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def logprob_free(rows: list[dict]) -> list[dict]:
-    """Of rounding itself, and of the loss, which is zero but for rounding, no digit stays."""
+    """Drops the metrics of rounding, and the loss, which is zero but for rounding."""
     return [
         {k: v for k, v in row.items() if "logprob_diff" not in k and not k.startswith("loss/")}
         for row in untimed(rows)
@@ -259,7 +259,7 @@ def test_ranks_that_are_killed_change_nothing(tmp_path, async_save):
 
 
 def phase(run_dir: Path) -> str:
-    """What a run that saves every step is at, by what it has written."""
+    """Returns the phase of a run that saves every step, from the files it has written."""
     step = num_steps(run_dir / "metrics.jsonl")
     # The folder is renamed at the end of a save: while it is there the save is under way.
     if any((run_dir / "checkpoints").glob(".tmp-*")):

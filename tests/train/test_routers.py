@@ -17,7 +17,7 @@ from agentrl.types import Sample
 
 
 def make_samples(lengths=(9, 6)) -> list[Sample]:
-    """Of one group and with one reward, so that every advantage is 0."""
+    """Makes samples of one group with equal rewards, so that every advantage is 0."""
     return [
         Sample(
             token_ids=(np.arange(length) * 37 % 120 + 3).astype(np.int32),

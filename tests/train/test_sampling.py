@@ -1,4 +1,4 @@
-"""Where the numbers come from with which an evaluation samples."""
+"""Evaluations take their sampling numbers from the right source."""
 
 import json
 

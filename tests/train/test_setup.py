@@ -49,7 +49,7 @@ def test_an_explicit_directory_in_use_is_an_error_unless_resumed(tmp_path):
 
 
 def test_a_directory_belongs_to_one_process_while_it_lives(tmp_path):
-    """What that process has forked, and outlives its kill, does not keep the run from going on."""
+    """Kills the owner of a directory: its surviving children do not stop the run from resuming."""
     run_dir = tmp_path / "d"
     reads, writes = os.pipe()
     other = os.fork()

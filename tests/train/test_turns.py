@@ -1,4 +1,4 @@
-"""What leaves the GPU while servers sample on it, and what a run file may say about that."""
+"""The trainer leaves the GPU while servers sample on it, as the run file allows."""
 
 import asyncio
 from pathlib import Path

@@ -20,7 +20,7 @@ from agentrl.view.runs import RunFiles
 
 
 class Tags(HTMLParser):
-    """What a browser would act on."""
+    """Collects the tags that a browser would act on."""
 
     def __init__(self, source: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""What adapters do where their package is missing, and the values they translate."""
+"""Adapters report a missing package, and translate values."""
 
 import math
 import subprocess

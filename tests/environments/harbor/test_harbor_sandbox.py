@@ -1,4 +1,4 @@
-"""What is carried into a verifier's container, on a pretended engine: names, links and content."""
+"""Files are carried into a verifier's container, on a fake engine: names, links and content."""
 
 import asyncio
 import io

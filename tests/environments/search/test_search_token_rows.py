@@ -1,4 +1,4 @@
-"""What of an episode in Search-R1's dialect is trained: the policy's own tokens, and no other."""
+"""Training on an episode in Search-R1's dialect covers the policy's own tokens and no others."""
 
 import asyncio
 import tomllib

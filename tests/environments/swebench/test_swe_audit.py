@@ -341,7 +341,7 @@ def test_of_many_tests_a_random_part_is_altered_in_its_place():
 
 
 def test_every_one_of_many_tests_has_an_altered_form():
-    """Who forges but one of them must meet it."""
+    """An attacker who forges a single test must still meet its altered form."""
     names = tuple(f"tests/test_m.py::test_{k}" for k in range(8))
     patch = git_diff({}, {"tests/test_m.py": MANY})
     instance = dataclasses.replace(

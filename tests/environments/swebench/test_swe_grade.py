@@ -1,4 +1,4 @@
-"""What a run of the harness is taken for; no engine needed."""
+"""Runs of the harness are classified correctly; no container engine is needed."""
 
 import asyncio
 import dataclasses

@@ -37,7 +37,7 @@ def grade_now(instance, patch, **arguments):
 
 
 def containers(engine):
-    """Of these tests; an engine may be shared."""
+    """Lists the containers of these tests only, since the engine may be shared."""
     return engine.containers.list(
         all=True, filters={"label": f"{RUN_LABEL}={RUN_ID}"}, ignore_removed=True
     )

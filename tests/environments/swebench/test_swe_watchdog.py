@@ -89,7 +89,7 @@ def of_run(engine, role, prefix="", **filters):
 
 
 def wait_for(condition, timeout_s):
-    """How long it took."""
+    """Waits for the condition and returns how long that took."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < timeout_s, "it did not happen in time"
