@@ -7,10 +7,10 @@ import contextlib
 import shutil
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from samples_for_tests import sample_of
 from sglang_fixture import TOY_MODEL, running_sglang
 from sglang_server import SGLangServer, serving
 
@@ -30,7 +30,6 @@ from agentrl.sync.sglang import (
 from agentrl.train.logprobs import recomputed_logprobs
 from agentrl.train.model import load_model
 from agentrl.train.teacher import TeacherServer
-from agentrl.types import Sample
 
 PROMPT = [(7 * i) % 300 + 5 for i in range(24)]
 LENGTH = {"stand-in": 60, "real": 250}
@@ -343,17 +342,7 @@ def test_a_teacher_is_asked_for_its_prompts_logprobs_alone(url, tmp_path):
     push(url, FolderTransfer(tmp_path), model, 9)
     ids = [*PROMPT, 30, 40, 50]
     mask = [0] * len(PROMPT) + [1] * 3
-    sample = Sample(
-        trajectory_id="g-m0",
-        group_id="g",
-        token_ids=np.array(ids, np.int32),
-        loss_mask=np.array(mask, np.uint8),
-        rollout_logprobs=np.zeros(len(ids), np.float32),
-        policy_versions=np.zeros(len(ids), np.int32),
-        turn_ids=np.zeros(len(ids), np.int32),
-        reward=0.0,
-        turn_rewards=np.zeros(1, np.float32),
-    )
+    sample = sample_of(ids, mask, trajectory_id="g-m0")
     got = TeacherServer(url, model="policy").logprobs([sample])
     expected = recomputed_logprobs(model, PROMPT, [30, 40, 50], 1.0)
     assert got[0].tolist() == pytest.approx(expected, abs=PARITY)

@@ -3,9 +3,9 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from samples_for_tests import sample_of
 from transformers import AutoTokenizer
 
 from agentrl.algo import Batch, Objective
@@ -18,21 +18,6 @@ from agentrl.types import Sample
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 PPO = Objective.from_preset("ppo")
-
-
-def make_sample(token_ids, loss_mask) -> Sample:
-    length = len(token_ids)
-    return Sample(
-        token_ids=np.asarray(token_ids, np.int32),
-        loss_mask=np.asarray(loss_mask, np.uint8),
-        rollout_logprobs=np.zeros(length, np.float32),
-        policy_versions=np.zeros(length, np.int32),
-        turn_ids=np.zeros(length, np.int32),
-        trajectory_id="t",
-        group_id="g",
-        reward=0.0,
-        turn_rewards=np.zeros(1, np.float32),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +44,7 @@ def test_it_starts_at_zero_and_owns_its_weights():
         config, tokenizer, dtype=torch.float32, device=torch.device("cpu"), total_updates=1
     )
     assert learner.config.learning_rate == 0.5
-    assert values_of(learner.model, make_sample([5, 6, 7], [0, 1, 1])).tolist() == [0, 0]
+    assert values_of(learner.model, sample_of([5, 6, 7], [0, 1, 1])).tolist() == [0, 0]
     ours, its = learner.model.backbone.state_dict(), model.get_decoder().state_dict()
     assert ours.keys() == its.keys()
     for name, tensor in its.items():
@@ -70,15 +55,15 @@ def test_it_starts_at_zero_and_owns_its_weights():
 
 
 def test_a_value_is_that_of_the_state_before_the_token(critic):
-    base = values_of(critic, make_sample([5, 6, 7, 8, 9], [0, 0, 1, 1, 1]))
-    changed = values_of(critic, make_sample([5, 6, 7, 11, 9], [0, 0, 1, 1, 1]))
+    base = values_of(critic, sample_of([5, 6, 7, 8, 9], [0, 0, 1, 1, 1]))
+    changed = values_of(critic, sample_of([5, 6, 7, 11, 9], [0, 0, 1, 1, 1]))
     # Token 3 is sampled in the state of tokens 0..2, and is part of the state of token 4.
     assert torch.equal(base[:2], changed[:2])
     assert abs(base[2] - changed[2]) > 1e-3
 
 
 def test_samples_that_share_a_row_do_not_see_each_other(critic):
-    one, other = make_sample([5, 6, 7, 8], [0, 1, 1, 1]), make_sample([9, 4, 8], [0, 0, 1])
+    one, other = sample_of([5, 6, 7, 8], [0, 1, 1, 1]), sample_of([9, 4, 8], [0, 0, 1])
     alone = torch.cat([values_of(critic, one), values_of(critic, other)])
     torch.testing.assert_close(values_of(critic, one, other), alone, rtol=0, atol=1e-5)
 
@@ -87,7 +72,7 @@ def test_it_learns_returns_that_the_state_foretells():
     """Four prompts whose return is their number: the critic must tell them apart."""
     model = load_model(str(MODEL), dtype=torch.float32, device="cpu")
     critic = Critic(model.get_decoder())
-    samples = [make_sample([5 + number, 6, 7, 8], [0, 0, 1, 1]) for number in range(4)]
+    samples = [sample_of([5 + number, 6, 7, 8], [0, 0, 1, 1]) for number in range(4)]
     micro = pack(samples, range(4))
     returns = torch.arange(4.0).repeat_interleave(2)
     optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)

@@ -19,6 +19,7 @@ from families import (
     rows_of,
     save_tiny_model,
 )
+from samples_for_tests import sample_of
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams
@@ -54,20 +55,7 @@ class Reference:
 
 def make_samples() -> list[Sample]:
     rng = np.random.default_rng(0)
-    return [
-        Sample(
-            token_ids=rng.integers(3, 128, length).astype(np.int32),
-            loss_mask=(np.arange(length) > 0).astype(np.uint8),
-            rollout_logprobs=np.zeros(length, np.float32),
-            policy_versions=np.zeros(length, np.int32),
-            turn_ids=np.zeros(length, np.int32),
-            trajectory_id="t",
-            group_id="g",
-            reward=0.0,
-            turn_rewards=np.zeros(1, np.float32),
-        )
-        for length in LENGTHS
-    ]
+    return [sample_of(rng.integers(3, 128, length), np.arange(length) > 0) for length in LENGTHS]
 
 
 def gradients_of(model, logprobs) -> dict[str, torch.Tensor]:

@@ -4,14 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from test_critic import make_sample
+from samples_for_tests import sample_of
 
 from agentrl.train.follow import packed, unpacked
 
 
 @pytest.mark.parametrize("routed", [(True, True), (True, False), (False, True), (False, False)])
 def test_samples_arrive_as_they_were_told_and_routes_as_arrays(routed):
-    samples = [make_sample([5, 6, 7], [0, 1, 1]), make_sample([8, 9], [0, 1])]
+    samples = [sample_of([5, 6, 7], [0, 1, 1]), sample_of([8, 9], [0, 1])]
     samples[0].kept_ids = [np.asarray([6, 2], np.int32), np.asarray([7], np.int32)]
     for sample, has_routes in zip(samples, routed, strict=True):
         if has_routes:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
+from samples_for_tests import sample_of
 from transformers import AutoModelForCausalLM
 
 from agentrl.cli import main
@@ -22,7 +23,6 @@ from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.serving import servable
 from agentrl.train.state import capture_state
-from agentrl.types import Sample
 
 QUICKSTART = "examples/quickstart/model"
 pytestmark = [
@@ -56,17 +56,7 @@ def perturb(model):
 
 def logprobs(model):
     ids = np.arange(5, 45, dtype=np.int32)
-    sample = Sample(
-        token_ids=ids,
-        loss_mask=(np.arange(40) > 0).astype(np.uint8),
-        rollout_logprobs=np.zeros(40, np.float32),
-        policy_versions=np.zeros(40, np.int32),
-        turn_ids=np.zeros(40, np.int32),
-        trajectory_id="",
-        group_id="",
-        reward=0.0,
-        turn_rewards=np.zeros(1, np.float32),
-    )
+    sample = sample_of(ids, np.arange(40) > 0)
     return sample_logprobs(model, pack([sample], [0]), temperature=1.0)[0]
 
 

@@ -6,6 +6,7 @@ import torch
 from families import tiny_model
 from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
+from samples_for_tests import sample_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers_for_tests import CHATML
@@ -75,19 +76,7 @@ def make_samples(lengths=(9, 4, 14), seed=0) -> list[Sample]:
     for length in lengths:
         mask = (rng.random(length) < 0.5).astype(np.uint8)
         mask[0], mask[-1] = 0, 1
-        samples.append(
-            Sample(
-                token_ids=rng.integers(0, 60, length).astype(np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.zeros(length, np.float32),
-                policy_versions=np.zeros(length, np.int32),
-                turn_ids=np.zeros(length, np.int32),
-                trajectory_id="t",
-                group_id="g",
-                reward=0.0,
-                turn_rewards=np.zeros(1, np.float32),
-            )
-        )
+        samples.append(sample_of(rng.integers(0, 60, length), mask))
     return samples
 
 

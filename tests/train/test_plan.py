@@ -2,26 +2,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples_for_tests import sample_of
 
 from agentrl.train.plan import MicroBatch, pack, plan_micro_batches
-from agentrl.types import Sample
 
 lengths_lists = st.lists(st.integers(1, 60), max_size=40)
-
-
-def sample_of(token_ids, loss_mask, name="t") -> Sample:
-    length = len(token_ids)
-    return Sample(
-        token_ids=np.asarray(token_ids, np.int32),
-        loss_mask=np.asarray(loss_mask, np.uint8),
-        rollout_logprobs=np.zeros(length, np.float32),
-        policy_versions=np.zeros(length, np.int32),
-        turn_ids=np.zeros(length, np.int32),
-        trajectory_id=name,
-        group_id="g",
-        reward=0.0,
-        turn_rewards=np.zeros(1, np.float32),
-    )
 
 
 @st.composite
@@ -147,8 +132,12 @@ def test_rows_without_trained_tokens_are_allowed():
     [
         ([], [], "at least one row"),
         ([sample_of([], [])], [0], "without tokens"),
-        ([sample_of([1, 2], [1, 1], "walk-3")], [0], "walk-3 .* first token"),
-        ([sample_of([1, 2], [0, 1, 1], "walk-4")], [0], "walk-4 .* 2 tokens with 3 mask"),
+        ([sample_of([1, 2], [1, 1], trajectory_id="walk-3")], [0], "walk-3 .* first token"),
+        (
+            [sample_of([1, 2], [0, 1, 1], trajectory_id="walk-4")],
+            [0],
+            "walk-4 .* 2 tokens with 3 mask",
+        ),
     ],
 )
 def test_pack_refuses_nonsense(samples, rows, message):

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples_for_tests import sample_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
@@ -14,21 +15,6 @@ from agentrl.train.update import own_share
 from agentrl.types import Sample
 
 VOCAB_SIZE = 61
-
-
-def sample_of(token_ids, loss_mask, group="g") -> Sample:
-    length = len(token_ids)
-    return Sample(
-        token_ids=np.asarray(token_ids, np.int32),
-        loss_mask=np.asarray(loss_mask, np.uint8),
-        rollout_logprobs=np.zeros(length, np.float32),
-        policy_versions=np.zeros(length, np.int32),
-        turn_ids=np.zeros(length, np.int32),
-        trajectory_id="t",
-        group_id=group,
-        reward=0.0,
-        turn_rewards=np.zeros(1, np.float32),
-    )
 
 
 @st.composite
@@ -47,7 +33,7 @@ def forked_samples(draw) -> list[Sample]:
         for row in rows:
             mask = rng.random(len(row)) < 0.4
             mask[0] = False
-            samples.append(sample_of(row, mask, str(group)))
+            samples.append(sample_of(row, mask, group_id=str(group)))
     return [samples[index] for index in rng.permutation(len(samples))]
 
 
@@ -120,7 +106,7 @@ def test_a_group_above_the_budget_has_its_prompt_in_every_bundle():
 
 
 def test_groups_share_nothing_with_each_other():
-    samples = [sample_of(range(40), [0] * 39 + [1], group) for group in "ab"]
+    samples = [sample_of(range(40), [0] * 39 + [1], group_id=group) for group in "ab"]
     assert pack(samples, [0, 1], share=True).num_tokens == 80
 
 
@@ -187,7 +173,7 @@ def large_groups() -> list[Sample]:
             own = rng.integers(0, VOCAB_SIZE, int(rng.integers(10, 120)))
             row = np.concatenate([prompt if member < 4 else history, own])
             mask = np.arange(len(row)) >= len(row) - len(own)
-            samples.append(sample_of(row, mask, str(group)))
+            samples.append(sample_of(row, mask, group_id=str(group)))
     return samples
 
 

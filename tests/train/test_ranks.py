@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
+from samples_for_tests import sample_of
 
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
 from agentrl.train.follow import packed
 from agentrl.train.model import load_model
-from agentrl.types import Sample
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "examples/quickstart/model"
@@ -70,16 +70,14 @@ def make_samples(file: Path, num_groups=5, group_size=4, seed=3, longest=150) ->
         start, length = len(request.prompt_ids), len(request.prompt_ids) + len(turn.token_ids)
         mask = (np.arange(length) >= start).astype(np.uint8)
         samples.append(
-            Sample(
-                token_ids=np.array(request.prompt_ids + turn.token_ids, np.int32),
-                loss_mask=mask,
+            sample_of(
+                request.prompt_ids + turn.token_ids,
+                mask,
                 rollout_logprobs=np.array([0.0] * start + turn.logprobs, np.float32),
                 policy_versions=np.where(mask, 0, -1).astype(np.int32),
-                turn_ids=np.zeros(length, np.int32),
                 trajectory_id=request.request_id,
                 group_id=request.request_id.partition("-")[0],
                 reward=float(rng.normal()),
-                turn_rewards=np.zeros(1, np.float32),
             )
         )
     plain, arrays = packed(samples)

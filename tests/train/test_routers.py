@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from families import save_tiny_model, tiny_model
+from samples_for_tests import sample_of
 
 from agentrl.algo import PRESETS
 from agentrl.config import TrainSection
@@ -19,14 +20,11 @@ from agentrl.types import Sample
 def make_samples(lengths=(9, 6)) -> list[Sample]:
     """Makes samples of one group with equal rewards, so that every advantage is 0."""
     return [
-        Sample(
-            token_ids=(np.arange(length) * 37 % 120 + 3).astype(np.int32),
-            loss_mask=(np.arange(length) > 0).astype(np.uint8),
+        sample_of(
+            np.arange(length) * 37 % 120 + 3,
+            np.arange(length) > 0,
             rollout_logprobs=np.full(length, -4.0, np.float32),
-            policy_versions=np.zeros(length, np.int32),
-            turn_ids=np.zeros(length, np.int32),
             trajectory_id=str(number),
-            group_id="g",
             reward=1.0,
             turn_rewards=np.ones(1, np.float32),
         )

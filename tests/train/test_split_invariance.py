@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from samples_for_tests import sample_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.train.attention import ATTENTION_NAME
@@ -45,12 +46,11 @@ def make_samples() -> list[Sample]:
         loss_mask = np.concatenate(mask).astype(np.uint8)
         length = len(loss_mask)
         samples.append(
-            Sample(
-                token_ids=rng.integers(0, VOCAB_SIZE, length).astype(np.int32),
-                loss_mask=loss_mask,
+            sample_of(
+                rng.integers(0, VOCAB_SIZE, length),
+                loss_mask,
                 rollout_logprobs=rng.normal(-4.5, 0.5, length).astype(np.float32) * loss_mask,
                 policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
-                turn_ids=np.zeros(length, np.int32),
                 trajectory_id=str(number),
                 group_id=str(number // 4),
                 reward=float(rng.normal()),

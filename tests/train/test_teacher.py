@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from test_critic import make_sample
+from samples_for_tests import sample_of
 from transformers import AutoTokenizer, PreTrainedModel
 
 from agentrl.config import RunConfig, TeacherSection
@@ -116,8 +116,8 @@ def tokenizer():
 
 
 SAMPLES = [
-    make_sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
-    make_sample([11, 12, 13], [0, 0, 1]),
+    sample_of([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1]),
+    sample_of([11, 12, 13], [0, 0, 1]),
 ]
 
 
@@ -237,7 +237,7 @@ def test_the_token_is_not_written_out():
 
 
 def test_rows_without_a_trained_token_at_the_end_stay_aligned(model, tokenizer):
-    sample = make_sample([5, 6, 7, 8], [0, 1, 0, 0])
+    sample = sample_of([5, 6, 7, 8], [0, 1, 0, 0])
     with running(PromptServer(model, tokenizer)) as url:
         logprobs = TeacherServer(url, model="m").logprobs([sample])
     local, _ = sample_logprobs(model, pack([sample], [0]), temperature=1.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_critic import make_sample
+from samples_for_tests import sample_of
 
 from agentrl.algo import KLController
 from agentrl.config import RunConfig
@@ -58,7 +58,7 @@ def test_the_reference_becomes_the_policy_once_in_so_many_steps(
     one, found = trainer_of(tmp_path), []
     for step in learned:
         one.model.weight.data.fill_(step)  # pyright: ignore
-        one.learn(step, [make_sample([1, 2], [0, 1])], None, None)
+        one.learn(step, [sample_of([1, 2], [0, 1])], None, None)
         if one.reference.weight.item() == step:  # pyright: ignore
             found.append(step)
         resumed = trainer_of(tmp_path)

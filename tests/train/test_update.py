@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from samples_for_tests import sample_of
 
 from agentrl.algo import PRESETS, Objective
 from agentrl.config import RunConfig, TrainSection, load_config
@@ -356,14 +357,10 @@ def test_rows_of_one_trajectory_share_states_and_baseline():
     """A forked history has two rows; turn ids index the trajectory's states in both."""
 
     def row(turn_id: int) -> Sample:
-        return Sample(
-            token_ids=np.asarray([1, 2], np.int32),
-            loss_mask=np.asarray([0, 1], np.uint8),
-            rollout_logprobs=np.zeros(2, np.float32),
-            policy_versions=np.zeros(2, np.int32),
+        return sample_of(
+            [1, 2],
+            [0, 1],
             turn_ids=np.full(2, turn_id, np.int32),
-            trajectory_id="t",
-            group_id="g",
             reward=1.0,
             turn_rewards=np.zeros(2, np.float32),
         )
