@@ -4,6 +4,7 @@ import asyncio
 import json
 import string
 import threading
+from functools import partial
 
 import numpy
 import pytest
@@ -12,7 +13,7 @@ gymnasium = pytest.importorskip(
     "gymnasium", reason="needs gymnasium: pip install 'agentrl-gym[gymnasium]'"
 )
 
-from agentrl.env import Action, Task, ToolCall, connect, make  # noqa: E402
+from agentrl.env import Action, Task, ToolCall, connect  # noqa: E402
 from agentrl.errors import ConfigError, EnvError  # noqa: E402
 from agentrl_adapters.gymnasium_env import GymnasiumEnvironment  # noqa: E402
 
@@ -64,17 +65,8 @@ def act(*actions):
 
 
 @pytest.fixture
-def play():
-    made = []
-
-    def open_one(**config):
-        env = make(GymnasiumEnvironment, **config).sync
-        made.append(env)
-        return env
-
-    yield open_one
-    for env in made:
-        env.close()
+def play(opened):
+    return partial(opened, GymnasiumEnvironment)
 
 
 @pytest.mark.parametrize("env_id", ["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"])

@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import socket
 import threading
+from functools import partial
 
 import pytest
 
@@ -131,17 +132,8 @@ def call(tool_name, **arguments):
 
 
 @pytest.fixture
-def play():
-    made = []
-
-    def open_one(**config):
-        env = make(OpenEnvEnvironment, **config).sync
-        made.append(env)
-        return env
-
-    yield open_one
-    for env in made:
-        env.close()
+def play(opened):
+    return partial(opened, OpenEnvEnvironment)
 
 
 # An OpenEnv server, used from agentrl

@@ -1,6 +1,7 @@
 """reasoning-gym's datasets played as agentrl environments: their tasks, their scores."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,7 @@ reasoning_gym = pytest.importorskip(
     "reasoning_gym", reason="needs reasoning-gym: pip install 'agentrl-gym[reasoning-gym]'"
 )
 
-from agentrl.env import Task, connect, make  # noqa: E402
+from agentrl.env import Task, connect  # noqa: E402
 from agentrl.errors import ConfigError, EnvError, GraderError  # noqa: E402
 from agentrl_adapters.reasoning_gym_env import (  # noqa: E402
     ReasoningGymEnvironment,
@@ -17,17 +18,8 @@ from agentrl_adapters.reasoning_gym_env import (  # noqa: E402
 
 
 @pytest.fixture
-def play():
-    made = []
-
-    def open_one(**config):
-        env = make(ReasoningGymEnvironment, **config).sync
-        made.append(env)
-        return env
-
-    yield open_one
-    for env in made:
-        env.close()
+def play(opened):
+    return partial(opened, ReasoningGymEnvironment)
 
 
 def test_tasks_and_scores_are_the_datasets_own(play):
