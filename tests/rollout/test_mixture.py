@@ -11,7 +11,6 @@ import pytest
 from test_stream import LIMITS, TimedPolicy
 
 from agentrl.config import RolloutSection, load_config, weight_at
-from agentrl.env import Environment, Task, register
 from agentrl.env.client import connect
 from agentrl.errors import ConfigError
 from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas, environment_metrics, merged
@@ -20,18 +19,6 @@ from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.train.batch import zero_variance
 
 MODEL = {"path": "some/model"}
-
-
-@register("mixture-test")
-class MixtureTest(Environment):
-    def splits(self):
-        return {"train": None}
-
-    def get(self, split, index):
-        return Task(str(index), f"task {index}")
-
-    async def on_text(self, text: str):
-        self.finish(reward=float(text))
 
 
 @pytest.mark.parametrize("groups_per_step", [8, 7, 1])
@@ -112,7 +99,7 @@ async def mixture(
                 TaskSource(
                     "train", size, seed=1, sampler=sampler and make_sampler(sampler, size, seed=1)
                 ),
-                env_id="mixture-test",
+                env_id="stream-test",
                 env_config={},
                 group_size=2,
                 max_concurrent=64,
