@@ -95,8 +95,8 @@ class Processor:
                 self._others.add(number)
 
     def _seconds(self) -> tuple[float, float, float]:
-        """So far, of the command and the engine, the containers, and the helpers; not a number
-        where the engine or the control groups can't be seen."""
+        """Returns the CPU seconds so far of the command and the engine, of the containers and of
+        the helpers; nan where the engine or the control groups cannot be seen."""
         engine = [
             seconds
             for name, seconds in map(_of_process, filter(str.isdigit, os.listdir("/proc")))
