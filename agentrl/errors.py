@@ -3,6 +3,7 @@
     AgentRLError
     ├── ConfigError          a key, value or file of a configuration is wrong      (exit 2)
     ├── DataError            a dataset, demonstration or trajectory file is wrong  (exit 2)
+    │   └── ImageError       an image is too large, damaged or not PNG or JPEG
     ├── CheckpointError      a checkpoint is missing, damaged or of another run    (exit 2)
     ├── EnvError             an environment could not do what was asked; has the wire's code
     │   ├── GraderError      the grader failed: there is no reward (never reward 0)
@@ -40,6 +41,10 @@ class DataError(AgentRLError):
     """A dataset, demonstration or trajectory file is wrong. The message names file and line."""
 
     exit_code = 2
+
+
+class ImageError(DataError):
+    """An image is too large, damaged, of several frames, or neither a PNG nor a JPEG file."""
 
 
 class CheckpointError(AgentRLError):

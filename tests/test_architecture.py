@@ -26,7 +26,16 @@ SOURCES = {
     for package in (["agentrl"] if root == ROOT else [p.name for p in root.glob("agentrl_*")])
     for path in sorted((root / package).rglob("*.py"))
 }
-FOUNDATION = {"caller", "errors", "event_loop", "processes", "retry", "types", "user_modules"}
+FOUNDATION = {
+    "caller",
+    "errors",
+    "event_loop",
+    "images",
+    "processes",
+    "retry",
+    "types",
+    "user_modules",
+}
 """Rooms of agentrl that all others may import from."""
 ALLOWED = {
     "env": set(),

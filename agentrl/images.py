@@ -1,0 +1,255 @@
+"""Images in messages: read and checked by their content, and kept once each by their hash.
+
+A message's content is a text, or a list of parts in OpenAI's shape:
+
+    [{"type": "text", "text": "Which colour is this?"}, image_part(Path("square.png"))]
+
+An image is a PNG or JPEG file with one frame. Its bytes come from an environment, an agent or a
+log, so `read_image` trusts no name and no declared type: it looks at the header first, refuses what
+would take too much memory, and then decodes the whole file once. In a run's files a part may be
+`{"type": "image", "sha256": ...}`, whose bytes are in the `ImageStore` beside them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import re
+import secrets
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError, DataError, ImageError
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+MAX_IMAGE_BYTES = 20 * 2**20
+"""The largest image file that is read."""
+MAX_IMAGE_PIXELS = 16_000_000
+"""Width times height at most: decoded, that is 64 MB."""
+IMAGES_FOLDER = "images"
+"""Name of a run's `ImageStore`."""
+
+_SIGNATURES = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff"}
+_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg"}
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(slots=True, frozen=True)
+class Image:
+    """A PNG or JPEG file that `read_image` has checked."""
+
+    data: bytes = field(repr=False)
+    """The file, byte for byte."""
+    media_type: str
+    """`image/png` or `image/jpeg`, by its content."""
+    width: int
+    """Pixels."""
+    height: int
+    """Pixels."""
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the file, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def url(self) -> str:
+        """The file as a data URL."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+
+def read_image(
+    data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_pixels: int = MAX_IMAGE_PIXELS
+) -> Image:
+    """Checks an image file and decodes it once.
+
+    Raises:
+        ImageError: it is too large, is not a PNG or JPEG file, holds several frames, or is damaged.
+        ConfigError: Pillow is not installed.
+    """
+    if len(data) > max_bytes:
+        raise ImageError(f"the image has {len(data)} bytes; at most {max_bytes} are read")
+    media_type = next((kind for kind, start in _SIGNATURES.items() if data.startswith(start)), None)
+    if media_type is None:
+        raise ImageError(
+            f"the image is neither PNG nor JPEG (it begins with {data[:12]!r}); convert it first"
+        )
+    pillow = _pillow()
+    try:
+        # Reads the header only. Pillow warns of large images, which `-W error` makes an error.
+        opened = pillow.open(io.BytesIO(data), formats=["PNG", "JPEG"])
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
+        raise ImageError(f"the image has more than {max_pixels} pixels; make it smaller") from None
+    except _DAMAGE as error:
+        raise _damaged(error) from error
+    with opened as picture:
+        width, height = picture.size
+        if width * height > max_pixels:
+            raise ImageError(
+                f"the image has {width} x {height} pixels; at most {max_pixels} are decoded, so "
+                "make it smaller"
+            )
+        if (frames := getattr(picture, "n_frames", 1)) != 1:
+            raise ImageError(f"the image has {frames} frames; send one of them")
+        try:
+            picture.load()
+        except _DAMAGE as error:
+            raise _damaged(error) from error
+    return Image(data, media_type, width, height)
+
+
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
+"""What Pillow raises of files that are cut short or not what they claim to be."""
+
+
+def _damaged(error: Exception) -> ImageError:
+    return ImageError(f"the image cannot be decoded: {error}")
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+    except ImportError:
+        raise ConfigError("images need Pillow: pip install 'agentrl-gym[images]'") from None
+    return PIL.Image
+
+
+def image_part(source: bytes | Path | PIL.Image.Image | Image) -> dict[str, Any]:
+    """Returns an image as a part of a message's content; a picture of Pillow's is saved as PNG.
+
+    Raises:
+        ImageError: as `read_image`; of a path, the file's name stands before it.
+    """
+    if isinstance(source, Path):
+        # One byte more than is read, so that a huge file is refused without filling the memory.
+        with source.open("rb") as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
+        try:
+            image = read_image(data)
+        except ImageError as error:
+            raise ImageError(f"{source}: {error}") from error
+    elif isinstance(source, Image):
+        image = source
+    elif isinstance(source, bytes):
+        image = read_image(source)
+    else:
+        buffer = io.BytesIO()
+        source.save(buffer, "PNG")
+        image = read_image(buffer.getvalue())
+    return {"type": "image_url", "image_url": {"url": image.url}}
+
+
+def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of a message's content; its images stand for nothing.
+
+    Raises:
+        ImageError: a part is neither text nor image.
+    """
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if _kind(part) == "text")
+
+
+def content_images(
+    content: str | Sequence[Mapping[str, Any]], store: ImageStore | None = None
+) -> list[Image]:
+    """Returns the images of a message's content in order, each read and checked.
+
+    Args:
+        store: where the parts that are only a hash have their bytes.
+
+    Raises:
+        ImageError: an image is wrong, or only a hash and there is no store.
+        DataError: the store lacks it.
+    """
+    if isinstance(content, str):
+        return []
+    return [_read_part(part, store) for part in content if _kind(part) != "text"]
+
+
+_FIELDS = {"text": "text", "image_url": "image_url", "image": "sha256"}
+"""Kind of part -> the field that it needs."""
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    """Returns the kind of a part, and checks that it has what such a part needs."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    value = part.get(_FIELDS[kind]) if isinstance(kind, str) and kind in _FIELDS else None
+    if kind == "image_url" and isinstance(value, Mapping):
+        value = value.get("url")
+    if not isinstance(kind, str) or not isinstance(value, str):
+        raise ImageError(
+            'a part of a message is {"type": "text", "text": "..."} or '
+            f'{{"type": "image_url", "image_url": {{"url": "data:..."}}}}, not {str(part)[:100]}'
+        )
+    return kind
+
+
+def _read_part(part: Mapping[str, Any], store: ImageStore | None) -> Image:
+    if part["type"] == "image":
+        if store is None:
+            raise ImageError(f"image {part['sha256'][:64]} is only a hash here, without its bytes")
+        return store.get(part["sha256"])
+    url: str = part["image_url"]["url"]
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise ImageError(
+            f"an image's url must be data:image/png;base64,... and is {url[:40]!r}; nothing is "
+            "fetched from a network"
+        )
+    # Before it is decoded: four characters of base64 are three bytes.
+    if (len(url) - head.end()) * 3 // 4 > MAX_IMAGE_BYTES + 2:
+        raise ImageError(f"the image has more than {MAX_IMAGE_BYTES} bytes")
+    try:
+        data = base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"an image's url is not valid base64: {error}") from error
+    return read_image(data)
+
+
+class ImageStore:
+    """A folder of images named by their hash, so that each lies there once.
+
+    Several processes may write to it at the same time: a file appears whole or not at all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, image: Image) -> str:
+        """Keeps an image and returns its hash."""
+        sha256 = image.sha256
+        path = self.folder / (sha256 + _SUFFIXES[image.media_type])
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self.folder / f".{sha256}.{secrets.token_hex(8)}"
+            partial.write_bytes(image.data)
+            os.replace(partial, path)
+        return sha256
+
+    def get(self, sha256: str) -> Image:
+        """Reads an image.
+
+        Raises:
+            DataError: the store does not have it, or its file was changed.
+        """
+        if not _SHA256.fullmatch(sha256):  # it comes from a file and becomes a path
+            raise DataError(f"{self.folder}: {sha256[:80]!r} is not the hash of an image")
+        paths = [self.folder / (sha256 + suffix) for suffix in _SUFFIXES.values()]
+        path = next((each for each in paths if each.exists()), None)
+        if path is None:
+            raise DataError(f"{self.folder} lacks image {sha256}; copy the folder with the run")
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise DataError(f"{path} is damaged: its content does not have the hash of its name")
+        return read_image(data)
