@@ -433,6 +433,19 @@ def environment_of(group_id: str) -> str:
     return group_id.rpartition("-g")[0]
 
 
+@dataclass(slots=True, frozen=True)
+class ShownImage:
+    """An image of a token row, as the model's processor made it."""
+
+    sha256: str
+    """Of the image's file: equal images are computed once."""
+    start: int
+    end: int
+    """Where the tokens stand that the processor wrote for it; the placeholders are among them."""
+    pixels: dict[str, np.ndarray]
+    """`pixel_values` and what else the family's tower takes, of this image alone."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One token row as the trainer reads it. Arrays have length T (positions of the row)."""
@@ -468,6 +481,8 @@ class Sample:
     where that is not known; None where it is of none."""
     row: int = 0
     """Index of the row in its trajectory."""
+    images: list[ShownImage] = field(default_factory=list)
+    """In the order in which they stand there."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError, first_line
+from agentrl.inference.embedded_images import DecoderInputs, Towers, joined
 from agentrl.inference.embedded_lengths import within_reach
 from agentrl.inference.embedded_routes import force
 from agentrl.inference.embedded_sampling import plain_attention
@@ -192,26 +193,49 @@ def backbone_hidden(
     wanted = {} if router_logits is None else {"output_router_logits": True}
     device = computing_device(model)
     input_ids = torch.from_numpy(micro.input_ids)[None].to(device, non_blocking=True)
+    shown = None if micro.shown is None else _decoder_inputs(model, micro)
     routes = None
     if micro.routes is not None:
         routes = torch.from_numpy(micro.routes).to(device, torch.long, non_blocking=True)
     if decoder.config._attn_implementation not in PACKED:
         outputs, start = [], 0
-        for ids in input_ids.split(micro.segment_lengths, dim=1):
+        for number, ids in enumerate(input_ids.split(micro.segment_lengths, dim=1)):
             force(decoder, None if routes is None else routes[start : start + ids.shape[1]])
-            outputs.append(decoder(input_ids=ids, use_cache=False, **wanted))
+            read = {"input_ids": ids} if shown is None else joined([shown[number]], [0])
+            outputs.append(decoder(**read, use_cache=False, **wanted))
             start += ids.shape[1]
     else:
         force(decoder, routes)
         position_ids = torch.from_numpy(micro.position_ids)[None].to(device, non_blocking=True)
+        read = {"input_ids": input_ids, "position_ids": position_ids}
+        if shown is not None and micro.shown is not None:
+            read = joined(shown, [each.start for each in micro.shown])
         segments = micro.segment_lengths, micro.branch_ends.tolist(), context.of(model)
         with packed_segments(*segments):
-            outputs = [
-                decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **wanted)
-            ]
+            outputs = [decoder(**read, use_cache=False, **wanted)]
     if router_logits is not None:
         router_logits.extend(logits for output in outputs for logits in output.router_logits)
     return torch.cat([output.last_hidden_state[0] for output in outputs])
+
+
+def _decoder_inputs(model: PreTrainedModel, micro: MicroBatch) -> list[DecoderInputs]:
+    """Returns what the decoder reads of each segment. Images that several rows show are computed
+    once.
+
+    Raises:
+        ConfigError: the model is in shards or its rows are, or its family is not exact on images.
+    """
+    if hasattr(model, "fsdp_logprobs") or context.of(model).size > 1:
+        raise ConfigError(
+            "rows with images are trained on one rank only; set train.parallel.context = 1 and "
+            "leave the model whole"
+        )
+    towers, parts = Towers(model), []
+    for segment in micro.shown or ():
+        ids = torch.from_numpy(segment.token_ids).to(computing_device(model), torch.long)
+        inputs = towers.inputs(ids, segment.images)
+        parts.append(inputs.part(segment.start, len(ids)))
+    return parts
 
 
 def sample_logprobs(

@@ -29,7 +29,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.train.prefixes import Segment, SortedRows
-from agentrl.types import Sample
+from agentrl.types import Sample, ShownImage
+
+
+@dataclass(slots=True, frozen=True)
+class SegmentOfRow:
+    """A segment of a micro-batch that shows images, with what stands before it in its row."""
+
+    token_ids: np.ndarray  # of the row up to the segment's end
+    start: int
+    """Where the segment begins in the row."""
+    images: list[ShownImage]
+    """Those of `token_ids`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +74,8 @@ class MicroBatch:
     routes: np.ndarray | None = None
     """(N, routers, experts per token) int16: the experts of each token, -1 where its router
     chooses; None where all do."""
+    shown: list[SegmentOfRow] | None = None
+    """Of each segment; None where no row shows an image."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +149,7 @@ def bundles(
     return [
         bundle
         for group in _by_group(samples, rows)
-        for bundle in SortedRows(group, [samples[row].token_ids for row in group]).bundles(
+        for bundle in SortedRows(group, [_compared(samples[row]) for row in group]).bundles(
             token_budget
         )
     ]
@@ -158,7 +171,7 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
         _require_trainable(samples[row])
     segments: list[Segment] = []
     for group in _by_group(samples, rows) if share else []:
-        tree = SortedRows(group, [samples[row].token_ids for row in group]).tree()
+        tree = SortedRows(group, [_compared(samples[row]) for row in group]).tree()
         for segment in tree:
             segment.parent += len(segments) if segment.parent >= 0 else 0
         segments += tree
@@ -195,7 +208,27 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
         column_of=np.concatenate([np.arange(len(at)) for at in trained]),
         kept=_kept([samples[row] for row in rows]),
         routes=_routes(samples, segments),
+        shown=_shown(samples, segments) if any(samples[row].images for row in rows) else None,
     )
+
+
+def _compared(sample: Sample) -> np.ndarray:
+    """Its tokens, as rows are compared with each other: placeholders of different images differ."""
+    if not sample.images:
+        return sample.token_ids
+    ids = sample.token_ids.astype(np.int64)
+    for image in sample.images:
+        ids[image.start : image.end] = 2**31 + int(image.sha256[:7], 16)
+    return ids
+
+
+def _shown(samples: Sequence[Sample], segments: Sequence[Segment]) -> list[SegmentOfRow]:
+    shown = []
+    for segment in segments:
+        sample = samples[segment.rows[0]]
+        images = [image for image in sample.images if image.start < segment.stop]
+        shown.append(SegmentOfRow(sample.token_ids[: segment.stop], segment.start, images))
+    return shown
 
 
 def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarray | None:
