@@ -39,7 +39,9 @@ from transformers import (
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, SamplingParams
+from agentrl.inference.embedded_images import require_exact_images
 from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
+from agentrl.types import ShownImage
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,6 +83,7 @@ class EmbeddedEngine:
                 request came for so long. None waits for all.
         """
         self.policy_version = 0
+        self.takes_images = True
         self.weights_lock = threading.Lock()
         self._policy = model
         self._model = share_weights(model)
@@ -101,22 +104,31 @@ class EmbeddedEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-sampler")
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        images: Sequence[ShownImage] = (),
     ) -> Generation:
         """Sample one continuation of `prompt_ids` in the next round.
 
         Temperature 0 takes the likeliest token and reports its log-probability at temperature 1.
 
+        Args:
+            images: those that the prompt shows, in order.
+
         Raises:
             InferenceError: the request cannot be sampled, sampling failed, or the engine closed.
         """
         self._check(request_id, prompt_ids, sampling)
+        if images:
+            require_exact_images(self._model)
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             # A round of a loop that is gone can answer nobody; the thread finishes it first.
             self._loop, self._round, self._pending = loop, None, {}
         waiting = _Waiting(
-            SampleRequest(request_id, list(prompt_ids), sampling), loop.create_future()
+            SampleRequest(request_id, list(prompt_ids), sampling, images), loop.create_future()
         )
         self._pending[request_id] = waiting
         # Not at once: tasks that are ready now may add their requests to the same round.

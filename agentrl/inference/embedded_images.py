@@ -7,8 +7,9 @@ of them, and packed rows and padded batches are built from those.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,23 +57,30 @@ class _ReachedDecoder(Exception):
         self.arguments = arguments
 
 
+def require_exact_images(model: PreTrainedModel) -> None:
+    """Raises:
+    ConfigError: the model's family was not compared with its own forward pass on images.
+    """
+    if model.config.model_type not in EXACT_FAMILIES:
+        raise ConfigError(
+            f"{type(model).__name__} ({model.config.model_type}) is shown images, and is not "
+            "known to be exact on them; choose one of " + ", ".join(EXACT_FAMILIES)
+        )
+
+
 class Towers:
     """Computes images, each once, and what the decoder reads of rows that show them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """
         Raises:
-            ConfigError: the model's family takes no images in a way that is known here.
+            ConfigError: see `require_exact_images`.
         """
         self._model = model
         self._base: Any = model.base_model
         self._takes = inspect.signature(type(self._base).forward).parameters
         self._image_token: int | None = getattr(model.config, "image_token_id", None)
-        if model.config.model_type not in EXACT_FAMILIES:
-            raise ConfigError(
-                f"{type(model).__name__} ({model.config.model_type}) is shown images, and is not "
-                "known to be exact on them; choose one of " + ", ".join(EXACT_FAMILIES)
-            )
+        require_exact_images(model)
         self._features: dict[str, Any] = {}
 
     def inputs(self, token_ids: torch.Tensor, images: Sequence[ShownImage]) -> DecoderInputs:
@@ -178,3 +186,42 @@ def joined(parts: Sequence[DecoderInputs], starts: Sequence[int]) -> dict[str, A
             for layer in range(layers)
         ]
     return arguments
+
+
+def padded(parts: Sequence[DecoderInputs], length: int) -> dict[str, Any]:
+    """Arguments of the decoder for a batch of rows, padded on the left to this length."""
+    pad = torch.nn.functional.pad
+    arguments: dict[str, Any] = {
+        "inputs_embeds": torch.cat(
+            [pad(p.embeddings, (0, 0, length - p.embeddings.shape[1], 0)) for p in parts]
+        )
+    }
+    if any(part.positions is not None for part in parts):
+        rows = [joined([part], [0])["position_ids"] for part in parts]
+        rows = [row.expand(3, 1, -1) for row in rows]
+        arguments["position_ids"] = torch.cat(
+            [pad(row, (length - row.shape[-1], 0)) for row in rows], dim=1
+        )
+    if any(part.deepstack for part in parts):
+        arguments["visual_pos_masks"] = torch.cat(
+            [pad(p.placeholders, (length - p.placeholders.shape[1], 0)) for p in parts]
+        )
+        arguments["deepstack_visual_embeds"] = [
+            torch.cat(layer)
+            for layer in zip(*(p.deepstack for p in parts if p.deepstack), strict=True)
+        ]
+    return arguments
+
+
+@contextlib.contextmanager
+def reading(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
+    """The model's decoder reads these arguments in this block, in place of token ids."""
+
+    def replace(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"input_ids": None} | arguments
+
+    handle = model.get_decoder().register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

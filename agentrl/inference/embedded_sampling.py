@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -25,9 +26,10 @@ from transformers import (
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
+from agentrl.inference.embedded_images import Towers, padded, reading
 from agentrl.inference.embedded_lengths import within_reach
 from agentrl.inference.embedded_routes import taken_now, taking
-from agentrl.types import FinishReason
+from agentrl.types import FinishReason, ShownImage
 
 # Without cuDNN's, which plans anew for every number of tokens in the cache: on an H200 the first
 # round of 64 turns took it 4.1 s, a later one 0.25.
@@ -43,6 +45,13 @@ class SampleRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    images: Sequence[ShownImage] = ()
+    """Those that the prompt shows, in order."""
+
+    @property
+    def read(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Equal for requests that read the same."""
+        return tuple(self.prompt_ids), tuple(image.sha256 for image in self.images)
 
     @property
     def max_length(self) -> int:
@@ -169,7 +178,7 @@ def sample(
         range(len(requests)),
         key=lambda i: (
             *(requests[i].shape, requests[i].max_length),
-            *(requests[i].prompt_ids, requests[i].request_id),
+            *(requests[i].read, requests[i].request_id),
         ),
     )
     results: dict[int, SampledTurn] = {}
@@ -223,7 +232,8 @@ def _sample_rows(
     stops = [stop_token_ids.union(r.sampling.stop_token_ids) for r in requests]
 
     # Prefill each different prompt once, padded on the left so that all rows end together.
-    prompts = list(dict.fromkeys(tuple(r.prompt_ids) for r in requests))
+    different = {r.read: r for r in requests}
+    prompts = [r.prompt_ids for r in different.values()]
     longest = max(map(len, prompts))
     input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -235,12 +245,21 @@ def _sample_rows(
     seen = torch.where(mask == 1, input_ids, input_ids[:, -1:])
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (P, L)
     cache = DynamicCache(config=model.config)
-    logits = _next_logits(model, input_ids, mask, positions, cache)  # (P, V)
+    shown = {}
+    if any(r.images for r in requests):
+        towers = Towers(model)
+        ids = [torch.tensor(prompt, device=device) for prompt in prompts]
+        read = zip(ids, different.values(), strict=True)
+        shown = padded([towers.inputs(each, r.images) for each, r in read], longest)
+    with reading(model, shown) if shown else contextlib.nullcontext():
+        logits = _next_logits(model, input_ids, mask, positions, cache)  # (P, V)
+    if "position_ids" in shown:  # behind an image the next one is not the number of tokens
+        positions = shown["position_ids"].amax(0).cummax(1).values
     of_prompts = None if taken is None else taken_now(taken, len(prompts))
 
     # One row per request from here on.
-    row_of_prompt = {prompt: row for row, prompt in enumerate(prompts)}
-    rows = torch.tensor([row_of_prompt[tuple(r.prompt_ids)] for r in requests], device=device)
+    row_of_prompt = {read: row for row, read in enumerate(different)}
+    rows = torch.tensor([row_of_prompt[r.read] for r in requests], device=device)
     routes: list[list[torch.Tensor]] = [[] for _ in requests]
     for own, request, row in zip(routes, requests, rows.tolist(), strict=True):
         if of_prompts is not None:
