@@ -99,17 +99,19 @@ async def policy_of(
     """
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
-    from agentrl.train.model import load_tokenizer
+    from agentrl.train.model import load_processor, load_tokenizer
     from agentrl.train.sampling import evaluation_sampling
 
     path = model_path(config, checkpoint)
+    tokenizer = load_tokenizer(path, config.model.chat_template)
     renderer = Renderer(
-        load_tokenizer(path, config.model.chat_template),
+        tokenizer,
         history=config.rollout.history,
         template_kwargs=config.rollout.template,
         dialect=config.rollout.dialect,
         tools=config.rollout.tools,
         stop_token_ids=config.rollout.stop_token_ids,
+        processor=load_processor(path, tokenizer),
     )
     sampling, said = evaluation_sampling(config, path)
     if said is not None:

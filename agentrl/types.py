@@ -223,6 +223,19 @@ class RowArrays(TypedDict):
     """(T,) int32: the turn that the token belongs to, from 0."""
 
 
+@dataclass(slots=True, frozen=True)
+class ShownImage:
+    """An image of a token row, as the model's processor made it."""
+
+    sha256: str
+    """Of the image's file: equal images are computed once."""
+    start: int
+    end: int
+    """Where the tokens stand that the processor wrote for it; the placeholders are among them."""
+    pixels: dict[str, np.ndarray]
+    """`pixel_values` and what else the family's tower takes, of this image alone."""
+
+
 @dataclass(slots=True)
 class TokenRow:
     """The append-only token record of one branch of a trajectory.
@@ -248,6 +261,8 @@ class TokenRow:
     routes: list[np.ndarray] = field(default_factory=list)
     """Which experts the tokens from the first on went to when they were first computed, in parts of
     (tokens, routers, experts per token); empty where nobody says. Not written to the log either."""
+    images: list[ShownImage] = field(default_factory=list)
+    """Among the tokens that the policy read, in order."""
     branch_of: int | None = None
     """Index of the branch this one was forked from; None for the first."""
     fork_at: int | None = None
@@ -433,19 +448,6 @@ def environment_of(group_id: str) -> str:
     return group_id.rpartition("-g")[0]
 
 
-@dataclass(slots=True, frozen=True)
-class ShownImage:
-    """An image of a token row, as the model's processor made it."""
-
-    sha256: str
-    """Of the image's file: equal images are computed once."""
-    start: int
-    end: int
-    """Where the tokens stand that the processor wrote for it; the placeholders are among them."""
-    pixels: dict[str, np.ndarray]
-    """`pixel_values` and what else the family's tower takes, of this image alone."""
-
-
 @dataclass(slots=True)
 class Sample:
     """One token row as the trainer reads it. Arrays have length T (positions of the row)."""
@@ -508,6 +510,7 @@ def samples_of(trajectory: Trajectory) -> list[Sample]:
             kept_ids=row.kept_ids if len(row.kept_ids) == sum(row.loss_mask) else None,
             routes=_routes(row),
             row=index,
+            images=list(row.images),
         )
         for index, row in enumerate(trajectory.branches)
         if any(row.loss_mask)

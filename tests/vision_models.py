@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from agentrl.train.model import stills_only
 from agentrl.types import ShownImage
+from tests.tokenizers_for_tests import make_tokenizer
 
 IMAGE_TOKEN = 7
 _TEXT = dict(
@@ -66,22 +73,72 @@ _FAMILIES: dict[str, tuple[dict, dict, dict]] = {
 FAMILIES = [name for name in _FAMILIES if name != "gemma3"]
 
 
-def tiny_vision_model(family: str) -> PreTrainedModel:
+def tiny_vision_model(
+    family: str, *, image_token: int = IMAGE_TOKEN, vocab_size: int = 128
+) -> PreTrainedModel:
     """With random weights, large enough for what an image shows to matter."""
     torch.manual_seed(0)
     whole, text, tower = _FAMILIES[family]
+    text = text | dict(vocab_size=vocab_size)
     name = "image_token_index" if family in ("llava_next", "mistral3") else "image_token_id"
     config = AutoConfig.for_model(
-        family, text_config=text, vision_config=tower, **{name: IMAGE_TOKEN}, **whole
+        family, text_config=text, vision_config=tower, **{name: image_token}, **whole
     )
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(std=0.5 if parameter.shape[0] == 128 else 0.1)
+                parameter.normal_(std=0.5 if parameter.shape[0] == vocab_size else 0.1)
             elif "norm" not in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
+
+
+_QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As SmolVLM's: it writes nothing of a content that is a text.
+_IDEFICS_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}:"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+_QWEN_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+_IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>"] + [
+    f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)
+]
+WITH_PROCESSORS = ["qwen2_5_vl", "qwen3_vl", "idefics3"]
+
+
+def save_with_processor(family: str, directory: Path) -> str:
+    """A directory with a tiny model, its tokenizer and its processor."""
+    qwen = family.startswith("qwen")
+    own = _QWEN_TOKENS if qwen else _IDEFICS_TOKENS
+    tokenizer = make_tokenizer(
+        _QWEN_TEMPLATE if qwen else _IDEFICS_TEMPLATE,
+        special=["<|im_end|>", "<|im_start|>", "<|endoftext|>", *own],
+    )
+    if qwen:
+        size = dict(shortest_edge=64, longest_edge=1024)
+        images: Any = Qwen2VLImageProcessorPil(size=size, patch_size=4)
+    else:
+        images = Idefics3ImageProcessorPil(
+            size=dict(longest_edge=32), max_image_size=dict(longest_edge=16)
+        )
+    options: dict[str, Any] = {} if qwen else dict(image_seq_len=4)
+    processor = stills_only(AutoConfig.for_model(family))(images, tokenizer, **options)
+    processor.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    image_token: Any = tokenizer.convert_tokens_to_ids(processor.image_token)
+    model = tiny_vision_model(family, image_token=image_token, vocab_size=len(tokenizer))
+    model.save_pretrained(directory)
+    return str(directory)
 
 
 def pixels(family: str, seed: int) -> tuple[dict[str, np.ndarray], int]:

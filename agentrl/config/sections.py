@@ -160,6 +160,9 @@ class ModelSection(Section):
     byte each. Needs `model.lora.rank`, one rank and `pip install 'agentrl-gym[8bit]'`."""
     freeze_router: bool = False
     """Mixtures of experts: the routers stay as they are, and the experts learn."""
+    freeze_tower: bool = True
+    """Vision-language models: what turns images into embeddings stays as it is; false trains it
+    as well."""
     freeze: list[str] = Field(default_factory=list)
     """Parameters that stay as they are, by name, `*` standing for any letters:
     `["*.embed_tokens.*", "model.layers.0.*"]`."""
@@ -181,6 +184,11 @@ class ModelSection(Section):
             raise ValueError(
                 "model.quantization is for the frozen weights beneath an adapter, uncompiled: set "
                 "model.lora.rank (32, for example) and leave model.compile out"
+            )
+        if not self.freeze_tower and self.lora.rank:
+            raise ValueError(
+                "model.freeze_tower = false and model.lora.rank: beneath an adapter all weights "
+                "are frozen; leave model.freeze_tower out"
             )
         if self.freeze and self.lora.rank:
             raise ValueError(

@@ -146,7 +146,7 @@ def _model(config: RunConfig) -> Finding:
     try:
         from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
         from agentrl.rollout.render import Renderer
-        from agentrl.train.model import load_tokenizer
+        from agentrl.train.model import load_processor, load_tokenizer
         from agentrl.train.optimizer import require_optimizer
 
         require_optimizer(config.train)
@@ -158,6 +158,7 @@ def _model(config: RunConfig) -> Finding:
             dialect=rollout.dialect,
             tools=rollout.tools,
             stop_token_ids=rollout.stop_token_ids,
+            processor=load_processor(config.model.path, tokenizer),
         )
         how = {
             "append_only": "its chat template never edits the past: one token row per episode",

@@ -9,12 +9,24 @@ Nothing is written before the turn was sampled, so a turn that was never finishe
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, InferenceEngine, SamplingParams
 from agentrl.rollout.render import Renderer
-from agentrl.types import Action, Message, TokenRow, ToolSpec, Trajectory, Turn, assistant_message
+from agentrl.types import (
+    Action,
+    Message,
+    ShownImage,
+    TokenRow,
+    ToolSpec,
+    Trajectory,
+    Turn,
+    assistant_message,
+)
 
 
 class Policy(Protocol):
@@ -63,6 +75,13 @@ class Prompt:
     behind: list[int]
     messages: list[Message]
     """The dialogue so far, as the tokens write it out."""
+    shown: list[ShownImage] = field(default_factory=list)
+    """Images among the tokens behind."""
+
+    @property
+    def images(self) -> list[ShownImage]:
+        """Those of the whole prompt, in the order in which they stand there."""
+        return [each for each in self.row.images if each.end <= self.num_kept] + self.shown
 
     @property
     def token_ids(self) -> list[int]:
@@ -119,8 +138,9 @@ class TokenPolicy:
 
     async def act(self, trajectory: Trajectory, tools: list[ToolSpec]) -> Action:
         branch, turn_id = len(trajectory.branches) - 1, len(trajectory.turns)
+        row = trajectory.branches[branch]
         generation = await self.sample(
-            f"{trajectory.trajectory_id}-t{turn_id:03d}", trajectory.branches[branch].token_ids
+            f"{trajectory.trajectory_id}-t{turn_id:03d}", row.token_ids, row.images
         )
         parent = turn_id - 1 if turn_id else None
         return self._append_turn(trajectory, branch, parent, generation, tools)
@@ -144,8 +164,8 @@ class TokenPolicy:
             tools_changed: they are others than in turn `parent`.
         """
         if parent is None:
-            ids = self.renderer.prompt(observation, tools)
-            return Prompt(None, None, TokenRow(), 0, ids, list(observation))
+            ids, shown = self.renderer.show(self.renderer.prompt(observation, tools), observation)
+            return Prompt(None, None, TokenRow(), 0, ids, list(observation), shown)
         turn = trajectory.turns[parent]
         row, end = trajectory.branches[turn.branch], turn.start + turn.num_tokens
         messages = row.messages[: turn.message + 1] + observation
@@ -156,17 +176,35 @@ class TokenPolicy:
                 messages, len(observation), tools, closed_by=closed_by
             )
         if behind is not None:
-            return Prompt(parent, turn.branch, row, end, behind, messages)
+            behind, shown = self.renderer.show(behind, observation, end)
+            return Prompt(parent, turn.branch, row, end, behind, messages, shown)
         # What the policy had seen was rewritten. The old row keeps its sampled tokens; in the new
         # one everything up to here is context: no token is trained twice.
-        whole = self.renderer.prompt(messages, tools)
+        whole, shown = self.renderer.show(self.renderer.prompt(messages, tools), messages)
         fork_at = _common_prefix(row.token_ids[:end], whole)
-        return Prompt(parent, turn.branch, row, fork_at, whole[fork_at:], messages)
+        fork_at = _before_other_images(row.images, shown, fork_at)
+        shown = [image for image in shown if image.end > fork_at]
+        return Prompt(parent, turn.branch, row, fork_at, whole[fork_at:], messages, shown)
 
-    async def sample(self, request_id: str, prompt_ids: list[int]) -> Generation:
-        """One turn behind these ids, cut at the first of the stop strings."""
+    async def sample(
+        self, request_id: str, prompt_ids: list[int], images: Sequence[ShownImage] = ()
+    ) -> Generation:
+        """One turn behind these ids, cut at the first of the stop strings.
+
+        Args:
+            images: those among the ids, in order.
+
+        Raises:
+            InferenceError: the engine takes no images.
+        """
         room = self.max_context_tokens - len(prompt_ids)
-        generation = await self.engine.generate(
+        engine: Any = self.engine
+        if images and not getattr(engine, "takes_images", False):
+            raise InferenceError(
+                "the episode shows an image, which this inference backend is not sent; set "
+                "inference.backend = 'embedded'"
+            )
+        generation = await engine.generate(
             request_id,
             prompt_ids,
             replace(
@@ -174,6 +212,7 @@ class TokenPolicy:
                 max_tokens=min(self.max_turn_tokens, room),
                 stop_token_ids=self.renderer.stop_token_ids,
             ),
+            *([list(images)] if images else []),
         )
         if self.stop_strings:
             generation = _cut_at_stop_string(generation, self.renderer, self.stop_strings)
@@ -195,9 +234,11 @@ class TokenPolicy:
         turn_id, branch, row = len(trajectory.turns), prompt.branch, prompt.row
         if branch is not None and len(row) == prompt.num_kept:
             row.append_context(prompt.behind, turn_id)
+            row.images += prompt.shown
         else:
             row = TokenRow(branch_of=branch, fork_at=None if branch is None else prompt.num_kept)
             row.append_context(prompt.token_ids, turn_id)
+            row.images += prompt.images
             trajectory.branches.append(row)
             branch = len(trajectory.branches) - 1
         row.messages = prompt.messages
@@ -273,6 +314,18 @@ def _cut_at_stop_string(
         None if kept_ids is None else kept_ids[:end],
         None if routes is None else routes[: len(routes) - too_many],
     )
+
+
+def _before_other_images(
+    before: Sequence[ShownImage], now: Sequence[ShownImage], fork_at: int
+) -> int:
+    """Returns where rows part that agree on tokens up to `fork_at`: before the first place at which
+    they show different images, and never inside of one."""
+    for old, new in itertools.zip_longest(before, now):
+        same = old and new and (old.sha256, old.start) == (new.sha256, new.start)
+        if not same or old.end > fork_at:
+            return min([fork_at, *(each.start for each in (old, new) if each)])
+    return fork_at
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

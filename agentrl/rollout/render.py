@@ -26,7 +26,8 @@ import msgspec
 from agentrl.errors import ConfigError, HistoryError, first_line
 from agentrl.rollout.dialects.choose import NAME, SENTINEL, TOOL, Template, rendered
 from agentrl.rollout.guard import Guard
-from agentrl.types import JSON, Action, Message, ParseStatus, ToolSpec
+from agentrl.rollout.processor import Processor, with_markers
+from agentrl.types import JSON, Action, Message, ParseStatus, ShownImage, ToolSpec
 
 logger = logging.getLogger("agentrl.rollout")
 
@@ -98,9 +99,11 @@ class Renderer:
         dialect: str = "auto",
         tools: str = "template",
         stop_token_ids: Sequence[int] = (),
+        processor: Processor | None = None,
     ) -> None:
         """
         Args:
+            processor: of a vision-language model; None for one that takes no images.
             dialect: a name in `agentrl.rollout.dialects.table`, or `auto`.
             history: `auto` follows the self-test; the others force a mode. Forcing `append_only`
                 keeps what the template would have dropped in the model's context.
@@ -129,6 +132,8 @@ class Renderer:
             else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )
         self._decode = (tokenizer if backend is None else backend).decode
+        self._processor = processor
+        self._as_parts = processor is not None and self._takes_parts_only()
         source = str(self.template_kwargs.get("chat_template", tokenizer.chat_template))
         self.template = Template(
             self._render,
@@ -180,6 +185,7 @@ class Renderer:
         The members of a group begin with the same prompt, which is the longest text by far: it is
         rendered and tokenised for the first of them.
         """
+        messages = self._marked(messages)
         key = self._prompt_key(messages, tools)
         ids = self._prompts.pop(key, None)
         if ids is None:
@@ -198,6 +204,7 @@ class Renderer:
             closed_by: the stop token that the sampled turn ended with; None: it was cut by length.
                 Unless it is the one that the template writes, the template's comes first.
         """
+        observation = self._marked(observation)
         observation, _, mark = self._guard.guard(observation, [], spared=self._spared)
         return self._behind(closed_by, self._tail(observation), mark)
 
@@ -223,6 +230,7 @@ class Renderer:
             HistoryError: an audit found that the template edits the past. It is rendered whole
                 from then on.
         """
+        messages = self._marked(messages)
         turn = len(messages) - num_observed - 1
         observation = messages[turn + 1 :]
         # The self-test has seen no turns that the policy did not take.
@@ -234,6 +242,33 @@ class Renderer:
         messages, tools, mark = self._guard.guard(messages, tools, spared=self._spared)
         tail = self._tail_in(messages, turn, tools, self._text(messages[:turn], tools, True))
         return None if tail is None else self._behind(closed_by, tail, mark)
+
+    def show(
+        self, ids: list[int], messages: list[Message], start: int = 0
+    ) -> tuple[list[int], list[ShownImage]]:
+        """Returns ids of a prompt or a suffix with the tokens of its images, and the images.
+
+        Args:
+            ids: rendered from these messages, with one marker for each image.
+            start: position of the first id in its row.
+        """
+        if self._processor is None:
+            return ids, []
+        return self._processor.show(ids, messages, start)
+
+    def _marked(self, messages: list[Message]) -> list[Message]:
+        return with_markers(messages, takes_images=self._processor is not None)
+
+    def _takes_parts_only(self) -> bool:
+        """Tells whether the template writes contents that are lists of parts, and no others."""
+        from jinja2.exceptions import TemplateError
+
+        asked: list[Message] = [{"role": "user", "content": _CONTENT}]
+        self._as_parts = False
+        try:
+            return _CONTENT not in self._render(asked, [], True)
+        except TemplateError:
+            return True
 
     def _tail_in(
         self, messages: list[Message], turn: int, tools: list[ToolSpec], asked: str
@@ -389,6 +424,14 @@ class Renderer:
             return None
 
     def _render(self, messages: list[Any], tools: list[ToolSpec], generation_prompt: bool) -> str:
+        if self._as_parts:
+            messages = [
+                {**each, "content": [{"type": "text", "text": each["content"]}]}
+                if isinstance(each["content"], str)
+                else each
+                for each in messages
+            ]
+
         def render(offered: list[Any] | None) -> str:
             return self.tokenizer.apply_chat_template(
                 messages,

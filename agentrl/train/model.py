@@ -19,6 +19,7 @@ from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PROCESSOR_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -29,12 +30,16 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from agentrl.errors import ConfigError, first_line
+from agentrl.inference.embedded_images import EXACT_FAMILIES, require_exact_images
 from agentrl.inference.embedded_lengths import fix_angles
 from agentrl.rollout.dialects.choose import template_source
+from agentrl.rollout.processor import Processor
 from agentrl.sync.adapter import CONFIG_FILE
+from agentrl.train import ranks
 from agentrl.train.logprobs import decoder_of, head_of, require_exact
 from agentrl.train.lora import base_of, is_adapter, merged
 
@@ -84,6 +89,33 @@ def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"model {path} has no readable tokenizer ({first_line(error)}); save one into it "
             "with tokenizer.save_pretrained"
         ) from error
+
+
+def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+    """Returns what turns images into tokens and pixels for a model; None for one of texts alone,
+    and, with a warning, where the model's own processor is not to be loaded."""
+    config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
+    if config.model_type not in EXACT_FAMILIES:
+        return None
+    try:
+        processor = stills_only(config).from_pretrained(path)
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
+        logger.warning(
+            "%s cannot be shown images: its processor is not to be loaded (%s)",
+            path,
+            first_line(error),
+        )
+        return None
+    processor.tokenizer = tokenizer
+    return Processor(processor)
+
+
+def stills_only(config: PretrainedConfig) -> Any:
+    """The family's class of processors without that of videos, which needs torchvision."""
+    family: Any = PROCESSOR_MAPPING[type(config)]
+    parts = [name for name in family.get_attributes() if "video" not in name]
+    own = {"get_attributes": classmethod(lambda cls: parts)}
+    return type(family.__name__, (family,), own)
 
 
 def load_model(
@@ -154,7 +186,20 @@ def load_model(
     freeze_all_but_text(model)
     fix_angles(model, max_tokens)
     require_exact(model)
+    model.processor_files = _processor_files(model, path)  # pyright: ignore
     return model
+
+
+def _processor_files(model: PreTrainedModel, path: str) -> dict[str, str]:
+    """Returns the texts of the files that make a vision-language model's processor, for those who
+    save the model, by name."""
+    if model.config.model_type not in EXACT_FAMILIES:
+        return {}
+    names = "processor_config.json", "preprocessor_config.json"
+    found = {
+        name: cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in names
+    }
+    return {name: Path(file).read_text("utf-8") for name, file in found.items() if file}
 
 
 def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
@@ -195,6 +240,18 @@ def freeze_all_but_text(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) not in text:
             parameter.requires_grad_(False)
+
+
+def train_tower(model: PreTrainedModel) -> None:
+    """Train what turns images into embeddings as well.
+
+    Raises:
+        ConfigError: the model has no tower for images, or none that is known to be exact.
+    """
+    require_exact_images(model)
+    if hasattr(model, "fsdp_logprobs") or ranks.size() > 1:
+        raise ConfigError("model.freeze_tower = false trains on one rank only; start one process")
+    model.requires_grad_(True)
 
 
 def freeze_named(model: PreTrainedModel, patterns: list[str]) -> None:
@@ -293,6 +350,8 @@ def save_model(
     with _bars_for_downloads_only():
         model.to(dtype=getattr(torch, dtype)).save_pretrained(partial)  # pyright: ignore
     tokenizer.save_pretrained(partial)
+    for name, text in getattr(model, "processor_files", {}).items():
+        (partial / name).write_text(text, encoding="utf-8")
     if out.exists():
         out.rmdir()
     partial.rename(out)

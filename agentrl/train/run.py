@@ -49,7 +49,7 @@ from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
 from agentrl.train.filters import filters_of
 from agentrl.train.held_out import HeldOut, default_interval
-from agentrl.train.model import load_tokenizer
+from agentrl.train.model import load_processor, load_tokenizer
 from agentrl.train.optimizer import require_optimizer
 from agentrl.train.preflight import FirstRewards, rate_is_unusual
 from agentrl.train.profile import Profiler
@@ -186,6 +186,7 @@ async def assemble(
         dialect=rollout.dialect,
         tools=rollout.tools,
         stop_token_ids=rollout.stop_token_ids,
+        processor=load_processor(config.model.path, tokenizer),
     )
     for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):

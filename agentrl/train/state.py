@@ -400,7 +400,8 @@ def _compare_names(live, saved, file: str) -> None:
 
 
 def _config_files(model: torch.nn.Module) -> dict[str, str]:
-    """Returns config.json and generation_config.json of a transformers model, nothing of others."""
+    """Returns config.json, generation_config.json and the processor's files of a transformers
+    model, nothing of others."""
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
@@ -418,6 +419,7 @@ def _config_files(model: torch.nn.Module) -> dict[str, str]:
     generation_config: Any = getattr(model, "generation_config", None)
     if hasattr(generation_config, "to_json_string"):
         files["generation_config.json"] = generation_config.to_json_string()
+    files |= getattr(model, "processor_files", {})
     return files
 
 

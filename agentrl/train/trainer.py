@@ -24,7 +24,12 @@ from agentrl.train.critic import Critic, make_critic
 from agentrl.train.logprobs import decoder_of, packing_of, sample_logprobs
 from agentrl.train.lora import add_adapter
 from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
-from agentrl.train.model import freeze_named, load_model, set_gradient_checkpointing
+from agentrl.train.model import (
+    freeze_named,
+    load_model,
+    set_gradient_checkpointing,
+    train_tower,
+)
 from agentrl.train.optimizer import Learner
 from agentrl.train.quantised import quantise, require_quantisation
 from agentrl.train.routers import freeze_routers, require_aux_loss
@@ -227,6 +232,8 @@ async def make_trainer(
         model = sharding.load_model(
             config.model.path, dtype=dtype, device=device, max_tokens=longest
         )
+    if not config.model.freeze_tower:
+        train_tower(model)
     if config.model.freeze_router:
         freeze_routers(model)
     freeze_named(model, config.model.freeze)

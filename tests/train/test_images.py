@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError
 from agentrl.train.logprobs import require_exact, sample_logprobs, shares_prefixes
+from agentrl.train.model import freeze_all_but_text, train_tower
 from agentrl.train.plan import pack
 from agentrl.types import Sample
 from tests.vision_models import FAMILIES, IMAGE_TOKEN, row_with_images, tiny_vision_model
@@ -137,6 +138,21 @@ def test_a_sampled_placeholder_is_a_word(family: str) -> None:
     at = torch.from_numpy(np.flatnonzero(sample.loss_mask))
     expected = own_logits(model, sample).log_softmax(-1)[at - 1, ids[at]]
     assert (logprobs - expected).abs().max() < 2e-5
+
+
+def test_the_tower_is_frozen_unless_a_key_trains_it() -> None:
+    model = tiny_vision_model("qwen2_5_vl")
+    require_exact(model)
+    freeze_all_but_text(model)
+    (sample, *_) = rows_of("qwen2_5_vl")
+    logprobs, _ = sample_logprobs(model, pack([sample], [0]), temperature=1.0)
+    logprobs.sum().backward()
+    tower = list(model.model.visual.parameters())
+    assert not any(each.requires_grad or each.grad is not None for each in tower)
+    train_tower(model)
+    logprobs, _ = sample_logprobs(model, pack([sample], [0]), temperature=1.0)
+    logprobs.sum().backward()
+    assert all(each.grad is not None and each.grad.any() for each in tower)
 
 
 def test_a_family_that_is_not_exact_on_images_is_refused_in_words() -> None:

@@ -190,8 +190,8 @@ class Live:
             )
         started = time.perf_counter()
         async with asyncio.timeout(self.turn_timeout_s):
-            ids = place.prompt.token_ids
-            generation = await policy.sample(place.request_id, ids)
+            prompt = place.prompt
+            generation = await policy.sample(place.request_id, prompt.token_ids, prompt.images)
         action = recorder.write(place, generation, call.stop)
         self.turn_of[place.request_id] = len(self.asked_by_turn)
         self.asked_by_turn.append(asked)

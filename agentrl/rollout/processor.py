@@ -1,0 +1,147 @@
+"""Images as a model's own processor makes them: the tokens it writes and the pixels it computes.
+
+The processor's rule is used as it is: asked for the text of one marker with one image, it answers
+with the tokens that stand for that image, as many as its size takes, and with tensors of pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import ConfigError
+from agentrl.images import Image, content_images, content_text
+from agentrl.types import Message, ShownImage
+
+MAX_KEPT = 256
+"""Images whose pixels are kept: a group shows the same ones again and again."""
+
+
+class Processor:
+    """Puts images in the place of the markers that a chat template writes for them."""
+
+    def __init__(self, processor: Any) -> None:
+        """
+        Args:
+            processor: of transformers, with an image processor and a tokenizer.
+
+        Raises:
+            ConfigError: the marker is not one token.
+        """
+        self._processor = processor
+        self.marker: str = processor.image_token
+        ids = processor.tokenizer.encode(self.marker, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{type(processor).__name__} marks an image with {self.marker!r}, which its "
+                "tokenizer does not read as one token; add it to the tokenizer's special tokens"
+            )
+        self.marker_id: int = ids[0]
+        self._kept: OrderedDict[str, tuple[list[int], dict[str, np.ndarray]]] = OrderedDict()
+
+    def show(
+        self, ids: list[int], messages: list[Message], start: int
+    ) -> tuple[list[int], list[ShownImage]]:
+        """Returns the ids with every marker replaced, and the images with their places.
+
+        Args:
+            ids: what the template wrote of the messages.
+            start: position of the first of them in its row.
+
+        Raises:
+            ConfigError: the template does not write one marker for each image.
+        """
+        images = [image for message in messages for image in content_images(message["content"])]
+        found = ids.count(self.marker_id)
+        if found != len(images):
+            raise ConfigError(
+                f"the chat template writes {found} image markers ({self.marker}) for "
+                f"{len(images)} images; it may show none in such a message (some do not in answers "
+                "of tools): put the image into a user's message, or name another template with "
+                "model.chat_template"
+            )
+        if not images:
+            return ids, []
+        row: list[int] = []
+        shown = []
+        queue = iter(images)
+        for each in ids:
+            if each != self.marker_id:
+                row.append(each)
+                continue
+            image = next(queue)
+            tokens, pixels = self.read(image)
+            at = start + len(row)
+            shown.append(ShownImage(image.sha256, at, at + len(tokens), pixels))
+            row += tokens
+        return row, shown
+
+    def read(self, image: Image) -> tuple[list[int], dict[str, np.ndarray]]:
+        """Returns the tokens that stand for an image, and its pixels."""
+        if image.sha256 in self._kept:
+            self._kept.move_to_end(image.sha256)
+            return self._kept[image.sha256]
+        import PIL.Image
+
+        with PIL.Image.open(io.BytesIO(image.data)) as opened:
+            picture = opened.convert("RGB")
+        made = dict(
+            self._processor(
+                images=[picture], text=self.marker, add_special_tokens=False, return_tensors="np"
+            )
+        )
+        ids = made.pop("input_ids")[0].tolist()
+        pixels = {name: made[name] for name in made if name in _OF_TOWERS}
+        self._kept[image.sha256] = ids, pixels
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[image.sha256]
+
+
+_OF_TOWERS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+
+
+def pixels_sha256(image: ShownImage) -> str:
+    """A hash of what the tower reads: whoever computes the same pixels has the same."""
+    digest = hashlib.sha256()
+    for name in sorted(image.pixels):
+        values = np.ascontiguousarray(image.pixels[name])
+        digest.update(f"{name} {values.dtype} {values.shape} ".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def with_markers(messages: Sequence[Message], *, takes_images: bool) -> list[Message]:
+    """The messages as chat templates take them: an image without what it shows, and a list of
+    texts as one text.
+
+    Raises:
+        ConfigError: an image for a model that takes none.
+    """
+    if all(isinstance(message["content"], str) for message in messages):
+        return list(messages)
+    rendered: list[Any] = []
+    for message in messages:
+        content: Any = message["content"]
+        if not isinstance(content, str):
+            if all(part["type"] == "text" for part in content):
+                content = content_text(content)
+            elif takes_images:
+                content = [
+                    {"type": "text", "text": part["text"]}
+                    if part["type"] == "text"
+                    else {"type": "image"}
+                    for part in content
+                ]
+            else:
+                raise ConfigError(
+                    "the environment shows an image, and the model takes none; choose a "
+                    "vision-language model (docs/models.md)"
+                )
+        rendered.append({**message, "content": content})
+    return rendered

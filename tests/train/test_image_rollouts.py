@@ -1,0 +1,178 @@
+"""Episodes that show images: rendered, sampled by the embedded engine, and trained."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from agentrl.errors import ConfigError, InferenceError
+from agentrl.images import content_images, image_part
+from agentrl.inference.base import Generation, SamplingParams
+from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.rollout.policy import TokenPolicy
+from agentrl.rollout.processor import pixels_sha256
+from agentrl.rollout.render import Renderer
+from agentrl.train.logprobs import sample_logprobs
+from agentrl.train.model import (
+    load_model,
+    load_processor,
+    load_tokenizer,
+    save_model,
+    stills_only,
+)
+from agentrl.train.plan import pack
+from agentrl.train.state import _config_files
+from agentrl.types import Message, Trajectory, samples_of
+from tests.tokenizers_for_tests import make_tokenizer
+from tests.vision_models import WITH_PROCESSORS, save_with_processor
+
+
+def picture(seed: int, width: int = 20, height: int = 30) -> Any:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return image_part(PIL.Image.fromarray(values))
+
+
+def text(said: str) -> Any:
+    return {"type": "text", "text": said}
+
+
+def user(*parts: Any) -> Message:
+    return {"role": "user", "content": list(parts)}  # pyright: ignore[reportReturnType]
+
+
+def observations() -> list[Message]:
+    """Three turns with images in the second."""
+    return [
+        {"role": "user", "content": "Which colour <|image_pad|><image>?"},
+        user(text("Here "), picture(1), text(" and "), picture(2, 40, 16), text("?")),
+        user(text("And now?")),
+    ]
+
+
+@pytest.fixture(scope="module", params=WITH_PROCESSORS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_with_processor(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_renderer(path: str) -> Renderer:
+    tokenizer = load_tokenizer(path)
+    return Renderer(tokenizer, processor=load_processor(path, tokenizer))
+
+
+class Says:
+    """An engine that says what it is told, as the template would write it."""
+
+    policy_version = 0
+    takes_images = True
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+
+    async def generate(self, request_id: str, *_: Any) -> Generation:
+        ids = self.renderer.assistant_turn({"role": "assistant", "content": request_id})
+        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+
+def play(policy: TokenPolicy) -> Trajectory:
+    trajectory = Trajectory("t", "g", "e", "k", 0)
+
+    async def turns() -> None:
+        for observation in observations():
+            assert policy.read(trajectory, [observation], [], tools_changed=False)
+            await policy.act(trajectory, [])
+
+    asyncio.run(turns())
+    return trajectory
+
+
+def test_rows_are_what_the_processor_makes_of_the_whole_dialogue(folder: str) -> None:
+    renderer = make_renderer(folder)
+    assert renderer.history == "append_only"
+    engine: Any = Says(renderer)
+    trajectory = play(TokenPolicy(engine, renderer, 64, 1000))
+    (row,) = trajectory.branches
+
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    processor = stills_only(model.config).from_pretrained(folder)
+    shown: list[Any] = []
+    for message in row.messages:
+        content: Any = message["content"]
+        parts = [text(content.replace("<", "&"))] if isinstance(content, str) else content
+        parts = [p if p["type"] == "text" else {"type": "image"} for p in parts]
+        shown.append({"role": message["role"], "content": parts})
+    whole = processor.tokenizer.apply_chat_template(shown, tokenize=False)
+    images = [image for m in row.messages for image in content_images(m["content"])]
+    opened = [PIL.Image.open(io.BytesIO(image.data)) for image in images]
+    made = processor(text=whole, images=opened, return_tensors="np", add_special_tokens=False)
+    end = len(row)
+    # The user wrote the names of markers, which are texts.
+    first = row.token_ids.index(renderer.close_token_id)
+    theirs = made["input_ids"][0].tolist()
+    their_first = theirs.index(renderer.close_token_id)
+    assert row.token_ids[first:end] == theirs[their_first : their_first + end - first]
+    marker = model.config.image_token_id
+    assert marker not in row.token_ids[:first]
+    assert [image.sha256 for image in row.images] == [image.sha256 for image in images]
+    pixels = [image.pixels["pixel_values"] for image in row.images]
+    axis = 1 if "pixel_attention_mask" in row.images[0].pixels else 0
+    assert np.array_equal(np.concatenate(pixels, axis), made["pixel_values"])
+    for image in row.images:
+        assert not any(row.loss_mask[image.start : image.end])
+    places = [at for at, each in enumerate(row.token_ids) if each == marker]
+    assert all(any(i.start <= at < i.end for i in row.images) for at in places)
+
+
+def test_sampled_rows_are_trained_as_they_were_sampled(folder: str) -> None:
+    renderer = make_renderer(folder)
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    sampling = SamplingParams(1, temperature=1.0)
+    policy = TokenPolicy(EmbeddedEngine(model, seed=3), renderer, 12, 400, sampling)
+    trajectory = play(policy)
+    (row,) = trajectory.branches
+    (sample,) = samples_of(trajectory)
+    assert sample.token_ids.tolist() == row.token_ids
+    assert [image.sha256 for image in sample.images] == [image.sha256 for image in row.images]
+    with torch.no_grad():
+        logprobs, _ = sample_logprobs(model, pack([sample], [0]), temperature=1.0)
+    sampled = torch.from_numpy(sample.rollout_logprobs[sample.loss_mask == 1])
+    assert len(trajectory.turns) == 3
+    assert (logprobs - sampled).abs().max() < 2e-5
+
+
+def test_pixels_have_a_hash_of_what_the_tower_reads(folder: str) -> None:
+    renderer = make_renderer(folder)
+    engine: Any = Says(renderer)
+    one, other = (play(TokenPolicy(engine, renderer, 64, 1000)).branches[0] for _ in range(2))
+    hashes = [pixels_sha256(image) for image in one.images]
+    assert hashes == [pixels_sha256(image) for image in other.images]
+    assert len(set(hashes)) == 2
+
+
+def test_what_cannot_be_shown_is_refused_in_words(folder: str) -> None:
+    renderer = make_renderer(folder)
+    blind: Any = Says(renderer)
+    blind.takes_images = False
+    with pytest.raises(InferenceError, match=r"inference\.backend = 'embedded'"):
+        play(TokenPolicy(blind, renderer, 64, 1000))
+    with pytest.raises(ConfigError, match="takes none"):
+        Renderer(make_tokenizer()).prompt([user(picture(1))], [])
+
+
+def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    save_model(model, load_tokenizer(folder), tmp_path / "saved", "float32")
+    image = content_images([picture(1)])[0]
+    for path in (folder, str(tmp_path / "saved")):
+        processor = load_processor(path, load_tokenizer(path))
+        assert processor is not None
+        ids, pixels = processor.read(image)
+        assert ids.count(model.config.image_token_id) > 1
+        assert {"pixel_values"} < set(pixels)
+    assert "processor_config.json" in _config_files(model)
