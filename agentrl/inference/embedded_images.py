@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import ShownImage
 
 EXACT_FAMILIES = (
@@ -136,6 +136,11 @@ class Towers:
     def _features_of(self, images: Sequence[ShownImage]) -> Any:
         """The tower's output on several images as if it had seen them together."""
         for image in images:
+            if not image.pixels:
+                raise TrainingError(
+                    "a row that was read back from the trajectory log shows an image, whose pixels "
+                    "are not in it; train it in the run that sampled it"
+                )
             if image.sha256 not in self._features:
                 pixels = {
                     name: torch.from_numpy(values).to(self._model.device)

@@ -28,6 +28,7 @@ import zstandard
 from agentrl.errors import DataError
 from agentrl.types import (
     RowArrays,
+    ShownImage,
     StopReason,
     TokenRow,
     Trajectory,
@@ -284,6 +285,8 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
             "branch_of": row.branch_of,
             "fork_at": row.fork_at,
             "messages": row.messages,
+            # Without pixels, which are made again of the images in the messages.
+            "images": [(each.sha256, each.start, each.end) for each in row.images],
         }
         for row in trajectory.branches
     ]
@@ -312,6 +315,7 @@ def _from_record(record: dict[str, Any]) -> Trajectory:
             branch_of=row["branch_of"],
             fork_at=row["fork_at"],
             messages=row["messages"],
+            images=[ShownImage(*each, pixels={}) for each in row.get("images", ())],
         )
         for row in record.pop("branches")
     ]

@@ -30,8 +30,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from agentrl.errors import ConfigError, first_line
 from agentrl.inference.embedded_images import EXACT_FAMILIES, require_exact_images

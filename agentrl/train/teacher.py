@@ -106,7 +106,13 @@ class TeacherServer:
 
         Raises:
             InferenceError: the server refused a row or kept failing.
+            ConfigError: a row shows an image, which the server is not sent.
         """
+        if any(sample.images for sample in samples):
+            raise ConfigError(
+                "a teacher behind teacher.url is not sent images, and a row shows one; load the "
+                "teacher into this process with teacher.path"
+            )
         rows = asyncio.run(self._all_rows(samples))
         values = torch.zeros(len(rows), max(len(row) for row in rows))
         for number, row in enumerate(rows):

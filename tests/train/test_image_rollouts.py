@@ -7,15 +7,17 @@ import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 
-from agentrl.errors import ConfigError, InferenceError
+from agentrl.errors import ConfigError, InferenceError, TrainingError
 from agentrl.images import content_images, image_part
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.rollout.log import _from_record, _to_record
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.processor import pixels_sha256
 from agentrl.rollout.render import Renderer
@@ -29,7 +31,8 @@ from agentrl.train.model import (
 )
 from agentrl.train.plan import pack
 from agentrl.train.state import _config_files
-from agentrl.types import Message, Trajectory, samples_of
+from agentrl.train.teacher import TeacherServer
+from agentrl.types import Message, StopReason, Trajectory, samples_of
 from tests.tokenizers_for_tests import make_tokenizer
 from tests.vision_models import WITH_PROCESSORS, save_with_processor
 
@@ -176,3 +179,21 @@ def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
         assert ids.count(model.config.image_token_id) > 1
         assert {"pixel_values"} < set(pixels)
     assert "processor_config.json" in _config_files(model)
+
+
+def test_a_row_that_was_read_back_is_not_trained_without_its_pixels(
+    folder: str, tmp_path: Path
+) -> None:
+    renderer = make_renderer(folder)
+    engine: Any = Says(renderer)
+    played = play(TokenPolicy(engine, renderer, 64, 1000))
+    played.stop_reason = StopReason.TERMINATED
+    read = _from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(_to_record(played))))
+    (sample,), (before,) = samples_of(read), samples_of(played)
+    places = [(image.sha256, image.start, image.end) for image in sample.images]
+    assert places == [(image.sha256, image.start, image.end) for image in before.images]
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    with pytest.raises(TrainingError, match="read back"):
+        sample_logprobs(model, pack([sample], [0]), temperature=1.0)
+    with pytest.raises(ConfigError, match=r"teacher\.path"):
+        TeacherServer("http://127.0.0.1:9", model="teacher").logprobs([before])
