@@ -36,13 +36,17 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why the engine ended a turn: the policy's end token, the limit of tokens, or a call cut short."""
 
 
+Content = str | list[dict[str, JSON]]
+"""What a message says: a text, or parts in OpenAI's shape, text and image (`agentrl.images`)."""
+
+
 @with_config(ConfigDict(extra="allow"))
 class Message(TypedDict):
     """A chat message in OpenAI's shape; `tool_calls` only on assistant, `tool_call_id` on tool."""
 
     role: Role
     """Who speaks."""
-    content: str
+    content: Content
     """What is said; of a tool message, what the tool answered."""
     reasoning: NotRequired[str]
     """What an assistant thought before it spoke; each template has a place of its own for it."""

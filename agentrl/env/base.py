@@ -40,7 +40,7 @@ from agentrl.env.threads import WorkerPool, call_timeout, default_pool
 from agentrl.env.tools import Tool, choose_tools, tools_of
 from agentrl.env.values import describe, to_content, to_finite, to_observation
 from agentrl.errors import AgentRLError, ConfigError, EnvError
-from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolSpec
+from agentrl.types import JSON, Action, Content, Message, StepResult, Task, ToolCall, ToolSpec
 
 Observation = str | list[Message] | None
 """What the agent is shown: a text (one user message), messages, or nothing."""
@@ -397,7 +397,7 @@ class Environment:
             self._offered = choose_tools(type(self), self.offered_tools())
         return self._offered
 
-    async def _run_tool(self, call: ToolCall) -> str:
+    async def _run_tool(self, call: ToolCall) -> Content:
         tool = self._tools.get(call.name)
         if tool is None:
             self._count("invalid_calls")

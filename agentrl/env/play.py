@@ -23,7 +23,8 @@ from rich.text import Text
 from agentrl.env.client import EnvSession, connect
 from agentrl.env.protocol import EnvInfo
 from agentrl.errors import ConfigError
-from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
+from agentrl.images import content_images, content_text
+from agentrl.types import JSON, Action, Content, Message, StepResult, ToolCall, ToolSpec
 
 STEP_TIMEOUT_S = 600.0
 _QUIT = "/quit"
@@ -197,7 +198,7 @@ def _show_messages(console: Console, messages: list[Message]) -> None:
     for message in messages:
         colour = _ROLES[message["role"]]
         console.print(f"\n[{colour}]{message['role']}[/]")
-        console.print(Padding(Text(message["content"] or "(empty)"), (0, 0, 0, 2)))
+        console.print(Padding(Text(_shown(message["content"])), (0, 0, 0, 2)))
 
 
 def _show_end(console: Console, result: StepResult, total: float, num_turns: int) -> None:
@@ -212,3 +213,9 @@ def _show_end(console: Console, result: StepResult, total: float, num_turns: int
         table.add_row("  info", name, json.dumps(value, ensure_ascii=False))
     if table.row_count:
         console.print(table)
+
+
+def _shown(content: Content) -> str:
+    """Returns a message's text, and the size of each image in its place."""
+    images = [f"[image, {each.width} x {each.height}]" for each in content_images(content)]
+    return "\n".join(filter(None, [content_text(content), *images])) or "(empty)"

@@ -48,7 +48,8 @@ def tool(method: Any = None, /, *, timeout_s: float | None = None, terminal: boo
     The specification comes from the signature (`Annotated[int, Field(ge=1)]` is honoured) and the
     docstring (a Google-style `Args:` section describes the parameters). Arguments are validated
     before the call. What the method returns becomes the content of the tool message: a string as
-    it is, None as an empty one, anything else as JSON.
+    it is, None as an empty one, an `agentrl.images.Image` or a list of parts with one as an image,
+    anything else as JSON.
 
     Args:
         timeout_s: deadline of one call. Where an `async def` passes it, the agent is told; a `def`

@@ -33,6 +33,7 @@ from typing import Literal, Protocol
 
 from agentrl.env.client import EnvClient, EnvSession
 from agentrl.errors import AgentError, EnvError
+from agentrl.images import content_text
 from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.types import (
     JSON,
@@ -217,7 +218,8 @@ async def play_agent(
                 rewarded = trajectory.turns[last if number is None else number]
                 _add_result(trajectory, rewarded, StepResult([], reward=reward))
         elif ended is None:
-            said = trajectory.branches[turn.branch].messages[turn.message]["content"]
+            message = trajectory.branches[turn.branch].messages[turn.message]
+            said = content_text(message["content"])
             graded = Action(said if outcome.answer is None else outcome.answer)
             await step(graded, last=True, of=last)
         # It ended because it was done, whether or not the environment would have gone on.

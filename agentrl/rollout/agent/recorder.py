@@ -35,6 +35,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.images import content_text
 from agentrl.inference.base import Generation
 from agentrl.rollout.policy import Prompt, TokenPolicy
 from agentrl.types import Action, Message, ToolSpec, Trajectory
@@ -177,7 +178,7 @@ class Recorder:
             answered = message.get("tool_call_id") if message["role"] == "tool" else None
             if called and all(each in ids and each not in calls for each in called):
                 calls |= zip(called, _calls(message), strict=True)
-                texts.append(message["content"])
+                texts.append(content_text(message["content"]))
             elif answered in calls and answered not in answers:
                 answers[answered] = message
             else:
@@ -222,7 +223,7 @@ def identity(message: Message) -> Any:
         for call in _calls(message)
     ]
     # Some frameworks send thoughts back within the text.
-    return role, _THOUGHT.sub("", text).strip(), calls
+    return role, _THOUGHT.sub("", content_text(text)).strip(), calls
 
 
 def _without_text(message: Message) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError
 from agentrl.rollout.agent.wire import RequestRefused
-from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec, Trajectory
+from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec, Trajectory
 
 MAX_NOTED_CHARS = 2000
 """Length to which a tool's answer is cut in the trajectory's info. The dialogue holds all that the
@@ -86,7 +86,7 @@ class EnvTools:
             turn = len(self._trajectory.turns) - 1
             result = await self._step(action)
         (call,) = action.tool_calls
-        content = "\n".join(message["content"] for message in result.observation)
+        content = "\n".join(text_for_agent(message) for message in result.observation)
         noted: Any = self._trajectory.info.setdefault("tool_calls", [])
         noted.append(
             {
@@ -142,3 +142,17 @@ class EnvTools:
 def _broke(task: asyncio.Task[Any]) -> bool:
     """It failed, and was not merely refused."""
     return not isinstance(task.exception(), RequestRefused | AgentError | None)
+
+
+def text_for_agent(message: Message) -> str:
+    """Returns the text of a message for an agent program.
+
+    Raises:
+        AgentError: it shows an image, which the agents' endpoint cannot carry.
+    """
+    if not isinstance(message["content"], str):
+        raise AgentError(
+            "the environment shows images, which agent programs cannot be shown yet; play it "
+            "without an agent program"
+        )
+    return message["content"]

@@ -1,0 +1,113 @@
+"""Environments that show images: in this process and over HTTP, and what is refused."""
+
+import asyncio
+import io
+
+import PIL.Image
+import pytest
+
+from agentrl.env import Action, Environment, StepResult, Task, ToolCall, connect, register, tool
+from agentrl.env.values import MAX_STEP_IMAGES
+from agentrl.errors import AgentRLError
+from agentrl.images import content_images, content_text, image_part, read_image
+
+
+def png(colour, size=(8, 6)) -> bytes:
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@register("pictures")
+class Pictures(Environment):
+    def splits(self):
+        return {"train": 1}
+
+    def get(self, split, index):
+        return Task("t", [{"role": "user", "content": [image_part(png("red"))]}])
+
+    @tool
+    def zoom(self):
+        """Show the middle."""
+        return read_image(png("green"))
+
+    @tool
+    def show(self):
+        """Show it with words."""
+        return [{"type": "text", "text": "here"}, image_part(png("blue"))]
+
+    def on_text(self, text):
+        if text == "many":
+            return [{"role": "user", "content": [image_part(png("red"))] * (MAX_STEP_IMAGES + 1)}]
+        if text == "large":
+            images = [image_part(read_image(png("red") + bytes(7 * 2**20))) for _ in range(5)]
+            return [{"role": "user", "content": images}]
+        if text in ("svg", "part"):
+            url = {"url": "data:image/png;base64,PHN2Zy8+"}
+            part = {"type": "image_url", "image_url": url} if text == "svg" else {"type": "audio"}
+            return [{"role": "user", "content": [part]}]
+        self.finish(1.0)
+        return None
+
+    async def step(self, action):
+        if action.text == "whole":
+            shown = [{"role": "user", "content": [image_part(png("white"))]}]
+            return StepResult(shown)
+        return await self.run_tools(action)
+
+
+def call(name):
+    return Action(tool_calls=(ToolCall("c", name, {}),))
+
+
+async def play(client, actions):
+    """The messages of an episode; of a step that failed, its error."""
+    session = await client.session("pictures", split="train", index=0)
+    seen = list(session.messages)
+    for action in actions:
+        try:
+            seen += (await session.step(action, timeout_s=30)).observation
+        except AgentRLError as error:
+            seen.append((error.code, str(error)))
+    await session.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def url():
+    from env_servers import running
+
+    with running(["pictures"]) as (url, _):
+        yield url
+
+
+def test_an_episode_with_images_is_the_same_over_http(url):
+    async def main():
+        actions = [call("zoom"), call("show"), Action("whole"), Action("done")]
+        async with connect() as here, connect(url) as there:
+            return await play(here, actions), await play(there, actions)
+
+    here, there = asyncio.run(main())
+    assert here == there
+    shown = [content_images(message["content"])[0].data for message in here]
+    assert shown == [png(colour) for colour in ("red", "green", "blue", "white")]
+    assert content_text(here[2]["content"]) == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("many", f"{MAX_STEP_IMAGES + 1} images"),
+        ("large", "bytes together"),
+        ("svg", "neither PNG nor JPEG"),
+        ("part", "a part of a message is"),
+    ],
+)
+def test_a_wrong_image_fails_the_step_in_words(url, text, why):
+    async def main():
+        async with connect() as here, connect(url) as there:
+            return await play(here, [Action(text)]), await play(there, [Action(text)])
+
+    here, there = asyncio.run(main())
+    assert here == there
+    assert why in here[-1][1]
