@@ -234,8 +234,9 @@ class ShownImage:
     sha256: str
     """Of the image's file: equal images are computed once."""
     start: int
+    """Place of the first token that the processor wrote for it; placeholders are among them."""
     end: int
-    """Where the tokens stand that the processor wrote for it; the placeholders are among them."""
+    """Place behind the last of them."""
     pixels: dict[str, np.ndarray]
     """`pixel_values` and what else the family's tower takes, of this image alone."""
 

@@ -218,7 +218,7 @@ def _compared(sample: Sample) -> np.ndarray:
         return sample.token_ids
     ids = sample.token_ids.astype(np.int64)
     for image in sample.images:
-        ids[image.start : image.end] = 2**31 + int(image.sha256[:7], 16)
+        ids[image.start : image.end] = 2**31 + int(image.sha256[:15], 16)
     return ids
 
 
