@@ -37,7 +37,7 @@ from agentrl.train.setup import resolve_device, resolve_dtype, seed_everything
 from agentrl.train.signals import StepSignals
 from agentrl.train.state import TrainState, capture_state
 from agentrl.train.teacher import TeacherServer, make_teacher, require_same_tokenizer
-from agentrl.train.update import update_policy
+from agentrl.train.update import UpdateOptions, update_policy
 from agentrl.types import JSON, Sample
 
 
@@ -99,23 +99,21 @@ class Trainer:
         )
         require_components(objective, batch)
         signals = StepSignals(batch) if config.track.signals else None
+        options = UpdateOptions(
+            objective=objective,
+            config=config.train,
+            temperature=config.rollout.temperature,
+            seed=stable_seed(config.run.seed, step),
+            reference=self.reference,
+            teacher=self.teacher,
+            critic=self.critic,
+            policy_learns=self.critic is None or step > config.critic.warmup_steps,
+            own_logprobs=config.rollout.is_truncated and not all_kept_are_known(samples),
+            kl_coef=self.kl.coef,
+        )
         try:
             metrics = update_policy(
-                self.learner,
-                samples,
-                batch,
-                objective,
-                config.train,
-                temperature=config.rollout.temperature,
-                reference=self.reference,
-                teacher=self.teacher,
-                critic=self.critic,
-                policy_learns=self.critic is None or step > config.critic.warmup_steps,
-                own_logprobs=config.rollout.is_truncated and not all_kept_are_known(samples),
-                kl_coef=self.kl.coef,
-                seed=stable_seed(config.run.seed, step),
-                signals=signals,
-                on_progress=on_progress,
+                self.learner, samples, batch, options, signals=signals, on_progress=on_progress
             )
         except TrainingError:
             if ranks.rank() == 0:

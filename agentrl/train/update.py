@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 from agentrl.algo import (
     Batch,
+    LossOutput,
     Metric,
     Objective,
     advantage_metrics,
@@ -54,21 +56,37 @@ from agentrl.train.teacher import TeacherServer
 from agentrl.types import Sample
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class UpdateOptions:
+    """What a batch is learned with, besides the policy."""
+
+    objective: Objective
+    config: TrainSection
+    temperature: float
+    """The samples' own; logits are divided by it."""
+    seed: int
+    """Decides the order of groups in the second and later epochs."""
+    reference: PreTrainedModel | None = None
+    """Frozen model for the KL, where the objective has one; the policy itself where an adapter is
+    trained, and its adapter is left out."""
+    teacher: PreTrainedModel | TeacherServer | None = None
+    """Whose log-probs are learned from, where the objective does."""
+    critic: Learner[Critic] | None = None
+    """A `Critic` with its optimizer, where the objective needs one."""
+    policy_learns: bool = True
+    """False while the critic warms up alone."""
+    own_logprobs: bool = False
+    """The policy's log-probs before the update stand in for those at sampling."""
+    kl_coef: float | None = None
+    """Replaces `objective.kl.coef` (adaptive coefficient)."""
+
+
 def update_policy(
     learner: Learner[PreTrainedModel],
     samples: Sequence[Sample],
     batch: Batch,
-    objective: Objective,
-    config: TrainSection,
+    options: UpdateOptions,
     *,
-    temperature: float,
-    reference: PreTrainedModel | None = None,
-    teacher: PreTrainedModel | TeacherServer | None = None,
-    critic: Learner[Critic] | None = None,
-    policy_learns: bool = True,
-    own_logprobs: bool = False,
-    kl_coef: float | None = None,
-    seed: int,
     signals: StepSignals | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
@@ -76,107 +94,55 @@ def update_policy(
 
     Args:
         samples: the rows of `batch`, in its order.
-        temperature: the samples' own; logits are divided by it.
-        reference: frozen model for the KL, where the objective has one; the policy itself where an
-            adapter is trained, and its adapter is left out.
-        teacher: whose log-probs are learned from, where the objective does.
-        critic: a `Critic` with its optimizer, where the objective needs one.
-        policy_learns: false while the critic warms up alone.
-        own_logprobs: the policy's log-probs before the update stand in for those at sampling.
-        kl_coef: replaces `objective.kl.coef` (adaptive coefficient).
-        seed: order of groups in the second and later epochs.
         signals: takes down what is computed for each token.
         on_progress: called with (micro-batches done, micro-batches in all).
 
     Raises:
         TrainingError: too many updates in a row had a non-finite gradient.
     """
-    model, needs = learner.model, objective.needs()
-    device = computing_device(model)
-    everywhere = functools.partial(_everywhere, samples, batch, config)
-    # What samples begin with counts once for the routers' loss, so there it stands with each.
-    share = config.share_prefixes and config.router_aux_loss == 0 and shares_prefixes(model)
-    if critic is not None:
-        share = share and shares_prefixes(critic.model.backbone)
-
-    def logprobs_of(model: PreTrainedModel) -> Tensor:
-        return everywhere(
-            model, lambda micro: sample_logprobs(model, micro, temperature=temperature)[0]
-        )
-
-    # With one update the live log-probs are the old ones: the ratio is exactly 1 and a whole
-    # forward pass is saved. With several, they must be fixed before the first.
-    several = config.num_epochs * config.num_minibatches > 1
-    if several or own_logprobs or "old_logprobs" in needs:
-        batch.old_logprobs = logprobs_of(model)
-    if own_logprobs and batch.old_logprobs is not None:
-        batch.rollout_logprobs = batch.old_logprobs
-    if "old_entropy" in needs:
-        batch.old_entropy = everywhere(model, lambda micro: _entropy(model, micro, temperature))
-    if "sum_squared_probs" in needs:
-        batch.sum_squared_probs = everywhere(
-            model, lambda micro: _sum_squared_probs(model, micro, temperature)
-        )
-    if "ref_logprobs" in needs:
-        assert reference is not None
-        with without_adapter(reference):
-            batch.ref_logprobs = logprobs_of(reference)
-    if isinstance(teacher, TeacherServer):
-        told = torch.zeros_like(batch.rollout_logprobs)
-        if ranks.rank() == 0:  # it is asked once
-            told.copy_(teacher.logprobs(samples))
-        batch.teacher_logprobs = ranks.add_up(told)
-    elif teacher is not None:
-        batch.teacher_logprobs = logprobs_of(teacher)
-    if critic is not None:
-        batch.values = everywhere(critic.model.backbone, critic.model)
-        batch.returns = value_targets(objective, batch, kl_coef=kl_coef)
-    batch.advantages = compute_advantages(objective, batch, kl_coef=kl_coef)
-
-    minibatches = [
-        rows
-        for epoch in range(config.num_epochs)
-        for rows in split_groups(batch.group_ids, config.num_minibatches, f"{seed}/{epoch}")
-    ]
-    plans = [own_share(samples, rows, config.token_budget, share=share) for rows in minibatches]
-    num_done, num_in_all = 0, sum(len(plan) for plan in plans)
-    contributions, updates, critic_updates = [], [], []
+    objective, config, critic = options.objective, options.config, options.critic
+    device = computing_device(learner.model)
+    _evaluate(learner.model, samples, batch, options)
+    batch.advantages = compute_advantages(objective, batch, kl_coef=options.kl_coef)
+    contributions: list[Mapping[str, Metric]] = []
     if ranks.rank() == 0:  # every rank knows them, and they are to be counted once
         contributions.append(advantage_metrics(objective, batch))
         every_row = range(len(samples))
         contributions += _by_environment(
             batch, every_row, lambda rows: advantage_metrics(objective, batch.select(rows))
         )
+
+    # What samples begin with counts once for the routers' loss, so there it stands with each.
+    share = config.share_prefixes and config.router_aux_loss == 0
+    share = share and shares_prefixes(learner.model)
+    if critic is not None:
+        share = share and shares_prefixes(critic.model.backbone)
+    minibatches = [
+        rows
+        for epoch in range(config.num_epochs)
+        for rows in split_groups(batch.group_ids, config.num_minibatches, f"{options.seed}/{epoch}")
+    ]
+    plans = [own_share(samples, rows, config.token_budget, share=share) for rows in minibatches]
+    num_done, num_in_all = 0, sum(len(plan) for plan in plans)
+    updates, critic_updates = [], []
     for rows, plan in zip(minibatches, plans, strict=True):
-        step = prepare(objective, batch.select(rows), kl_coef=kl_coef)
+        step = prepare(objective, batch.select(rows), kl_coef=options.kl_coef)
         place = {row: index for index, row in enumerate(rows)}
+        num_tokens = sum(len(samples[row]) for row in rows)
         for chosen, weight in plan:
             micro = pack(samples, chosen, share=share)
-            counts = weight and context.current().rank == 0  # of ranks with the same rows, once
             # The whole batch, padded to its longest row, stays where it is: on the host.
             part = step.select([place[row] for row in chosen], micro.max_trained).to(device)
-            if policy_learns:
-                routed: list[Tensor] | None = [] if config.router_aux_loss else None
-                logprobs, entropy = sample_logprobs(
-                    model, micro, temperature=temperature, with_entropy=True, router_logits=routed
+            counts = weight and context.current().rank == 0  # of ranks with the same rows, once
+            if options.policy_learns:
+                portion = micro.num_tokens / num_tokens
+                output, logprobs, entropy = _learn(
+                    learner.model, micro, part, options, weight=weight, portion=portion
                 )
-                logprobs = trained_matrix(micro, logprobs)
-                entropy = None if entropy is None else trained_matrix(micro, entropy)
-                output = policy_loss(objective, part, logprobs, entropy, kl_coef=kl_coef)
-                loss = output.loss
-                if routed is not None:
-                    tokens = micro.num_tokens / sum(len(samples[row]) for row in rows)
-                    loss = loss + config.router_aux_loss * tokens * aux_loss(model, routed)
-                (weight * loss).backward()
                 if counts:
                     contributions.append(output.metrics)
-                    contributions += _by_environment(
-                        batch,
-                        chosen,
-                        functools.partial(
-                            _policy_metrics, objective, part, logprobs, entropy, kl_coef
-                        ),
-                    )
+                    measure = functools.partial(_policy_metrics, options, part, logprobs, entropy)
+                    contributions += _by_environment(batch, chosen, measure)
                     if signals is not None:
                         signals.take(chosen, part, logprobs, output.kept, number=num_done + 1)
             if critic is not None:
@@ -188,7 +154,7 @@ def update_policy(
             ranks.moved()
             if on_progress:
                 on_progress(num_done, num_in_all)
-        if policy_learns:
+        if options.policy_learns:
             updates.append(learner.step())
         if critic is not None:
             critic_updates.append(critic.step())
@@ -201,6 +167,82 @@ def update_policy(
         if (explained := explained_variance(objective, batch)) is not None:
             metrics["critic/explained_variance"] = explained
     return metrics
+
+
+def _evaluate(
+    model: PreTrainedModel, samples: Sequence[Sample], batch: Batch, options: UpdateOptions
+) -> None:
+    """Adds to the batch what the objective needs of the models as they are before the update."""
+    objective, config, temperature = options.objective, options.config, options.temperature
+    needs = objective.needs()
+    everywhere = functools.partial(_everywhere, samples, batch, config)
+
+    def logprobs_of(model: PreTrainedModel) -> Tensor:
+        return everywhere(
+            model, lambda micro: sample_logprobs(model, micro, temperature=temperature)[0]
+        )
+
+    # With one update the live log-probs are the old ones: the ratio is exactly 1 and a whole
+    # forward pass is saved. With several, they must be fixed before the first.
+    several = config.num_epochs * config.num_minibatches > 1
+    if several or options.own_logprobs or "old_logprobs" in needs:
+        batch.old_logprobs = logprobs_of(model)
+    if options.own_logprobs and batch.old_logprobs is not None:
+        batch.rollout_logprobs = batch.old_logprobs
+    if "old_entropy" in needs:
+        batch.old_entropy = everywhere(model, lambda micro: _entropy(model, micro, temperature))
+    if "sum_squared_probs" in needs:
+        batch.sum_squared_probs = everywhere(
+            model, lambda micro: _sum_squared_probs(model, micro, temperature)
+        )
+    if "ref_logprobs" in needs:
+        assert options.reference is not None
+        with without_adapter(options.reference):
+            batch.ref_logprobs = logprobs_of(options.reference)
+    if isinstance(options.teacher, TeacherServer):
+        told = torch.zeros_like(batch.rollout_logprobs)
+        if ranks.rank() == 0:  # it is asked once
+            told.copy_(options.teacher.logprobs(samples))
+        batch.teacher_logprobs = ranks.add_up(told)
+    elif options.teacher is not None:
+        batch.teacher_logprobs = logprobs_of(options.teacher)
+    if options.critic is not None:
+        critic = options.critic.model
+        batch.values = everywhere(critic.backbone, critic)
+        batch.returns = value_targets(objective, batch, kl_coef=options.kl_coef)
+
+
+def _learn(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    part: Batch,
+    options: UpdateOptions,
+    *,
+    weight: float,
+    portion: float,
+) -> tuple[LossOutput, Tensor, Tensor | None]:
+    """Adds a micro-batch's share to the gradient.
+
+    Args:
+        part: the micro-batch's rows, on the model's device.
+        weight: 0 where the pass is only run because other ranks run one.
+        portion: of the update's tokens, those in this micro-batch.
+
+    Returns:
+        The loss, and (B, T) log-probs and entropies of the trained tokens.
+    """
+    routed: list[Tensor] | None = [] if options.config.router_aux_loss else None
+    logprobs, entropy = sample_logprobs(
+        model, micro, temperature=options.temperature, with_entropy=True, router_logits=routed
+    )
+    logprobs = trained_matrix(micro, logprobs)
+    entropy = None if entropy is None else trained_matrix(micro, entropy)
+    output = policy_loss(options.objective, part, logprobs, entropy, kl_coef=options.kl_coef)
+    loss = output.loss
+    if routed is not None:
+        loss = loss + options.config.router_aux_loss * portion * aux_loss(model, routed)
+    (weight * loss).backward()
+    return output, logprobs, entropy
 
 
 def _by_environment(
@@ -223,18 +265,17 @@ def _by_environment(
 
 @torch.no_grad()
 def _policy_metrics(
-    objective: Objective,
+    options: UpdateOptions,
     part: Batch,
     logprobs: Tensor,
     entropy: Tensor | None,
-    kl_coef: float | None,
     rows: list[int],
 ) -> Mapping[str, Metric]:
     """Computes what some rows of a micro-batch add to the metrics of the loss."""
     index = torch.as_tensor(rows, device=logprobs.device)
     of_rows = None if entropy is None else entropy[index]
     return policy_loss(
-        objective, part.select(index), logprobs[index], of_rows, kl_coef=kl_coef
+        options.objective, part.select(index), logprobs[index], of_rows, kl_coef=options.kl_coef
     ).metrics
 
 

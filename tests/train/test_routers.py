@@ -13,7 +13,7 @@ from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
 from agentrl.train.routers import aux_loss, freeze_routers, require_aux_loss
-from agentrl.train.update import update_policy
+from agentrl.train.update import UpdateOptions, update_policy
 from agentrl.types import Sample
 
 
@@ -62,8 +62,8 @@ def test_it_moves_the_routers_where_nothing_else_would(tmp_path, weight):
     learner = Learner(model, config, total_updates=1)
     samples = make_samples()
     batch = make_batch(samples, current_version=1)
-    objective = PRESETS["grpo"]
-    update_policy(learner, samples, batch, objective, config, temperature=1.0, seed=0)
+    options = UpdateOptions(objective=PRESETS["grpo"], config=config, temperature=1.0, seed=0)
+    update_policy(learner, samples, batch, options)
     moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
     assert any(name.endswith("mlp.gate.weight") for name in moved) == (weight > 0)
     assert "lm_head.weight" not in moved

@@ -27,7 +27,7 @@ from agentrl.train.loop import train
 from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
 from agentrl.train.plan import pack
-from agentrl.train.update import update_policy
+from agentrl.train.update import UpdateOptions, update_policy
 from agentrl.types import Group, Sample, TokenRow, Trajectory, Turn
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
@@ -116,12 +116,9 @@ def update(groups, models, objective, settings=None, *, lr=1e-4, critic=None, **
         critic = make_critic(policy)
     samples, batch = batch_of(groups, objective)
     needs = objective.needs()
-    metrics = update_policy(
-        learner,
-        samples,
-        batch,
-        objective,
-        settings,
+    options = UpdateOptions(
+        objective=objective,
+        config=settings,
         temperature=TEMPERATURE,
         reference=teacher if "ref_logprobs" in needs else None,
         teacher=teacher if "teacher_logprobs" in needs else None,
@@ -129,6 +126,7 @@ def update(groups, models, objective, settings=None, *, lr=1e-4, critic=None, **
         seed=1,
         **kwargs,
     )
+    metrics = update_policy(learner, samples, batch, options)
     return learner, metrics, batch
 
 
@@ -168,9 +166,10 @@ def test_the_token_budget_changes_nothing(played, models, name):
     samples, batch = batch_of(played, objective)
     settings = TrainSection(learning_rate=1e-4, token_budget=48)
     cut = Learner(copy.deepcopy(models[0]), settings, total_updates=10)
-    cut_metrics = update_policy(
-        cut, samples, batch, objective, settings, temperature=TEMPERATURE, critic=given[1], seed=1
+    options = UpdateOptions(
+        objective=objective, config=settings, temperature=TEMPERATURE, critic=given[1], seed=1
     )
+    cut_metrics = update_policy(cut, samples, batch, options)
     assert cut_metrics.keys() == whole_metrics.keys()
     for key, value in whole_metrics.items():
         assert cut_metrics[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
