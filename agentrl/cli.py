@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_examples(commands)
     _add_agent(commands)
     from agentrl.algo.cli import add_algo_commands
-    from agentrl.data import add_data_commands
+    from agentrl.data.command import add_data_commands
     from agentrl.env.cli import add_env_commands
     from agentrl.launch import add_launch_command
     from agentrl.server_command import add_inference_commands

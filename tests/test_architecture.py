@@ -38,6 +38,7 @@ FOUNDATION = {
 }
 """Rooms of agentrl that all others may import from."""
 ALLOWED = {
+    "data": set(),
     "env": set(),
     "inference": set(),
     "algo": set(),
@@ -146,7 +147,7 @@ def test_packages_know_only_what_they_stand_on(package):
 
 @pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m).startswith("agentrl_")])
 def test_environments_and_rewards_stand_on_the_platform_alone(module):
-    allowed = {"env", "agentrl_rewards", *FOUNDATION, room_of(module)}
+    allowed = {"env", "data", "agentrl_rewards", *FOUNDATION, room_of(module)}
     # `agentrl swebench run` is a command beside the environment: it plays episodes itself.
     if module == "agentrl_swebench.solve":
         allowed.add("rollout")

@@ -14,7 +14,7 @@ from tokenizers_for_tests import make_tokenizer
 
 from agentrl.cli import main
 from agentrl.config import RunConfig, load_config
-from agentrl.env.hub import DATA_SETS
+from agentrl.data.hub import DATA_SETS
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))

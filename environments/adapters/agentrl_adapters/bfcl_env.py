@@ -14,10 +14,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.hub import DATA_SETS
+from agentrl.data.rows import read_rows
 from agentrl.env.base import EnvConfig, Environment
-from agentrl.env.hub import DATA_SETS
 from agentrl.env.registry import register
-from agentrl.env.rows import read_rows
 from agentrl.errors import DataError, GraderError
 from agentrl.types import JSON, Action, StepResult, Task, ToolCall, ToolSpec
 from agentrl_rewards.bfcl import TYPES, offered_name, why_wrong

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.hub import DATA_SETS, load_hub
-from agentrl.env.rows import ROW_SUFFIXES, read_rows
+from agentrl.data.hub import DATA_SETS, load_hub
+from agentrl.data.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl_swebench.adapters import adapter_of, unpacked
 

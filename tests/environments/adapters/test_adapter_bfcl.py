@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from agentrl.data import get
+from agentrl.data.command import get
+from agentrl.data.hub import DATA_SETS
 from agentrl.env import make
 from agentrl.env.episode import start_episode, take_turn
-from agentrl.env.hub import DATA_SETS
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Action, ToolCall
 from agentrl_adapters.bfcl_env import BfclConfig, BfclEnvironment

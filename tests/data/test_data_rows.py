@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.env.rows import read_rows
+from agentrl.data.rows import read_rows
 from agentrl.errors import ConfigError, DataError
 
 VALUES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)

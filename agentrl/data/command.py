@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.hub import DATA_SETS, DataSet, load_bfcl, load_hub
+from agentrl.data.hub import DATA_SETS, DataSet, load_bfcl, load_hub
 from agentrl.errors import ConfigError, DataError
 
 SUMS = "SHA256SUMS"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from agentrl.env.hub import how_to_get
+from agentrl.data.hub import how_to_get
 from agentrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

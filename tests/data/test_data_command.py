@@ -18,8 +18,8 @@ from pyarrow import parquet  # noqa: E402
 
 import agentrl.env  # noqa: E402
 from agentrl.cli import main  # noqa: E402
-from agentrl.data import SUMS, get  # noqa: E402
-from agentrl.env.hub import DATA_SETS, load_hub  # noqa: E402
+from agentrl.data.command import SUMS, get  # noqa: E402
+from agentrl.data.hub import DATA_SETS, load_hub  # noqa: E402
 from agentrl.errors import AgentRLError, ConfigError, DataError  # noqa: E402
 from agentrl_rewards.ifbench import ifbench  # noqa: E402
 from agentrl_rewards.instructions import ifeval  # noqa: E402
@@ -202,7 +202,7 @@ def test_the_official_rule_reads_what_is_written(name, tmp_path, capsys):
     copy, out = copy_of(name, tmp_path / "copy"), tmp_path / "out"
     assert main(["data", "get", name, "--from", str(copy), "--out", str(out)]) == 0
     told = capsys.readouterr().out.split("next: ")[1]
-    run = Path(__file__).parents[1] / "examples" / "quickstart" / "run.toml"
+    run = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
     command = ["eval", str(run), *shlex.split(told), "--eval.num_tasks", "2", "--env.config.tools"]
     assert main([*command, "false", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -333,7 +333,7 @@ def test_without_a_network_what_was_downloaded_before_is_used(tmp_path):
         "config, = made.iterdir()\n"
         "config.rename(made / 'main')\n"
         "made.rename(cache / 'openai___gsm8k')\n"
-        "from agentrl.env.hub import load_hub\n"
+        "from agentrl.data.hub import load_hub\n"
         "print(len(load_hub('openai/gsm8k', 'main')['train']))\n"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
