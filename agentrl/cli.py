@@ -107,20 +107,34 @@ def _print_help(parser: argparse.ArgumentParser) -> int:
 
 
 class _HelpWithKeys(argparse.Action):
-    """--help with every key of the configuration; reading it needs pydantic, so only when asked."""
+    """--help with keys of the configuration; reading it needs pydantic, so only when asked."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option: str | None = None,
+    ) -> None:
         parser.print_help()
         from rich.console import Console
         from rich.padding import Padding
         from rich.text import Text
 
-        from agentrl.config import valid_keys
+        from agentrl.config.load import FIRST_KEYS, valid_keys
 
+        keys = valid_keys()
         console = Console(highlight=False)
-        console.print("\nkeys of a run file, with their defaults:")
+        if option == "--help-all":
+            console.print("\nkeys of a run file, with their defaults:")
+        else:
+            console.print(
+                f"\nkeys of a run file that people set first, with their defaults (--help-all "
+                f"shows all {len(keys)}):"
+            )
+            keys = {key: keys[key] for key in FIRST_KEYS}
         section = ""
-        for key, (default, meaning) in valid_keys().items():
+        for key, (default, meaning) in keys.items():
             if key.split(".")[0] != section:
                 section = key.split(".")[0]
                 console.print(f"\n[bold]\\[{section}][/]")
@@ -153,6 +167,9 @@ def _add_run_command(
     )
     command.add_argument("run_file", type=Path, metavar="RUN.toml", help="configuration of the run")
     command.add_argument("-h", "--help", action=_HelpWithKeys, nargs=0, help="show this help")
+    command.add_argument(
+        "--help-all", action=_HelpWithKeys, nargs=0, help="show this help with every key"
+    )
     command.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and stop"
     )

@@ -19,7 +19,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from agentrl.cli import _parser
-from agentrl.config import RunConfig, valid_keys
+from agentrl.config import RunConfig
+from agentrl.config.load import FIRST_KEYS, valid_keys
 from agentrl.errors import DataError
 from agentrl.glossary import METRICS
 
@@ -41,8 +42,20 @@ def configuration() -> str:
         "The keys of `[objective]` are explained with their formulas in",
         "[algorithms.md](algorithms.md).",
     ]
+    keys = valid_keys()
+    lines += [
+        "",
+        "## Keys that people set first",
+        "",
+        "`agentrl train --help` shows these, `--help-all` every key. The sections below have all.",
+        "",
+        "| key | type | default | |",
+        "|---|---|---|---|",
+    ]
+    for key in FIRST_KEYS:
+        lines.append(_row(key, key, *keys[key]))
     section = ""
-    for key, (default, text) in valid_keys().items():
+    for key, (default, text) in keys.items():
         parent, _, name = key.rpartition(".")
         if parent != section:
             section = parent
@@ -50,10 +63,14 @@ def configuration() -> str:
             own = "" if about == BaseModel.__doc__ else " ".join(about.split())
             lines += ["", f"## [{section}]", ""] + ([own, ""] if own else [])
             lines += ["| key | type | default | |", "|---|---|---|---|"]
-        kind = _kind(_section(parent), name)
-        cells = (f"`{name}`", kind, f"`{default}`", text)
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        lines.append(_row(key, name, default, text))
     return "\n".join(lines) + "\n"
+
+
+def _row(key: str, shown: str, default: str, text: str) -> str:
+    parent, _, name = key.rpartition(".")
+    cells = (f"`{shown}`", _kind(_section(parent), name), f"`{default}`", text)
+    return "| " + " | ".join(map(_cell, cells)) + " |"
 
 
 def _cell(text: str) -> str:

@@ -224,6 +224,21 @@ def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str
     return keys
 
 
+FIRST_KEYS = (
+    *("run.name", "run.seed", "run.num_steps", "run.save_every", "run.eval_every", "run.keep_best"),
+    *("run.resume", "model.path", "model.dtype", "model.device", "model.gradient_checkpointing"),
+    *("model.lora.rank", "env.id", "env.url", "env.split", "env.config"),
+    *("rollout.groups_per_step", "rollout.group_size", "rollout.max_concurrent"),
+    *("rollout.max_turns", "rollout.max_turn_tokens", "rollout.max_context_tokens"),
+    *("rollout.temperature", "rollout.keep", "rollout.max_staleness", "agent.run"),
+    *("inference.backend", "inference.urls", "inference.python", "inference.num_servers"),
+    *("reward.functions", "objective.preset", "objective.kl.coef", "train.learning_rate"),
+    *("train.token_budget", "train.num_epochs", "train.num_minibatches"),
+    *("eval.num_tasks", "eval.samples_per_task", "track.sinks"),
+)
+"""The keys that people set first; `--help` shows these, and `--help-all` every key."""
+
+
 def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, tuple[str, str]]:
     """Every dotted key with its default and its description, in the order of definition."""
     keys: dict[str, tuple[str, str]] = {}

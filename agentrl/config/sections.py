@@ -636,22 +636,10 @@ class ParallelSection(Section):
     context: PositiveInt = 1
     """Neighbouring ranks that hold one row together, each a slice of it: for rows too long for one
     device. Each needs the activations of `token_budget / context` tokens (docs/scaling.md)."""
-    tensor: Literal[1] = 1
-    """Ranks that share one matrix. Only 1 works so far."""
     meeting_s: Seconds = 300.0
     """Ranks that are started together find each other within this time, or each of them ends."""
     deadline_s: Seconds = 1800.0
     """A rank that the others wait for so long is taken for hung, and the run ends."""
-
-    @field_validator("tensor", mode="before")
-    @classmethod
-    def _not_yet(cls, value: object) -> object:
-        if value != 1:
-            raise ValueError(
-                "tensor parallelism is not supported yet; leave it at 1, and for long rows set "
-                "model.gradient_checkpointing = true, or train.parallel.context"
-            )
-        return value
 
 
 class TrainSection(Section):
