@@ -60,7 +60,7 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
     if source.is_dir() and out.suffix == ".atif":
         return _to_atif(out, *open_episodes(source))  # one by one: a training run has many
     if source.is_dir():
-        config, trajectories = read_evaluation(source)
+        config, trajectories = read_evaluation(source, images=True)
     elif source.suffix == ".eval":
         config, trajectories = read_inspect(source, score)
     elif source.suffix == ".jsonl":

@@ -16,12 +16,13 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import os
 import re
 import secrets
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,16 @@ class Image:
 
 
 def read_image(
-    data: bytes, *, max_bytes: int = MAX_IMAGE_BYTES, max_pixels: int = MAX_IMAGE_PIXELS
+    data: bytes,
+    *,
+    max_bytes: int = MAX_IMAGE_BYTES,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    decode: bool = True,
 ) -> Image:
     """Checks an image file and decodes it once.
+
+    Args:
+        decode: false looks at the header only.
 
     Raises:
         ImageError: it is too large, is not a PNG or JPEG file, holds several frames, or is damaged.
@@ -102,7 +110,8 @@ def read_image(
         if (frames := getattr(picture, "n_frames", 1)) != 1:
             raise ImageError(f"the image has {frames} frames; send one of them")
         try:
-            picture.load()
+            if decode:
+                picture.load()
         except _DAMAGE as error:
             raise _damaged(error) from error
     return Image(data, media_type, width, height)
@@ -200,7 +209,10 @@ def _read_part(part: Mapping[str, Any], store: ImageStore | None) -> Image:
         if store is None:
             raise ImageError(f"image {part['sha256'][:64]} is only a hash here, without its bytes")
         return store.get(part["sha256"])
-    url: str = part["image_url"]["url"]
+    return _read_url(part["image_url"]["url"])
+
+
+def _read_url(url: str, *, decode: bool = True) -> Image:
     head = _DATA_URL.match(url)
     if head is None:
         raise ImageError(
@@ -214,7 +226,38 @@ def _read_part(part: Mapping[str, Any], store: ImageStore | None) -> Image:
         data = base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"an image's url is not valid base64: {error}") from error
-    return read_image(data)
+    return read_image(data, decode=decode)
+
+
+def shown_text(content: object) -> str:
+    """Returns a content as a reader of a log sees it, whatever shape an agent gave it: images are
+    numbered, other parts that are no text are JSON."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    texts, number = [], 0
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            texts.append(str(part.get("text")))
+        elif kind == "image":
+            number += 1
+            texts.append(f"[image {number}]")
+        else:
+            texts.append(json.dumps(part, default=str))
+    return "".join(texts)
+
+
+def shown_images(content: object) -> list[str]:
+    """Returns the hashes of a logged content's images, in order; "" for one that is not a hash."""
+    if not isinstance(content, list):
+        return []
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "image"]
+    return [part["sha256"] if is_sha256(part.get("sha256")) else "" for part in parts]
+
+
+def is_sha256(value: object) -> bool:
+    """Tells whether a value from a file or a request is a hash, and so no path of another file."""
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 class ImageStore:
@@ -243,13 +286,79 @@ class ImageStore:
         Raises:
             DataError: the store does not have it, or its file was changed.
         """
-        if not _SHA256.fullmatch(sha256):  # it comes from a file and becomes a path
+        return read_image(self.read(sha256)[0])
+
+    def read(self, sha256: str) -> tuple[bytes, str]:
+        """Returns the bytes of an image and their media type, without decoding them.
+
+        Raises:
+            DataError: as `get`.
+        """
+        if not is_sha256(sha256):
             raise DataError(f"{self.folder}: {sha256[:80]!r} is not the hash of an image")
-        paths = [self.folder / (sha256 + suffix) for suffix in _SUFFIXES.values()]
-        path = next((each for each in paths if each.exists()), None)
-        if path is None:
-            raise DataError(f"{self.folder} lacks image {sha256}; copy the folder with the run")
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise DataError(f"{path} is damaged: its content does not have the hash of its name")
-        return read_image(data)
+        for media_type, suffix in _SUFFIXES.items():
+            path = self.folder / (sha256 + suffix)
+            if path.exists():
+                data = path.read_bytes()
+                if hashlib.sha256(data).hexdigest() != sha256:
+                    raise DataError(
+                        f"{path} is damaged: its content does not have the hash of its name"
+                    )
+                return data, media_type
+        raise DataError(f"{self.folder} lacks image {sha256}; copy the folder with the run")
+
+    def take_over(self, other: ImageStore) -> None:
+        """Keeps every image of another store as well."""
+        for path in other.folder.glob("[0-9a-f]*.*") if other.folder != self.folder else ():
+            self.put(other.get(path.stem))
+
+    def with_hashes(self, messages: Sequence[Any], known: dict[str, str]) -> list[Any]:
+        """Returns messages with the hashes of their images, which are kept here, in their place.
+
+        What is not an image that can be read, as an agent may have sent it, stays as it is.
+
+        Args:
+            known: hashes by data URL, which grows: most messages of a step show the same images.
+        """
+
+        def change(part: Any) -> Any:
+            if not isinstance(part, Mapping) or part.get("type") != "image_url":
+                return part
+            try:
+                url = part["image_url"]["url"]
+                if url not in known:
+                    known[url] = self.put(_read_url(url, decode=False))
+            except (ImageError, KeyError, TypeError):
+                return part
+            return {"type": "image", "sha256": known[url]}
+
+        return _with_parts(messages, change)
+
+    def with_bytes(self, messages: Sequence[Any], known: dict[str, Any]) -> list[Any]:
+        """Returns messages as they were before `with_hashes`.
+
+        Args:
+            known: parts by hash, which grows.
+
+        Raises:
+            DataError: the store lacks an image.
+        """
+
+        def change(part: Any) -> Any:
+            if not isinstance(part, Mapping) or part.get("type") != "image":
+                return part
+            sha256 = part["sha256"]
+            if sha256 not in known:
+                known[sha256] = image_part(self.get(sha256))
+            return known[sha256]
+
+        return _with_parts(messages, change)
+
+
+def _with_parts(messages: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
+    return [
+        {**message, "content": [change(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]

@@ -79,7 +79,7 @@ def regrade(
 
 def regrade_command(folder: Path, overrides: list[str], *, as_json: bool) -> int:
     """`agentrl regrade`: grade, write both averages and what changed, print them."""
-    before, trajectories = read_evaluation(folder)
+    before, trajectories = read_evaluation(folder, images=True)
     config = load_config(folder / CONFIG_FILE, overrides)
     graded, verdicts = regrade(config, trajectories)
     changed = [each for each in verdicts if each.before != each.after]

@@ -139,7 +139,7 @@ class Towers:
             if not image.pixels:
                 raise TrainingError(
                     "a row that was read back from the trajectory log shows an image, whose pixels "
-                    "are not in it; train it in the run that sampled it"
+                    "are not in it; compute them with agentrl.rollout.processor.restore_pixels"
                 )
             if image.sha256 not in self._features:
                 pixels = {

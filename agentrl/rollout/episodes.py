@@ -17,6 +17,7 @@ from pathlib import Path
 
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.rollout.log import (
     INDEX_FILE,
     TrajectoryLog,
@@ -113,11 +114,12 @@ class EpisodeLog:
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written: {error.strerror}") from error
         folders = [self.folder] if shard else [folder, *sorted(folder.glob("shard_*_of_*"))]
+        self._log = TrajectoryLog(self.folder)
         for each in folders:
             if each != self.folder:
                 _require_same(each / CONFIG_FILE, config)
+                self._log.images.take_over(ImageStore(each / IMAGES_FOLDER))
             self._take_over(each)
-        self._log = TrajectoryLog(self.folder)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
         """Appends episodes that ended; those that were stopped with this process are left out."""
@@ -131,7 +133,7 @@ class EpisodeLog:
         directory = self.folder / "trajectories"
         scratch = self.folder / ".finished"
         shutil.rmtree(scratch, ignore_errors=True)
-        TrajectoryLog(scratch).append(0, trajectories)
+        TrajectoryLog(scratch, images=self._log.images).append(0, trajectories)
         # Without an index it is made from the records, so it goes first and comes last.
         (directory / INDEX_FILE).unlink(missing_ok=True)
         os.replace(step_file(scratch / "trajectories", 0), step_file(directory, 0))
@@ -161,17 +163,20 @@ def plays_again(trajectory: Trajectory) -> bool:
     return trajectory.error is not None and trajectory.error.code not in _FAILED_FOR_GOOD
 
 
-def read_evaluation(folder: Path) -> tuple[RunConfig, list[Trajectory]]:
+def read_evaluation(folder: Path, *, images: bool = False) -> tuple[RunConfig, list[Trajectory]]:
     """Returns what an evaluation's folder holds: its configuration and its episodes.
+
+    Args:
+        images: as `read_trajectories`.
 
     Raises:
         DataError: there is none, or a record is damaged.
     """
-    config, episodes = open_episodes(folder)
+    config, episodes = open_episodes(folder, images=images)
     return config, list({t.trajectory_id: t for t in episodes}.values())
 
 
-def open_episodes(folder: Path) -> tuple[RunConfig, Iterator[Trajectory]]:
+def open_episodes(folder: Path, *, images: bool = False) -> tuple[RunConfig, Iterator[Trajectory]]:
     """Returns the configuration of an evaluation or a run, and its episodes as they are read.
 
     Of those with the same id the last one counts.
@@ -185,7 +190,7 @@ def open_episodes(folder: Path) -> tuple[RunConfig, Iterator[Trajectory]]:
         trajectory
         for each in (folder, *sorted(folder.glob("shard_*_of_*")))
         if (each / "trajectories").is_dir()
-        for _, trajectory in read_trajectories(each)
+        for _, trajectory in read_trajectories(each, images=images)
     )
     return load_config(folder / CONFIG_FILE, []), episodes
 

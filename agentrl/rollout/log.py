@@ -3,7 +3,8 @@
 `run_dir/trajectories/step_000012.msgpack.zst` holds one record per trajectory: a little-endian
 header of two uint32 (length and CRC-32 of the payload), then a zstd frame of MessagePack. A file
 cut by a kill loses at most its last record. Arrays are stored as raw little-endian bytes, so
-that they come back bit for bit.
+that they come back bit for bit. Images of messages lie in `run_dir/images/`, each once; a record
+has their hashes.
 
 `run_dir/trajectories/index.jsonl` has one `TrajectoryEntry` per line, appended after the record, so
 that a hundred thousand trajectories can be listed and searched without reading them
@@ -26,6 +27,7 @@ import numpy as np
 import zstandard
 
 from agentrl.errors import DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore, shown_text
 from agentrl.types import (
     RowArrays,
     ShownImage,
@@ -91,7 +93,7 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
         for logprob, version in zip(row.rollout_logprobs, row.policy_versions, strict=True)
         if version >= 0
     ]
-    said = (str(message.get("content") or "") for message in reversed(trajectory.messages))
+    said = (shown_text(message.get("content")) for message in reversed(trajectory.messages))
     return TrajectoryEntry(
         step=step,
         offset=offset,
@@ -120,14 +122,18 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
 class TrajectoryLog:
     """Appends trajectories to a run directory. Records of one step go to one file."""
 
-    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, *, resume_step: int = 0, images: ImageStore | None = None
+    ) -> None:
         """
         Args:
             resume_step: last step whose trajectories are kept. Later files are of steps that a
                 resumed run will play again.
+            images: where their images are kept; None: the run's own.
         """
         self.directory = run_dir / "trajectories"
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.images = images or ImageStore(run_dir / IMAGES_FOLDER)
         self._compressor = zstandard.ZstdCompressor(level=3)
         for path, step in step_files(self.directory):
             if step > resume_step:
@@ -145,6 +151,8 @@ class TrajectoryLog:
 
     def append(self, step: int, trajectories: list[Trajectory]) -> None:
         """Write the records in one call, so that a kill cuts at most one of them."""
+        known: dict[str, str] = {}
+        trajectories = [self._with_hashes(trajectory, known) for trajectory in trajectories]
         frames = [
             frame(self._compressor.compress(msgspec.msgpack.encode(_to_record(trajectory))))
             for trajectory in trajectories
@@ -160,6 +168,12 @@ class TrajectoryLog:
         with open(self.directory / INDEX_FILE, "ab") as file:
             file.write(b"".join(lines))
 
+    def _with_hashes(self, trajectory: Trajectory, known: dict[str, str]) -> Trajectory:
+        with_hashes = self.images.with_hashes
+        rows = trajectory.branches
+        rows = [replace(row, messages=with_hashes(row.messages, known)) for row in rows]
+        return replace(trajectory, branches=rows)
+
 
 def _step(line: bytes) -> int:
     """Returns the step of a line of the index; -1 where it is damaged."""
@@ -170,20 +184,26 @@ def _step(line: bytes) -> int:
 
 
 def read_trajectories(
-    run_dir: Path | str, *, steps: range | None = None
+    run_dir: Path | str, *, steps: range | None = None, images: bool = False
 ) -> Iterator[tuple[int, Trajectory]]:
     """Yield `(step, trajectory)` in the order in which they were written.
 
+    Args:
+        images: show images in messages as they were played, in place of their hashes.
+
     Raises:
-        DataError: a record in the middle of a file is damaged, or there is no log. A cut record
-            at a file's end is what a kill leaves and is skipped.
+        DataError: a record in the middle of a file is damaged, an image is missing, or there is no
+            log. A cut record at a file's end is what a kill leaves and is skipped.
     """
     directory = Path(run_dir) / "trajectories"
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; is {run_dir} a run directory?")
+    store, known = ImageStore(Path(run_dir) / IMAGES_FOLDER), {}
     for path, step in step_files(directory):
         if steps is None or step in steps:
             for _, _, trajectory in read_records(path):
+                for row in trajectory.branches if images else ():
+                    row.messages = store.with_bytes(row.messages, known)
                 yield step, trajectory
 
 
@@ -286,7 +306,9 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
             "fork_at": row.fork_at,
             "messages": row.messages,
             # Without pixels, which are made again of the images in the messages.
-            "images": [(each.sha256, each.start, each.end) for each in row.images],
+            "images": [
+                (each.sha256, each.start, each.end, each.pixels_sha256) for each in row.images
+            ],
         }
         for row in trajectory.branches
     ]
@@ -315,7 +337,10 @@ def _from_record(record: dict[str, Any]) -> Trajectory:
             branch_of=row["branch_of"],
             fork_at=row["fork_at"],
             messages=row["messages"],
-            images=[ShownImage(*each, pixels={}) for each in row.get("images", ())],
+            images=[
+                ShownImage(sha256, start, end, {}, pixels)
+                for sha256, start, end, pixels in row.get("images", ())
+            ],
         )
         for row in record.pop("branches")
     ]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import ConfigError
-from agentrl.images import Image, content_images, content_text
-from agentrl.types import Message, ShownImage
+from agentrl.images import Image, ImageStore, content_images, content_text
+from agentrl.types import Message, ShownImage, TokenRow, Trajectory
 
 MAX_KEPT = 256
 """Images whose pixels are kept: a group shows the same ones again and again."""
@@ -42,7 +43,7 @@ class Processor:
                 "tokenizer does not read as one token; add it to the tokenizer's special tokens"
             )
         self.marker_id: int = ids[0]
-        self._kept: OrderedDict[str, tuple[list[int], dict[str, np.ndarray]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[list[int], dict[str, np.ndarray], str]] = OrderedDict()
 
     def show(
         self, ids: list[int], messages: list[Message], start: int
@@ -75,14 +76,14 @@ class Processor:
                 row.append(each)
                 continue
             image = next(queue)
-            tokens, pixels = self.read(image)
+            tokens, pixels, sha256 = self.read(image)
             at = start + len(row)
-            shown.append(ShownImage(image.sha256, at, at + len(tokens), pixels))
+            shown.append(ShownImage(image.sha256, at, at + len(tokens), pixels, sha256))
             row += tokens
         return row, shown
 
-    def read(self, image: Image) -> tuple[list[int], dict[str, np.ndarray]]:
-        """Returns the tokens that stand for an image, and its pixels."""
+    def read(self, image: Image) -> tuple[list[int], dict[str, np.ndarray], str]:
+        """Returns the tokens that stand for an image, its pixels, and their hash."""
         if image.sha256 in self._kept:
             self._kept.move_to_end(image.sha256)
             return self._kept[image.sha256]
@@ -97,7 +98,7 @@ class Processor:
         )
         ids = made.pop("input_ids")[0].tolist()
         pixels = {name: made[name] for name in made if name in _OF_TOWERS}
-        self._kept[image.sha256] = ids, pixels
+        self._kept[image.sha256] = ids, pixels, pixels_sha256(pixels)
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
         return self._kept[image.sha256]
@@ -106,14 +107,48 @@ class Processor:
 _OF_TOWERS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
 
 
-def pixels_sha256(image: ShownImage) -> str:
-    """A hash of what the tower reads: whoever computes the same pixels has the same."""
+def pixels_sha256(pixels: Mapping[str, np.ndarray]) -> str:
+    """Returns a hash of what the tower reads: whoever computes the same pixels has the same."""
     digest = hashlib.sha256()
-    for name in sorted(image.pixels):
-        values = np.ascontiguousarray(image.pixels[name])
+    for name in sorted(pixels):
+        values = np.ascontiguousarray(pixels[name])
         digest.update(f"{name} {values.dtype} {values.shape} ".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()
+
+
+def restore_pixels(
+    trajectories: Sequence[Trajectory], store: ImageStore, processor: Processor | None
+) -> None:
+    """Computes the pixels of rows that were read from a run's log.
+
+    Raises:
+        ConfigError: the model takes no images, or its processor makes other tokens or pixels of an
+            image than that with which the row was sampled.
+        DataError: the store lacks an image.
+    """
+    for trajectory in trajectories:
+        for row in trajectory.branches:
+            row.images = [_with_pixels(row, each, store, processor) for each in row.images]
+
+
+def _with_pixels(
+    row: TokenRow, shown: ShownImage, store: ImageStore, processor: Processor | None
+) -> ShownImage:
+    if processor is None:
+        raise ConfigError(
+            "a recorded row shows an image, and the model takes none; name in model.path the model "
+            "that sampled it"
+        )
+    ids, pixels, sha256 = processor.read(store.get(shown.sha256))
+    if sha256 != shown.pixels_sha256 or ids != row.token_ids[shown.start : shown.end]:
+        raise ConfigError(
+            f"image {shown.sha256} was sampled with {shown.end - shown.start} tokens and pixels of "
+            f"hash {shown.pixels_sha256}, and the model's processor makes {len(ids)} tokens and "
+            f"pixels of hash {sha256} of it: use the processor (preprocessor_config.json) and the "
+            "version of transformers of the run that recorded it"
+        )
+    return replace(shown, pixels=pixels, pixels_sha256=sha256)
 
 
 def with_markers(messages: Sequence[Message], *, takes_images: bool) -> list[Message]:

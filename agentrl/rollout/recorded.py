@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.rollout.log import read_trajectories, step_file
 from agentrl.rollout.mixture import Mixture, Quotas
+from agentrl.rollout.processor import Processor, restore_pixels
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.types import JSON, Group, Trajectory, environment_of
 
@@ -28,6 +30,8 @@ class RecordedMixture(Mixture):
         super().__init__([], Quotas([], 0), None)
         self._run_dir = run_dir
         self._names = names
+        self.processor: Processor | None = None
+        """Of the model, where it takes images."""
         missing = [
             step
             for step in range(1, num_steps + 1)
@@ -43,7 +47,7 @@ class RecordedMixture(Mixture):
         self, step: int, on_progress: Callable[[int, int], None]
     ) -> dict[str, RolloutBatch]:
         """Reads the step's trajectories."""
-        played = [t for _, t in read_trajectories(self._run_dir, steps=range(step, step + 1))]
+        played = recorded_step(self._run_dir, step, self.processor)
         on_progress(len(played), len(played))
         return {name: recorded_batch(part) for name, part in self._by_environment(played).items()}
 
@@ -67,6 +71,19 @@ class RecordedMixture(Mixture):
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """A replay goes on by the number of the step alone."""
+
+
+def recorded_step(run_dir: Path, step: int, processor: Processor | None) -> list[Trajectory]:
+    """Returns the trajectories of a step as they were when it trained on them.
+
+    Raises:
+        ConfigError: see `restore_pixels`.
+        DataError: a record is damaged, or an image is missing.
+    """
+    steps = range(step, step + 1)
+    played = [t for _, t in read_trajectories(run_dir, steps=steps, images=True)]
+    restore_pixels(played, ImageStore(run_dir / IMAGES_FOLDER), processor)
+    return played
 
 
 def recorded_batch(trajectories: list[Trajectory]) -> RolloutBatch:

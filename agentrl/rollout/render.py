@@ -88,6 +88,7 @@ class Renderer:
             end token.
         history: `append_only` or `fork`, what the self-test found, or later an audit.
         num_audited: turns that an audit compared with the whole render.
+        processor: of a vision-language model; None for one that takes no images.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Renderer:
             else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )
         self._decode = (tokenizer if backend is None else backend).decode
-        self._processor = processor
+        self.processor = processor
         self._as_parts = processor is not None and self._takes_parts_only()
         source = str(self.template_kwargs.get("chat_template", tokenizer.chat_template))
         self.template = Template(
@@ -252,12 +253,12 @@ class Renderer:
             ids: rendered from these messages, with one marker for each image.
             start: position of the first id in its row.
         """
-        if self._processor is None:
+        if self.processor is None:
             return ids, []
-        return self._processor.show(ids, messages, start)
+        return self.processor.show(ids, messages, start)
 
     def _marked(self, messages: list[Message]) -> list[Message]:
-        return with_markers(messages, takes_images=self._processor is not None)
+        return with_markers(messages, takes_images=self.processor is not None)
 
     def _takes_parts_only(self) -> bool:
         """Tells whether the template writes contents that are lists of parts, and no others."""

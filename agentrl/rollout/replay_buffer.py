@@ -14,8 +14,8 @@ import numpy as np
 
 from agentrl.config import RolloutSection
 from agentrl.errors import DataError
-from agentrl.rollout.log import read_trajectories
-from agentrl.rollout.recorded import recorded_batch
+from agentrl.rollout.processor import Processor
+from agentrl.rollout.recorded import recorded_batch, recorded_step
 from agentrl.types import JSON, Group
 
 
@@ -54,16 +54,22 @@ class ReplayBuffer:
         """Returns the state from which `restore` goes on."""
         return [[step, group.group_id] for step, group in self._held]
 
-    def restore(self, saved: Iterable[Any], run_dir: Path) -> None:
+    def restore(
+        self, saved: Iterable[Any], run_dir: Path, processor: Processor | None = None
+    ) -> None:
         """Go on where `state` was taken.
 
+        Args:
+            processor: of the model, where it takes images.
+
         Raises:
-            DataError: the run's log lacks a group.
+            ConfigError: its processor is not that of the run.
+            DataError: the run's log lacks a group or an image.
         """
         held = [(int(step), str(group_id)) for step, group_id in saved]
         groups: dict[tuple[int, str], Group] = {}
         for step in sorted({step for step, _ in held}):
-            played = [t for _, t in read_trajectories(run_dir, steps=range(step, step + 1))]
+            played = recorded_step(run_dir, step, processor)
             groups |= {(step, group.group_id): group for group in recorded_batch(played).groups}
         if missing := [at for at in held if at not in groups]:
             raise DataError(

@@ -188,6 +188,8 @@ async def assemble(
         stop_token_ids=rollout.stop_token_ids,
         processor=load_processor(config.model.path, tokenizer),
     )
+    if recorded is not None:
+        recorded.processor = renderer.processor
     for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):
             await require_shown_tools(envs[name], alone, renderer)
@@ -413,7 +415,7 @@ def restore(run: Run) -> int:
     run.mixture.restore(state.data_position)
     if run.replay is not None:
         held: Any = state.data_position.get(REPLAY, [])
-        run.replay.restore(held, run.run_dir)
+        run.replay.restore(held, run.run_dir, run.renderer.processor)
     run.trainer.restore_counters(state)
     if run.serving.sleeps:  # moments are restored to where their weights are
         leave_device(run.trainer)

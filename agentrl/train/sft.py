@@ -19,13 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from agentrl.config import LoraSection, TrainSection, load_config
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
+from agentrl.rollout.processor import restore_pixels
 from agentrl.rollout.recorded import best_trajectories
 from agentrl.rollout.render import Renderer
 from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.lora import add_adapter
 from agentrl.train.model import (
     load_model,
+    load_processor,
     load_tokenizer,
     merge_adapter,
     require_empty,
@@ -97,8 +100,10 @@ def sft(
         model_path = model_path or recorded
         _require_same_tokens(model_path, recorded)
         chosen = best_trajectories(run_dir, best, min_reward)
-        samples = [sample for trajectory in chosen for sample in samples_of(trajectory)]
         tokenizer = load_tokenizer(model_path, chat_template)
+        images = ImageStore(run_dir / IMAGES_FOLDER)
+        restore_pixels(chosen, images, load_processor(model_path, tokenizer))
+        samples = [sample for trajectory in chosen for sample in samples_of(trajectory)]
     else:
         raise ConfigError(
             "sft learns from DEMOS.jsonl with --model, or from a run with --from; give one of them"

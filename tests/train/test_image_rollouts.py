@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 
 from agentrl.errors import ConfigError, InferenceError, TrainingError
-from agentrl.images import content_images, image_part
+from agentrl.images import ImageStore, content_images, image_part
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.embedded import EmbeddedEngine
-from agentrl.rollout.log import _from_record, _to_record
-from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.processor import pixels_sha256
+from agentrl.rollout import TrajectoryLog, read_trajectories
+from agentrl.rollout.policy import TokenPolicy, _before_other_images
+from agentrl.rollout.processor import pixels_sha256, restore_pixels
 from agentrl.rollout.render import Renderer
 from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.model import (
@@ -32,7 +33,7 @@ from agentrl.train.model import (
 from agentrl.train.plan import pack
 from agentrl.train.state import _config_files
 from agentrl.train.teacher import TeacherServer
-from agentrl.types import Message, StopReason, Trajectory, samples_of
+from agentrl.types import Message, ShownImage, StopReason, Trajectory, samples_of
 from tests.tokenizers_for_tests import make_tokenizer
 from tests.vision_models import WITH_PROCESSORS, save_with_processor
 
@@ -153,8 +154,8 @@ def test_pixels_have_a_hash_of_what_the_tower_reads(folder: str) -> None:
     renderer = make_renderer(folder)
     engine: Any = Says(renderer)
     one, other = (play(TokenPolicy(engine, renderer, 64, 1000)).branches[0] for _ in range(2))
-    hashes = [pixels_sha256(image) for image in one.images]
-    assert hashes == [pixels_sha256(image) for image in other.images]
+    hashes = [image.pixels_sha256 for image in one.images]
+    assert hashes == [pixels_sha256(image.pixels) for image in other.images]
     assert len(set(hashes)) == 2
 
 
@@ -175,25 +176,59 @@ def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
     for path in (folder, str(tmp_path / "saved")):
         processor = load_processor(path, load_tokenizer(path))
         assert processor is not None
-        ids, pixels = processor.read(image)
+        ids, pixels, _ = processor.read(image)
         assert ids.count(model.config.image_token_id) > 1
         assert {"pixel_values"} < set(pixels)
     assert "processor_config.json" in _config_files(model)
 
 
-def test_a_row_that_was_read_back_is_not_trained_without_its_pixels(
+def test_a_row_that_was_read_back_is_trained_with_the_same_pixels_or_not_at_all(
     folder: str, tmp_path: Path
 ) -> None:
     renderer = make_renderer(folder)
     engine: Any = Says(renderer)
     played = play(TokenPolicy(engine, renderer, 64, 1000))
     played.stop_reason = StopReason.TERMINATED
-    read = _from_record(msgspec.msgpack.decode(msgspec.msgpack.encode(_to_record(played))))
+    TrajectoryLog(tmp_path).append(1, [played])
+    ((_, read),) = read_trajectories(tmp_path, images=True)
     (sample,), (before,) = samples_of(read), samples_of(played)
-    places = [(image.sha256, image.start, image.end) for image in sample.images]
-    assert places == [(image.sha256, image.start, image.end) for image in before.images]
+    assert read.messages == played.messages
     model = load_model(folder, dtype=torch.float32, device="cpu")
     with pytest.raises(TrainingError, match="read back"):
         sample_logprobs(model, pack([sample], [0]), temperature=1.0)
     with pytest.raises(ConfigError, match=r"teacher\.path"):
         TeacherServer("http://127.0.0.1:9", model="teacher").logprobs([before])
+
+    store = ImageStore(tmp_path / "images")
+    restore_pixels([read], store, make_renderer(folder).processor)
+    for mine, its in zip(read.branches[0].images, played.branches[0].images, strict=True):
+        assert (mine.sha256, mine.start, mine.end) == (its.sha256, its.start, its.end)
+        assert all(np.array_equal(mine.pixels[name], its.pixels[name]) for name in its.pixels)
+    with pytest.raises(ConfigError, match="takes none"):
+        restore_pixels([read], store, None)
+    # A processor of another mean makes as many tokens, and other pixels.
+    other = Path(shutil.copytree(folder, tmp_path / "other")) / "processor_config.json"
+    settings = json.loads(other.read_text())
+    settings["image_processor"]["image_mean"] = [0.1, 0.1, 0.1]
+    other.write_text(json.dumps(settings))
+    processor = make_renderer(str(other.parent)).processor
+    assert processor is not None
+    theirs = processor.read(store.get(read.branches[0].images[0].sha256))[2]
+    ours = played.branches[0].images[0].pixels_sha256
+    with pytest.raises(ConfigError, match=f"{ours}.*{theirs}"):
+        restore_pixels([read], store, processor)
+
+
+def test_a_fork_begins_before_images_that_differ() -> None:
+    def shown(*starts: tuple[int, str]) -> list[ShownImage]:
+        return [ShownImage(sha256, start, start + 4, {}) for start, sha256 in starts]
+
+    old = shown((2, "a"), (8, "b"))
+    assert _before_other_images(old, old, 14) == 14
+    assert _before_other_images(old, shown((2, "a"), (8, "c")), 14) == 8
+    assert _before_other_images(old, shown((2, "c"), (8, "b")), 14) == 2
+    # One less: the tokens agree up to the middle of the second, as placeholders are alike.
+    assert _before_other_images(old, shown((2, "a")), 10) == 8
+    assert _before_other_images(old, old, 9) == 8
+    assert _before_other_images(old, shown((2, "a"), (7, "b")), 7) == 7
+    assert _before_other_images(old, [], 1) == 1
