@@ -88,11 +88,20 @@ class Episode:
     last_turn: bool = False
     """The agent gets no turn after the one that is being answered. If that does not end the
     episode by itself, it ends truncated."""
+    max_turns: int | None = None
+    """Turns that the agent gets at most, where the caller says so, as a rollout does."""
 
     @property
     def num_turns(self) -> int:
         """Turns that the agent has taken."""
         return len(self.actions)
+
+    @property
+    def turns_left(self) -> int | None:
+        """Turns that the agent has after those it took; None where nobody counts."""
+        if self.last_turn:
+            return 0
+        return None if self.max_turns is None else max(self.max_turns - self.num_turns, 0)
 
     @property
     def last_text(self) -> str:

@@ -236,10 +236,14 @@ class EnvClient:
         seed: int = 0,
         config: Mapping[str, JSON] | None = None,
         timeout_s: float = 120.0,
+        max_turns: int | None = None,
     ) -> EnvSession:
         """Open a session on a task of the environment, or one of your own, and reset it.
 
         While the environment is at capacity the call waits, until its deadline.
+
+        Args:
+            max_turns: steps that the caller will take at most, which the environment is told.
 
         Raises:
             EnvUnavailable: no server can be reached, or all stayed full.
@@ -247,7 +251,15 @@ class EnvClient:
         """
         spec = _task_spec(split, index, task)
         config = dict(config or {})
-        request = CreateRequest(env_id, spec, seed, config, lease_s=LEASE_S, timeout_s=timeout_s)
+        request = CreateRequest(
+            env_id,
+            spec,
+            seed,
+            config,
+            lease_s=LEASE_S,
+            timeout_s=timeout_s,
+            max_turns=max_turns,
+        )
         opening = self._spawn(self._open(request, timeout_s))
         try:
             return await asyncio.shield(opening)

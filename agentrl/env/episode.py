@@ -13,10 +13,12 @@ from agentrl.errors import EnvError, GraderError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec, assistant_message
 
 
-async def start_episode(environment: Environment, task: Task, seed: int) -> list[Message]:
+async def start_episode(
+    environment: Environment, task: Task, seed: int, max_turns: int | None = None
+) -> list[Message]:
     """Reset the instance to a task and return the first prompt."""
     task = own_copy(task)
-    environment._episode = Episode(task, seed)
+    environment._episode = Episode(task, seed, max_turns=max_turns)
     environment._finish = None
     environment._rng = None
     first = await environment.call(environment.reset, task, seed=seed)

@@ -63,6 +63,7 @@ _WRONG_INPUT = ("invalid_request", "not_found", "unauthorized", "forbidden")
 Index = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
+Turns = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 LeaseSeconds = Annotated[float, Field(strict=True, gt=0, le=86_400)]
 
@@ -100,6 +101,8 @@ class CreateRequest:
     """How long a session lives without a call; 300 if None."""
     timeout_s: Seconds | None = None
     """Deadline of the whole call; the environment's own if None."""
+    max_turns: Turns | None = None
+    """Turns that the agent gets at most, for an environment that tells it how many are left."""
 
 
 @_reply

@@ -260,6 +260,7 @@ async def _attempt(
                 seed=episode.seed,
                 config=episode.env_config,
                 timeout_s=limits.step_timeout_s,
+                max_turns=limits.max_turns,
             )
             trajectory.task_id = session.task_id
             await body(trajectory, session)

@@ -113,7 +113,7 @@ async def play(session: EnvSession, commands: list[str]) -> dict:
 
 async def play_all(play: Play, source: str, max_turns: int | None) -> tuple[list[dict], list[int]]:
     """Every episode of the menus, once each, and their weights."""
-    config: dict[str, JSON] = {"source": source, "max_turns": max_turns, "memory_mb": 1024}
+    config: dict[str, JSON] = {"source": source, "memory_mb": 1024}
     config |= {"min_free_gb": 2, "grade": False}
     limit = asyncio.Semaphore(4)
     async with aclosing(connect()) as client:
@@ -126,6 +126,7 @@ async def play_all(play: Play, source: str, max_turns: int | None) -> tuple[list
                     index=0,
                     config={**config, "instance_ids": [instance_id]},
                     timeout_s=600,
+                    max_turns=max_turns,
                 )
                 dialogue = await play(session, [*filter(None, commands)])
                 await session.close()

@@ -213,7 +213,12 @@ class DriverGraded(DriverTest):
     def reset(self, task, *, seed):
         DriverGraded.num_open += 1
         DriverGraded.most_open = max(DriverGraded.most_open, DriverGraded.num_open)
+        self.metrics["left_at_first"] = self.episode.turns_left
         return task.prompt
+
+    async def step(self, action):
+        self.metrics["left"] = self.episode.turns_left
+        return await super().step(action)
 
     def close(self):
         DriverGraded.num_open -= 1
@@ -296,12 +301,14 @@ def test_the_last_turn_is_graded_and_recorded_as_the_limit_of_turns(remote):
 
     with running(["driver-graded"]) if remote else nullcontext((None, None)) as (url, _):
         batch, _ = collect(
-            say, env_id="driver-graded", url=url, group_size=2, limits=replace(LIMITS, max_turns=2)
+            say, env_id="driver-graded", url=url, group_size=2, limits=replace(LIMITS, max_turns=3)
         )
     cut, ended = batch.trajectories
     assert (cut.stop_reason, cut.error) == (StopReason.MAX_TURNS, None)
-    assert (cut.reward, cut.reward_components) == (1.0, {"looked": 2.0})
-    assert cut.turns[-1].reward == 1.0 and cut.truncated and cut.trainable
+    assert (cut.reward, cut.reward_components) == (1.5, {"looked": 3.0})
+    assert cut.turns[-1].reward == 1.5 and cut.truncated and cut.trainable
+    left = [(each.metrics["left_at_first"], each.metrics["left"]) for each in (cut, ended)]
+    assert left == [(3, 0), (3, 1)]
     assert (ended.stop_reason, ended.reward) == (StopReason.TERMINATED, 1.5)
     assert not ended.truncated
 

@@ -234,7 +234,9 @@ class SessionManager:
                 task = await self._environments.task(loaded, request.task)
                 session_id = self._id_prefix + secrets.token_urlsafe(16)
                 lease_s = request.lease_s or DEFAULT_LEASE_S
-                session = Session(session_id, loaded, task, request.seed, lease_s, key)
+                session = Session(
+                    session_id, loaded, task, request.seed, lease_s, key, request.max_turns
+                )
                 async with self._capacity.resetting(environment, (deadline - clock()) / 2):
                     reset = guard(start(session), environment.id, task)
                     session.calling = self._background.spawn(reset)

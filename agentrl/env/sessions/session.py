@@ -61,6 +61,7 @@ class Session:
     lease_s: float
     key: str | None
     """The Idempotency-Key it was opened with."""
+    max_turns: int | None = None
     instance: Environment | None = None
     """None until the reset begins."""
     expires: float = 0.0
@@ -103,7 +104,7 @@ async def start(session: Session) -> None:
     """Make a session's instance and reset it. The prompt is copied as the wire would, so that
     nobody can change it afterwards."""
     instance = session.instance = session.loaded.make_instance()
-    first = await episode.start_episode(instance, session.task, session.seed)
+    first = await episode.start_episode(instance, session.task, session.seed, session.max_turns)
     session.observation = as_json(first)
     tell_tools(session, instance)
 

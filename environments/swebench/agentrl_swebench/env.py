@@ -92,9 +92,6 @@ class SWEBenchConfig(EnvConfig):
     grade_timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of an instance's tests."""
 
-    max_turns: int | None = Field(default=None, ge=1)
-    """Turns until the work is submitted as it stands; the agent is told how many are left. Set it
-    to what the rollout's `max_turns` is."""
     edit_tool: bool = False
     """Offer `str_replace` too, which small models use better than sed."""
     command_timeout_s: float = Field(default=60.0, gt=0, le=600)
@@ -273,7 +270,7 @@ class SWEBenchEnvironment(Environment):
         observation = to_observation(await self.run_tools(action), "run_tools()")
         if self._finish is not None:
             return observation
-        left = self._turns_left()
+        left = self.episode.turns_left
         if left == 0:
             await self._submit(truncated=True)
         elif left is not None and observation:
@@ -348,9 +345,9 @@ class SWEBenchEnvironment(Environment):
         config: SWEBenchConfig = self.config
         edit = "- `str_replace` changes a piece of a file, or writes a new file.\n"
         turns = (
-            f"- You have {config.max_turns} turns. After the last one your work is submitted as it "
-            "stands.\n"
-            if config.max_turns
+            f"- You have {self.episode.max_turns} turns. After the last one your work is submitted "
+            "as it stands.\n"
+            if self.episode.max_turns
             else ""
         )
         return PROMPT.format(
@@ -382,14 +379,6 @@ class SWEBenchEnvironment(Environment):
             end += f"; a process was killed for want of memory ({self.config.memory_mb} MiB)"
         separator = "" if not ran.output or ran.output.endswith("\n") else "\n"
         return f"{ran.output}{separator}[{end}]"
-
-    def _turns_left(self) -> int | None:
-        """After this turn; None: nobody counts."""
-        if self.episode.last_turn:
-            return 0
-        if self.config.max_turns is None:
-            return None
-        return max(self.config.max_turns - self.episode.num_turns, 0)
 
     def _living(self) -> InstanceContainer:
         if self._container is None:

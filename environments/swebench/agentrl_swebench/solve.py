@@ -49,7 +49,6 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
         "dataset_split": arguments.split,
         "instance_ids": [each.instance_id for each in pending],
         "policy": arguments.policy,
-        "max_turns": arguments.max_turns,
         "edit_tool": arguments.edit_tool,
         "memory_mb": arguments.memory_mb,
         "cpus": arguments.cpus,

@@ -43,7 +43,7 @@ def bash(command):
     return call("bash", command=command)
 
 
-def play(fixture_dir, index, actions, *, last_is_last=False, **config):
+def play(fixture_dir, index, actions, *, last_is_last=False, max_turns=None, **config):
     """The first prompt, the results of the actions, and whether containers are left."""
 
     async def episode():
@@ -51,7 +51,13 @@ def play(fixture_dir, index, actions, *, last_is_last=False, **config):
         settings = {"source": str(fixture_dir / "dataset.jsonl"), "min_free_gb": 1} | config
         try:
             session = await client.session(
-                "swebench", split="test", index=index, seed=0, config=settings, timeout_s=300
+                "swebench",
+                split="test",
+                index=index,
+                seed=0,
+                config=settings,
+                timeout_s=300,
+                max_turns=max_turns,
             )
             results = []
             for position, action in enumerate(actions):

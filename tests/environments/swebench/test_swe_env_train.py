@@ -66,7 +66,7 @@ def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):
     data = str(fixture_dir / "dataset.jsonl")
     run["run"] |= {"num_steps": 2, "dir": str(tmp_path / "run")}
     run["model"]["path"] = str(ROOT / "examples" / "quickstart" / "model")
-    run["env"]["config"] |= {"source": {"train": data, "test": data}, "max_turns": 2}
+    run["env"]["config"] |= {"source": {"train": data, "test": data}}
     run["env"]["config"] |= {"memory_mb": 1024, "min_free_gb": 2}
     run["inference"] = {"backend": "embedded"}
     run["rollout"] |= {"groups_per_step": 2, "group_size": 2, "max_turns": 2, "max_waves": 1}
