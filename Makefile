@@ -17,6 +17,9 @@ SGLANG_VENV ?= .venv-sglang
 ADAPTERS_VENV ?= .venv-adapters
 # Frameworks for agents, each with many packages of its own.
 AGENTS_VENV ?= .venv-agents
+# Harbor wants Python 3.12 and much that agentrl does not need.
+HARBOR_VENV ?= .venv-harbor
+HARBOR_VERSION ?= 0.26.0
 # Only what a user gets from the index: the wheel and what it asks for.
 PACKAGE_VENV ?= .venv-package
 # Ray, for one test.
@@ -41,6 +44,7 @@ TWO_SERVERS := tests/train/test_two_vllm_servers.py
 SGLANG_FAULTS := tests/inference/test_sglang_killed.py tests/train/test_sglang_training.py
 # Benchmarks with a target or an environment of their own.
 APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/learning*.py)
+HARBOR_TESTS := $(addprefix tests/environments/harbor/test_harbor_,parity.py providers.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
 # On a busy machine a race is lost now and then: what fails gets a second try, visibly.
@@ -48,7 +52,7 @@ RETRY = echo "=== once more, those that failed:"
 # Of the fast tests at most two: more than that is no lost race.
 FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-sglang test-sglang-faults test-docker test-docker-slow test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-sglang test-sglang-faults test-docker test-docker-slow test-harbor test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -123,6 +127,14 @@ test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
 	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
 	AGENTRL_REQUIRE_DOCKER=1 $(AGENTS_VENV)/bin/python -m pytest -s -m docker tests/agents
 
+## make test-harbor  install Harbor (0.5 GB; needs Python 3.12 and a Docker engine), then twelve tasks
+##                   by `harbor run` and by agentrl, and the kit for its providers
+test-harbor: $(VENV)/.dev $(HARBOR_VENV)/bin/harbor
+	export AGENTRL_REQUIRE_DOCKER=1 OMP_NUM_THREADS=1 \
+		AGENTRL_HARBOR_PYTHON=$(abspath $(HARBOR_VENV))/bin/python; \
+	tests="$(BIN)/pytest -rs $(HARBOR_TESTS)"; \
+	$$tests || { $(RETRY); $$tests --last-failed; }
+
 ## make test-adapters  the adapters, rows of SWE-bench 4, and the files of inspect_ai and lm-eval,
 ##                     against the real packages, in environments of their own
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
@@ -194,7 +206,7 @@ model: $(VENV)/.train
 	$(BIN)/python examples/quickstart/make_model.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(DOCS_VENV) $(PACKAGE_VENV) $(PRETENDED_GPU_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(ADAPTERS_VENV) $(AGENTS_VENV) $(CLUSTER_VENV) $(HARBOR_VENV) $(DOCS_VENV) $(PACKAGE_VENV) $(PRETENDED_GPU_VENV) .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -226,6 +238,11 @@ $(SGLANG_VENV)/.sglang: tests/sglang_cpu/install.sh tests/sglang_cpu/sglang_cpu_
 	@echo "making $(SGLANG_VENV) and installing SGLang (CPU)"
 	@tests/sglang_cpu/install.sh $(SGLANG_VENV) $(PYTHON) $(TORCH_VERSION)
 	@touch $@
+
+$(HARBOR_VENV)/bin/harbor:
+	@echo "making $(HARBOR_VENV) and installing Harbor $(HARBOR_VERSION)"
+	@python3.12 -m venv $(HARBOR_VENV)
+	@$(HARBOR_VENV)/bin/python -m pip install --quiet harbor==$(HARBOR_VERSION)
 
 # torch first: anything else that asks for it takes the CUDA build.
 $(ADAPTERS_VENV)/.adapters: pyproject.toml

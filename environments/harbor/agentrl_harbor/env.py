@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
@@ -33,6 +33,7 @@ from agentrl.env.values import to_observation
 from agentrl.errors import ConfigError, DataError, EnvError, GraderError
 from agentrl.types import JSON, Action, Task, ToolCall
 from agentrl_harbor.images import build_or_find
+from agentrl_harbor.provider import Provider, ProviderSandbox
 from agentrl_harbor.sandbox import SCRIPT_FAILED, TOO_LARGE, Image, TaskContainer
 from agentrl_harbor.task import (
     EnvironmentTable,
@@ -43,7 +44,7 @@ from agentrl_harbor.task import (
     pack,
     resolve,
 )
-from agentrl_harbor.verify import Verified, verify
+from agentrl_harbor.verify import Sandbox, Verified, verify, wait_healthy
 
 logger = logging.getLogger("agentrl.env")
 
@@ -87,6 +88,24 @@ class HarborConfig(EnvConfig):
     """Of a command's output; the middle of a longer one is left out."""
     max_processes: int = Field(default=512, ge=16)
     """In a container, threads among them."""
+    sandbox: str = Field(default="docker", pattern=r"^(docker|harbor:\S+)$")
+    """`docker`: a container of this machine's engine; `harbor:NAME`: a sandbox of Harbor's provider
+    of that name (`modal`, `daytona`, `podman`, ...), or of `module:Class`. It needs `verifier =
+    "shared"`, and the variable AGENTRL_HARBOR_PYTHON, a Python that has Harbor."""
+    sandbox_options: dict[str, JSON] = Field(default_factory=dict)
+    """Of that provider, as `harbor run --environment-kwarg` takes them."""
+
+    @model_validator(mode="after")
+    def _is_shared(self) -> Self:
+        if self.sandbox != "docker" and self.verifier != "shared":
+            raise ValueError(
+                f'sandbox = "{self.sandbox}": what an agent changed is known of Docker\'s '
+                "containers alone, so there are no fresh ones for tests and nothing is left out: "
+                'set verifier = "shared", where the tests run among what the agent left'
+            )
+        if self.sandbox == "docker" and self.sandbox_options:
+            raise ValueError("sandbox_options are of a sandbox harbor:NAME")
+        return self
 
 
 @dataclass(slots=True)
@@ -98,6 +117,8 @@ class Shared:
     """By the folder or name that they were made from."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while an image is built or pulled."""
+    provider: Provider | None = None
+    """Of all sandboxes; None: they are containers of the engine."""
 
 
 @register("harbor", max_sessions=64)
@@ -123,7 +144,10 @@ class HarborEnvironment(Environment):
         tasks: dict[str, HarborTask] = {}
         splits: dict[str, list[str]] = {}
         for split, source in sources.items():
-            found = {task.id: task for task in load_tasks(Path(source).expanduser())}
+            compose = config.sandbox != "docker"
+            found = {
+                task.id: task for task in load_tasks(Path(source).expanduser(), compose=compose)
+            }
             for task in found.values():
                 if tasks.setdefault(task.id, task).folder.resolve() != task.folder.resolve():
                     raise DataError(f"two splits of source have different tasks named {task.id}")
@@ -148,6 +172,9 @@ class HarborEnvironment(Environment):
                 len(tasks),
                 ": the disk of a container has no limit" if "storage" in key else "",
             )
+        if config.sandbox != "docker":
+            provider = Provider(config.sandbox.partition(":")[2], config.sandbox_options)
+            return Shared(tasks, splits, provider=provider)
         client = connect()
         try:
             reap(client)
@@ -164,7 +191,7 @@ class HarborEnvironment(Environment):
         return Task(task.id, task.steps[0].instruction, metadata=dict(task.table.metadata))
 
     async def reset(self, task: Task, *, seed: int) -> str:
-        self._container: TaskContainer | None = None
+        self._container: Sandbox | None = None
         self._number = 0
         self._results: list[dict[str, float]] = []
         self._reports: list[JSON] = []
@@ -185,6 +212,7 @@ class HarborEnvironment(Environment):
                 "leave the task out with `task_ids`"
             )
         self._container = await self._start(image, found.table.environment, self._step.agent)
+        await self._put_files(self._container, found.folder / "environment", image)
         await self._prepare(found.table.environment.healthcheck)
         self.metrics.update(commands=0.0, command_s=0.0, timeouts=0.0)
         return self._prompt()
@@ -308,34 +336,49 @@ class HarborEnvironment(Environment):
                         f"setup.sh of step {step.name} of {self._task.folder} failed: {ran.output}",
                         code="setup_failed",
                     )
-        await container.wait_healthy(check)
-        await container.wait_healthy(step.healthcheck)
+        await wait_healthy(container, check)
+        await wait_healthy(container, step.healthcheck)
 
     async def _image(self, folder: Path, table: EnvironmentTable) -> Image:
-        """A task's image, built or pulled at its first use."""
+        """A task's image, built or pulled at its first use; a provider does so by itself."""
+        if self.shared.provider is not None:
+            return Image(str(folder), "", table.workdir or "/", frozenset())
         return await asyncio.to_thread(
             build_or_find, self.shared.images, self.shared.lock, folder, table
         )
 
     async def _start(
         self, image: Image, table: EnvironmentTable, phase: Network, *, verifier: bool = False
-    ) -> TaskContainer:
+    ) -> Sandbox:
         user = self._step.verifier.user if verifier else self._step.agent.user
         variables = resolve(
             table.env, self.config.host_variables, f"{self._task.folder} [environment]"
         )
-        container = await TaskContainer.start(
-            self.shared.engine,
-            image,
-            table,
-            run_id=self._run_id,
-            role="grade" if verifier else "agent",
-            network=self._network(table, phase),
-            user=user,
-            environment=variables,
-            max_processes=self.config.max_processes,
-            life_s=6 * 3600,
-        )
+        network = self._network(table, phase)
+        if self.shared.provider is not None:
+            container = await ProviderSandbox.start(
+                self.shared.provider,
+                Path(image.id),
+                table,
+                name=self._task.id,
+                network=network,
+                user=user,
+                environment=variables,
+                upload=Path(image.id).name == "environment",
+            )
+        else:
+            container = await TaskContainer.start(
+                self.shared.engine,
+                image,
+                table,
+                run_id=self._run_id,
+                role="grade" if verifier else "agent",
+                network=network,
+                user=user,
+                environment=variables,
+                max_processes=self.config.max_processes,
+                life_s=6 * 3600,
+            )
         try:
             # Harbor's folders are there from the start.
             await container.as_root(
@@ -348,11 +391,17 @@ class HarborEnvironment(Environment):
             raise
         return container
 
+    async def _put_files(self, container: Sandbox, folder: Path, image: Image) -> None:
+        """Put the files of a folder that nothing is built from into the working folder, as Harbor
+        does; a provider did so itself."""
+        if self.shared.provider is None and image.is_named and folder.is_dir():
+            await container.put(pack((folder,)), container.spec.workdir)
+
     def _network(self, table: EnvironmentTable, phase: Network) -> str:
         mode = phase.network_mode or table.network_mode or "public"
         return "none" if self.config.network == "none" or mode == "no-network" else "bridge"
 
-    def _living(self) -> TaskContainer:
+    def _living(self) -> Sandbox:
         if self._container is None:
             raise EnvError("the episode has no container any more")
         return self._container
@@ -367,7 +416,10 @@ class HarborEnvironment(Environment):
         """
         try:
             if self.config.verifier == "shared" and not self._step.separate:
-                return await self._run_tests(self._living())
+                container = self._living()
+                user = self._user(self._step.verifier.user)
+                container.spec = replace(container.spec, user=user)
+                return await self._run_tests(container)
             return await self._verify_apart()
         except EnvError as error:
             if error.code in (SCRIPT_FAILED, TOO_LARGE):  # the agent's doing
@@ -393,8 +445,14 @@ class HarborEnvironment(Environment):
         fresh = await self._start(image, table, step.verifier, verifier=True)
         try:
             if step.separate:
-                left_out = await container.carry_folders(fresh, step.artifacts)
+                if step.bundled is None:
+                    await self._put_files(fresh, task.folder / "environment", image)
+                left_out = await container.carry_folders(
+                    fresh,  # pyright: ignore[reportArgumentType] # both are of one kind
+                    step.artifacts,
+                )
             else:
+                assert isinstance(container, TaskContainer) and isinstance(fresh, TaskContainer)
                 if not image.programs:
                     image = replace(image, programs=await fresh.list_programs())
                     self._image_in_use = image
@@ -412,7 +470,7 @@ class HarborEnvironment(Environment):
         verified.left_out = left_out
         return verified
 
-    async def _run_tests(self, container: TaskContainer) -> Verified:
+    async def _run_tests(self, container: Sandbox) -> Verified:
         verifier = self._step.verifier
         variables = resolve(
             verifier.env, self.config.host_variables, f"{self._task.folder} [verifier]"
@@ -516,7 +574,7 @@ def _check_network(task: HarborTask, config: HarborConfig) -> None:
         )
 
 
-async def _remove(container: TaskContainer) -> None:
+async def _remove(container: Sandbox) -> None:
     try:
         await asyncio.shield(container.remove())
     except EnvError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,10 @@ def _pulled(client: Any, name: str) -> Image:
     from docker.errors import APIError, ImageNotFound
 
     try:
-        return _image(client.images.get(name))
+        return replace(_image(client.images.get(name)), is_named=True)
     except ImageNotFound:
         try:
-            return _image(client.images.pull(name))
+            return replace(_image(client.images.pull(name)), is_named=True)
         except APIError as error:
             raise ImageMissing(f"image {name} is neither local nor to be had: {error}") from error
 

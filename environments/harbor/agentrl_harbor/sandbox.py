@@ -7,7 +7,6 @@ changes are written into it as files, without those that decide how any test run
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import io
@@ -23,7 +22,7 @@ from agentrl.env.container.container import Container, ContainerSpec
 from agentrl.env.container.engine import Engine, labels
 from agentrl.env.container.programs import PROGRAM_PATH, RUNNER_PATH
 from agentrl.errors import EnvError
-from agentrl_harbor.task import EnvironmentTable, Healthcheck
+from agentrl_harbor.task import EnvironmentTable
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -84,6 +83,8 @@ class Image:
     """Paths of all programs that are found by name; empty until they are listed."""
     volumes: tuple[str, ...] = ()
     """Folders whose content the engine does not count among a container's changes."""
+    is_named: bool = False
+    """It was found by its name and not built."""
 
 
 class TaskContainer(Container):
@@ -172,29 +173,6 @@ class TaskContainer(Container):
         found = await self.as_root(_LIST_PROGRAMS, path=None)
         return frozenset(found.decode(errors="surrogateescape").split("\0")) - {""}
 
-    async def wait_healthy(self, check: Healthcheck | None) -> None:
-        """Wait until the task's check passes.
-
-        Raises:
-            EnvError: it failed too often.
-        """
-        if check is None:
-            return
-        loop = asyncio.get_running_loop()
-        grace_over, failures = loop.time() + check.start_period_sec, 0
-        while True:
-            ran = await self.run(check.command, timeout_s=check.timeout_sec, max_chars=500)
-            if ran.exit_code == 0:
-                return
-            in_grace = loop.time() < grace_over
-            failures += not in_grace
-            if failures >= check.retries:
-                raise EnvError(
-                    f"the task's health check failed {failures} times: {ran.output.strip()}",
-                    code="unhealthy",
-                )
-            await asyncio.sleep(check.start_interval_sec if in_grace else check.interval_sec)
-
     async def carry(
         self, target: TaskContainer, programs: frozenset[str], *, everything: bool
     ) -> list[str]:
@@ -248,7 +226,7 @@ class TaskContainer(Container):
                 changes = dict.fromkeys((p for p in paths if not p.startswith(whole)), _ADDED)
                 await self._call(
                     lambda client: _pack(
-                        client, self.id, list(changes), changes, archive, left_out, _is_hidden
+                        client, self.id, list(changes), changes, archive, left_out, is_hidden
                     )
                 )
             packed.seek(0)
@@ -333,10 +311,10 @@ def _leads_astray(path: str, member: tarfile.TarInfo, content: bytes) -> str | N
     inner = f"{path}/any.py"
     if member.issym() and (_START_UP.fullmatch(inner) or RUNNER_PATH.fullmatch(inner)):
         return "a link in the place of what runs or finds tests"
-    return _is_hidden(path, member, content)
+    return is_hidden(path, member, content)
 
 
-def _is_hidden(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
+def is_hidden(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
     """Says why a link may lead to what is the verifier's alone; None if it does not.
 
     Behind a name that is itself a link, `..` may be anywhere, so such links are left out as well.

@@ -246,23 +246,26 @@ class HarborTask:
     """Keys of `task.toml` that have no effect here."""
 
 
-def load_tasks(source: Path) -> list[HarborTask]:
+def load_tasks(source: Path, *, compose: bool = False) -> list[HarborTask]:
     """The task that a folder is, or those below it, by the names of their folders.
+
+    Args:
+        compose: whoever starts them reads compose files.
 
     Raises:
         DataError: there is none, or one is wrong; the error names its file and key.
     """
     if (source / "task.toml").is_file():
-        return [load_task(source)]
+        return [load_task(source, compose=compose)]
     if not source.is_dir():
         raise DataError(f"source {source} is not a folder: give a Harbor task or a folder of tasks")
     found = [each for each in sorted(source.iterdir()) if (each / "task.toml").is_file()]
     if not found:
         raise DataError(f"source {source} has no task.toml and no folder with one")
-    return [load_task(each) for each in found]
+    return [load_task(each, compose=compose) for each in found]
 
 
-def load_task(folder: Path) -> HarborTask:
+def load_task(folder: Path, *, compose: bool = False) -> HarborTask:
     """One task.
 
     Raises:
@@ -279,13 +282,17 @@ def load_task(folder: Path) -> HarborTask:
         key = ".".join(map(str, problem["loc"]))
         raise DataError(f"{path}: {key}: {problem['msg']}") from error
     environment = _own(folder / "environment", folder)
-    for name in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml"):
-        if (environment / name).exists():
-            raise DataError(
-                f"{environment / name}: agentrl starts one container for a task and no services "
-                "of a compose file; leave this task out with `task_ids`"
-            )
-    if table.environment.docker_image is None and not (environment / "Dockerfile").is_file():
+    files = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
+    composed = [environment / name for name in files if (environment / name).exists()]
+    # Harbor reads the first of these names alone.
+    if composed and not (compose and composed[0].name == files[0]):
+        raise DataError(
+            f"{composed[0]}: agentrl starts one container for a task and no services of a compose "
+            f'file: with {files[0]}, set sandbox = "harbor:docker", or leave this task out with '
+            "`task_ids`"
+        )
+    has_image = table.environment.docker_image is not None or composed
+    if not has_image and not (environment / "Dockerfile").is_file():
         raise DataError(
             f"{folder} has no environment/Dockerfile, and {path} no environment.docker_image"
         )

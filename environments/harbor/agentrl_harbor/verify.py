@@ -1,14 +1,17 @@
-"""The verifier of a task: its tests, in a container that the agent was never in."""
+"""A task's own scripts: its health check, and its tests in a container that the agent was never
+in."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import dataclass, field
 
-from agentrl.errors import DataError
+from agentrl.errors import DataError, EnvError
+from agentrl_harbor.provider import ProviderSandbox
 from agentrl_harbor.sandbox import SCRIPT_FAILED, TaskContainer
-from agentrl_harbor.task import Step, pack
+from agentrl_harbor.task import Healthcheck, Step, pack
 
 MAX_REWARD_BYTES = 1 << 16
 _CLEAR = (
@@ -17,6 +20,9 @@ _CLEAR = (
 )
 _CLEAR_BUNDLED = _CLEAR.replace(" /tests", "")
 _RUN = '"$1" > /logs/verifier/test-stdout.txt 2>&1'
+
+
+Sandbox = TaskContainer | ProviderSandbox
 
 
 @dataclass(slots=True)
@@ -34,7 +40,7 @@ class Verified:
 
 
 async def verify(
-    container: TaskContainer, step: Step, environment: dict[str, str], *, timeout_s: float
+    container: Sandbox, step: Step, environment: dict[str, str], *, timeout_s: float
 ) -> Verified:
     """Run a step's tests in a container that holds the agent's work, and read the reward.
 
@@ -62,7 +68,31 @@ async def verify(
     return Verified(rewards, output=output)
 
 
-async def _read(container: TaskContainer) -> dict[str, float]:
+async def wait_healthy(container: Sandbox, check: Healthcheck | None) -> None:
+    """Wait until a task's check passes.
+
+    Raises:
+        EnvError: it failed too often.
+    """
+    if check is None:
+        return
+    loop = asyncio.get_running_loop()
+    grace_over, failures = loop.time() + check.start_period_sec, 0
+    while True:
+        ran = await container.run(check.command, timeout_s=check.timeout_sec, max_chars=500)
+        if ran.exit_code == 0:
+            return
+        in_grace = loop.time() < grace_over
+        failures += not in_grace
+        if failures >= check.retries:
+            raise EnvError(
+                f"the task's health check failed {failures} times: {ran.output.strip()}",
+                code="unhealthy",
+            )
+        await asyncio.sleep(check.start_interval_sec if in_grace else check.interval_sec)
+
+
+async def _read(container: Sandbox) -> dict[str, float]:
     """The rewards that the tests wrote.
 
     Raises:

@@ -1,6 +1,7 @@
 """A Docker engine, the image that the tasks stand on, and the tasks."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,3 +24,24 @@ def task_folder(base_image, tmp_path_factory):
     if base_image != harbor_tasks.BASE:
         subprocess.run(["docker", "tag", base_image, harbor_tasks.BASE], check=True)
     return harbor_tasks.write(tmp_path_factory.mktemp("harbor"))
+
+
+@pytest.fixture
+def harbor_python(tmp_path, monkeypatch):
+    """A Python that has Harbor (AGENTRL_HARBOR_PYTHON, else `make test-harbor`'s) and, in the
+    variables, all that Harbor's Docker environment needs."""
+    default = "~/.cache/agentrl/harbor/venv/bin/python"
+    python = Path(os.environ.get("AGENTRL_HARBOR_PYTHON", default)).expanduser()
+    if not (python.parent / "harbor").exists():
+        pytest.skip(f"no Harbor beside {python} (AGENTRL_HARBOR_PYTHON)")
+    monkeypatch.setenv("AGENTRL_HARBOR_PYTHON", str(python))
+    monkeypatch.setenv("HARBOR_TELEMETRY", "off")
+    monkeypatch.setenv("DO_NOT_TRACK", "1")
+    if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode != 0:
+        plugins = tmp_path / "docker" / "cli-plugins"
+        plugins.mkdir(parents=True)
+        text = (Path(__file__).parent / "docker-compose").read_text()
+        (plugins / "docker-compose").write_text(f"#!{python}\n" + text.partition("\n")[2])
+        (plugins / "docker-compose").chmod(0o755)
+        monkeypatch.setenv("DOCKER_CONFIG", str(plugins.parent))
+    return python

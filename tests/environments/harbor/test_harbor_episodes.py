@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,19 @@ def test_rewards_are_read_as_the_verifier_wrote_them(task_folder):
     none = played(task_folder, "two-rewards", ["chmod -x /tmp; rm -rf /logs; touch /logs"])
     assert none.reward == 0.0 and none.metrics["no_reward"] == 1.0
     assert "script failed" in none.info["steps"][0]["problem"]
+
+
+def test_files_that_nothing_builds_from_come_into_the_working_folder(task_folder, tmp_path):
+    for source in (task_folder / "image").rglob("*.*"):
+        target = tmp_path / "image" / source.relative_to(task_folder / "image")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    (tmp_path / "image" / "environment").mkdir()
+    (tmp_path / "image" / "environment" / "made").write_text("")
+    config = HarborConfig(source=str(tmp_path))
+    shared = HarborEnvironment.load_shared(config)
+    done = asyncio.run(play(shared, config, "image", [bash("test -f made && mkdir /srv/made")]))
+    assert done.reward == 1.0
 
 
 @pytest.mark.parametrize(

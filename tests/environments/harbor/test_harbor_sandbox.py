@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentrl.env.container.container import ContainerSpec
 from agentrl.errors import DataError
 from agentrl_harbor import sandbox
-from agentrl_harbor.sandbox import TaskContainer, _choose, _is_hidden, _leads_astray, _pack, _reason
+from agentrl_harbor.sandbox import TaskContainer, _choose, _leads_astray, _pack, _reason, is_hidden
 from agentrl_harbor.verify import _read
 
 PROGRAMS = frozenset({"/usr/bin/python3", "/usr/bin/grep", "/usr/local/bin/other"})
@@ -199,7 +199,7 @@ def test_many_files_count_as_large(monkeypatch):
 
 def test_artifacts_may_be_links_but_not_to_tests():
     files = {"/app/a": ("->", "/tests/wanted"), "/app/b": ("->", "/app/c")}
-    found, left_out = carried(files, refuse=_is_hidden)
+    found, left_out = carried(files, refuse=is_hidden)
     assert (set(found), left_out) == ({"/app/b"}, {"/app/a"})
 
 

@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.errors import DataError
+from agentrl.errors import ConfigError, DataError
 from agentrl.types import Task
 from agentrl_harbor.env import HarborConfig, HarborEnvironment, _check_network
 from agentrl_harbor.images import _built
+from agentrl_harbor.provider import _choose
 from agentrl_harbor.sandbox import Image, _reason
 from agentrl_harbor.task import Artifact, StepTable, load_task, load_tasks, pack, resolve
 
@@ -326,3 +327,56 @@ def test_a_separate_verifier_with_a_dockerfile_is_not_the_agents_image(folder, m
     with pytest.raises(Stop):
         asyncio.run(environment._verify_apart())
     assert asked == [("tests", None)]
+
+
+def test_other_sandboxes_have_no_fresh_verifier_and_say_what_they_need(folder, monkeypatch):
+    with pytest.raises(ValidationError, match='set verifier = "shared"'):
+        HarborConfig(source=str(folder), sandbox="harbor:modal")
+    with pytest.raises(ValidationError, match="sandbox_options are of"):
+        HarborConfig(source=str(folder), sandbox_options={"a": 1})
+    config = HarborConfig(source=str(folder), sandbox="harbor:modal", verifier="shared")
+    monkeypatch.delenv("AGENTRL_HARBOR_PYTHON", raising=False)
+    with pytest.raises(ConfigError, match="pip install harbor"):
+        HarborEnvironment.load_shared(config)
+    for python, said in (("/no/python", "can't be run"), ("/bin/false", "does not work here")):
+        monkeypatch.setenv("AGENTRL_HARBOR_PYTHON", python)
+        with pytest.raises(ConfigError, match=said):
+            HarborEnvironment.load_shared(config)
+
+
+def test_a_compose_file_is_left_to_harbor(folder):
+    (folder / "hello" / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(DataError, match='sandbox = "harbor:docker"'):
+        load_tasks(folder)
+    assert len(load_tasks(folder, compose=True)) == len(harbor_tasks.tasks())
+    (folder / "hello" / "environment" / "compose.yaml").write_text("services: {}\n")
+    (folder / "hello" / "environment" / "docker-compose.yaml").unlink()
+    with pytest.raises(
+        DataError, match="agentrl starts one container"
+    ):  # which Harbor does not read
+        load_tasks(folder, compose=True)
+
+
+def test_of_an_agents_archive_only_its_artifacts_come_on(tmp_path):
+    def member(name, kind=tarfile.REGTYPE, link=""):
+        found = tarfile.TarInfo(name)
+        found.type, found.linkname = kind, link
+        return found
+
+    with tarfile.open(tmp_path / "given", "w") as archive:
+        for each in (
+            member("./app/out", tarfile.DIRTYPE),
+            member("./app/out/" + "n" * 120),
+            member("./app/out/../../tests/test.sh"),
+            member("app/outside"),
+            member("app/out/to", tarfile.SYMTYPE, "/usr/bin"),
+            member("app/out/to/python3"),
+            member("app/out/wanted", tarfile.SYMTYPE, "/tests/wanted"),
+            member("app/out/hard", tarfile.LNKTYPE, "tests/wanted"),
+        ):
+            archive.addfile(each)
+    left_out: list[str] = []
+    _choose(tmp_path / "given", tmp_path / "kept", ["/app/out"], left_out)
+    with tarfile.open(tmp_path / "kept") as archive:
+        assert archive.getnames() == ["app/out", "app/out/" + "n" * 120, "app/out/to"]
+    assert len(left_out) == 5

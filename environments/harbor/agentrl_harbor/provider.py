@@ -1,0 +1,347 @@
+"""Sandboxes of Harbor's providers, for tasks that are not played on a Docker engine here.
+
+Harbor needs Python 3.12 and packages of its own, so a process in Harbor's Python
+(`provider_worker.py`) has the sandboxes, and is asked by lines of JSON. Its input ends with this
+process, however that ended, and then it stops them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import math
+import os
+import posixpath
+import re
+import shlex
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.env.container.container import (
+    MAX_STREAM_BYTES,
+    CommandResult,
+    ContainerSpec,
+    ScriptResult,
+)
+from agentrl.env.container.output import Clip
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import JSON
+from agentrl_harbor.sandbox import MAX_CARRIED_BYTES, SCRIPT_FAILED, TOO_LARGE, is_hidden
+from agentrl_harbor.task import EnvironmentTable
+
+PYTHON = "AGENTRL_HARBOR_PYTHON"
+"""Variable with the path of a Python that has Harbor."""
+_MAX_COMMAND_BYTES = 120_000
+"""Of a whole command: providers give it to a program as one argument."""
+_BOUNDED = (
+    f'timeout -k 2 "$1" /bin/bash -c "$2" bash "${{@:3}}" </dev/null 2>&1 | head -c '
+    f"{MAX_STREAM_BYTES}; exit ${{PIPESTATUS[0]}}"
+)
+"""Not every provider ends what has no time left, and none bounds what a command writes."""
+_TAR = "/tmp/.agentrl.tar"
+
+
+class Provider:
+    """A process that has one provider's sandboxes."""
+
+    def __init__(self, name: str, options: Mapping[str, JSON]) -> None:
+        """Start it.
+
+        Raises:
+            ConfigError: there is no Python with Harbor, or the provider does not work here.
+        """
+        python = os.environ.get(PYTHON)
+        if not python:
+            raise ConfigError(
+                f'sandbox = "harbor:{name}" needs Harbor: `python3.12 -m venv DIR && DIR/bin/pip '
+                f"install harbor`, then set the variable {PYTHON} to DIR/bin/python"
+            )
+        worker = Path(__file__).with_name("provider_worker.py")
+        try:
+            # In a session of its own, or Ctrl-C would end it before it could stop anything.
+            self._process = subprocess.Popen(
+                [python, str(worker), name, json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"HARBOR_TELEMETRY": "off", "DO_NOT_TRACK": "1"},
+            )
+        except OSError as error:
+            raise ConfigError(f"{PYTHON} = {python} can't be run: {error}") from error
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        first = self._replies.readline()
+        if not first or "error" in json.loads(first):
+            said = json.loads(first)["error"] if first else "see what it wrote above"
+            raise ConfigError(f"Harbor's provider {name} does not work here: {said}")
+        self._name = name
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Future[dict]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True, name="harbor-provider").start()
+
+    def close(self) -> None:
+        """Stop all of its sandboxes, and wait until that is done."""
+        self._requests.close()
+        self._process.wait()
+
+    async def ask(self, operation: str, **values: Any) -> dict:
+        """Returns the answer.
+
+        Raises:
+            EnvError: the provider failed, or the process has ended.
+        """
+        future: Future[dict] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = future
+            line = json.dumps({"number": number, "operation": operation, **values})
+            try:
+                self._requests.write(line + "\n")
+                self._requests.flush()
+            except (OSError, ValueError) as error:
+                del self._waiting[number]
+                raise EnvError(f"the process of Harbor's provider {self._name} ended") from error
+        answer = await asyncio.wrap_future(future)
+        if "error" in answer:
+            raise EnvError(f"Harbor's provider {self._name}: {answer['error']}", code="provider")
+        return answer
+
+    def _listen(self) -> None:
+        for line in self._replies:
+            answer = json.loads(line)
+            with self._lock:
+                future = self._waiting.pop(answer["number"])
+            if not future.cancelled():
+                future.set_result(answer)
+        with self._lock:
+            left, self._waiting = self._waiting, {}
+        for future in left.values():
+            if not future.cancelled():
+                future.set_result({"error": "its process ended"})
+
+
+@dataclass(slots=True)
+class ProviderSandbox:
+    """A running sandbox, with what the environment asks of a `TaskContainer`."""
+
+    provider: Provider
+    id: str
+    spec: ContainerSpec
+
+    @classmethod
+    async def start(
+        cls,
+        provider: Provider,
+        folder: Path,
+        table: EnvironmentTable,
+        *,
+        name: str,
+        network: str,
+        user: str | int | None,
+        environment: Mapping[str, str],
+        upload: bool,
+    ) -> ProviderSandbox:
+        """Start one of a folder with a Dockerfile, or of the image that the table names.
+
+        Args:
+            upload: put the folder's files into the working folder where nothing builds from them.
+
+        Raises:
+            EnvError: the provider refused; nothing is left behind.
+        """
+        keys = ("docker_image", "build_timeout_sec", "cpus", "memory_mb", "storage_mb", "workdir")
+        given = table.model_dump(include=set(keys), exclude_none=True)
+        sandbox_id = f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{uuid.uuid4().hex[:12]}"
+        spec = ContainerSpec(
+            str(folder), environment=environment, user="" if user is None else str(user)
+        )
+        sandbox = cls(provider, sandbox_id, spec)
+        try:
+            started = await provider.ask(
+                "start",
+                id=sandbox_id,
+                folder=str(folder.resolve()),
+                name=name,
+                config=given,
+                network="no-network" if network == "none" else "public",
+                environment=dict(environment),
+                upload=upload,
+            )
+        except BaseException:
+            await sandbox.remove()
+            raise
+        sandbox.spec = replace(spec, workdir=started["workdir"])
+        return sandbox
+
+    async def run(
+        self, command: str, *, timeout_s: float, max_chars: int = 10_000
+    ) -> CommandResult:
+        """Run a shell command in the working folder, with no input.
+
+        Raises:
+            EnvError: the provider failed.
+        """
+        clip, started = Clip(max_chars), time.monotonic()
+        try:
+            output, code = await self._execute(command, (), self.spec.user, {}, timeout_s)
+        except ValueError as error:  # the agent's doing
+            output, code = f"bash: {error}\n", 126
+        clip.add(1, output.encode())
+        text, num_dropped = clip.text()
+        flooded = len(output.encode()) >= MAX_STREAM_BYTES
+        timed_out = code is None
+        seconds = time.monotonic() - started
+        code = None if flooded else code
+        return CommandResult(text, code, num_dropped, timed_out, flooded, seconds=seconds)
+
+    async def script(
+        self,
+        script: str,
+        *arguments: str,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> ScriptResult:
+        """Run a script of agentrl's; what it writes to both streams is its output.
+
+        Raises:
+            EnvError: the provider failed.
+        """
+        variables = environment or {}
+        output, code = await self._execute(script, arguments, self.spec.user, variables, timeout_s)
+        return ScriptResult(output.encode(), "", code, too_long=False)
+
+    async def as_root(self, script: str, *arguments: str, code: str = "start_failed") -> bytes:
+        """Run a script of agentrl's as root.
+
+        Raises:
+            EnvError: it failed.
+        """
+        output, ended = await self._execute(script, arguments, "root", {}, 120.0)
+        if ended != 0:
+            raise EnvError(f"a script failed in sandbox {self.id}: {output[-300:]}", code=code)
+        return output.encode()
+
+    async def put(self, archive: bytes, folder: str = "/") -> None:
+        """Unpack an archive in a folder, which is made where there is none."""
+        with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+            file.write(archive)
+            file.flush()
+            await self.unpack(Path(file.name), folder)
+
+    async def unpack(self, archive: Path, folder: str) -> None:
+        """Unpack an archive that is a file here."""
+        await self.provider.ask("upload", id=self.id, source=str(archive), target=_TAR)
+        script = 'mkdir -p -- "$1" && tar -xf "$2" -C "$1" && rm -f -- "$2"'
+        await self.as_root(script, folder, _TAR)
+
+    async def get(self, path: str, max_bytes: int) -> bytes | None:
+        """A regular file's content; None: there is none, or it is larger."""
+        read = '[ -f "$1" ] && [ ! -L "$1" ] || exit 0; echo +; head -c "$2" -- "$1" | base64'
+        found = await self.as_root(read, path, str(max_bytes + 1), code=SCRIPT_FAILED)
+        content = base64.b64decode(found.partition(b"+")[2])
+        return content if found.startswith(b"+") and len(content) <= max_bytes else None
+
+    async def sweep(self) -> None:
+        """Nothing: of what an agent left running a provider knows nothing."""
+
+    async def carry_folders(self, target: ProviderSandbox, paths: Sequence[str]) -> list[str]:
+        """Write these files and folders, where there are any, to where they are in this one.
+
+        Returns what was left out.
+        """
+        there = (
+            'tar="$1"; limit="$2"; shift 2; cd /; for each; do [ -e "$each" ] && printf "%s\\0" '
+            '".$each"; done | tar -c --null -T - -f - | head -c "$limit" > "$tar"; exit 0'
+        )
+        limit = str(MAX_CARRIED_BYTES + 1)
+        await self.as_root(there, _TAR, limit, *paths, code=SCRIPT_FAILED)
+        left_out: list[str] = []
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "work.tar"
+            await self.provider.ask("download", id=self.id, source=_TAR, target=str(file))
+            if file.stat().st_size > MAX_CARRIED_BYTES:
+                raise EnvError(
+                    f"the agent changed more than {MAX_CARRIED_BYTES >> 20} MiB", code=TOO_LARGE
+                )
+            chosen = file.with_name("chosen.tar")
+            try:
+                await asyncio.to_thread(_choose, file, chosen, paths, left_out)
+            except tarfile.TarError as error:
+                raise EnvError(f"its archive can't be read: {error}", code=SCRIPT_FAILED) from error
+            await target.unpack(chosen, "/")
+        return left_out
+
+    async def remove(self) -> None:
+        """Stop and delete it. Calling it twice is fine."""
+        await self.provider.ask("stop", id=self.id)
+
+    async def _execute(
+        self,
+        script: str,
+        arguments: Sequence[str],
+        user: str,
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> tuple[str, int | None]:
+        """Returns what a script wrote and its exit code, or None if it ran out of time.
+
+        Raises:
+            ValueError: the script is too long.
+            EnvError: the provider failed.
+        """
+        seconds, started = math.ceil(timeout_s), time.monotonic()
+        parts = ["/bin/bash", "-c", _BOUNDED, "bash", str(seconds), script, *arguments]
+        command = shlex.join(parts)
+        if len(command.encode()) > _MAX_COMMAND_BYTES:
+            raise ValueError("the command is too long for this sandbox; write a file in parts")
+        ran = await self.provider.ask(
+            "execute",
+            id=self.id,
+            command=command,
+            seconds=seconds,
+            cwd=self.spec.workdir,
+            env=dict(environment),
+            user=user or None,
+        )
+        is_late = time.monotonic() - started >= seconds and ran["exit_code"] in (124, 137)
+        return ran["output"] + ran["errors"], None if is_late else ran["exit_code"]
+
+
+def _choose(source: Path, target: Path, paths: Sequence[str], left_out: list[str]) -> None:
+    """Write those members of an archive from an agent's sandbox that belong to these paths."""
+    links: set[str] = set()
+    with (
+        tarfile.open(source) as given,
+        tarfile.open(target, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for member in given:
+            path = posixpath.normpath("/" + member.name)
+            above = itertools.accumulate(path.split("/")[1:], lambda a, b: f"{a}/{b}", initial="")
+            reason = None
+            if not any(path == each or path.startswith(f"{each}/") for each in paths):
+                reason = "not one of the artifacts"
+            elif not links.isdisjoint(above):
+                reason = "behind a link"
+            elif not (member.isreg() or member.isdir() or member.issym()):
+                reason = "neither a file, a folder nor a link"
+            reason = reason or is_hidden(path, member, b"")
+            if reason:
+                left_out.append(f"{path}: {reason}")
+                continue
+            if member.issym():
+                links.add(path)
+            member.name, member.pax_headers = path[1:], {}
+            archive.addfile(member, given.extractfile(member) if member.isreg() else None)
