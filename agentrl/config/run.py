@@ -197,18 +197,21 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _stale_samples_are_corrected(cls, data: object) -> object:
-        """With `max_staleness` above 0 the policy that sampled is not the one that is trained.
+    def _samples_of_another_policy_are_corrected(cls, data: object) -> object:
+        """With `max_staleness` above 0, and from servers that round their weights, the policy that
+        sampled is not the one that is trained.
 
         Treated alike, a run collapses. So where neither run file nor preset chooses, ratios are
-        taken to the policy that sampled, as PPO defines them; an objective without a ratio gets
-        the truncated weight of TIS instead.
+        taken to the policy that sampled, as PPO defines them. An objective without a ratio gets
+        the truncated weight of TIS instead, and so does rounding, which would use up the clip.
         """
-        rollout = data.get("rollout") if isinstance(data, dict) else None
-        if not isinstance(data, dict) or not isinstance(rollout, dict):
+        if not isinstance(data, dict):
             return data
+        rollout, inference = data.get("rollout"), data.get("inference")
+        is_stale = isinstance(rollout, dict) and rollout.get("max_staleness")
+        is_rounded = isinstance(inference, dict) and inference.get("quantization")
         own = data.get("objective", {})
-        if not rollout.get("max_staleness") or not isinstance(own, dict):
+        if not (is_stale or is_rounded) or not isinstance(own, dict):
             return data
         preset = stages_of(str(own.get("preset", "grpo")))
         stages = {}
@@ -218,7 +221,8 @@ class RunConfig(Section):
             stages[stage] = preset.get(stage, {}) | own.get(stage, {})
         if "anchor" in stages["ratio"] or stages["off_policy"]:
             return data
-        if stages["surrogate"].get("kind") in ("logprob", "none") and "loss" not in own:
+        has_no_ratio = stages["surrogate"].get("kind") in ("logprob", "none") and "loss" not in own
+        if is_rounded or has_no_ratio:
             correction = {"off_policy": {"level": "token", "high": 2.0}}
         else:
             correction = {"ratio": {**own.get("ratio", {}), "anchor": "rollout"}}
@@ -305,6 +309,16 @@ class RunConfig(Section):
             raise ValueError(
                 "agents are recorded token by token, which a chat server cannot do; set "
                 "inference.backend to 'embedded', 'vllm' or 'sglang'"
+            )
+        if self.inference.quantization and self.model.dtype != "bfloat16":
+            raise ValueError(
+                "inference.quantization = 'fp8' rounds bfloat16 weights; set model.dtype = "
+                "'bfloat16', or leave it out"
+            )
+        if self.inference.quantization and self.model.lora.rank:
+            raise ValueError(
+                "inference.quantization = 'fp8' rounds weights that learn, and beneath an adapter "
+                "none do; leave it out (model.quantization keeps the frozen weights in 4 bits)"
             )
         if self.inference.backend == "sglang":
             if self.model.lora.rank:

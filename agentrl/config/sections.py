@@ -595,6 +595,10 @@ class InferenceSection(Section):
     `split`: each keeps its part of the memory. `sleep`: they take turns; while the trainer learns
     the servers give their memory back, and while they sample it keeps its weights there alone, the
     optimizer's state in host memory (docs/memory.md)."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: vLLM servers keep the weights of their layers in 8 bits, half the memory, and round
+    every update themselves (docs/precision.md). Needs `model.dtype = "bfloat16"`, a dense model, no
+    adapter, and GPUs that multiply in 8 bits (Ada, Hopper or newer)."""
     weights_dir: Path | None = None
     """Where the file goes: a directory that trainer and servers share, on disk or in memory
     (/dev/shm/my-run); `weights` in the run directory when not given."""
@@ -616,6 +620,11 @@ class InferenceSection(Section):
                 "inference.share = 'sleep' is for servers that this run starts on the trainer's "
                 "GPU: it needs backend = 'vllm' or 'sglang', no urls, and another transfer than "
                 "'nccl'"
+            )
+        if self.quantization and self.backend != "vllm":
+            raise ValueError(
+                f"inference.quantization = {self.quantization!r} is for vLLM servers, which round "
+                "the weights that they are sent; set inference.backend = 'vllm', or leave it out"
             )
         if self.backend == "embedded" and self.urls:
             raise ValueError(

@@ -285,7 +285,8 @@ def _least_share(config: RunConfig, there: int) -> float:
     from agentrl.train import memory
 
     try:
-        return max(0.1, memory.bytes_of_weights(config) / there + 0.05)
+        quantization = config.model.quantization or config.inference.quantization
+        return max(0.1, memory.bytes_of_weights(config, quantization) / there + 0.05)
     except (NotImplementedError, OSError, RuntimeError, ValueError):
         return 0.1
 

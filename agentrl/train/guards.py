@@ -11,13 +11,14 @@ from agentrl.errors import CheckpointError, DataError, TrainingError
 from agentrl.rollout.log import read_trajectories
 from agentrl.rollout.mixture import Mixture
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.train.preflight import MISMATCH, mismatch_is_large
+from agentrl.train.preflight import explained_mismatch, mismatch_is_large
 from agentrl.train.run import Run, require_some_success
 from agentrl.types import Group
+from agentrl.view.diagnosis import MISMATCH
 from agentrl.view.display import Display
 
 FAR_APART = 10
-"""Times MISMATCH: no rounding of any dtype explains this."""
+"""Times what rounding explains: none does this."""
 
 
 def look_at(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
@@ -49,8 +50,8 @@ def disagreement(metrics: Mapping[str, float], config: RunConfig) -> str | None:
     warning = mismatch_is_large(gap, config)
     rollout = config.rollout
     if rollout.max_staleness or rollout.replay_share or config.run.replay is not None:
-        return None if gap < max(MISMATCH.values()) else warning
-    if gap >= FAR_APART * MISMATCH[config.model.dtype]:
+        return None if gap < max(MISMATCH["bfloat16"], explained_mismatch(config)) else warning
+    if gap >= FAR_APART * explained_mismatch(config):
         raise TrainingError(
             f"{warning}; no rounding does that: the sampler has other weights, another "
             "distribution, or other tokens than those that are trained"

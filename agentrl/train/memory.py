@@ -124,7 +124,8 @@ def moments_of_a_step(
         weights = 4 * (parameters + frozen) // num_ranks if on_device else 0
     else:
         masters = 4 * trained if itemsize < 4 and on_device else 0
-        weights = (parameters + frozen) * itemsize + masters - _saved_by_quantising(config, decoder)
+        saved = _saved_by_quantising(config, decoder, config.model.quantization)
+        weights = (parameters + frozen) * itemsize + masters - saved
     bytes_of_moments = {"adamw": 8, "adamw_8bit": 2, "adamw_cpu": 0}[config.train.optimizer]
     always = {
         "weights": weights,
@@ -273,7 +274,7 @@ def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> flo
     """
     try:
         if config.inference.share == "sleep":
-            needed = bytes_of_weights(config)
+            needed = bytes_of_weights(config, config.model.quantization)
         else:
             needed = estimate(config, device_type=device_type, num_ranks=1).total
     except (NotImplementedError, OSError, RuntimeError, ValueError):
@@ -283,8 +284,8 @@ def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> flo
     return max(0.05, int(100 * left) / 100)
 
 
-def bytes_of_weights(config: RunConfig) -> int:
-    """Returns what a server holds of the model, and a trainer that makes room for it.
+def bytes_of_weights(config: RunConfig, quantization: str | None) -> int:
+    """Returns what a server holds of the model, or a trainer that makes room for it.
 
     Raises:
         OSError, ValueError, NotImplementedError, RuntimeError: as `estimate`.
@@ -292,16 +293,19 @@ def bytes_of_weights(config: RunConfig) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
     whole = _numel(model) * (4 if config.model.dtype == "float32" else 2)
-    return whole - _saved_by_quantising(config, decoder_of(model))
+    return whole - _saved_by_quantising(config, decoder_of(model), quantization)
 
 
-def _saved_by_quantising(config: RunConfig, decoder: torch.nn.Module) -> int:
-    if config.model.quantization is None:
+def _saved_by_quantising(
+    config: RunConfig, decoder: torch.nn.Module, quantization: str | None
+) -> int:
+    if quantization is None:
         return 0
     linear = [m.weight.numel() for m in decoder.modules() if isinstance(m, torch.nn.Linear)]
     itemsize = 4 if config.model.dtype == "float32" else 2
-    # One at a time is a matrix again.
-    return int(sum(linear) * (itemsize - BYTES_OF_A_WEIGHT)) - itemsize * max(linear, default=0)
+    kept = {"nf4": BYTES_OF_A_WEIGHT, "fp8": 1}[quantization]
+    # One at a time is whole: to multiply 4 bits, or while a server rounds it.
+    return int(sum(linear) * (itemsize - kept)) - itemsize * max(linear, default=0)
 
 
 def share_in_arguments(arguments: Sequence[str], flag: str) -> float | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
 from agentrl.types import StopReason, Trajectory
+from agentrl.view.diagnosis import MISMATCH
 
 ENOUGH = 32
 """Equal rewards with a cause that the run's set-up explains: the run stops."""
@@ -22,8 +23,6 @@ runs of seven."""
 GO_ON = "run.preflight = false goes on all the same"
 SMALLEST, LARGEST = 1 / 5, 20
 """Learning rates outside these multiples of the usual one are warned of."""
-MISMATCH = {"float32": 0.005, "bfloat16": 0.05}
-"""Mean difference of log-probabilities, in nats, which the dtype does not explain."""
 
 
 @dataclass(slots=True)
@@ -123,13 +122,34 @@ def rate_is_unusual(config: RunConfig, num_parameters: int) -> str | None:
     )
 
 
+def explained_mismatch(config: RunConfig) -> float:
+    """Returns what rounding explains of the mean difference of sampler and trainer, in nats."""
+    return MISMATCH[config.inference.quantization or config.model.dtype]
+
+
+def correction_of_rounding(config: RunConfig) -> str:
+    """Returns what a run does about servers that round their weights."""
+    level, anchor = config.objective.off_policy.level, config.objective.ratio.anchor
+    if level != "none":
+        what = f"objective.off_policy.level = {level!r} weighs what they sample"
+    elif anchor == "rollout":
+        what = "objective.ratio.anchor = 'rollout' takes ratios to what they sample from"
+    else:
+        what = "nothing corrects for it; objective.off_policy.level = 'token' would"
+    return (
+        f"inference.quantization = {config.inference.quantization!r}: servers sample from weights "
+        f"that are rounded; {what}"
+    )
+
+
 def mismatch_is_large(mean: float, config: RunConfig) -> str | None:
     """Returns what to do where sampler and trainer disagree by `mean` nats per token."""
-    limit = MISMATCH[config.model.dtype]
+    limit = explained_mismatch(config)
     if mean < limit:
         return None
     return (
-        f"sampler and trainer differ by {mean:.2g} nats per token, where {config.model.dtype} "
+        f"sampler and trainer differ by {mean:.2g} nats per token, where "
+        f"{config.inference.quantization or config.model.dtype} "
         f"explains {limit:g}: look at temperature and chat template of both, and at the server's "
         "dtype (docs/precision.md)"
     )

@@ -51,7 +51,7 @@ from agentrl.train.filters import filters_of
 from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.model import load_processor, load_tokenizer
 from agentrl.train.optimizer import require_optimizer
-from agentrl.train.preflight import FirstRewards, rate_is_unusual
+from agentrl.train.preflight import FirstRewards, correction_of_rounding, rate_is_unusual
 from agentrl.train.profile import Profiler
 from agentrl.train.sampling import training_sampling
 from agentrl.train.saver import Saver
@@ -208,6 +208,8 @@ async def assemble(
     if trainer.chose_token_budget and not config.run.resume and not quiet:
         print(f"train.token_budget = {trainer.config.train.token_budget}, by the device's memory")
 
+    if config.inference.quantization and not quiet:
+        print(correction_of_rounding(config))
     if config.inference.share == "sleep":
         leave_device(trainer)
     serving = await start_serving(config, trainer.model, run_dir, quiet=quiet)

@@ -25,7 +25,7 @@ from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.backends import BACKENDS
 from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
-from agentrl.inference.embedded_routes import make_replayable
+from agentrl.inference.embedded_routes import make_replayable, routers_of
 from agentrl.inference.embedded_sampling import require_exact_cache, share_weights
 from agentrl.inference.http import EngineSession
 from agentrl.inference.launcher import ServerLauncher
@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
 """Length of the prompt by which a server's weights are compared with the trainer's."""
+QUANTIZATIONS = {"nf4": "bitsandbytes", "fp8": "fp8_per_channel"}
+"""What vLLM calls them; it rounds the 16-bit weights that it loads."""
 AGENT_PATIENCE_S = 0.2
 """Agents do other things between two calls: a round starts without them when none called for so
 long. More makes larger batches, and each of them later where an agent is busy."""
@@ -163,6 +165,11 @@ async def start_serving(
         raise ConfigError(
             f"inference.backend = {inference.backend!r} can be evaluated against, but not trained "
             "with: it returns no token ids and takes no weights; use embedded, vllm or sglang"
+        )
+    if inference.quantization and routers_of(model):
+        raise ConfigError(
+            "inference.quantization = 'fp8' is for dense models: whether a server's experts are "
+            "rounded anew with every update is not known; leave it out"
         )
     launcher = None
     weights_dir = inference.weights_dir or run_dir / "weights"
@@ -396,6 +403,7 @@ def server_settings(
         ConfigError: no interpreter with the servers' package is named.
     """
     inference = config.inference
+    quantization = config.model.quantization or inference.quantization
     program = BACKENDS[inference.backend].program
     python = python or inference.python or os.environ.get(program.python_variable)
     if python is None and program.beside.exists():
@@ -420,9 +428,8 @@ def server_settings(
         align_rounding=inference.align_rounding,
         sleeps=inference.share == "sleep",
         adapter=adapter,
-        # vLLM makes the same 4 bits of the same files.
         extra_args=[
-            *(["--quantization", "bitsandbytes"] if config.model.quantization else []),
+            *(["--quantization", QUANTIZATIONS[quantization]] if quantization else []),
             *extra_args,
             *inference.args,
         ],

@@ -252,9 +252,10 @@ def _mismatch(seen: Evidence) -> Verdict:
     gap = seen.last("policy/rollout_train_logprob_diff_mean")
     if gap is None:
         return None
-    dtype = str(_at(seen.config, "model", "dtype") or "float32")
+    quantization = _at(seen.config, "inference", "quantization")
+    dtype = str(quantization or _at(seen.config, "model", "dtype") or "float32")
     stale = (seen.last("rollout/staleness_mean") or 0.0) >= 0.5
-    limit = MISMATCH["float32"] if dtype == "float32" and not stale else MISMATCH["bfloat16"]
+    limit = max(MISMATCH[dtype], MISMATCH["bfloat16"] if stale else 0)
     text = f"sampler and trainer differ by {short_number(gap)} nats per token in {dtype}"
     return Finding(f"{text}, above {limit}", {"sort": "surprising"}) if gap >= limit else text
 
@@ -491,8 +492,9 @@ FAR_BEFORE_A_FALL = 0.01
 FAR_FOR_ONE = 0.001
 """From here on one step that is far beyond the others is told."""
 ROUNDED_AWAY = 1e-7
-MISMATCH = {"float32": 0.005, "bfloat16": 0.05}
-"""Mean difference of log-probabilities, in nats, above which the dtype does not explain it."""
+MISMATCH = {"float32": 0.005, "bfloat16": 0.05, "fp8": 0.1}
+"""Mean difference of log-probabilities, in nats, above which rounding does not explain it: that of
+`model.dtype`, or of `inference.quantization`."""
 
 
 def _at(config: dict[str, Any], section: str, key: str) -> Any:

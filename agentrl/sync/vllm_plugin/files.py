@@ -137,7 +137,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             try:
                 checked = self.checked
                 if checked is None or checked.model is not self.model or checked.header != header:
-                    complete = self.model_config.quantization is None
+                    complete = self.model_config.quantization in (None, "fp8_per_channel")
                     tied = check_fit(self.model, header, complete=complete)
                     checked = self.checked = CheckedFit(self.model, header, tied)
             except BaseException:
@@ -208,8 +208,8 @@ def check_fit(model: torch.nn.Module, header: Header, *, complete: bool) -> list
 
     Args:
         model: between `initialize_layerwise_reload` and the real loading; left as it came.
-        complete: refuse a file that leaves a parameter unset (quantised models have parameters
-            that no checkpoint holds).
+        complete: refuse a file that leaves a parameter unset (models of quantised checkpoints have
+            parameters that no other holds).
 
     Returns:
         Modules that hold no tensor of their own in the file but share a loaded one (a tied head).
