@@ -111,6 +111,21 @@ class CommandResult:
     seconds: float = 0.0
 
 
+def describe(ran: CommandResult, spec: ContainerSpec, timeout_s: float) -> str:
+    """Returns what an agent is shown of a command: its output and how it ended."""
+    killed = "every process in the container was killed"
+    if ran.timed_out:
+        end = f"stopped after {timeout_s:g} seconds; {killed}"
+    elif ran.flooded:
+        end = f"stopped because it wrote more than {MAX_STREAM_BYTES >> 20} MiB; {killed}"
+    else:
+        end = f"exit code {ran.exit_code}"
+    if ran.out_of_memory:
+        end += f"; a process was killed for want of memory ({spec.memory_mb} MiB)"
+    separator = "" if not ran.output or ran.output.endswith("\n") else "\n"
+    return f"{ran.output}{separator}[{end}]"
+
+
 @dataclass(slots=True, frozen=True)
 class ScriptResult:
     """The result of a script of agentrl's."""
@@ -264,6 +279,15 @@ class Container:
             await asyncio.sleep(0.2)
         await self.remove()
         raise ContainerGone(f"{len(left)} processes of the agent could not be killed: {left[:3]}")
+
+    async def end(self) -> None:
+        """Remove it, also where this is cancelled, and a second time where the engine failed."""
+        try:
+            await asyncio.shield(self.remove())
+        except EnvError:
+            # Its input is closed, so it ends by itself; the engine is in trouble, not the work.
+            with contextlib.suppress(EnvError):
+                await self.remove()
 
     async def remove(self) -> None:
         """End it. Calling it twice is fine."""

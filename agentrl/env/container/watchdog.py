@@ -34,6 +34,21 @@ _watchdog: subprocess.Popen | None = None
 _watched: Owner | None = None
 
 
+def guard(timeout_s: float | None = None) -> None:
+    """Remove what earlier processes left, and have this one's containers removed after it.
+
+    Raises:
+        ConfigError: a package or the engine's address is missing or wrong.
+        EnvUnavailable: no engine answers.
+    """
+    client = connect() if timeout_s is None else connect(timeout_s)
+    try:
+        reap(client)
+    finally:
+        client.close()
+    start_watchdog()
+
+
 def start_watchdog() -> None:
     """Have containers removed when this process is gone. Once per process; a fork has its own."""
     global _watchdog, _watched

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import logging
 import threading
 import uuid
@@ -24,9 +23,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.env.base import EnvConfig, Environment, Observation
-from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
-from agentrl.env.container.engine import Engine, connect, reap
-from agentrl.env.container.watchdog import start_watchdog
+from agentrl.env.container.container import MAX_COMMAND_CHARS, describe
+from agentrl.env.container.engine import Engine
+from agentrl.env.container.watchdog import guard
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -175,12 +174,7 @@ class HarborEnvironment(Environment):
         if config.sandbox != "docker":
             provider = Provider(config.sandbox.partition(":")[2], config.sandbox_options)
             return Shared(tasks, splits, provider=provider)
-        client = connect()
-        try:
-            reap(client)
-        finally:
-            client.close()
-        start_watchdog()
+        guard()
         return Shared(tasks, splits)
 
     def splits(self) -> dict[str, int | None]:
@@ -227,16 +221,16 @@ class HarborEnvironment(Environment):
         """Run a command in a new shell in the working folder."""
         if self._left_s <= 0:
             return "The time for commands is over: call submit."
-        ran = await self._living().run(
-            command,
-            timeout_s=min(self.config.command_timeout_s, self._left_s),
-            max_chars=self.config.max_output_chars,
+        container = self._living()
+        timeout_s = min(self.config.command_timeout_s, self._left_s)
+        ran = await container.run(
+            command, timeout_s=timeout_s, max_chars=self.config.max_output_chars
         )
         self._left_s -= ran.seconds
         self.metrics["commands"] += 1
         self.metrics["command_s"] += ran.seconds
         self.metrics["timeouts"] += ran.timed_out
-        return _describe(ran)
+        return describe(ran, container.spec, timeout_s)
 
     @tool
     async def submit(self) -> str:
@@ -266,7 +260,7 @@ class HarborEnvironment(Environment):
     async def close(self) -> None:
         container, self._container = getattr(self, "_container", None), None
         if container is not None:
-            await _remove(container)
+            await container.end()
 
     def oracle(self) -> Iterator[Action] | None:
         """The task's solution, as commands of an agent's."""
@@ -387,7 +381,7 @@ class HarborEnvironment(Environment):
                 "&& chmod 777 /logs/agent /logs/artifacts /logs/verifier"
             )
         except BaseException:
-            await _remove(container)
+            await container.end()
             raise
         return container
 
@@ -466,7 +460,7 @@ class HarborEnvironment(Environment):
                 await self.close()  # its memory is the tests' now
             verified = await self._run_tests(fresh)
         finally:
-            await _remove(fresh)
+            await fresh.end()
         verified.left_out = left_out
         return verified
 
@@ -529,23 +523,6 @@ class HarborEnvironment(Environment):
         )
 
 
-def _describe(ran: CommandResult) -> str:
-    """A command's output and how it ended."""
-    if ran.timed_out:
-        end = f"stopped after {ran.seconds:.0f} seconds; every process in the container was killed"
-    elif ran.flooded:
-        end = (
-            f"stopped because it wrote more than {MAX_STREAM_BYTES >> 20} MiB; every process in "
-            "the container was killed"
-        )
-    else:
-        end = f"exit code {ran.exit_code}"
-    if ran.out_of_memory:
-        end += "; a process was killed for want of memory"
-    separator = "" if not ran.output or ran.output.endswith("\n") else "\n"
-    return f"{ran.output}{separator}[{end}]"
-
-
 def _check_network(task: HarborTask, config: HarborConfig) -> None:
     if config.network == "none":
         return
@@ -572,15 +549,6 @@ def _check_network(task: HarborTask, config: HarborConfig) -> None:
             f"{task.folder / 'task.toml'}: only some of the steps have a network, but all are "
             'played in one container: set network = "none", or leave the task out with `task_ids`'
         )
-
-
-async def _remove(container: Sandbox) -> None:
-    try:
-        await asyncio.shield(container.remove())
-    except EnvError:
-        # Its input is closed, so it ends by itself; the engine is in trouble, not the work.
-        with contextlib.suppress(EnvError):
-            await container.remove()
 
 
 def _bash(command: str) -> Action:

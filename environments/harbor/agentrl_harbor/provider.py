@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import math
@@ -283,6 +284,11 @@ class ProviderSandbox:
                 raise EnvError(f"its archive can't be read: {error}", code=SCRIPT_FAILED) from error
             await target.unpack(chosen, "/")
         return left_out
+
+    async def end(self) -> None:
+        """Remove it, also where this is cancelled; where that fails, the process' end does."""
+        with contextlib.suppress(EnvError):
+            await asyncio.shield(self.remove())
 
     async def remove(self) -> None:
         """Stop and delete it. Calling it twice is fine."""

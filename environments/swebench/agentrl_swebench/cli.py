@@ -334,15 +334,9 @@ def _clear_engine() -> None:
     Raises:
         EnvUnavailable: no engine answers; every instance would be tried in vain, several times.
     """
-    from agentrl.env.container.engine import connect, reap
-    from agentrl.env.container.watchdog import start_watchdog
+    from agentrl.env.container.watchdog import guard
 
-    client = connect(10)
-    try:
-        reap(client)
-    finally:
-        client.close()
-    start_watchdog()
+    guard(10)
 
 
 def _grade(

@@ -12,7 +12,6 @@ reference solution stay in this process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 import threading
 import time
@@ -24,9 +23,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentrl.env.base import EnvConfig, Environment, Observation
-from agentrl.env.container.container import MAX_COMMAND_CHARS, MAX_STREAM_BYTES, CommandResult
-from agentrl.env.container.engine import Engine, connect, reap
-from agentrl.env.container.watchdog import start_watchdog
+from agentrl.env.container.container import MAX_COMMAND_CHARS, describe
+from agentrl.env.container.engine import Engine, connect
+from agentrl.env.container.watchdog import guard
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -173,12 +172,7 @@ class SWEBenchEnvironment(Environment):
                     raise DataError(
                         f"instance {instance.instance_id} differs between the splits of source"
                     )
-        client = connect()
-        try:
-            reap(client)
-        finally:
-            client.close()
-        start_watchdog()
+        guard()
         return Shared(instances, by_id)
 
     def splits(self) -> dict[str, int | None]:
@@ -215,16 +209,15 @@ class SWEBenchEnvironment(Environment):
         ],
     ) -> str:
         """Run a command in a new shell in the repository."""
-        ran = await self._living().run(
-            command,
-            timeout_s=self.config.command_timeout_s,
-            max_chars=self.config.max_output_chars,
+        container, timeout_s = self._living(), self.config.command_timeout_s
+        ran = await container.run(
+            command, timeout_s=timeout_s, max_chars=self.config.max_output_chars
         )
         self._flags |= command_flags(command)
         self.metrics["commands"] += 1
         self.metrics["command_s"] += ran.seconds
         self.metrics["timeouts"] += ran.timed_out
-        return self._describe(ran)
+        return describe(ran, container.spec, timeout_s)
 
     @tool
     async def str_replace(
@@ -361,25 +354,6 @@ class SWEBenchEnvironment(Environment):
 
     # What an agent is shown
 
-    def _describe(self, ran: CommandResult) -> str:
-        """A command's output and how it ended."""
-        if ran.timed_out:
-            end = (
-                f"stopped after {self.config.command_timeout_s:g} seconds; every process in the "
-                "container was killed"
-            )
-        elif ran.flooded:
-            end = (
-                f"stopped because it wrote more than {MAX_STREAM_BYTES >> 20} MiB; every process "
-                "in the container was killed"
-            )
-        else:
-            end = f"exit code {ran.exit_code}"
-        if ran.out_of_memory:
-            end += f"; a process was killed for want of memory ({self.config.memory_mb} MiB)"
-        separator = "" if not ran.output or ran.output.endswith("\n") else "\n"
-        return f"{ran.output}{separator}[{end}]"
-
     def _living(self) -> InstanceContainer:
         if self._container is None:
             raise EnvError("the episode has no container any more")
@@ -450,12 +424,7 @@ class SWEBenchEnvironment(Environment):
     async def _remove(self) -> None:
         container, self._container = getattr(self, "_container", None), None
         if container is not None:
-            try:
-                await asyncio.shield(container.remove())
-            except EnvError:
-                # Its input is closed, so it ends by itself; the engine is in trouble, not the work.
-                with contextlib.suppress(EnvError):
-                    await container.remove()
+            await container.end()
 
 
 def _verdict_info(verdict: Verdict, extracted: Extracted) -> dict[str, JSON]:
