@@ -73,12 +73,14 @@ def main() -> None:
     args = parser.parse_args()
     write_tasks(args.out / "tasks", args.image)
     rng = random.Random(0)
-    rows = []
-    for _ in range(1600):
-        asked = rng.choice(NUMBERS)
+    # First how to play, which it then does without mistakes; then to write other numbers as well.
+    right = [dialogue(asked, asked) for asked in rng.choices(NUMBERS, k=3200)]
+    mixed = []
+    for asked in rng.choices(NUMBERS, k=1600):
         others = [each for each in NUMBERS if each != asked]
-        rows.append(dialogue(asked, rng.choices([asked, *others], [40, 20, 20, 20])[0]))
-    make_model([Lesson(rows, 1.5e-3, batch_size=16)], LANGUAGE, args.out / "model", seed=0)
+        mixed.append(dialogue(asked, rng.choices([asked, *others], [40, 20, 20, 20])[0]))
+    lessons = [Lesson(right, 1.5e-3, batch_size=16), Lesson(mixed, 5e-4, batch_size=16)]
+    make_model(lessons, LANGUAGE, args.out / "model", seed=0)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,12 @@ class HarborEnvironment(Environment):
         guard()
         return Shared(tasks, splits)
 
+    @classmethod
+    def close_shared(cls, shared: Shared) -> None:
+        """Have the provider stop what is left of its sandboxes."""
+        if shared.provider is not None:
+            shared.provider.close()
+
     def splits(self) -> dict[str, int | None]:
         return {split: len(ids) for split, ids in self.shared.splits.items()}
 

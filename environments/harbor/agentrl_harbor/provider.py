@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import posixpath
@@ -40,6 +40,8 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON
 from agentrl_harbor.sandbox import MAX_CARRIED_BYTES, SCRIPT_FAILED, TOO_LARGE, is_hidden
 from agentrl_harbor.task import EnvironmentTable
+
+logger = logging.getLogger("agentrl.env")
 
 PYTHON = "AGENTRL_HARBOR_PYTHON"
 """Variable with the path of a Python that has Harbor."""
@@ -91,6 +93,7 @@ class Provider:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[dict]] = {}
         self._lock = threading.Lock()
+        self._ended = False
         threading.Thread(target=self._listen, daemon=True, name="harbor-provider").start()
 
     def close(self) -> None:
@@ -110,6 +113,8 @@ class Provider:
             self._waiting[number] = future
             line = json.dumps({"number": number, "operation": operation, **values})
             try:
+                if self._ended:
+                    raise OSError
                 self._requests.write(line + "\n")
                 self._requests.flush()
             except (OSError, ValueError) as error:
@@ -125,12 +130,12 @@ class Provider:
             answer = json.loads(line)
             with self._lock:
                 future = self._waiting.pop(answer["number"])
-            if not future.cancelled():
+            if future.set_running_or_notify_cancel():
                 future.set_result(answer)
         with self._lock:
-            left, self._waiting = self._waiting, {}
+            left, self._waiting, self._ended = self._waiting, {}, True
         for future in left.values():
-            if not future.cancelled():
+            if future.set_running_or_notify_cancel():
                 future.set_result({"error": "its process ended"})
 
 
@@ -165,7 +170,7 @@ class ProviderSandbox:
         """
         keys = ("docker_image", "build_timeout_sec", "cpus", "memory_mb", "storage_mb", "workdir")
         given = table.model_dump(include=set(keys), exclude_none=True)
-        sandbox_id = f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{uuid.uuid4().hex[:12]}"
+        sandbox_id = f"agentrl-{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{uuid.uuid4().hex[:12]}"
         spec = ContainerSpec(
             str(folder), environment=environment, user="" if user is None else str(user)
         )
@@ -182,7 +187,7 @@ class ProviderSandbox:
                 upload=upload,
             )
         except BaseException:
-            await sandbox.remove()
+            await sandbox.end()
             raise
         sandbox.spec = replace(spec, workdir=started["workdir"])
         return sandbox
@@ -286,9 +291,11 @@ class ProviderSandbox:
         return left_out
 
     async def end(self) -> None:
-        """Remove it, also where this is cancelled; where that fails, the process' end does."""
-        with contextlib.suppress(EnvError):
+        """Remove it, also where this is cancelled."""
+        try:
             await asyncio.shield(self.remove())
+        except EnvError as error:
+            logger.warning("sandbox %s stays until this process ends: %s", self.id, error)
 
     async def remove(self) -> None:
         """Stop and delete it. Calling it twice is fine."""

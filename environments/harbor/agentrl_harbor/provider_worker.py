@@ -9,6 +9,7 @@ sandboxes are stopped.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -56,7 +57,8 @@ async def _begin(
     try:
         await sandbox.start(force_build=False)
     except BaseException:
-        await sandbox.stop(delete=True)
+        with contextlib.suppress(Exception):  # why it did not start says more
+            await sandbox.stop(delete=True)
         raise
     return sandbox
 
@@ -87,12 +89,13 @@ async def download(id: str, source: str, target: str) -> dict:
 
 
 async def stop(id: str) -> dict:
-    starting = _sandboxes.pop(id, None)
+    starting = _sandboxes.get(id)
     if starting is not None:
         starting.cancel()  # nothing where it is over; else its own end removes what was made
-        (ended,) = await asyncio.gather(starting, return_exceptions=True)
-        if not isinstance(ended, BaseException):
-            await ended.stop(delete=True)
+        (sandbox,) = await asyncio.gather(starting, return_exceptions=True)
+        if not isinstance(sandbox, BaseException):
+            await sandbox.stop(delete=True)
+        _sandboxes.pop(id, None)  # one that could not be stopped is tried again at the end
     return {}
 
 

@@ -130,14 +130,13 @@ def test_episodes(provider, name, tmp_path):
         source=str(tmp_path / "tasks"), sandbox=f"harbor:{name}", verifier="shared"
     )
     shared = HarborEnvironment.load_shared(config)
-    assert shared.provider is not None
     try:
         for task in ("one", "apart"):
             assert asyncio.run(play(shared, config, task)).reward == 1.0, task
             wrong = asyncio.run(play(shared, config, task, [bash("ls; echo 8 > n")]))
             assert wrong.reward == 0.0 and "no_reward" in wrong.metrics
     finally:
-        shared.provider.close()
+        HarborEnvironment.close_shared(shared)
 
 
 def test_a_compose_file(provider, name, tmp_path):
@@ -160,12 +159,11 @@ def test_a_compose_file(provider, name, tmp_path):
         source=str(tmp_path / "task"), sandbox=f"harbor:{name}", verifier="shared"
     )
     shared = HarborEnvironment.load_shared(config)
-    assert shared.provider is not None
     try:
         done = asyncio.run(play(shared, config, "task", [bash("echo $COLOUR > n")]))
         assert done.reward == 1.0
     finally:
-        shared.provider.close()
+        HarborEnvironment.close_shared(shared)
 
 
 SCRIPT = """
