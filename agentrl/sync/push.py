@@ -63,6 +63,7 @@ class ServerWeightSync(WeightSync):
         probe_ids: list[int],
         temperature: float,
         tolerance: float,
+        quantization: str | None = None,
         timeout_s: float = 300.0,
         on_missed: Callable[[str], None] | None = None,
     ) -> None:
@@ -78,7 +79,8 @@ class ServerWeightSync(WeightSync):
             probe_ids: a prompt of at least two tokens, long enough to look like a rollout.
             temperature: of the run's rollouts.
             tolerance: nats for log-probabilities above -1, relative below (see `probe`). 1e-3 for
-                float32 servers, 0.1 for bfloat16.
+                float32 servers, 0.1 for bfloat16; of the mean, 0.05, for servers in 8 bits.
+            quantization: `fp8` where servers round the weights that they are sent.
             timeout_s: of every call to a server, and of waiting for one that is unreachable.
             on_missed: called with the address of a server that a push did not reach while it
                 reached another. It has older weights, or the ones on its disk, and is to get no
@@ -95,6 +97,7 @@ class ServerWeightSync(WeightSync):
         self.probe_ids = probe_ids
         self.temperature = temperature
         self._tolerance = tolerance
+        self._quantization = quantization
         self._timeout_s = timeout_s
         self._on_missed = on_missed
         self._missed: set[str] = set()
@@ -112,7 +115,11 @@ class ServerWeightSync(WeightSync):
             taken = time.monotonic()
             self._pushed = await in_thread(
                 lambda: trainer_logprobs(
-                    model, self.probe_ids, version=version, temperature=self.temperature
+                    model,
+                    self.probe_ids,
+                    version=version,
+                    temperature=self.temperature,
+                    quantization=self._quantization,
                 )
             )
             reached = asyncio.Event()
@@ -260,7 +267,8 @@ class ServerWeightSync(WeightSync):
                 f"sent (the server says {result.label}), log-probabilities of the probe differ by "
                 f"up to {result.prompt_diff:.4g} over its {len(pushed.prompt)} prompt tokens and "
                 f"by {result.sampled_diff:.4g} at the token sampled at temperature "
-                f"{pushed.temperature:g}, {result.error:.4g} in relation to their size, allowed is "
+                f"{pushed.temperature:g}, {result.error:.4g} in relation to their size"
+                f"{' on average, rounded to 8 bits' * pushed.is_rounded}, allowed is "
                 f"{self._tolerance:g}. Part of the old weights may still be in use, or the server "
                 "runs another model, dtype or kind of "
                 f"log-probabilities ({self._control.logprobs})"

@@ -103,7 +103,13 @@ def _obey(
         else:
             take_part(trainer.model)
             ids, temperature = probe
-            trainer_logprobs(trainer.model, ids, version=version, temperature=temperature)
+            trainer_logprobs(
+                trainer.model,
+                ids,
+                version=version,
+                temperature=temperature,
+                quantization=trainer.config.inference.quantization,
+            )
     else:
         raise ValueError(f"rank 0 says {word!r}")
 

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
 """Length of the prompt by which a server's weights are compared with the trainer's."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.05}
+"""Of the probe; see `sync.probe`."""
 QUANTIZATIONS = {"nf4": "bitsandbytes", "fp8": "fp8_per_channel"}
 """What vLLM calls them; it rounds the 16-bit weights that it loads."""
 AGENT_PATIENCE_S = 0.2
@@ -215,7 +217,7 @@ async def start_serving(
         # One of ours that died is waited for until it had the time to start again.
         retry_for_s=max(inference.retry_for_s, inference.startup_timeout_s if launcher else 0),
     )
-    tolerance = 1e-3 if config.model.dtype == "float32" else 0.2
+    tolerance = TOLERANCE[inference.quantization or config.model.dtype]
     vocab_size = model.config.get_text_config().vocab_size
     probe = np.random.default_rng(0).integers(vocab_size, size=PROBE_TOKENS)
     sync = ServerWeightSync(
@@ -228,6 +230,7 @@ async def start_serving(
         probe_ids=probe.tolist(),
         temperature=config.rollout.temperature,
         tolerance=inference.sync_tolerance or tolerance,
+        quantization=inference.quantization,
         # Long enough for a server that died to be there again.
         timeout_s=inference.startup_timeout_s,
         on_missed=engine.distrust,

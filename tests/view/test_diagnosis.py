@@ -78,6 +78,11 @@ def test_the_limit_of_the_mismatch_is_that_of_the_dtype(tmp_path, monkeypatch):
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace("[model]", "[model]\ndtype = 'bfloat16'"))
     assert found(run_dir) == {}
+    gap["metrics"]["policy/rollout_train_logprob_diff_mean"] = 0.2
+    run_dir = plant(tmp_path / "rounded", "gap")
+    config = run_dir / "config.toml"
+    config.write_text(config.read_text() + "\n[inference]\nquantization = 'fp8'\n")
+    assert "in fp8, above 0.1" in found(run_dir)["mismatch"]["text"]
 
 
 def test_what_is_wrong_in_one_environment_alone_is_found_there(tmp_path, monkeypatch):

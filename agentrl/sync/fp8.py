@@ -1,0 +1,49 @@
+"""What a server computes that keeps its weights in 8 bits: for the probe, which compares with it.
+
+vLLM's `fp8_per_channel` rounds each row of a linear layer's matrix, as it is loaded, and each
+token's input of the layer to float8 (e4m3: a sign, 4 bits of exponent, 3 of fraction) with a scale
+of its own. Embedding, head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_LARGEST = 448.0
+_SMALLEST_SCALE = 1 / (_LARGEST * 512)
+
+
+def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (..., N) rows rounded, in their scales, and the scales (..., 1), both in float32."""
+    rows = rows.float()
+    scales = (rows.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST_SCALE)
+    rounded = (rows / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return rounded.float(), scales
+
+
+@contextlib.contextmanager
+def in_8_bits(model: PreTrainedModel) -> Iterator[list[nn.Linear]]:
+    """Have the model compute as such a server, from its own weights, which stay as they are; yields
+    the layers that round. Ranks that share the weights enter it together."""
+    head = model.get_output_embeddings()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    handles = [layer.register_forward_hook(_multiply) for layer in layers]
+    try:
+        yield layers
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _multiply(layer: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    tokens, scales = to_float8(inputs[0])
+    weight, of_rows = to_float8(layer.weight)
+    product = (tokens @ weight.T) * scales * of_rows.T
+    if layer.bias is not None:
+        product = product + layer.bias
+    return product.to(output.dtype)
