@@ -45,6 +45,8 @@ __all__ = [
 
 TIMEOUT_S = 120.0
 """A check that takes longer than this has failed; with `thorough`, ten times as long."""
+SLOW = 5
+"""How many times as long it may take where a class says that a reset may take longer than that."""
 HUNG = "did not finish"
 STOP_S = 5.0
 """How long a check that is told to stop is waited for."""
@@ -132,7 +134,9 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
     started = time.monotonic()
     status: Literal["pass", "fail", "skip"] = "pass"
     remedy, cause = "", ""
-    timeout_s = timeout_of(subject.thorough)
+    declared = subject.environment
+    is_slow = declared is not None and declared.reset_timeout_s > TIMEOUT_S
+    timeout_s = timeout_of(subject.thorough) * (SLOW if is_slow else 1)
     if subject.hangs and name not in _WITHOUT_EPISODES:
         detail = "a reset or step of this environment hangs, so that no other episode was played"
         return CheckResult(name, asserts(name), "skip", detail, "", 0.0)

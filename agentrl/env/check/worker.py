@@ -22,6 +22,7 @@ from typing import Any
 
 from agentrl.env.check import (
     HUNG,
+    SLOW,
     STOP_S,
     CheckResult,
     asserts,
@@ -105,7 +106,7 @@ def _watch(
             result = CheckResult(**message)
             waiting.remove(result.name)
             yield result
-        started, limit_s = time.monotonic(), timeout_of(thorough) + 2 * STOP_S
+        started, limit_s = time.monotonic(), SLOW * timeout_of(thorough) + 2 * STOP_S
         silence_s = BLOCKED_S * (10 if thorough else 1)
     worker.join(STOP_S)  # its close_shared
 
