@@ -112,7 +112,8 @@ METRICS: dict[str, str] = {
     "that the trainer's routers chose. With train.router_replay.",
     "train/packing": "How the model computes a micro-batch: 2 as one row in which what samples of "
     "a group begin with may stand once, 1 as one row, 0 one sample at a time (docs/models.md).",
-    "train/tokens_per_s": "Those tokens per second of `time/train_s`.",
+    "train/tokens_per_s": "Tokens that the updates computed, per second of `time/train_s`. What "
+    "rows of a group share and the model computes once counts once; every epoch counts.",
     "train/updates": "Optimizer updates that were applied since the run began.",
     "train/skipped_updates": "Updates of the step that were skipped for a gradient that is not "
     "finite.",

@@ -189,7 +189,7 @@ async def _steps(
             run.replay.add(step, rollouts.groups)
         train_s = time.perf_counter() - train_started
         metrics |= staleness_metrics(samples, current_version=step - 1)
-        metrics |= _training_metrics(run, samples, train_s)
+        metrics |= _training_metrics(run, samples, train_s, metrics.pop("computed_tokens", 0.0))
         for name in batches:
             metrics |= _metrics_of_environment(name, samples, step) if name else {}
         metrics.setdefault("loss/policy", 0.0)
@@ -324,13 +324,14 @@ def _metrics_of_environment(name: str, samples: list[Sample], step: int) -> dict
     return {f"env/{name}/{key}": value for key, value in metrics.items()}
 
 
-def _training_metrics(run: Run, samples: list[Sample], seconds: float) -> dict[str, float]:
-    num_tokens = sum(len(sample) for sample in samples)
+def _training_metrics(
+    run: Run, samples: list[Sample], seconds: float, computed: float
+) -> dict[str, float]:
     return {
         "train/samples": len(samples),
-        "train/tokens": num_tokens,
+        "train/tokens": sum(len(sample) for sample in samples),
         "train/packing": packing_of(run.trainer.learner.model),
         "train/updates": run.trainer.learner.num_updates,
         "time/train_s": seconds,
-        "train/tokens_per_s": num_tokens / seconds,
+        "train/tokens_per_s": computed / seconds,
     }

@@ -150,6 +150,8 @@ def update_policy(
                 (weight * output.loss).backward()
                 if counts:
                     contributions.append(output.metrics)
+            if counts:
+                contributions.append({"computed_tokens": Metric("sum", (micro.num_tokens,))})
             num_done += 1
             ranks.moved()
             if on_progress:

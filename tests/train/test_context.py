@@ -259,4 +259,6 @@ def test_rows_on_several_ranks_learn_what_they_do_on_one(tmp_path):
             its, mine = (json.loads((each / "metrics.json").read_text()) for each in (one, several))
             assert mine[0].keys() == its[0].keys()
             for key, value in its[0].items():
+                if key == "computed_tokens":  # cut otherwise, rows share less
+                    continue
                 assert mine[0][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key

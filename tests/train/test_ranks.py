@@ -147,6 +147,8 @@ def test_ranks_compute_what_one_does(tmp_path):
             ):
                 assert its.keys() == mine.keys()
                 for key, value in its.items():
+                    if key == "computed_tokens":  # ranks share less of what rows begin with
+                        continue
                     assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
     for num_ranks in ("1", "2", "3"):
         on_device, on_host = (

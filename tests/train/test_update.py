@@ -170,6 +170,8 @@ def test_the_token_budget_changes_nothing(played, models, name):
         objective=objective, config=settings, temperature=TEMPERATURE, critic=given[1], seed=1
     )
     cut_metrics = update_policy(cut, samples, batch, options)
+    # Cut, the rows share less of what they begin with.
+    assert whole_metrics.pop("computed_tokens") <= cut_metrics.pop("computed_tokens")
     assert cut_metrics.keys() == whole_metrics.keys()
     for key, value in whole_metrics.items():
         assert cut_metrics[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
@@ -369,3 +371,20 @@ def test_rows_of_one_trajectory_share_states_and_baseline():
     )
     assert batch.state_ids.tolist() == [[7, 8], [7, 8]]
     assert batch.baselines.tolist() == [0.25, 0.25]
+
+
+def test_what_rows_share_counts_as_computed_once_and_every_epoch(played, models):
+    objective = OBJECTIVES["grpo"]
+    samples, batch = batch_of(played, objective)
+    computed = {}
+    for share, epochs in ((True, 1), (False, 1), (False, 2)):
+        settings = TrainSection(learning_rate=1e-4, share_prefixes=share, num_epochs=epochs)
+        learner = Learner(copy.deepcopy(models[0]), settings, total_updates=10)
+        options = UpdateOptions(
+            objective=objective, config=settings, temperature=TEMPERATURE, critic=None, seed=1
+        )
+        metrics = update_policy(learner, samples, copy.copy(batch), options)
+        computed[share, epochs] = metrics["computed_tokens"]
+    num_tokens = sum(map(len, samples))
+    assert computed[False, 1] == num_tokens and computed[False, 2] == 2 * num_tokens
+    assert 0 < computed[True, 1] < num_tokens
