@@ -16,6 +16,8 @@ SAMPLES_PER_STEP = 64
 WINDOW = 5
 """A reward is the mean of so many steps, of 64 samples each."""
 GOAL = 0.8
+REAL_GOAL = 0.35
+"""Of the pretrained model, which begins at about half of it."""
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Arm -> seed -> what its run left."""
@@ -25,7 +27,7 @@ def digest(result: Mapping[str, Any]) -> dict[str, Any]:
     """Summarizes one run for the report; `made` says how the run was made."""
     if all(isinstance(value, dict) for value in result.values()):  # of train_step.py
         return dict(result)
-    kept: dict[str, Any] = {key: result[key] for key in ("made",) if key in result}
+    kept: dict[str, Any] = {key: result[key] for key in ("made", "peak_mib") if key in result}
     kept |= {
         key: [None if value is None else float(f"{value:.9g}") for value in values]
         for key, values in result.items()
@@ -51,9 +53,9 @@ def smooth(curve: np.ndarray) -> np.ndarray:
     return (summed[..., steps] - summed[..., first]) / (steps - first)
 
 
-def samples_to_goal(curve: np.ndarray) -> float:
-    """Returns the samples until one seed's smoothed reward reaches `GOAL`; nan if it never does."""
-    reached = np.flatnonzero(smooth(curve) >= GOAL)
+def samples_to_goal(curve: np.ndarray, goal: float = GOAL) -> float:
+    """Returns the samples until one seed's smoothed reward reaches `goal`; nan if it never does."""
+    reached = np.flatnonzero(smooth(curve) >= goal)
     return float("nan") if not len(reached) else float(reached[0] + 1) * SAMPLES_PER_STEP
 
 
@@ -69,8 +71,8 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def to_goal(arm: str, results: Results) -> str:
-    samples = np.asarray([samples_to_goal(curve) for curve in curves(arm, results)])
+def to_goal(arm: str, results: Results, goal: float = GOAL) -> str:
+    samples = np.asarray([samples_to_goal(curve, goal) for curve in curves(arm, results)])
     if np.isnan(samples).all():
         return "-"
     reached = samples[~np.isnan(samples)]
@@ -222,12 +224,14 @@ def real_table(row: Row, results: Results) -> str:
             [
                 *(arm.about, str(len(values)), str(values.shape[1])),
                 *(spread(values[:, :WINDOW].mean(1)), spread(values[:, -WINDOW:].mean(1))),
+                to_goal(arm.name, results, REAL_GOAL),
                 spread(np.asarray(held_out)) if held_out else "-",
                 f"{cpu(arm.name, results).min():.1f}",
                 f"{peak:.1f}" if peak else "-",
             ]
         )
-    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", "held out, at the end"]
+    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {REAL_GOAL}"]
+    head.append("held out, at the end")
     made = table([*head, "CPU s per step", "peak GiB"], lines)
     return f"{made}\n\n![the curves](learning/real.svg)" if len(lines) > 1 else made
 
