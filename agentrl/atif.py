@@ -13,20 +13,27 @@ import contextlib
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 
 from agentrl import __version__
 from agentrl.errors import DataError
-from agentrl.types import Message, Trajectory
+from agentrl.images import IMAGES_FOLDER, ImageStore, content_parts
+from agentrl.types import Content, Message, Trajectory
 
 _NOTES = "Embedded are this episode's other dialogues. Copied steps are context, not to be trained."
 
 
-def write_atif(folder: Path, model: str, trajectories: Iterable[Trajectory]) -> tuple[int, int]:
-    """Writes a file for each trajectory, by its id; of two with one id the last one counts.
+def write_atif(
+    folder: Path,
+    model: str,
+    trajectories: Iterable[Trajectory],
+    store: ImageStore | None = None,
+) -> tuple[int, int]:
+    """Writes a file for each trajectory, by its id; of two with one id the last one counts. Images
+    lie beside them in `images/`, each once.
 
     Returns the number of trajectories, and of turns that no message tells, which are left out.
 
@@ -39,7 +46,8 @@ def write_atif(folder: Path, model: str, trajectories: Iterable[Trajectory]) -> 
     untold = {}
     for each in trajectories:
         name = quote(each.trajectory_id, safe="")  # an id may have slashes
-        (partial / f"{name}.json").write_bytes(msgspec.json.encode(to_atif(each, model)))
+        document = to_atif(each, model, _Images(store, ImageStore(partial / IMAGES_FOLDER)))
+        (partial / f"{name}.json").write_bytes(msgspec.json.encode(document))
         untold[name] = sum(turn.message < 0 for turn in each.turns)
     if not untold:
         partial.rmdir()
@@ -48,12 +56,35 @@ def write_atif(folder: Path, model: str, trajectories: Iterable[Trajectory]) -> 
     return len(untold), sum(untold.values())
 
 
-def to_atif(trajectory: Trajectory, model: str) -> dict[str, Any]:
+class _Images(NamedTuple):
+    source: ImageStore | None = None
+    copies: ImageStore | None = None
+    """None: an image's path is a data URL."""
+
+    def content(self, content: Content) -> Any:
+        """Returns a message's content as ATIF has it: images as paths of their copies."""
+        if isinstance(content, str):
+            return content
+        parts = []
+        for part in content_parts(content, self.source):
+            if isinstance(part, str):
+                parts.append({"type": "text", "text": part})
+                continue
+            path = part.url
+            if self.copies is not None:
+                self.copies.put(part)
+                path = f"{IMAGES_FOLDER}/{part.file_name}"
+            parts.append({"type": "image", "source": {"media_type": part.media_type, "path": path}})
+        return parts
+
+
+def to_atif(trajectory: Trajectory, model: str, images: _Images | None = None) -> dict[str, Any]:
     """Returns a trajectory as an ATIF document. JSON has no NaN: msgspec writes null for it."""
+    images = images or _Images()
     continued = {turn.parent for turn in trajectory.turns}
     ends = [number for number in range(len(trajectory.turns)) if number not in continued]
     written: set[int] = set()
-    dialogues = [_steps(trajectory, end, written) for end in (ends[::-1] or [None])]
+    dialogues = [_steps(trajectory, end, written, images) for end in (ends[::-1] or [None])]
     if not dialogues[0]:  # a document without steps is not valid
         said = trajectory.error.message if trajectory.error else ""
         dialogues[0].append({"step_id": 1, "source": "system", "message": said})
@@ -82,7 +113,9 @@ def to_atif(trajectory: Trajectory, model: str) -> dict[str, Any]:
     return root
 
 
-def _steps(trajectory: Trajectory, end: int | None, written: set[int]) -> list[dict[str, Any]]:
+def _steps(
+    trajectory: Trajectory, end: int | None, written: set[int], images: _Images
+) -> list[dict[str, Any]]:
     """Returns the steps of the dialogue that turn `end` ends; adds its turns to `written`."""
     messages, turn_at, number = trajectory.messages, {}, end
     if end is not None:
@@ -93,7 +126,7 @@ def _steps(trajectory: Trajectory, end: int | None, written: set[int]) -> list[d
     shared = max((place for place, turn in turn_at.items() if turn in written), default=-1)
     steps: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
-        role, text = message["role"], message["content"]
+        role, text = message["role"], images.content(message["content"])
         if role == "tool" and steps:
             called = [call["tool_call_id"] for call in steps[-1].get("tool_calls", [])]
             of = message.get("tool_call_id")

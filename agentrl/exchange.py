@@ -25,6 +25,7 @@ from agentrl.api import Evaluation
 from agentrl.atif import write_atif
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore, content_parts, content_text, count_images
 from agentrl.rollout.episodes import (
     CONFIG_FILE,
     EpisodeLog,
@@ -57,8 +58,10 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
         raise ConfigError(f"{out} is there already; remove it, or name another")
     if not source.exists():
         raise ConfigError(f"{source}: no such file or folder")
+    store = ImageStore(source / IMAGES_FOLDER) if source.is_dir() else None
     if source.is_dir() and out.suffix == ".atif":
-        return _to_atif(out, *open_episodes(source))  # one by one: a training run has many
+        # One by one: a training run has many.
+        return _to_atif(out, *open_episodes(source), store)
     if source.is_dir():
         config, trajectories = read_evaluation(source, images=True)
     elif source.suffix == ".eval":
@@ -68,12 +71,12 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
     else:
         raise ConfigError(f"{source}: neither a folder of agentrl eval, nor .eval, nor .jsonl")
     if out.suffix == ".atif":
-        return _to_atif(out, config, trajectories)
+        return _to_atif(out, config, trajectories, store)
     out.parent.mkdir(parents=True, exist_ok=True)
     result = _evaluation(config, trajectories)
     if out.suffix == ".eval":
         created = (source / CONFIG_FILE if source.is_dir() else source).stat().st_mtime
-        write_inspect(out, config, result, created)
+        write_inspect(out, config, result, created, store)
     elif out.suffix == ".jsonl":
         write_lm_eval(out, trajectories)
     else:
@@ -84,8 +87,10 @@ def convert_command(source: Path, out: Path, score: str | None) -> int:
     return 0
 
 
-def _to_atif(out: Path, config: RunConfig, trajectories: Iterable[Trajectory]) -> int:
-    written, untold = write_atif(out, config.model.path, trajectories)
+def _to_atif(
+    out: Path, config: RunConfig, trajectories: Iterable[Trajectory], store: ImageStore | None
+) -> int:
+    written, untold = write_atif(out, config.model.path, trajectories, store)
     print(f"{out}: {written} trajectories")
     if untold:
         print(f"{out}: {untold} turns have no message and were left out", file=sys.stderr)
@@ -108,12 +113,22 @@ def _config_of(env: str, model: str, trajectories: list[Trajectory]) -> RunConfi
 # inspect_ai ---------------------------------------------------------------------------------------
 
 
-def write_inspect(path: Path, config: RunConfig, result: Evaluation, created: float) -> None:
-    """Writes an evaluation as inspect_ai's log; a failed episode is a sample with an error."""
+def write_inspect(
+    path: Path,
+    config: RunConfig,
+    result: Evaluation,
+    created: float,
+    store: ImageStore | None = None,
+) -> None:
+    """Writes an evaluation as inspect_ai's log; a failed episode is a sample with an error.
+
+    Args:
+        store: the evaluation's images, which the log holds whole.
+    """
     samples = []
     for group in result.groups:
         for epoch, trajectory in enumerate(group.trajectories, 1):
-            samples.append(_to_sample(trajectory, epoch, config.model.path))
+            samples.append(_to_sample(trajectory, epoch, config.model.path, store))
     when = datetime.fromtimestamp(created, UTC).isoformat(timespec="seconds")
     name = hashlib.sha256(config.to_toml().encode()).hexdigest()[:22]
     ids = [group.task_id for group in result.groups]
@@ -174,8 +189,10 @@ def _results(result: Evaluation) -> dict[str, Any]:
     return found
 
 
-def _to_sample(trajectory: Trajectory, epoch: int, model: str) -> dict[str, Any]:
-    said = [_to_inspect(message) for message in trajectory.messages]
+def _to_sample(
+    trajectory: Trajectory, epoch: int, model: str, store: ImageStore | None
+) -> dict[str, Any]:
+    said = [_to_inspect(message, store) for message in trajectory.messages]
     prompt = said[: _first_turn(trajectory)]
     answer = said[-1] if said and said[-1]["role"] == "assistant" else None
     cut = trajectory.turns and trajectory.turns[-1].finish_reason == "length"
@@ -221,11 +238,17 @@ def _first_turn(trajectory: Trajectory) -> int:
     return told if told >= 0 else roles.index("assistant") if "assistant" in roles else len(roles)
 
 
-def _to_inspect(message: Message) -> dict[str, Any]:
+def _to_inspect(message: Message, store: ImageStore | None) -> dict[str, Any]:
     wire: dict[str, Any] = {"role": message["role"], "content": message["content"]}
-    if reasoning := message.get("reasoning"):
-        parts = [{"type": "reasoning", "reasoning": reasoning}]
-        wire["content"] = [*parts, {"type": "text", "text": message["content"]}]
+    reasoning = message.get("reasoning")
+    if reasoning or not isinstance(message["content"], str):
+        parts: list[Any] = [{"type": "reasoning", "reasoning": reasoning}] if reasoning else []
+        for part in content_parts(message["content"], store):
+            if isinstance(part, str):
+                parts.append({"type": "text", "text": part})
+            else:
+                parts.append({"type": "image", "image": part.url})
+        wire["content"] = parts
     calls: Any = message.get("tool_calls")
     if calls:
         wire["tool_calls"] = [
@@ -344,11 +367,11 @@ def _from_inspect(message: Mapping[str, Any], attachments: Mapping[str, str]) ->
     content, reasoning = message.get("content") or "", ""
     if isinstance(content, list):
         reasoning = "".join(part.get("reasoning", "") for part in content)
-        said = [
-            part.get("text", f"[{part['type']}]") for part in content if "reasoning" not in part
-        ]
-        content = "\n".join(said)
-    content = attachments.get(content.removeprefix("attachment://"), content)
+        parts = [_from_part(part, attachments) for part in content if "reasoning" not in part]
+        has_images = any(part["type"] != "text" for part in parts)
+        content = parts if has_images else "\n".join(part["text"] for part in parts)
+    if isinstance(content, str):
+        content = attachments.get(content.removeprefix("attachment://"), content)
     read: Message = {"role": message["role"], "content": content}
     if reasoning:
         read["reasoning"] = reasoning
@@ -366,6 +389,16 @@ def _from_inspect(message: Mapping[str, Any], attachments: Mapping[str, str]) ->
     if message["role"] == "tool" and message.get("function"):
         read["name"] = message["function"]
     return read
+
+
+def _from_part(part: Mapping[str, Any], attachments: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a part of a content in our shape; nothing is fetched for what it does not hold."""
+    image = part.get("image")
+    if isinstance(image, str):
+        image = attachments.get(image.removeprefix("attachment://"), image)
+        if image.startswith("data:"):
+            return {"type": "image_url", "image_url": {"url": image}}
+    return {"type": "text", "text": part.get("text", f"[{part['type']}]")}
 
 
 def _made(
@@ -412,14 +445,18 @@ def _made(
 
 
 def write_lm_eval(path: Path, trajectories: list[Trajectory]) -> None:
-    """Writes a line for each task, with its last answers and the mean of their rewards.
+    """Writes a line for each task, with its last answers and the mean of their rewards. Prompts are
+    texts, in which `[image]` stands for each image.
 
     `rewards` and `trajectory_ids` are additions: the harness knows one value for a task.
     """
     lines = []
+    num_images = 0
     for number, members in enumerate(by_group(trajectories)):
         first = members[0]
-        prompt = "\n\n".join(m["content"] for m in first.messages[: _first_turn(first)])
+        shown = [message["content"] for message in first.messages[: _first_turn(first)]]
+        num_images += sum(map(count_images, shown))
+        prompt = "\n\n".join(content_text(content, "[image]") for content in shown)
         target = _as_text(first.info.get("reference", ""))
         answers = [_last_answer(trajectory) for trajectory in members]
         rewards = [t.reward if t.error is None else None for t in members]
@@ -445,6 +482,9 @@ def write_lm_eval(path: Path, trajectories: list[Trajectory]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
     partial.replace(path)
+    if num_images:
+        said = "the format has none: [image] stands for each"
+        print(f"{path}: {num_images} images of prompts are left out ({said})", file=sys.stderr)
 
 
 def read_lm_eval(path: Path, score: str | None = None) -> tuple[RunConfig, list[Trajectory]]:
@@ -538,7 +578,7 @@ def _prompt(arguments: Any) -> str:
 
 def _last_answer(trajectory: Trajectory) -> str:
     said = (m["content"] for m in reversed(trajectory.messages) if m["role"] == "assistant")
-    return next(said, "")
+    return content_text(next(said, ""))
 
 
 def _as_text(value: Any) -> str:

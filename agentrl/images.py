@@ -22,7 +22,7 @@ import re
 import secrets
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,18 @@ from agentrl.errors import ConfigError, DataError, ImageError
 if TYPE_CHECKING:
     import PIL.Image
 
+    from agentrl.types import Content
+
 MAX_IMAGE_BYTES = 20 * 2**20
 """The largest image file that is read."""
 MAX_IMAGE_PIXELS = 16_000_000
 """Width times height at most: decoded, that is 64 MB."""
+MAX_STEP_IMAGES = 16
+"""Images that one observation, or one message of an agent, may show."""
+MAX_STEP_IMAGE_BYTES = 32 * 2**20
+"""Bytes of their files together."""
+MAX_EPISODE_IMAGES = 256
+"""Images that an episode, or one call of an agent, may show."""
 IMAGES_FOLDER = "images"
 """Name of a run's `ImageStore`."""
 
@@ -62,6 +70,17 @@ class Image:
     def sha256(self) -> str:
         """The hash of the file, in hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
+
+    @property
+    def file_name(self) -> str:
+        """The hash with the suffix of the file's type."""
+        return self.sha256 + _SUFFIXES[self.media_type]
+
+    @property
+    def picture(self) -> PIL.Image.Image:
+        """What it shows, in colours of red, green and blue."""
+        with _pillow().open(io.BytesIO(self.data)) as opened:
+            return opened.convert("RGB")
 
     @property
     def url(self) -> str:
@@ -152,27 +171,84 @@ def image_part(source: bytes | Path | PIL.Image.Image | Image) -> dict[str, Any]
     elif isinstance(source, bytes):
         image = read_image(source)
     else:
-        buffer = io.BytesIO()
-        source.save(buffer, "PNG")
-        image = read_image(buffer.getvalue())
+        image = _as_png(source)
     return {"type": "image_url", "image_url": {"url": image.url}}
 
 
-def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text of a message's content; its images stand for nothing.
+def read_picture(pixels: Any) -> Image:
+    """Returns a NumPy array of bytes, height x width or height x width x 3, as a PNG file."""
+    return _as_png(_pillow().fromarray(pixels))
+
+
+def _as_png(picture: PIL.Image.Image) -> Image:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return read_image(buffer.getvalue())
+
+
+def content_text(content: str | Sequence[Mapping[str, Any]], image: str = "") -> str:
+    """Returns the text of a message's content.
+
+    Args:
+        image: what stands for each image. Where a format has no place for images, `[image]` says
+            that there was one.
 
     Raises:
         ImageError: a part is neither text nor image.
     """
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content if _kind(part) == "text")
+    return "".join(part["text"] if _kind(part) == "text" else image for part in content)
 
 
-def content_images(
+def count_images(content: str | Sequence[Mapping[str, Any]]) -> int:
+    """Returns how many images a message's content shows, without reading them."""
+    return 0 if isinstance(content, str) else sum(_kind(part) != "text" for part in content)
+
+
+def join_contents(contents: Iterable[Content], separator: str = "") -> Content:
+    """Returns the contents of messages as one: a text where all are texts, else a list in which
+    texts that follow each other are one."""
+    contents = list(contents)
+    parts: list[Any] = []
+    for number, content in enumerate(contents):
+        own: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for part in [{"type": "text", "text": separator if number else ""}, *own]:
+            if parts and parts[-1]["type"] == part["type"] == "text":
+                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
+            elif part.get("text") != "":
+                parts.append(part)
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def check_images(contents: Iterable[Content], source: str) -> int:
+    """Checks the images that are shown at once, and returns how many they are.
+
+    Args:
+        source: what showed them.
+
+    Raises:
+        ImageError: they are too many, too large together, or one is wrong.
+    """
+    shown = [each for each in contents if not isinstance(each, str)]
+    count = sum(map(count_images, shown))  # before any is decoded
+    if count > MAX_STEP_IMAGES:
+        raise ImageError(f"{source} shows {count} images; at most {MAX_STEP_IMAGES} are sent")
+    size = sum(len(image.data) for each in shown for image in content_images(each))
+    if size > MAX_STEP_IMAGE_BYTES:
+        raise ImageError(
+            f"{source} shows images of {size} bytes together; at most {MAX_STEP_IMAGE_BYTES} are "
+            "sent, so make them smaller"
+        )
+    return count
+
+
+def content_parts(
     content: str | Sequence[Mapping[str, Any]], store: ImageStore | None = None
-) -> list[Image]:
-    """Returns the images of a message's content in order, each read and checked.
+) -> list[str | Image]:
+    """Returns the texts and images of a message's content in order, each image read and checked.
 
     Args:
         store: where the parts that are only a hash have their bytes.
@@ -182,8 +258,39 @@ def content_images(
         DataError: the store lacks it.
     """
     if isinstance(content, str):
-        return []
-    return [_read_part(part, store) for part in content if _kind(part) != "text"]
+        return [content]
+    return [part["text"] if _kind(part) == "text" else _read_part(part, store) for part in content]
+
+
+def content_of_parts(parts: list[str | Image]) -> Content:
+    """Returns texts and images as a message's content; a single text is one."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else image_part(part)
+        for part in parts
+    ]
+
+
+def mcp_blocks(parts: Sequence[str | Image]) -> list[Any]:
+    """Returns texts and images as the package `mcp` has them."""
+    from mcp import types  # pyright: ignore
+
+    return [
+        types.TextContent(type="text", text=part)
+        if isinstance(part, str)
+        else types.ImageContent(
+            type="image", data=base64.b64encode(part.data).decode(), mime_type=part.media_type
+        )
+        for part in parts
+    ]
+
+
+def content_images(
+    content: str | Sequence[Mapping[str, Any]], store: ImageStore | None = None
+) -> list[Image]:
+    """Returns the images among `content_parts`."""
+    return [part for part in content_parts(content, store) if isinstance(part, Image)]
 
 
 _FIELDS = {"text": "text", "image_url": "image_url", "image": "sha256"}
@@ -272,7 +379,7 @@ class ImageStore:
     def put(self, image: Image) -> str:
         """Keeps an image and returns its hash."""
         sha256 = image.sha256
-        path = self.folder / (sha256 + _SUFFIXES[image.media_type])
+        path = self.folder / image.file_name
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = self.folder / f".{sha256}.{secrets.token_hex(8)}"

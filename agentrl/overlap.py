@@ -8,6 +8,7 @@ count.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -16,15 +17,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentrl import event_loop
 from agentrl.compare import mean_rewards, saturated
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
 from agentrl.errors import ConfigError
+from agentrl.images import content_text
 from agentrl.rollout.episodes import read_evaluation
 from agentrl.rollout.setup import split_size
-from agentrl.types import Message
+from agentrl.types import Content, Message
 
 _RUN = 3
 """Words in a run."""
@@ -136,7 +139,19 @@ async def _tasks(
 def _text(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(m["content"] for m in prompt if m["role"] != "system")
+    return "\n".join(_shown(m["content"]) for m in prompt if m["role"] != "system")
+
+
+def _shown(content: Content) -> str:
+    """The texts, and for each image a word of its own: one question about two pictures is two
+    tasks."""
+    if isinstance(content, str):
+        return content
+    return " ".join(content_text([part]) or _hash(part) for part in content)
+
+
+def _hash(image: Any) -> str:
+    return hashlib.sha256(json.dumps(image, sort_keys=True).encode()).hexdigest()
 
 
 def tasks_command(

@@ -10,6 +10,7 @@ from agentrl.env.base import Answer, Environment, Episode, NoEpisodeError
 from agentrl.env.tools import choose_tools, rewards_of, tools_of
 from agentrl.env.values import describe, to_finite, to_observation
 from agentrl.errors import EnvError, GraderError
+from agentrl.images import MAX_EPISODE_IMAGES, count_images
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec, assistant_message
 
 
@@ -25,7 +26,7 @@ async def start_episode(
     messages = environment.to_messages(first)
     if not messages:
         raise EnvError(f"reset() of {type(environment).__name__} returned an empty first prompt")
-    environment.episode.messages += messages
+    _tell(environment.episode, messages)
     offer_tools(environment)
     return messages
 
@@ -51,7 +52,7 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
     try:
         answer = await environment.call(environment.step, action)
         result = _to_result(environment, answer)
-        episode.messages += result.observation
+        _tell(episode, result.observation)
         episode.reward += result.reward
         episode.info.update(result.info)
         if result.terminated or result.truncated:
@@ -69,6 +70,21 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
         del episode.actions[num_actions:], episode.messages[num_messages:]
         environment._finish = None
         raise
+
+
+def _tell(episode: Episode, observation: list[Message]) -> None:
+    """
+    Raises:
+        EnvError: the episode has shown too many images.
+    """
+    episode.messages += observation
+    if any(not isinstance(message["content"], str) for message in observation):
+        num_images = sum(count_images(message["content"]) for message in episode.messages)
+        if num_images > MAX_EPISODE_IMAGES:
+            raise EnvError(
+                f"the episode has shown {num_images} images; at most {MAX_EPISODE_IMAGES} are "
+                "sent, so end it earlier or show fewer"
+            )
 
 
 def offer_tools(environment: Environment) -> None:

@@ -11,23 +11,18 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from agentrl.env.protocol import encode
 from agentrl.env.secret import hide_secrets
 from agentrl.errors import EnvError
-from agentrl.images import Image, content_images, image_part
+from agentrl.images import Image, check_images, image_part
 from agentrl.types import Content, Message, Task
 
 _MESSAGES = TypeAdapter(list[Message])
-MAX_STEP_IMAGES = 16
-"""Images that one observation may show."""
-MAX_STEP_IMAGE_BYTES = 32 * 2**20
-"""Bytes of their files together."""
 
 
 def to_observation(value: Any, source: str) -> list[Message]:
     """Messages from what an author returned.
 
     Raises:
-        EnvError: it is neither a text, nor messages with a role and a content, nor None; or it
-            shows too many images.
-        ImageError: an image is wrong.
+        EnvError: it is neither a text, nor messages with a role and a content, nor None.
+        ImageError: an image is wrong, or they are too many.
     """
     if value is None:
         return []
@@ -40,22 +35,8 @@ def to_observation(value: Any, source: str) -> list[Message]:
             f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
             f"it returned {_short(repr(value))}"
         ) from None
-    _check_images(messages, source)
+    check_images((each["content"] for each in messages), source)
     return messages
-
-
-def _check_images(messages: list[Message], source: str) -> None:
-    contents = [each["content"] for each in messages if not isinstance(each["content"], str)]
-    # Counted before any is decoded.
-    count = sum(part.get("type") != "text" for each in contents for part in each)
-    if count > MAX_STEP_IMAGES:
-        raise EnvError(f"{source} shows {count} images; at most {MAX_STEP_IMAGES} are sent")
-    size = sum(len(image.data) for each in contents for image in content_images(each))
-    if size > MAX_STEP_IMAGE_BYTES:
-        raise EnvError(
-            f"{source} shows images of {size} bytes together; at most {MAX_STEP_IMAGE_BYTES} are "
-            "sent, so make them smaller"
-        )
 
 
 def to_content(value: Any) -> Content:

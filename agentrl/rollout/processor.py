@@ -7,7 +7,6 @@ with the tokens that stand for that image, as many as its size takes, and with t
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,13 +86,12 @@ class Processor:
         if image.sha256 in self._kept:
             self._kept.move_to_end(image.sha256)
             return self._kept[image.sha256]
-        import PIL.Image
-
-        with PIL.Image.open(io.BytesIO(image.data)) as opened:
-            picture = opened.convert("RGB")
         made = dict(
             self._processor(
-                images=[picture], text=self.marker, add_special_tokens=False, return_tensors="np"
+                images=[image.picture],
+                text=self.marker,
+                add_special_tokens=False,
+                return_tensors="np",
             )
         )
         ids = made.pop("input_ids")[0].tolist()

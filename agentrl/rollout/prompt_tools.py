@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from agentrl.images import join_contents
 from agentrl.types import ToolSpec
 
 Render = Callable[[list[Any], list[ToolSpec], bool], str]
@@ -67,11 +68,11 @@ def _describe(messages: list[Any], description: str, *, in_system: bool) -> None
     """Put the description behind the system message, or before the first user's."""
     first = messages[0] if messages else None
     if first is not None and first["role"] == "system":
-        messages[0] = {**first, "content": f"{first['content']}\n\n{description}"}
+        messages[0] = {**first, "content": join_contents([first["content"], description], "\n\n")}
     elif in_system:
         messages.insert(0, {"role": "system", "content": description})
     elif first is not None and first["role"] == "user":
-        messages[0] = {**first, "content": f"{description}\n\n{first['content']}"}
+        messages[0] = {**first, "content": join_contents([description, first["content"]], "\n\n")}
     else:
         messages.insert(0, {"role": "user", "content": description})
 
@@ -82,11 +83,12 @@ def _written(messages: list[Any]) -> list[Any]:
     answering = False
     for message in messages:
         if message["role"] == "tool":
-            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            answer = join_contents(
+                ["<tool_response>", message["content"], "</tool_response>"], "\n"
+            )
             if answering:
-                written[-1]["content"] += f"\n{answer}"
-            else:
-                written.append({"role": "user", "content": answer})
+                answer = join_contents([written.pop()["content"], answer], "\n")
+            written.append({"role": "user", "content": answer})
         elif calls := message.get("tool_calls"):
             said = [message["content"]] if message.get("content") else []
             content = "\n".join([*said, *map(_call, calls)])

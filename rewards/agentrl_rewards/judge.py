@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError, GraderError
+from agentrl.images import content_text
 from agentrl.types import JSON, Message
 from agentrl_rewards.remote import post_json
 
@@ -225,12 +226,14 @@ async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -
 
 
 def _question(prompt: str | list[Message]) -> str:
-    """A chat as one text; a single message needs no name of who speaks."""
+    """A chat as one text; a single message needs no name of who speaks. Judges are told of images,
+    and do not see them."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return prompt[0]["content"]
-    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
+        return content_text(prompt[0]["content"], "[image]")
+    said = [(each["role"], content_text(each["content"], "[image]")) for each in prompt]
+    return "\n\n".join(f"[{role}]\n{text}" for role, text in said)
 
 
 def _content(answer: Any) -> str:

@@ -2,19 +2,35 @@
 
 import asyncio
 import io
+import random
 
+import aiohttp
 import PIL.Image
 import pytest
 
 from agentrl.env import Action, Environment, StepResult, Task, ToolCall, connect, register, tool
-from agentrl.env.values import MAX_STEP_IMAGES
 from agentrl.errors import AgentRLError
-from agentrl.images import content_images, content_text, image_part, read_image
+from agentrl.images import (
+    MAX_EPISODE_IMAGES,
+    MAX_STEP_IMAGES,
+    content_images,
+    content_text,
+    image_part,
+    read_image,
+)
 
 
 def png(colour, size=(8, 6)) -> bytes:
     buffer = io.BytesIO()
     PIL.Image.new("RGB", size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def noise(seed) -> bytes:
+    """A file of about 30 kB, which no compression makes smaller."""
+    picture = PIL.Image.frombytes("RGB", (100, 100), random.Random(seed).randbytes(30_000))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -39,6 +55,10 @@ class Pictures(Environment):
     def on_text(self, text):
         if text == "many":
             return [{"role": "user", "content": [image_part(png("red"))] * (MAX_STEP_IMAGES + 1)}]
+        if text == "sixteen":
+            return [{"role": "user", "content": [image_part(png("red"))] * MAX_STEP_IMAGES}]
+        if text.startswith("noise"):
+            return [{"role": "user", "content": [image_part(noise(int(text[-1])))]}]
         if text == "large":
             images = [image_part(read_image(png("red") + bytes(7 * 2**20))) for _ in range(5)]
             return [{"role": "user", "content": images}]
@@ -111,3 +131,37 @@ def test_a_wrong_image_fails_the_step_in_words(url, text, why):
     here, there = asyncio.run(main())
     assert here == there
     assert why in here[-1][1]
+
+
+def test_an_episode_shows_so_many_images_and_no_more(url):
+    async def main():
+        turns = MAX_EPISODE_IMAGES // MAX_STEP_IMAGES  # the first prompt has shown one
+        async with connect(url) as client:
+            return await play(client, [Action("sixteen")] * turns)
+
+    *seen, (code, why) = asyncio.run(main())
+    assert len(seen) == MAX_EPISODE_IMAGES // MAX_STEP_IMAGES
+    assert code == "env_error" and f"at most {MAX_EPISODE_IMAGES}" in why
+
+
+def test_each_image_crosses_the_wire_once(url):
+    """A reply has what is new, and nothing of the turns before it."""
+
+    async def main():
+        sizes = []
+        async with aiohttp.ClientSession(url) as http:
+            body = {"env": "pictures", "task": {"split": "train", "index": 0}, "seed": 0}
+            async with http.post("/v1/sessions", json=body) as reply:
+                (opened,) = (await reply.json())["sessions"]
+            place = f"/v1/sessions/{opened['id']}"
+            for step in (1, 2, 3):
+                body = {"step": step - 1, "action": {"text": f"noise{step}"}}
+                async with http.post(f"{place}/step", json=body) as reply:
+                    assert reply.status == 200, await reply.text()
+                    sizes.append(len(await reply.read()))
+            await http.delete(place)
+        return sizes
+
+    sizes = asyncio.run(main())
+    encoded = [len(noise(step)) * 4 / 3 for step in (1, 2, 3)]
+    assert all(a < b < a + 1000 for a, b in zip(encoded, sizes, strict=True)), (encoded, sizes)

@@ -115,13 +115,18 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
         (
             Responses(),
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "'input_image' is not served",
+            "sent whole, as a data URL",
         ),
         (AnthropicMessages(), {"messages": []}, "at least one"),
         (
             AnthropicMessages(),
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "'image' is not served",
+            "sent whole, as a data URL",
+        ),
+        (
+            AnthropicMessages(),
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "'document' is not served",
         ),
     ],
 )

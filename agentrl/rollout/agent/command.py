@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.errors import AgentError, ConfigError
+from agentrl.images import count_images
 from agentrl.inference import guard
 from agentrl.types import JSON, Message, ToolSpec
 
@@ -38,7 +39,7 @@ class AgentTask:
 
     id: str
     prompt: str
-    """The environment's messages as one text."""
+    """The environment's messages as one text, in which `[image]` stands for each image."""
     messages: list[Message]
     tools: list[ToolSpec] = field(default_factory=list)
     """Those of the environment."""
@@ -117,7 +118,17 @@ class CommandRunner:
 
 
 def agent_variables(task: AgentTask, base_url: str, api_key: str) -> dict[str, str]:
-    """The environment variables by which programs find their model."""
+    """The environment variables by which programs find their model.
+
+    Raises:
+        AgentError: the task shows an image.
+    """
+    if any(count_images(message["content"]) for message in task.messages):
+        raise AgentError(
+            "the task shows an image, and a program is given the text of its task only; use an "
+            "agent that is a Python function, which reads task.messages, or let a tool of the "
+            "environment show the image"
+        )
     root = base_url.removesuffix("/v1")
     return {
         "OPENAI_BASE_URL": base_url,

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from agentrl.images import content_parts, mcp_blocks
 from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.agent.wire import RequestRefused
 
@@ -90,10 +91,10 @@ def _server(tools: EnvTools) -> Any:
 
     async def call_tool(_context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         try:
-            text, failed = (await tools.call(params.name, params.arguments or {})).content, False
+            reply = await tools.call(params.name, params.arguments or {})
+            shown, failed = content_parts(reply.content), False
         except RequestRefused as refused:
-            text, failed = str(refused), True
-        content: list[Any] = [types.TextContent(type="text", text=text)]
-        return types.CallToolResult(content=content, is_error=failed)
+            shown, failed = [str(refused)], True
+        return types.CallToolResult(content=mcp_blocks(shown), is_error=failed)
 
     return Server("agentrl", on_list_tools=list_tools, on_call_tool=call_tool)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import AgentRole
+from agentrl.images import content_text
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.tools import MAX_NOTED_CHARS
 from agentrl.rollout.agent.wire import Answer, Call
@@ -60,7 +61,7 @@ def system_of(call: Call) -> str:
     for message in call.messages:
         if message["role"] != "system":
             break
-        texts.append(message["content"])
+        texts.append(content_text(message["content"]))
     return "\n\n".join(texts)
 
 

@@ -24,11 +24,12 @@ from agentrl import event_loop, user_modules
 from agentrl.config import AgentSection
 from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError, ConfigError
+from agentrl.images import content_text
 from agentrl.rollout.agent.command import GRACE_S, AgentTask, CommandRunner
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.roles import leave_untrained, served_turns
 from agentrl.rollout.agent.server import AgentServer, Live, is_rewards
-from agentrl.rollout.agent.tools import EnvTools, text_for_agent
+from agentrl.rollout.agent.tools import EnvTools
 from agentrl.rollout.driver import AgentOutcome, Limits, Progress
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.types import Action, StepResult, Trajectory
@@ -92,7 +93,7 @@ class Agents:
             root = live.url.removesuffix("/v1")
             task = AgentTask(
                 session.task_id,
-                "\n\n".join(text_for_agent(message) for message in session.messages),
+                "\n\n".join(content_text(each["content"], "[image]") for each in session.messages),
                 session.messages,
                 session.tools,
                 mcp_url=f"{root}/mcp",

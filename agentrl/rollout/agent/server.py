@@ -39,6 +39,7 @@ from aiohttp import web
 
 from agentrl.config import AgentRole
 from agentrl.errors import ConfigError, HistoryError
+from agentrl.images import content_text
 from agentrl.rollout.agent import mcp_tools
 from agentrl.rollout.agent.recorder import Place, Recorder
 from agentrl.rollout.agent.roles import Asked, OtherServers, asked_by
@@ -243,7 +244,7 @@ class Live:
             raise _too_long(f"{_characters(call)} characters", limit)
         try:
             return self.recorder.place(call.messages, call.tools)
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ConfigError) as error:  # the last one of images
             raise RequestRefused(
                 f"the model's chat template does not take these messages: {error}",
                 code="invalid_messages",
@@ -255,7 +256,7 @@ class Live:
 
 
 def _characters(call: Call) -> int:
-    return sum(len(message["content"]) for message in call.messages)
+    return sum(len(content_text(message["content"])) for message in call.messages)
 
 
 def _is_beyond(limit: int, call: Call) -> bool:

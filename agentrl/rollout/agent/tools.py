@@ -14,8 +14,9 @@ from typing import Any
 
 from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError
+from agentrl.images import content_text, join_contents
 from agentrl.rollout.agent.wire import RequestRefused
-from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec, Trajectory
+from agentrl.types import JSON, Action, Content, StepResult, ToolCall, ToolSpec, Trajectory
 
 MAX_NOTED_CHARS = 2000
 """Length to which a tool's answer is cut in the trajectory's info. The dialogue holds all that the
@@ -24,7 +25,8 @@ policy read."""
 
 @dataclass(slots=True, frozen=True)
 class ToolReply:
-    content: str
+    content: Content
+    """Parts in OpenAI's shape where the environment shows an image."""
     terminated: bool
     truncated: bool
     """The environment has ended the episode; the agent may say its last words."""
@@ -86,14 +88,14 @@ class EnvTools:
             turn = len(self._trajectory.turns) - 1
             result = await self._step(action)
         (call,) = action.tool_calls
-        content = "\n".join(text_for_agent(message) for message in result.observation)
+        content = join_contents((each["content"] for each in result.observation), "\n")
         noted: Any = self._trajectory.info.setdefault("tool_calls", [])
         noted.append(
             {
                 "after_turn": turn,
                 "name": call.name,
                 "arguments": call.arguments,
-                "content": content[:MAX_NOTED_CHARS],
+                "content": content_text(content, "[image]")[:MAX_NOTED_CHARS],
             }
         )
         return ToolReply(content, result.terminated, result.truncated)
@@ -142,17 +144,3 @@ class EnvTools:
 def _broke(task: asyncio.Task[Any]) -> bool:
     """It failed, and was not merely refused."""
     return not isinstance(task.exception(), RequestRefused | AgentError | None)
-
-
-def text_for_agent(message: Message) -> str:
-    """Returns the text of a message for an agent program.
-
-    Raises:
-        AgentError: it shows an image, which the agents' endpoint cannot carry.
-    """
-    if not isinstance(message["content"], str):
-        raise AgentError(
-            "the environment shows images, which agent programs cannot be shown yet; play it "
-            "without an agent program"
-        )
-    return message["content"]

@@ -14,7 +14,16 @@ from typing import Any, Literal, Protocol
 import msgspec
 from typing_extensions import TypedDict
 
-from agentrl.types import Action, Message, Role, ToolSpec
+from agentrl.errors import AgentRLError
+from agentrl.images import (
+    MAX_EPISODE_IMAGES,
+    check_images,
+    content_of_parts,
+    content_parts,
+    content_text,
+    count_images,
+)
+from agentrl.types import Action, Content, Message, Role, ToolSpec
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -265,16 +274,17 @@ def read_limit(body: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """Chat messages as templates read them: texts in one piece, arguments as objects, and the
-    name of the tool beside its answer.
+    """Chat messages as templates read them: texts in one piece, images as data URLs, arguments as
+    objects, and the name of the tool beside its answer.
 
     Raises:
-        RequestRefused: one is malformed, or holds what is not text.
+        RequestRefused: one is malformed, or holds what is neither text nor a usable image.
     """
     if not isinstance(value, list) or not value:
         raise RequestRefused("messages must be a list of at least one", code="invalid_messages")
     names: dict[str, str] = {}
     messages: list[Message] = []
+    num_images = 0
     for index, each in enumerate(value):
         where = f"messages[{index}]"
         role = each.get("role") if isinstance(each, dict) else None
@@ -282,7 +292,10 @@ def read_messages(value: Any) -> list[Message]:
             raise RequestRefused(
                 f"{where}: a role is one of {', '.join(_ROLES)}", code="invalid_messages"
             )
-        message: Message = {"role": _ROLES[role], "content": text_of(each, where)}
+        message: Message = {"role": _ROLES[role], "content": content_of(each, where)}
+        num_images += count_images(message["content"])
+        if num_images > MAX_EPISODE_IMAGES:
+            raise RequestRefused(f"the call shows more than {MAX_EPISODE_IMAGES} images")
         if message["role"] == "assistant":
             if reasoning := each.get("reasoning") or each.get("reasoning_content"):
                 message["reasoning"] = str(reasoning)
@@ -302,11 +315,11 @@ def read_messages(value: Any) -> list[Message]:
     return messages
 
 
-def text_of(message: Mapping[str, Any], where: str) -> str:
-    """The content as one text; None is an empty one.
+def content_of(message: Mapping[str, Any], where: str) -> Content:
+    """The content as one text, or as texts and images; None is an empty text.
 
     Raises:
-        RequestRefused: a part of it is not text.
+        RequestRefused: a part of it is neither text nor a usable image.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -316,13 +329,47 @@ def text_of(message: Mapping[str, Any], where: str) -> str:
             f"{where}: content is a text or a list of parts, not {type(content).__name__}",
             code="invalid_messages",
         )
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in content or ():
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise RequestRefused(f"{where}: content of type {kind!r} is not served, only text")
-        texts.append(str(part.get("text") or part.get("refusal") or ""))
-    return "".join(texts)
+        if kind in ("image_url", "input_image", "image") and isinstance(part, dict):
+            parts.append({"type": "image_url", "image_url": {"url": _image_url(part, where)}})
+        elif kind in ("text", "input_text", "output_text", "refusal"):
+            text = str(part.get("text") or part.get("refusal") or "")
+            parts.append({"type": "text", "text": text})
+        else:
+            raise RequestRefused(
+                f"{where}: content of type {kind!r} is not served, only texts and images"
+            )
+    if not count_images(parts):
+        return content_text(parts)
+    if message.get("role") == "assistant":
+        raise RequestRefused(f"{where}: the policy writes texts, so what it said shows no image")
+    try:
+        check_images([parts], where)
+        # An image that is sent again is known by its content, however its URL is written.
+        return content_of_parts(content_parts(parts))
+    except AgentRLError as error:  # no usable image, or no Pillow
+        raise RequestRefused(f"{where}: {error}", code="invalid_image") from None
+
+
+def _image_url(part: Mapping[str, Any], where: str) -> str:
+    """The address of an image in any of the three protocols.
+
+    Raises:
+        RequestRefused: there is none.
+    """
+    match part:
+        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
+            return url
+        case {"source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+            return f"data:{kind};base64,{data}"
+        case {"source": {"type": "url", "url": str(url)}}:
+            return url
+    raise RequestRefused(
+        f"{where}: an image is sent whole, as a data URL or base64; no files are kept here",
+        code="invalid_image",
+    )
 
 
 def read_tools(value: list[Any] | None) -> tuple[list[ToolSpec], tuple[str, ...]]:

@@ -136,7 +136,7 @@ def _as_chat(message: Any, where: str) -> list[dict[str, Any]]:
     spoken: dict[str, Any] = {"role": message.get("role"), "content": texts}
     for block in message["content"]:
         match block:
-            case {"type": "text"}:
+            case {"type": "text" | "image"}:
                 texts.append(block)
             case {"type": "thinking", "thinking": str(thought)}:
                 spoken["reasoning"] = spoken.get("reasoning", "") + thought
@@ -151,6 +151,6 @@ def _as_chat(message: Any, where: str) -> list[dict[str, Any]]:
                 answers.append({**told, "content": block.get("content")})
             case _:
                 kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-                raise RequestRefused(f"{where}: a block of type {kind!r} is not served, only text")
+                raise RequestRefused(f"{where}: a block of type {kind!r} is not served")
     has_more = texts or "tool_calls" in spoken or "reasoning" in spoken or not answers
     return [*answers, *([spoken] if has_more else [])]

@@ -1,6 +1,7 @@
 """Gymnasium environments whose actions an agent can write: `Discrete`, `Text` and plain arrays.
 
     agentrl env serve gymnasium --config id=FrozenLake-v1 --config observe=render
+    agentrl env serve gymnasium --config id=FrozenLake-v1 --config observe=picture
 
 One action is one Gymnasium step. A Gymnasium environment has no tasks, only seeds: the task's id
 and the session's seed give the seed of its `reset`, so the splits `train` and `test` are different
@@ -20,8 +21,9 @@ from agentrl.env.base import EnvConfig, Environment
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_content, to_observation
-from agentrl.errors import ConfigError
-from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
+from agentrl.errors import ConfigError, EnvError
+from agentrl.images import Image, image_part, join_contents, read_picture
+from agentrl.types import JSON, Action, Content, Message, StepResult, Task, ToolSpec
 from agentrl_adapters.packages import import_package, to_json
 
 
@@ -35,8 +37,11 @@ class GymnasiumConfig(EnvConfig):
     """Further arguments of `gymnasium.make`."""
     max_steps: int | None = Field(default=None, ge=1)
     """Steps until the episode is truncated; None: what the environment was registered with."""
-    observe: Literal["value", "render"] = "value"
-    """Show the observation (a text as it is, else JSON), or what `render_mode="ansi"` draws."""
+    observe: Literal["value", "render", "pixels", "picture"] = "value"
+    """What the agent is shown: `value`, the observation as text (JSON, unless it is a text);
+    `render`, the text that `render_mode="ansi"` draws; `pixels`, the observation as an image, of
+    bytes in shape height x width x 3 (or x 1, or without); `picture`, the image that
+    `render_mode="rgb_array"` draws. Images need Pillow (the extra `images`)."""
     actions: Literal["tool", "text"] = "tool"
     """The agent acts by the tool `act`, or by its text."""
     action_tag: str | None = "action"
@@ -110,6 +115,31 @@ def read_actions(space: Any, names: list[str]) -> Actions:
     )
 
 
+_RENDER_MODES = {"render": "ansi", "picture": "rgb_array"}
+
+
+def _is_picture(dtype: Any, shape: Any) -> bool:
+    return (
+        dtype == numpy.uint8
+        and shape is not None
+        and (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3)))
+    )
+
+
+def _as_image(values: Any) -> Image:
+    """
+    Raises:
+        EnvError: they are not pixels.
+    """
+    pixels = numpy.asarray(values)
+    if not _is_picture(pixels.dtype, pixels.shape):
+        raise EnvError(
+            f"the environment draws {pixels.dtype} in shape {list(pixels.shape)}, and not bytes in "
+            "shape height x width x 3"
+        )
+    return read_picture(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
+
+
 @register("gymnasium")
 class GymnasiumEnvironment(Environment):
     """An environment of Gymnasium, its actions given by a tool or as text."""
@@ -132,12 +162,20 @@ class GymnasiumEnvironment(Environment):
         arguments: dict[str, Any] = dict(config.kwargs)
         if config.max_steps is not None:
             arguments["max_episode_steps"] = config.max_steps
-        if config.observe == "render":
-            arguments["render_mode"] = "ansi"
+        if (mode := _RENDER_MODES.get(config.observe)) is not None:
+            arguments["render_mode"] = mode
         try:
-            return gymnasium.make(config.id, **arguments)
+            made = gymnasium.make(config.id, **arguments)
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise ConfigError(f"gymnasium.make({config.id!r}) failed: {error}") from error
+        space = made.observation_space
+        if config.observe == "pixels" and not _is_picture(space.dtype, space.shape):
+            made.close()
+            raise ConfigError(
+                f'observe = "pixels": the observations of {config.id} are {space}, and not bytes '
+                'in shape height x width x 3; set observe = "picture" or "value"'
+            )
+        return made
 
     def splits(self) -> dict[str, int | None]:
         return {"train": None, "test": 1000}
@@ -169,7 +207,8 @@ class GymnasiumEnvironment(Environment):
             reset_seed = random.Random(f"{task.id} {seed}").randrange(2**31)
         first, _ = self.gym.reset(seed=reset_seed, options=task.metadata.get("options"))
         messages = [message.copy() for message in to_observation(task.prompt, "the task's prompt")]
-        messages[-1]["content"] += f"\n\n{self._show(first)}"
+        last = messages[-1]
+        last["content"] = join_contents([last["content"], self._show(first)], "\n\n")
         return messages
 
     async def step(self, action: Action) -> StepResult:
@@ -178,7 +217,7 @@ class GymnasiumEnvironment(Environment):
         self._result.observation = to_observation(observation, "run_tools()")
         return self._result
 
-    def on_text(self, text: str) -> str:
+    def on_text(self, text: str) -> str | list[Message]:
         if self.config.actions == "tool":
             return f"Call the tool act with {self.shared.help}."
         if tag := self.config.action_tag:
@@ -187,10 +226,10 @@ class GymnasiumEnvironment(Environment):
             if not (opened and closed):
                 return self._refuse(f"Write your action between <{tag}> and </{tag}>.")
             text = written
-        return self.act(text)
+        return [{"role": "user", "content": self.act(text)}]
 
     @tool
-    def act(self, action: Any) -> str:
+    def act(self, action: Any) -> Content:
         try:
             member = self.shared.read(action)
         except ValueError as error:
@@ -207,9 +246,13 @@ class GymnasiumEnvironment(Environment):
         if self.gym is not None:
             self.gym.close()
 
-    def _show(self, observation: object) -> str:
+    def _show(self, observation: Any) -> Content:
         if self.config.observe == "render":
             return str(self.gym.render())
+        if self.config.observe == "picture":
+            observation = self.gym.render()
+        if self.config.observe in ("picture", "pixels"):
+            return [image_part(_as_image(observation))]
         return observation if isinstance(observation, str) else to_content(to_json(observation))
 
     def _refuse(self, reason: str) -> str:

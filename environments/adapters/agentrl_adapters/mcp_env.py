@@ -12,6 +12,7 @@ task's reference in `info`. A row of the file of tasks has `prompt`, and may hav
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import shlex
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.registry import register
 from agentrl.env.secret import Secret
 from agentrl.errors import ConfigError, DataError, EnvUnavailable, SessionLost
-from agentrl.types import JSON, Action, Task, ToolSpec
+from agentrl.images import content_of_parts, read_image
+from agentrl.types import JSON, Action, Content, Task, ToolSpec
 from agentrl_adapters.packages import import_package, to_json
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class McpConfig(EnvConfig):
     """Of a server behind a URL: sent as `Authorization: Bearer ...`."""
     variables: dict[str, str] = Field(default={})
     """Environment variables of a command; it inherits PATH, HOME and the like, and nothing else."""
+    show_images: bool = False
+    """Show the PNG and JPEG images in answers of tools, for models that see; otherwise, and in
+    place of other kinds, a text like `[image image/png]` says that there was one."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
     """How long a connection may take, with the start of a command."""
 
@@ -120,7 +125,7 @@ class McpEnvironment(Environment):
     async def on_text(self, text: str) -> None:
         self.finish(info=self._info(text))
 
-    async def on_call(self, name: str, arguments: dict[str, JSON]) -> str:
+    async def on_call(self, name: str, arguments: dict[str, JSON]) -> Content:
         assert self.connection is not None
         return await self.connection.call(name, arguments)
 
@@ -237,8 +242,8 @@ class Connection:
             if not cursor:
                 return specs
 
-    async def call(self, name: str, arguments: dict[str, JSON]) -> str:
-        """A tool's answer as text.
+    async def call(self, name: str, arguments: dict[str, JSON]) -> Content:
+        """A tool's answer as text, or as texts and images.
 
         Raises:
             ToolFailed: it answered with an error.
@@ -264,7 +269,14 @@ class Connection:
         text = "\n".join(_text_of(each) for each in result.content)
         if result.is_error:
             raise ToolFailed(text)
-        return text
+        if not (self._config.show_images and any(map(_is_image, result.content))):
+            return text
+        return content_of_parts(
+            [
+                read_image(base64.b64decode(each.data)) if _is_image(each) else _text_of(each)
+                for each in result.content
+            ]
+        )
 
     async def close(self) -> None:
         """End the connection, and the process where there is one."""
@@ -279,6 +291,10 @@ class Connection:
 
 _CLOSE_S = 5.0
 _CONNECTION_CLOSED = -32000
+
+
+def _is_image(block: Any) -> bool:
+    return block.type == "image" and block.mime_type in ("image/png", "image/jpeg")
 
 
 def _text_of(block: Any) -> str:

@@ -24,7 +24,8 @@ from agentrl.env.base import Environment
 from agentrl.env.client import EnvSession, in_process
 from agentrl.env.server.access import Access, usable_token
 from agentrl.errors import EnvError
-from agentrl.types import JSON, Action, Message, ToolCall, ToolSpec
+from agentrl.images import content_parts, join_contents, mcp_blocks
+from agentrl.types import JSON, Action, Content, ToolCall, ToolSpec
 from agentrl_adapters.packages import import_package
 
 STEP_TIMEOUT_S = 600.0
@@ -77,8 +78,8 @@ class Episodes:
             self._listed = [*own, *(_with_episode(spec) for spec in info.tools)]
         return self._listed
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Makes a call and returns the text that the client reads.
+    async def call(self, name: str, arguments: dict[str, Any]) -> Content:
+        """Makes a call and returns what the client is shown.
 
         Raises:
             EnvError: there is no such episode, or the environment failed.
@@ -99,20 +100,22 @@ class Episodes:
         else:
             action = Action(tool_calls=(ToolCall("call-0", name, arguments),))
         result = await session.step(action, timeout_s=STEP_TIMEOUT_S)
-        text = _text(result.observation)
+        shown, separator = [each["content"] for each in result.observation], "\n\n"
         if result.terminated or result.truncated:
             await self._close(episode_id)
             reward = f" Its last reward was {result.reward:g}." if self._show_reward else ""
-            text = f"{text}\nThe episode has ended.{reward}".strip()
-        return text
+            text = f"The episode has ended.{reward}"
+            shown, separator = [join_contents(shown, separator), text], "\n"
+        return join_contents(filter(None, shown), separator)
 
-    async def _start(self, split: str = "train", index: int = 0, seed: int = 0) -> str:
+    async def _start(self, split: str = "train", index: int = 0, seed: int = 0) -> Content:
         session = await self._client.session(self._id, split=split, index=index, seed=seed)
         episode_id = secrets.token_hex(4)
         self._open[episode_id] = session
         while len(self._open) > MAX_EPISODES:
             await self._close(next(iter(self._open)))
-        return f"episode_id: {episode_id}\n\n{_text(session.messages)}"
+        shown = [f"episode_id: {episode_id}", *(each["content"] for each in session.messages)]
+        return join_contents(shown, "\n\n")
 
     async def _close(self, episode_id: str) -> None:
         await self._open.pop(episode_id).close()
@@ -134,10 +137,6 @@ def _with_episode(spec: ToolSpec) -> dict[str, Any]:
     schema["properties"] = {"episode_id": _EPISODE, **schema.get("properties", {})}
     schema["required"] = ["episode_id", *schema.get("required", [])]
     return function
-
-
-def _text(messages: list[Message]) -> str:
-    return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 
 def make_mcp_server(
@@ -177,12 +176,10 @@ def make_mcp_server(
 
     async def call_tool(_context: Any, params: Any) -> Any:
         try:
-            text, failed = await episodes.call(params.name, params.arguments or {}), False
+            shown, failed = await episodes.call(params.name, params.arguments or {}), False
         except (EnvError, TypeError) as error:  # TypeError: arguments that a call does not take
-            text, failed = str(error), True
-        return types.CallToolResult(
-            content=[types.TextContent(type="text", text=text)], is_error=failed
-        )
+            shown, failed = str(error), True
+        return types.CallToolResult(content=mcp_blocks(content_parts(shown)), is_error=failed)
 
     server = lowlevel.Server(found.id, on_list_tools=list_tools, on_call_tool=call_tool)
     server.aclose_episodes = episodes.aclose

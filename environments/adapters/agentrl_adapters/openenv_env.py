@@ -18,11 +18,12 @@ import aiohttp
 import orjson
 from pydantic import Field
 
-from agentrl.env.base import EnvConfig, Environment
+from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.registry import register
 from agentrl.env.values import to_content, to_observation
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
-from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
+from agentrl.images import join_contents
+from agentrl.types import JSON, Action, Content, Message, StepResult, Task, ToolSpec
 
 _MAX_MESSAGE_BYTES = 100 * 2**20
 
@@ -199,7 +200,8 @@ class OpenEnvEnvironment(Environment):
         reply = await self.connection.ask("reset", data)
         messages = [message.copy() for message in to_observation(task.prompt, "the task's prompt")]
         shown = self._show(reply.get("observation") or {})
-        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{shown}".strip()
+        prompt = messages[-1]["content"]
+        messages[-1]["content"] = join_contents([prompt, shown], "\n\n") if prompt else shown
         return messages
 
     async def step(self, action: Action) -> StepResult:
@@ -208,12 +210,13 @@ class OpenEnvEnvironment(Environment):
         self._result.observation = to_observation(observation, "run_tools()")
         return self._result
 
-    async def on_text(self, text: str) -> str:
+    async def on_text(self, text: str) -> Observation:
         if self.config.actions != "text":
             return f"Call one of the tools: {', '.join(self._tools)}."
-        return await self._act({self.config.text_field: text} | self.config.fixed_fields)
+        shown = await self._act({self.config.text_field: text} | self.config.fixed_fields)
+        return [{"role": "user", "content": shown}]
 
-    async def on_call(self, name: str, arguments: dict[str, JSON]) -> str:
+    async def on_call(self, name: str, arguments: dict[str, JSON]) -> Content:
         if self._result.terminated:
             return "Not run: the episode had ended."
         if self.config.actions == "mcp":
@@ -221,7 +224,7 @@ class OpenEnvEnvironment(Environment):
             return await self._act({"type": "call_tool"} | call)
         return await self._act(arguments | self.config.fixed_fields)
 
-    async def _act(self, action: dict[str, Any]) -> str:
+    async def _act(self, action: dict[str, Any]) -> Content:
         assert self.connection is not None
         try:
             reply = await self.connection.ask("step", action)
@@ -243,7 +246,7 @@ class OpenEnvEnvironment(Environment):
         if self.connection is not None:
             await self.connection.close()
 
-    def _show(self, observation: dict[str, Any]) -> str:
+    def _show(self, observation: dict[str, Any]) -> Content:
         shown: Any = observation
         if "tool_name" in observation and self.config.actions == "mcp":
             error, result = observation.get("error"), observation.get("result")

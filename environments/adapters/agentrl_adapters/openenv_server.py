@@ -26,6 +26,7 @@ from agentrl.env.base import Environment
 from agentrl.env.client import EnvClient, EnvSession, in_process
 from agentrl.env.server.access import Access, usable_token
 from agentrl.errors import EnvError
+from agentrl.images import content_text
 from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
 
 STEP_TIMEOUT_S = 600.0
@@ -244,7 +245,9 @@ def read_action(data: dict[str, Any]) -> Action:
 
 
 def _observation(messages: list[Message]) -> dict[str, Any]:
-    return {"text": "\n\n".join(each["content"] for each in messages), "messages": messages}
+    """The messages hold the images, for which `[image]` stands in the text."""
+    text = "\n\n".join(content_text(each["content"], "[image]") for each in messages)
+    return {"text": text, "messages": messages}
 
 
 def _extra(result: StepResult) -> dict[str, Any]:

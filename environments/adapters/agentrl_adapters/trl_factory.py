@@ -30,7 +30,8 @@ from agentrl.env.base import Environment
 from agentrl.env.client import EnvClient, EnvSession, connect, in_process
 from agentrl.env.sync import LoopThread
 from agentrl.errors import ConfigError, EnvError
-from agentrl.types import JSON, Action, StepResult, ToolCall, ToolSpec
+from agentrl.images import content_parts, join_contents
+from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
 
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "object": dict}
 _TYPES |= {"null": type(None), "array": list}
@@ -98,7 +99,7 @@ class TrlEnvironment:
     _ended = False
     _error: EnvError | None = None
 
-    def reset(self, **row: Any) -> str:
+    def reset(self, **row: Any) -> str | list[dict[str, Any]]:
         """Start the episode of a row of `make_trl_rows` and return its first prompt."""
         if row.get("split") is None or row.get("index") is None:
             raise ConfigError("a row needs 'split' and 'index': make them with make_trl_rows()")
@@ -112,14 +113,14 @@ class TrlEnvironment:
             config=self._config,
         )
         self._session = session = self._wait(opening)
-        return "\n\n".join(message["content"] for message in session.messages)
+        return _shown(session.messages)
 
-    def _call(self, name: str, arguments: dict[str, JSON]) -> str:
+    def _call(self, name: str, arguments: dict[str, JSON]) -> str | list[dict[str, Any]]:
         if self._ended or self._session is None:
             return "Not run: the episode had ended."
         action = Action(tool_calls=(ToolCall("call-0", name, arguments),))
         result = self._wait(self._step(action, last=False))
-        return "\n\n".join(message["content"] for message in result.observation)
+        return _shown(result.observation)
 
     async def _step(self, action: Action, last: bool) -> StepResult:
         assert self._session is not None
@@ -160,6 +161,19 @@ def episode_reward(
     return environments[0]._wait(finish_all()) if environments else []
 
 
+def _shown(messages: list[Message]) -> str | list[dict[str, Any]]:
+    """One text, or TRL's list of texts and pictures where there are images."""
+    content = join_contents((message["content"] for message in messages), "\n\n")
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part.picture}
+        for part in content_parts(content)
+    ]
+
+
 def _last_text(completion: Any) -> str:
     """Returns the model's last text, unless a tool's answer came after it."""
     if isinstance(completion, str):
@@ -176,7 +190,7 @@ def _name(tool: ToolSpec) -> str:
     return name
 
 
-def _method(tool: ToolSpec) -> Callable[..., str]:
+def _method(tool: ToolSpec) -> Callable[..., Any]:
     """A method with the signature and docstring of a tool's specification."""
     function: Any = tool["function"]
     name, schema = function["name"], function["parameters"]
@@ -199,7 +213,7 @@ def _method(tool: ToolSpec) -> Callable[..., str]:
         described = " ".join((each.get("description") or key).split())
         lines.append(f"    {key}: {described}" + (f" ({told})" if told else ""))
 
-    def method(self: TrlEnvironment, **arguments: JSON) -> str:
+    def method(self: TrlEnvironment, **arguments: JSON) -> str | list[dict[str, Any]]:
         return self._call(name, arguments)
 
     method.__name__ = method.__qualname__ = name

@@ -18,6 +18,7 @@ from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import join_contents
 from agentrl.types import JSON, Action, Message, StepResult, Task
 from agentrl_math.calculator import calculate, show
 from agentrl_math.tasks import Arithmetic, Keys, TaskSet, load_rows
@@ -143,7 +144,8 @@ class MathEnvironment(Environment):
         else:
             messages = [message.copy() for message in task.prompt]
         if self.config.instruction:
-            messages[-1]["content"] += f"\n\n{self.config.instruction}"
+            last = messages[-1]
+            last["content"] = join_contents([last["content"], self.config.instruction], "\n\n")
         return messages
 
     @tool

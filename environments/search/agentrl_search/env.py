@@ -19,6 +19,7 @@ from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import join_contents
 from agentrl.types import Action, Message, StepResult, Task, with_reasoning
 from agentrl_rewards.qa import em, f1, substring
 from agentrl_search.corpus import Passage, read_corpus
@@ -189,7 +190,7 @@ class SearchEnvironment(Environment):
         if self.config.instruction is not None:
             instruction = self.config.instruction
         if instruction:
-            messages[-1]["content"] += f"\n\n{instruction}"
+            messages[-1]["content"] = join_contents([messages[-1]["content"], instruction], "\n\n")
         return messages
 
     @tool

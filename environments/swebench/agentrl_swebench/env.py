@@ -30,6 +30,7 @@ from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
 from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError
+from agentrl.images import join_contents
 from agentrl.types import JSON, Action, Message, Task
 from agentrl_swebench import images
 from agentrl_swebench.containers import WORKDIR, File, InstanceContainer, Limits
@@ -269,7 +270,7 @@ class SWEBenchEnvironment(Environment):
         elif left is not None and observation:
             turns = "This is your last turn." if left == 1 else f"{left} turns left."
             last: Message = observation[-1].copy()
-            last["content"] = f"{last['content']}\n[{turns}]"
+            last["content"] = join_contents([last["content"], f"[{turns}]"], "\n")
             observation[-1] = last
         return observation
 

@@ -5,6 +5,7 @@ import json
 import string
 import threading
 from functools import partial
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ gymnasium = pytest.importorskip(
 
 from agentrl.env import Action, Task, ToolCall, connect  # noqa: E402
 from agentrl.errors import ConfigError, EnvError  # noqa: E402
+from agentrl.images import content_images, content_text  # noqa: E402
 from agentrl_adapters.gymnasium_env import GymnasiumEnvironment  # noqa: E402
 
 
@@ -239,3 +241,59 @@ def test_many_sessions_at_a_real_server(serve_environments):
         remote, local = asyncio.run(main(url))
     assert remote == local
     assert threading.active_count() < 60
+
+
+class Screen(gymnasium.Env):
+    """Shows one colour, which an action brightens."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None, channels=3):
+        shape = (6, 8, channels) if channels else (6, 8)
+        self.observation_space = gymnasium.spaces.Box(0, 255, shape, numpy.uint8)
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self.level = 10
+        return self._pixels(), {}
+
+    def step(self, action):
+        self.level += 100
+        return self._pixels(), 1.0, False, False, {}
+
+    def _pixels(self):
+        return numpy.full(self.observation_space.shape, self.level, numpy.uint8)
+
+    def render(self):
+        return numpy.full((4, 4, 3), self.level, numpy.uint8)
+
+
+gymnasium.register("Screen-v0", Screen)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"observe": "pixels"}, (8, 6)),
+        ({"observe": "pixels", "kwargs": {"channels": 1}}, (8, 6)),
+        ({"observe": "pixels", "kwargs": {"channels": 0}}, (8, 6)),
+        ({"observe": "picture"}, (4, 4)),
+        ({"observe": "picture", "actions": "text", "action_tag": None}, (4, 4)),
+    ],
+)
+def test_pixels_are_shown_as_images(opened, config, size):
+    env = opened("gymnasium", id="Screen-v0", **config)
+    (asked,) = env.reset("train", 0)
+    acted = env.step("1") if "actions" in config else env.call("act", action=1)
+    for message, level in ((asked, 10), (acted.observation[0], 110)):
+        (image,) = content_images(message["content"])
+        assert (image.media_type, image.width, image.height) == ("image/png", *size)
+        assert image.picture.getpixel((0, 0)) == (level, level, level)
+    assert "Act by" in content_text(asked["content"]) or "actions" in config
+    assert acted.reward == 1.0
+
+
+def test_observations_that_are_not_pixels_are_refused(opened):
+    with pytest.raises(EnvError, match="not bytes"):
+        opened("gymnasium", id="FrozenLake-v1", observe="pixels").reset("train", 0)
