@@ -605,7 +605,7 @@ class InferenceSection(Section):
     sync_tolerance: Annotated[float, Field(gt=0)] | None = None
     """After every update a server's log-probabilities of a probe may differ from the trainer's by
     so much, else the run stops; 1e-3 with float32 weights and 0.2 with bfloat16 when not given.
-    With `quantization` it is the mean difference, 0.05."""
+    With `quantization` it is the mean difference, 0.15."""
 
     @property
     def has_servers(self) -> bool:

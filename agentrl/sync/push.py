@@ -79,7 +79,7 @@ class ServerWeightSync(WeightSync):
             probe_ids: a prompt of at least two tokens, long enough to look like a rollout.
             temperature: of the run's rollouts.
             tolerance: nats for log-probabilities above -1, relative below (see `probe`). 1e-3 for
-                float32 servers, 0.1 for bfloat16; of the mean, 0.05, for servers in 8 bits.
+                float32 servers, 0.1 for bfloat16; of the mean, 0.15, for servers in 8 bits.
             quantization: `fp8` where servers round the weights that they are sent.
             timeout_s: of every call to a server, and of waiting for one that is unreachable.
             on_missed: called with the address of a server that a push did not reach while it
