@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import DataError
+from agentrl.images import shown_text
 from agentrl.rollout.log import TrajectoryEntry, read_trajectory
 from agentrl.rollout.signals import read_advantages
 from agentrl.view.curves import number
@@ -229,7 +230,7 @@ def _with_text(run: RunFiles, found: Sequence[Group], query: Query) -> tuple[lis
 def _says(run: RunFiles, entry: TrajectoryEntry, text: str) -> bool:
     trajectory, _ = read_trajectory(run.path, entry.step, entry.offset)
     return any(
-        text in f"{message.get('content')}{message.get('tool_calls') or ''}".lower()
+        text in f"{shown_text(message.get('content'))}{message.get('tool_calls') or ''}".lower()
         for row in trajectory.branches
         for message in row.messages
     )

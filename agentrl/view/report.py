@@ -14,11 +14,13 @@ import html
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from agentrl.errors import DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.view import trajectory
 from agentrl.view.diagnosis import diagnose
 from agentrl.view.escape import plain
@@ -30,7 +32,7 @@ GROUPS_OF_LINK = 6
 WHOLE_GROUPS_OF_LINK = 2
 """Of these all trajectories are kept."""
 MAX_BYTES = 4_000_000
-"""Of kept trajectories; what comes later is left to `agentrl view`."""
+"""Of kept trajectories, and again of their images; what comes later is left to `agentrl view`."""
 TOKENS_IN_WINDOW = 1024
 """What trajectory.js asks for first."""
 
@@ -96,7 +98,7 @@ def report_html(run: RunFiles) -> str:
     script = "".join((PAGES / name).read_text(encoding="utf-8") for name in SCRIPTS)
     policy = (
         f"default-src 'none'; style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     # No "<" that could end the element; a lone surrogate has no encoding but its escape.
     stored = json.dumps(_answers(run), allow_nan=False, separators=(",", ":"))
@@ -125,6 +127,7 @@ def _answers(run: RunFiles) -> dict[str, Any]:
         f"{base}/diagnosis": diagnosis,
     }
     decode, cache, kept = run.decode(), trajectory.Cache(), 0
+    images: dict[str, None] = {}
     for _, query in links:
         found = find_groups(run, Query(**query, limit=GROUPS_OF_LINK))
         stored[f"{base}/groups{_asked(query)}"] = found
@@ -137,14 +140,31 @@ def _answers(run: RunFiles) -> dict[str, Any]:
             held = cache.get(run, step, offset)
             answers = {path: trajectory.describe(run, held, step, offset)}
             for row in range(len(held.rows)):
+                said = trajectory.messages(held, row, 0)
+                images |= dict.fromkeys(each for m in said["messages"] for each in m["images"])
                 window = {"row": row, "start": 0, "count": TOKENS_IN_WINDOW}
-                answers[f"{path}/messages?row={row}"] = trajectory.messages(held, row, 0)
+                answers[f"{path}/messages?row={row}"] = said
                 answers[f"{path}/tokens{_asked(window)}"] = trajectory.tokens(
                     held, decode, row, 0, TOKENS_IN_WINDOW
                 )
             kept += len(json.dumps(answers))
             stored |= answers
-    return stored
+    return stored | _urls(run, base, images)
+
+
+def _urls(run: RunFiles, base: str, hashes: Iterable[str]) -> dict[str, str]:
+    """Returns data URLs of images by their address, as many as there is room for."""
+    store, urls, kept = ImageStore(run.path / IMAGES_FOLDER), {}, 0
+    for sha256 in hashes:
+        try:
+            data, media_type = store.read(sha256)
+        except DataError:  # the page says that it is not here
+            continue
+        if kept + len(data) <= MAX_BYTES:
+            kept += len(data)
+            url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+            urls[f"{base}/images/{sha256}"] = url
+    return urls
 
 
 def _links(run: RunFiles, diagnosis: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -28,6 +28,7 @@ from agentrl import event_loop
 from agentrl.env.server.access import names_loopback
 from agentrl.env.server.serve import is_loopback, running
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.view import diagnosis, evaluations, groups, notes, trajectory
 from agentrl.view.runs import RunFiles, Runs
 
@@ -44,7 +45,7 @@ COOKIE = "agentrl_view"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -171,6 +172,11 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
         files = runs.get(run)
         held = cache.get(files, step, offset)
         return _json(trajectory.tokens(held, files.decode(), row, start, count))
+
+    @app.get("/api/runs/{run}/images/{sha256}")
+    def image(run: str, sha256: str) -> Response:
+        data, media_type = ImageStore(runs.get(run).path / IMAGES_FOLDER).read(sha256)
+        return Response(data, media_type=media_type)
 
     return app
 

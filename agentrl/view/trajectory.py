@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import DataError
+from agentrl.images import shown_images, shown_text
 from agentrl.rollout.log import TrajectoryEntry, read_trajectory
 from agentrl.rollout.signals import RowSignals, read_row_signals
-from agentrl.types import Message, Trajectory
+from agentrl.types import Message, ShownImage, Trajectory
 from agentrl.view.groups import grouped, member_of
 from agentrl.view.runs import Decode, RunFiles
 
@@ -137,7 +138,7 @@ def _facts(trajectory: Trajectory, step: int) -> dict[str, Any]:
 def _beginning(messages: Sequence[Message], role: str) -> str:
     """Returns how the first message of this role begins, "" where there is none."""
     said = next((m.get("content") for m in messages if m.get("role") == role), "")
-    return str(said or "")[:MAX_QUESTION_CHARS]
+    return shown_text(said)[:MAX_QUESTION_CHARS]
 
 
 def exported(run: RunFiles, entries: Iterable[TrajectoryEntry]) -> Iterator[str]:
@@ -164,8 +165,9 @@ def messages(held: _Held, row: int, start: int, *, whole: bool = False) -> dict[
             {
                 "role": str(message.get("role", "")),
                 "name": str(message.get("name") or ""),
-                **_shortened("content", message.get("content"), limit),
-                **_shortened("reasoning", message.get("reasoning"), limit),
+                **_shortened("content", shown_text(message.get("content")), limit),
+                **_shortened("reasoning", str(message.get("reasoning") or ""), limit),
+                "images": shown_images(message.get("content")),
                 "tool_calls": message.get("tool_calls") or [],
             }
             for message in window
@@ -173,8 +175,7 @@ def messages(held: _Held, row: int, start: int, *, whole: bool = False) -> dict[
     }
 
 
-def _shortened(name: str, text: object, limit: int | None) -> dict[str, Any]:
-    text = "" if text is None else str(text)
+def _shortened(name: str, text: str, limit: int | None) -> dict[str, Any]:
     if limit is None or len(text) <= limit:
         return {name: text}
     half = limit // 2
@@ -208,6 +209,8 @@ def tokens(held: _Held, decode: Decode | None, row: int, start: int, count: int)
         "turns": arrays["turn_ids"][window].tolist(),
         "versions": arrays["policy_versions"][window].tolist(),
         "logprobs": _listed(np.where(sampled, logprobs, np.nan)),
+        # The number of the image, from 1, that a token stands for; 0 for none.
+        "images": _images_at(held.trajectory.branches[row].images, window.start, len(ids)),
     }
     if (signals := held.signals.get(row)) is not None:
         old, live = signals.old_logprobs[window], signals.logprobs[window]
@@ -225,6 +228,13 @@ def tokens(held: _Held, decode: Decode | None, row: int, start: int, count: int)
         if signals.values is not None:
             data["values"] = _listed(signals.values[window])
     return data
+
+
+def _images_at(images: Sequence[ShownImage], start: int, count: int) -> list[int]:
+    numbers = np.zeros(count, np.int32)
+    for number, image in enumerate(images, 1):
+        numbers[max(image.start - start, 0) : max(image.end - start, 0)] = number
+    return numbers.tolist()
 
 
 def _checked(held: _Held, row: int) -> int:

@@ -17,6 +17,7 @@ import pytest
 from attacks import ATTACKS
 from planted import FAULTS, plant
 from test_evaluations import REWARDS, evaluation
+from test_pictures import shown_run
 from test_report import hostile
 
 from agentrl.rollout import TrajectoryLog
@@ -497,6 +498,33 @@ def test_markdown_is_drawn_without_markup_and_links_lead_away_only(tmp_path, pag
         page.get_by_label("formatted").uncheck()
         drawn(page, "plain=1")
         assert "# A plan" in page.locator(".message.assistant").first.inner_text()
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_pictures_are_small_until_they_are_clicked(tmp_path, page, exported):
+    run_dir = shown_run(tmp_path / "run", "<img src=x onerror=alert(1)>")
+    with serving(run_dir) as (url, _):
+        page.on("dialog", lambda dialog: pytest.fail("a script ran"))
+        start = f"file://{report_run(run_dir)}" if exported else url
+        page.goto(f"{start}#/run/{RunFiles(run_dir).id}/t/1/0")
+        pictures = page.locator(".message.user .picture img")
+        pictures.nth(1).wait_for()
+        page.wait_for_function("[...document.images].every((each) => each.naturalWidth > 0)")
+        assert [pictures.nth(i).evaluate("(i) => i.naturalWidth") for i in (0, 1)] == [300, 1600]
+        assert all(pictures.nth(i).bounding_box()["width"] <= 160 for i in (0, 1))
+        said = page.locator(".message.user .body").inner_text()
+        assert said == "[image 1]<img src=x onerror=alert(1)>[image 2]"
+        assert page.locator("main img").count() == 4
+        page.screenshot(path=tmp_path / "small.png")
+        page.get_by_role("button", name="image 2").first.click()
+        assert page.locator("dialog img").bounding_box()["width"] == 1600
+        page.screenshot(path=tmp_path / "whole.png")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("dialog", state="detached")
+        tokens = page.locator(".tokens i.image")
+        assert tokens.count() == 5
+        tokens.nth(3).click()
+        assert "stands for image 2 of the row" in page.locator(".detail").inner_text()
 
 
 def test_the_address_holds_colour_and_token_and_the_theme_is_kept(tmp_path, page):

@@ -153,8 +153,24 @@ function messageBox(message, place, turnNumber, one, path, row, formatted) {
     ),
     textOf(message, "reasoning", path, row, place, null),
     folded(message, kind, textOf(message, "content", path, row, place, !formatted ? null : kind === "tool" ? result : markdown)),
+    message.images.length > 0 && el("div.pictures", {}, message.images.map((sha256, i) => pictureOf(path, sha256, "image " + (i + 1)))),
     message.tool_calls.map((call) => callBox(call, formatted)),
   );
+}
+
+// An image of a message, small; a click shows it in full size. The server gives it by its hash, and a
+// report holds those that it has room for.
+function pictureOf(path, sha256, name) {
+  const address = `api/${path.split("/trajectories/")[0]}/images/${sha256}`;
+  const source = stored ? stored[address] : address;
+  if (!sha256 || !source) return el("span.faint", {}, sha256 ? name + " is not in this report" : name + " has no hash");
+  const picture = () => el("img", { src: source, alt: name });
+  const enlarge = () => {
+    const whole = el("dialog.whole", { onclick: () => whole.close(), onclose: () => whole.remove() }, picture());
+    document.body.append(whole);
+    whole.showModal();
+  };
+  return el("button.picture", { title: name + " in full size", onclick: enlarge }, picture(), el("span.faint", {}, name));
 }
 
 // Long instructions and long results of tools are folded, so that a dialogue reads as one.
@@ -233,11 +249,12 @@ async function tokenPanel(box, path, one, row, parameters, mine) {
 
   function draw() {
     const level = colouring(colour, data);
-    swatches.replaceChildren(...legendOf(colour, data));
+    swatches.replaceChildren(...legendOf(colour, data), ...(data.images.some(Boolean) ? [el("span", {}, el("i.c.image", {}, "▦"), " image")] : []));
     view.replaceChildren(
       ...data.ids.map((id, i) => {
-        const text = asIds || !data.texts ? id + " " : data.texts[i].replaceAll("\n", "⏎\n");
-        const token = el("i." + (level(i) || "c"), {}, text || "·");
+        const again = data.images[i] && data.images[i] === data.images[i - 1] && id === data.ids[i - 1];
+        const text = asIds || !data.texts ? id + " " : again ? "▦" : data.texts[i].replaceAll("\n", "⏎\n");
+        const token = el("i." + (level(i) || "c") + (data.images[i] ? ".image" : ""), {}, text || "·");
         token.dataset.i = i;
         return token;
       }),
@@ -310,6 +327,7 @@ async function tokenPanel(box, path, one, row, parameters, mine) {
 
 function tokenLines(data, i) {
   const lines = [`token ${data.ids[i]} at position ${data.start + i}, turn ${data.turns[i]}`];
+  if (data.images[i]) return [...lines, `stands for image ${data.images[i]} of the row`];
   if (!data.sampled[i]) return [...lines, data.turns[i] === 0 ? "prompt, or environment" : "environment or template"];
   const logprob = data.logprobs[i];
   lines.push(`log-prob at sampling ${number(logprob)} (${(Math.exp(logprob) * 100).toPrecision(3)} %), policy version ${data.versions[i]}`);
