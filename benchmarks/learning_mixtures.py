@@ -31,7 +31,7 @@ EVERY = 10
 GOAL = 0.8
 WINDOW = 5
 """A reward is the mean of so many steps."""
-ENVIRONMENTS = ("products", "sums", "digits")
+ENVIRONMENTS = ("products", "sums", "search")
 GROUPS = 3
 """Of each environment in a step."""
 MIXTURE = ROOT / "examples" / "mixture" / "run.toml"
