@@ -56,8 +56,8 @@ def main() -> None:
         return dialogues
 
     lessons = [
-        Lesson(lesson(57_600, 48_000, {"search": 1}), 1.5e-3),
-        Lesson(lesson(12_000, 12_000, search.BEGINNINGS), 5e-4),
+        Lesson(lesson(40_000, 30_000, {"search": 1}), 1.5e-3),
+        Lesson(lesson(8_000, 8_000, search.BEGINNINGS), 5e-4),
     ]
     language = Language(
         arithmetic.CHAT_TEMPLATE,
