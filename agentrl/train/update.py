@@ -58,7 +58,7 @@ from agentrl.types import Sample
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UpdateOptions:
-    """What a batch is learned with, besides the policy."""
+    """The models and numbers that an update takes besides the policy."""
 
     objective: Objective
     config: TrainSection

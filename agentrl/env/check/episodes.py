@@ -26,6 +26,7 @@ from agentrl.env.check.words import describe, difference, place, short, which_ch
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.transport import Transport
 from agentrl.errors import EnvError
+from agentrl.images import content_text
 from agentrl.types import JSON, Action, ToolCall
 
 NO_OP = Action(text="")
@@ -116,7 +117,9 @@ async def check_tool_calls(subject: Subject) -> str:
                         if "error" in event or now == failures:
                             works.add(call.name)  # an error of another kind is for `episodes`
                         else:
-                            answers[call.name] += [m["content"] for m in event["observation"]]
+                            answers[call.name] += [
+                                content_text(m["content"]) for m in event["observation"]
+                            ]
                         failures = now
     for name, texts in answers.items():
         same = len(texts) >= CALLS_PER_TOOL and len(set(texts)) == 1
