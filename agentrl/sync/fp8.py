@@ -1,4 +1,4 @@
-"""What a server computes that keeps its weights in 8 bits: for the probe, which compares with it.
+"""Computes what a server does that keeps its weights in 8 bits, for the probe to compare with.
 
 vLLM's `fp8_per_channel` rounds each row of a linear layer's matrix, as it is loaded, and each
 token's input of the layer to float8 (e4m3: a sign, 4 bits of exponent, 3 of fraction) with a scale
