@@ -50,7 +50,7 @@ def calculate(expression: str) -> Fraction:
         if depth > MAX_DEPTH:
             raise CalculatorError(f"parentheses are nested more than {MAX_DEPTH} deep")
     try:
-        tree = ast.parse(text, mode="eval")
+        tree = _parsed(text)
     except SyntaxError as error:
         raise CalculatorError(
             f"{expression.strip()!r} is not an arithmetic expression (+ - * / // % ** and "
@@ -94,6 +94,17 @@ def _plain(expression: str) -> str:
             f"{odd.group()!r} is not arithmetic; write numbers, + - * / // % ** and parentheses"
         )
     return text
+
+
+def _parsed(text: str) -> ast.Expression:
+    # CPython 3.11 keeps the depth of the tree that it builds in one place for all threads, and says
+    # "AST constructor recursion depth mismatch" where one interrupts another: about once in 10,000.
+    for _ in range(9):
+        try:
+            return ast.parse(text, mode="eval")
+        except SystemError:
+            continue
+    return ast.parse(text, mode="eval")
 
 
 def _value(node: ast.expr, text: str, depth: int) -> Fraction:
