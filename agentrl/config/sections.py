@@ -587,9 +587,9 @@ class InferenceSection(Section):
     """How long a request waits for servers that are down or full."""
     transfer: Literal["file", "nccl", "tensor"] = "file"
     """How new weights reach the servers. `file`: through `weights_dir`, on any machine.
-    `nccl`: from the trainer's GPU to the servers' GPUs, which must be others; the trainer's holds
-    one more copy of the weights. `tensor`, of SGLang servers with one GPU each: in
-    HTTP requests, to servers that do not see `weights_dir`."""
+    `nccl`: from the trainer's GPU to the servers' GPUs, which must be others; the trainer's host
+    memory holds a copy of the weights. `tensor`, of SGLang servers with one GPU each: in HTTP
+    requests, to servers that do not see `weights_dir`."""
     share: Literal["split", "sleep"] = "split"
     """How the trainer and servers that this run starts share a GPU, where it is the only one.
     `split`: each keeps its part of the memory. `sleep`: they take turns; while the trainer learns

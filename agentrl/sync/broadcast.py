@@ -54,7 +54,7 @@ class Group(Protocol):
     """Rank 0 of a group whose other ranks are the workers of one server."""
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send contiguous tensors, and wait until all have left.
+        """Send tensors of the device or of host memory, and wait until all have left.
 
         Raises:
             NCCLError: a rank was lost, or `abort` was called.
@@ -67,13 +67,18 @@ class Group(Protocol):
 
 
 class BroadcastTransfer(Transfer):
-    """Keeps a copy of the weights for servers that are restarted between two updates: on the
-    trainer's device or, where the model is sharded and no GPU may have room, in host memory."""
+    """Sends the model's own tensors and, where ranks hold shards of them, a copy in host memory.
+
+    The copy is made of every version, for servers that are restarted between two updates. On the
+    device there is never more of it than the tensors that are on their way."""
 
     backend = "nccl"
 
     def __init__(self) -> None:
+        self._live: dict[str, torch.Tensor] = {}
+        """The model's own tensors, until the push is over; of shards there are none."""
         self._weights: dict[str, torch.Tensor] = {}
+        """The copy."""
         self._version: int | None = None
         self._device = torch.device("cpu")
         self._groups: dict[str, Group] = {}
@@ -87,13 +92,7 @@ class BroadcastTransfer(Transfer):
             )
         # Of shards in host memory it is another device than theirs.
         self._version, self._device = version, getattr(model, "computes_on", model.device)
-        try:
-            await in_thread(lambda: self._copy(model))
-        except torch.OutOfMemoryError as error:
-            raise WeightSyncError(
-                f"no room for a copy of the weights of version {version} on the trainer's GPU "
-                "(inference.transfer = 'nccl' keeps one); use inference.transfer = 'file'"
-            ) from error
+        await in_thread(lambda: self._copy(model))
 
     async def connect(self, control: ServerControl) -> None:
         url = control.url
@@ -103,7 +102,7 @@ class BroadcastTransfer(Transfer):
         self._groups[url] = await self._join(control)
 
     async def send(self, control: ServerControl) -> None:
-        group, weights = self._groups[control.url], self._weights
+        group, weights = self._groups[control.url], self._live or self._weights
         dtypes: list[JSON] = [str(each.dtype).removeprefix("torch.") for each in weights.values()]
         shapes: list[JSON] = [list(each.shape) for each in weights.values()]
         try:
@@ -133,12 +132,13 @@ class BroadcastTransfer(Transfer):
         raise NotImplementedError
 
     def delivered(self, version: int) -> None:
-        """Nothing to do: the copy is overwritten by the next."""
+        """From here on the model may change."""
+        self._live = {}
 
     async def aclose(self) -> None:
         for url in list(self._groups):
             self._drop(url)
-        self._weights = {}
+        self._live = self._weights = {}
 
     def _drop(self, url: str) -> None:
         self._labels.pop(url, None)
@@ -155,16 +155,18 @@ class BroadcastTransfer(Transfer):
                 raise WeightSyncError(f"NCCL cannot send {name}: its dtype is {shape.dtype}")
         for name in self._weights.keys() - tensors.shapes.keys():
             del self._weights[name]
-        device = torch.device("cpu") if is_sharded(model) else model.device
+        on_gpu = self._device.type == "cuda"
+        self._live = {} if is_sharded(model) else dict(tensors)
         with torch.no_grad():
-            for name, tensor in tensors:
+            for name, tensor in self._live.items() or tensors:
                 kept = self._weights.get(name)
                 if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    # Pinned, so that its copies to and from the device are queued, not waited for.
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
                     self._weights[name] = kept
-                kept.copy_(tensor)
-        if any(tensor.is_cuda for tensor in self._weights.values()):
-            torch.cuda.synchronize()
+                kept.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
 
 
 async def _label(control: ServerControl) -> str:

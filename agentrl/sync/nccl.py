@@ -97,8 +97,10 @@ class Communicator(Group):
         """
         self._library = library
         self._device = device
+        # One for all pushes: PyTorch keeps the memory of a stream for that stream.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._handle = ctypes.c_void_p()
-        with self._stream() as stream:
+        with self._queueing() as stream:
             identity = _UniqueID.from_buffer_copy(unique_id)
             try:
                 library.call(
@@ -115,27 +117,21 @@ class Communicator(Group):
             library.call("ncclAllReduce", place, place, 1, _FLOAT32, _SUM, self._handle, stream)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send contiguous tensors, and wait until all have left.
+        """See `Group.broadcast`. Host and device wait once, at the end: on a stream of its own a
+        tensor is copied from pinned memory, is sent, and leaves its memory to the next.
 
         Raises:
             NCCLError: a rank was lost, or `abort` was called.
         """
-        with self._stream() as stream:
+        with self._queueing() as stream:
             for tensor in tensors:
-                # On its way from the host a tensor has to arrive before it is sent, and to be sent
-                # before its memory is used again; the calls are queued on a stream of their own.
-                from_host = tensor.device != self._device
-                tensor = tensor.to(self._device)
-                if from_host:
-                    torch.cuda.synchronize(self._device)
+                tensor = tensor.to(self._device, non_blocking=True).contiguous()
                 place = ctypes.c_void_p(tensor.data_ptr())
                 self._library.call(
                     "ncclBroadcast",
                     *(place, place, tensor.numel(), _DTYPES[tensor.dtype], 0),
                     *(self._handle, stream),
                 )
-                if from_host:
-                    torch.cuda.synchronize(self._device)
 
     def abort(self) -> None:
         """End it, from any thread: calls that wait for other ranks return with an error."""
@@ -145,17 +141,16 @@ class Communicator(Group):
                 self._library.call("ncclCommAbort", handle)
 
     @contextlib.contextmanager
-    def _stream(self):
-        """A stream of the device on which NCCL's calls are queued, waited for at the end. Host
+    def _queueing(self):
+        """Queues all that the block does on the stream, which is waited for at the end. Host
         memory, which only a stand-in of the library takes, has none."""
-        if self._device.type != "cuda":
+        if self._stream is None:
             yield None
             return
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            yield ctypes.c_void_p(stream.cuda_stream)
-            stream.synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):  # and on its device
+            yield ctypes.c_void_p(self._stream.cuda_stream)
+        self._stream.synchronize()
 
 
 class NCCLTransfer(BroadcastTransfer):

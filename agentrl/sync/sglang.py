@@ -210,7 +210,8 @@ class TorchGroup(Group):
         options.rootRank = 0
         try:
             for tensor in tensors:
-                self._group.broadcast([tensor.to(self._device)], options).wait()
+                tensor = tensor.to(self._device, non_blocking=True).contiguous()
+                self._group.broadcast([tensor], options).wait()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:

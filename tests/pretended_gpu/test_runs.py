@@ -1,5 +1,6 @@
 """`agentrl train` and what goes with it on one pretended GPU and on two: nothing raises."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,8 +16,10 @@ from pretended import waits_counted
 import agentrl.train.loop
 import agentrl.train.sft  # noqa: F401
 from agentrl.algo.presets import PRESET_DATA
+from agentrl.sync import nccl
 from agentrl.tracking import read_metrics
 from agentrl.train import signals, update
+from agentrl.train.model import load_model
 
 MODEL = QUICKSTART / "model"
 BFLOAT16 = ("--model.dtype", "bfloat16")
@@ -156,6 +159,26 @@ def test_the_host_waits_nowhere_between_micro_batches(case, tmp_path):
     ends_well(counted, tmp_path / "log")
     waits = json.loads((tmp_path / "waits.json").read_text())
     assert [place for place in waits if KNOWN not in place] == []
+
+
+def test_a_push_over_nccl_is_queued_and_leaves_no_copy_on_the_device(tmp_path):
+    """Weights on the way from host memory, as those of shards are, wait for nothing in between."""
+
+    def push() -> None:
+        model = load_model(str(MODEL), dtype=torch.bfloat16, device=torch.device("cuda"))
+        # The stubs, under the name by which ctypes finds NCCL.
+        library = nccl.Library(os.environ["LD_PRELOAD"])
+        transfer = nccl.NCCLTransfer(library)
+        asyncio.run(transfer.take(model, 1))
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+        assert {tensor.data_ptr() for tensor in transfer._live.values()} == own
+        assert all(tensor.is_pinned() for tensor in transfer._weights.values())
+        group = nccl.Communicator(library, library.unique_id(), 2, torch.device("cuda"))
+        with waits_counted(("nccl.py", "broadcast")) as found:
+            group.broadcast(transfer._weights.values())
+        assert list(found.values()) == [1], found  # at the end
+
+    ends_well(push, tmp_path / "log")
 
 
 # That the tier can fail -----------------------------------------------------------------------

@@ -63,17 +63,30 @@ def test_every_version_reaches_every_server(library, dtype):
     run(main)
 
 
-def test_a_restarted_server_gets_what_was_pushed(library):
+def test_a_restarted_server_gets_what_was_pushed(library, monkeypatch):
     """Between two updates, while the trainer's weights go on changing."""
+
+    sent = set()
+    broadcast = Communicator.broadcast
+
+    def noted(self, tensors):
+        sent.update(tensor.data_ptr() for tensor in tensors)
+        broadcast(self, tensors)
+
+    monkeypatch.setattr(Communicator, "broadcast", noted)
 
     async def main():
         model, pushed = tiny_model(), tiny_model()
+        own = {parameter.data_ptr() for parameter in model.parameters()}
         server = NCCLServer(library)
         async with syncing_over(library, server) as sync:
             await sync.push(model, 7)
+            assert sent == own, "the device holds no copy of them"
+            sent.clear()
             perturb(model, seed=1)
             server.restart()
             await sync.push_to(server.url)
+            assert not sent & own
             assert holds(server, pushed) and server.version == "7" and server.num_joined == 2
             await sync.push(model, 8)
             assert holds(server, model) and server.num_joined == 2
