@@ -305,7 +305,7 @@ def test_keys_are_told_apart_and_end_with_their_episode():
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages[0]: a role is one of"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "'image_url' is not served",
+            "an image is sent whole, as a data URL",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0]: a function with a name"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is a text or a list"),
