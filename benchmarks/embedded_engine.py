@@ -1,6 +1,6 @@
-"""CPU time of the embedded engine against what transformers offers, on one small model.
+"""CPU time of the embedded engine against what transformers offers, on one model.
 
-    python benchmarks/embedded_engine.py [--requests 16 64 256] [--tokens 32]
+    python benchmarks/embedded_engine.py [--requests 16 64 256] [--tokens 32] [--model PATH]
 
 Three ways to sample `--tokens` tokens for every request, one thread, no end token:
 
@@ -26,7 +26,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import is_accelerate_available
 
 from agentrl.inference.base import SamplingParams
@@ -55,6 +61,12 @@ def make_model() -> Qwen3ForCausalLM:
         pad_token_id=0,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+def load(path: str) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def make_prompts(num: int, *, shared: bool, length: int | None = None) -> list[list[int]]:
@@ -170,12 +182,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--tokens", type=int, default=32, help="sampled per request")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", help="a folder of transformers (default: a small random one)")
     args = parser.parse_args()
     if not is_accelerate_available():
         raise SystemExit("transformers' continuous batching needs accelerate: pip install it")
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    base = make_model()
+    base = load(args.model) if args.model else make_model()
     ours = share_weights(base)
     theirs = share_weights(base)  # continuous batching changes a model's attention
     print("CPU seconds per 1,000 sampled tokens, one thread, best of", args.repeats)
