@@ -225,7 +225,7 @@ def test_names_that_no_parameter_has_are_answered_with_200_and_caught_by_the_pro
         tensors = {f"model.unknown.{n}": t.data.clone() for n, t in enumerate(real.values())}
         await take(model, version)
         if kind is over_gloo:
-            transfer._weights = tensors
+            transfer._live = tensors
         else:
             save_file(tensors, transfer._path)
         if kind is TensorTransfer:
@@ -261,8 +261,8 @@ def test_a_matrix_of_another_width_over_a_group_is_never_taken_for_the_policy(ur
 
     async def narrow(model, version):
         await take(model, version)
-        name = next(name for name, tensor in transfer._weights.items() if "gate_proj" in name)
-        transfer._weights[name] = transfer._weights[name][:, 1:].contiguous()
+        name = next(name for name, tensor in transfer._live.items() if "gate_proj" in name)
+        transfer._live[name] = transfer._live[name][:, 1:].contiguous()
 
     transfer.take = narrow
     perturb(model, 4)
