@@ -93,7 +93,12 @@ def sft(
     if demonstrations is not None and run_dir is None and model_path is not None:
         dialogues = read_demonstrations(demonstrations)
         tokenizer = load_tokenizer(model_path, chat_template)
-        renderer = Renderer(tokenizer, dialect=dialect, tools=tools)
+        renderer = Renderer(
+            tokenizer,
+            dialect=dialect,
+            tools=tools,
+            processor=load_processor(model_path, tokenizer),
+        )
         samples = _of_demonstrations(demonstrations, dialogues, renderer, tools)
     elif demonstrations is None and run_dir is not None:
         recorded = load_config(run_dir / "config.toml").model.path
@@ -236,20 +241,25 @@ def dialogue_to_sample(
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     row = TokenRow()
-    row.append_context(renderer.prompt(messages[: turns[0]], tools), 0)
+    first = messages[: turns[0]]
+    prompt, row.images = renderer.show(renderer.prompt(first, tools), first)
+    row.append_context(prompt, 0)
     for turn_id, index in enumerate(turns):
         ids = renderer.assistant_turn(messages[index])
         row.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn_id)
         if turn_id + 1 < len(turns):
             observation = messages[index + 1 : turns[turn_id + 1]]
             suffix = renderer.suffix(observation, closed_by=ids[-1])
+            suffix, shown = renderer.show(suffix, observation, len(row))
             row.append_context(suffix, turn_id + 1)
+            row.images += shown
     return Sample(
         **row.arrays(),
         trajectory_id=name,
         group_id=name,
         reward=0.0,
         turn_rewards=np.zeros(len(turns), np.float32),
+        images=row.images,
     )
 
 

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import PIL.Image
 import pytest
@@ -31,6 +32,7 @@ from agentrl.train.model import (
     stills_only,
 )
 from agentrl.train.plan import pack
+from agentrl.train.sft import dialogue_to_sample, sft
 from agentrl.train.state import _config_files
 from agentrl.train.teacher import TeacherServer
 from agentrl.types import Message, ShownImage, StopReason, Trajectory, samples_of
@@ -148,6 +150,28 @@ def test_sampled_rows_are_trained_as_they_were_sampled(folder: str) -> None:
     sampled = torch.from_numpy(sample.rollout_logprobs[sample.loss_mask == 1])
     assert len(trajectory.turns) == 3
     assert (logprobs - sampled).abs().max() < 2e-5
+
+
+def test_a_demonstration_with_images_is_what_a_rollout_of_it_would_be(
+    folder: str, tmp_path: Path
+) -> None:
+    renderer = make_renderer(folder)
+    engine: Any = Says(renderer)
+    (row,) = play(TokenPolicy(engine, renderer, 64, 1000)).branches
+    sample = dialogue_to_sample(renderer, row.messages, [], "d")
+    assert sample.token_ids.tolist() == row.token_ids
+    assert sample.loss_mask.tolist() == row.loss_mask
+    places = [(image.sha256, image.start, image.end) for image in sample.images]
+    assert places == [(image.sha256, image.start, image.end) for image in row.images]
+
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    demonstrations.write_bytes(msgspec.json.encode({"messages": row.messages}))
+    out = tmp_path / "tuned"
+    learned = sft(
+        demonstrations, model_path=folder, out=out, num_epochs=3, learning_rate=1e-2, warmup_steps=0
+    )
+    assert learned.last_loss < learned.first_loss
+    assert load_processor(str(out), load_tokenizer(str(out))) is not None
 
 
 def test_pixels_have_a_hash_of_what_the_tower_reads(folder: str) -> None:
