@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,19 @@ class Lesson:
     """Dialogues per update."""
 
 
-def make_model(lessons: list[Lesson], language: Language, out: Path, *, seed: int) -> None:
-    """Teach a new model one lesson after the other and write it to `out`."""
+def make_model(
+    lessons: list[Lesson],
+    language: Language,
+    out: Path,
+    *,
+    seed: int,
+    save_new: Callable[[PreTrainedTokenizerFast, Path], None] | None = None,
+) -> None:
+    """Teach a new model one lesson after the other and write it to `out`.
+
+    Args:
+        save_new: writes the model that has learned nothing, without its tokenizer; a Qwen3 if None.
+    """
     bare = make_tokenizer(language, [])
     shown = [dialogue for lesson in lessons for dialogue in lesson.dialogues[:2000]]
     tokenizer = make_tokenizer(
@@ -52,22 +64,9 @@ def make_model(lessons: list[Lesson], language: Language, out: Path, *, seed: in
         ],
     )
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "start"
-        Qwen3ForCausalLM(config).save_pretrained(model)
+        (save_new or save_qwen3)(tokenizer, model)
         tokenizer.save_pretrained(model)
         for number, lesson in enumerate(lessons):
             demonstrations = Path(scratch) / f"lesson_{number}.jsonl"
@@ -85,6 +84,23 @@ def make_model(lessons: list[Lesson], language: Language, out: Path, *, seed: in
             model = taught
         shutil.rmtree(out, ignore_errors=True)
         shutil.move(model, out)
+
+
+def save_qwen3(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(out)
 
 
 def make_tokenizer(language: Language, texts: list[str]) -> PreTrainedTokenizerFast:
