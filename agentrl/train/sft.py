@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from agentrl.config import LoraSection, TrainSection, load_config
 from agentrl.errors import ConfigError, DataError
-from agentrl.images import IMAGES_FOLDER, ImageStore, count_images
+from agentrl.images import IMAGES_FOLDER, ImageStore
 from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
 from agentrl.rollout.processor import restore_pixels
 from agentrl.rollout.recorded import best_trajectories
@@ -217,8 +217,6 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise DataError(f'{path}:{number}: every message needs "role" and "content"')
-            if isinstance(message["content"], list) and count_images(message["content"]):
-                raise DataError(f"{path}:{number}: a message shows an image; sft reads texts alone")
         if messages[0]["role"] == "assistant" or not any(
             message["role"] == "assistant" for message in messages
         ):

@@ -51,7 +51,7 @@ class Chromium:
             service_workers="block",  # their requests would be answered by nobody here
             accept_downloads=False,
         )
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(60_000)
         page = await context.new_page()
         context.on("page", lambda opened: asyncio.ensure_future(opened.close()))  # pop-ups
         return page

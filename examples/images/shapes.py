@@ -45,7 +45,7 @@ class Colour(Environment):
 
 class Zoom(Environment):
     """A thumbnail without colours says where the square is; a quarter of the picture says which
-    colour it has."""
+    colour it has. To look at the right quarter earns 0.3, and the colour, once seen, the rest."""
 
     def splits(self):
         return {"train": 1000, "test": 100}
@@ -73,7 +73,8 @@ class Zoom(Environment):
         return [image_part(whole.crop((32 * x, 32 * y, 32 * x + 32, 32 * y + 32)))]
 
     def on_text(self, text):
-        self.finish(float(text.strip() == self.task.reference["colour"]))
+        is_right = text.strip() == self.task.reference["colour"]
+        self.finish(self.metrics.get("found", 0.0) * (0.3 + 0.7 * is_right))
 
     def oracle(self):
         where = {name: self.task.reference[name] for name in ("x", "y")}
