@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError, GraderError
+from agentrl.images import content_text
 from agentrl.types import (
     JSON,
     Message,
@@ -114,7 +115,7 @@ class GroupScorer:
             text=(
                 self._answer(trajectory)
                 if self.text == "answer"
-                else with_reasoning(said["content"], said.get("reasoning", ""))
+                else with_reasoning(content_text(said["content"]), said.get("reasoning", ""))
             ),
             reference=reference,
             prompt=first[:-1],
