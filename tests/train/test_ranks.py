@@ -44,7 +44,12 @@ CASES: dict[str, dict] = {
         "critic": {"learning_rate": 1e-3},
         "train": {"num_minibatches": 2, "optimizer": "adamw_cpu"},
     },
+    "kl in the reward, whitened": {"objective": {"preset": "reinforce_pp"}},
+    "cispo": {"objective": {"preset": "cispo"}, "train": {"num_epochs": 2}},
+    "means of eight rows": {"objective": {"preset": "bnpo"}},
 }
+WAYS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2 on each row": (2, 2)}
+"""How many ranks, and how many of them share each row."""
 
 
 def make_samples(file: Path, num_groups=5, group_size=4, seed=3, longest=150) -> str:
@@ -86,10 +91,11 @@ def make_samples(file: Path, num_groups=5, group_size=4, seed=3, longest=150) ->
     return str(file)
 
 
-def config_of(case: dict) -> dict:
+def config_of(case: dict, context: int = 1) -> dict:
+    train = {"learning_rate": 1e-4, "token_budget": 256, "parallel": {"context": context}}
     return case | {
         "model": {"path": str(MODEL), "device": "cpu"} | case.get("model", {}),
-        "train": {"learning_rate": 1e-4, "token_budget": 256} | case.get("train", {}),
+        "train": train | case.get("train", {}),
     }
 
 
@@ -114,15 +120,15 @@ def relative(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor], kind: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_compute_what_one_does(tmp_path):
-    """Loss and every gradient of six objectives, on 2 and 3 ranks. With weights and moments in host
-    memory they are those of ranks that keep them elsewhere, bit for bit."""
+    """Loss and every gradient, on 2 and 3 ranks and on 2 that hold half of each row. With weights
+    and moments in host memory they are those of ranks that keep them elsewhere, bit for bit."""
     samples = make_samples(tmp_path / "samples")
-    for num_ranks in (1, 2, 3):
+    for way, (num_ranks, context) in WAYS.items():
         cases = [
             {
-                "config": config_of(case),
+                "config": config_of(case, context),
                 "samples": samples,
-                "out": str(tmp_path / str(num_ranks) / name),
+                "out": str(tmp_path / way / name),
             }
             for name, case in CASES.items()
         ]
@@ -132,11 +138,11 @@ def test_ranks_compute_what_one_does(tmp_path):
         metrics = json.loads((tmp_path / "1" / name / "metrics.json").read_text())
         updates = {key.rpartition("/")[0] for key in expected if not key.startswith("weights")}
         kinds = sorted({"/".join(key.split("/")[:2]) + "/" for key in updates})
-        for num_ranks in (2, 3):
-            folder = tmp_path / str(num_ranks) / name
+        for way in list(WAYS)[1:]:
+            folder = tmp_path / way / name
             found = load_file(folder / "tensors.safetensors")
             differences = {kind: relative(found, expected, kind) for kind in kinds}
-            print(f"{name}, {num_ranks} ranks: {differences}")
+            print(f"{name}, ranks: {way}: {differences}")
             first = [value for kind, value in differences.items() if "/0/" in kind]
             # Later ones are taken at weights that differ already, in which Adam makes a step of
             # full size of the smallest gradient.
@@ -150,9 +156,9 @@ def test_ranks_compute_what_one_does(tmp_path):
                     if key == "computed_tokens":  # ranks share less of what rows begin with
                         continue
                     assert mine[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
-    for num_ranks in ("1", "2", "3"):
+    for way in WAYS:
         on_device, on_host = (
-            load_file(tmp_path / num_ranks / name / "tensors.safetensors")
+            load_file(tmp_path / way / name / "tensors.safetensors")
             for name in ("ppo with critic", "weights in host memory")
         )
         assert on_host.keys() == on_device.keys()
