@@ -110,8 +110,11 @@ class SegmentMask:
         """
         ends = {start: end for start, _, end in self.shared}
         of_segment = torch.tensor([ends.get(start, stop) for start, stop in self.spans])
-        last = of_segment.repeat_interleave(torch.tensor(self.lengths))  # (N,): sees no later query
-        window, total = self.window or len(last), len(last)
+        total = sum(self.lengths)
+        window = self.window or total
+        last = of_segment.repeat_interleave(  # (N,): no later query sees it
+            torch.tensor(self.lengths), output_size=total
+        )
         padded = torch.nn.functional.pad(last, (0, -total % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
         key = torch.arange(0, total, BLOCK_SIZE)  # where each block begins
         query = key[:, None]

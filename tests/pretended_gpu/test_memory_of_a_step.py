@@ -1,20 +1,24 @@
 """The estimate of `agentrl doctor` against a step at Qwen3-8B's shape, in fake tensors."""
 
+import functools
 from pathlib import Path
 
 import pytest
 from launch import ends_well
 from measured import measured
 from model_shapes import config_of
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from agentrl.config import RunConfig
 from agentrl.train.memory import estimate
+from agentrl.train.segments import SegmentMask
 
 KEPT = {"gradient_checkpointing": False}
 CASES = {
     "plain": (1, KEPT, {}),
     "checkpointing": (1, {}, {}),
     "long rows": (1, {}, {"train": {"token_budget": 32768}}),
+    "flex attention": (1, {"dtype": "float32"}, {"train": {"token_budget": 131072}}),
     "adapter": (1, {**KEPT, "lora": {"rank": 32}}, {}),
     "critic": (1, {}, {"objective": {"preset": "ppo"}}),
     "moments in host memory": (1, {}, {"train": {"optimizer": "adamw_cpu", "token_budget": 8192}}),
@@ -52,3 +56,18 @@ def test_every_part_is_within_a_tenth_of_what_a_step_takes(case, tmp_path: Path)
         assert said.total == pytest.approx(sum(peak.values()), rel=0.1), (said, found)
 
     ends_well(compare, tmp_path / "log")
+
+
+def test_a_mask_of_all_pairs_is_found(tmp_path, monkeypatch):
+    """Torch's own function makes one on its way to the blocks: ten bytes for every pair."""
+    listed = SegmentMask.__dict__["blocks"].func
+
+    def made(mask: SegmentMask) -> BlockMask:
+        total = sum(mask.lengths)
+        return create_block_mask(listed(mask).mask_mod, None, None, total, total, "cuda")
+
+    planted = functools.cached_property(made)
+    planted.__set_name__(SegmentMask, "blocks")
+    monkeypatch.setattr(SegmentMask, "blocks", planted)
+    with pytest.raises(AssertionError, match="assert rest =="):
+        test_every_part_is_within_a_tenth_of_what_a_step_takes("flex attention", tmp_path)
