@@ -47,6 +47,8 @@ CASES: dict[str, dict] = {
     "kl in the reward, whitened": {"objective": {"preset": "reinforce_pp"}},
     "cispo": {"objective": {"preset": "cispo"}, "train": {"num_epochs": 2}},
     "means of eight rows": {"objective": {"preset": "bnpo"}},
+    "leave one out": {"objective": {"preset": "rloo"}},
+    "bound on the second moment": {"objective": {"preset": "m2po"}},
 }
 WAYS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2 on each row": (2, 2)}
 """How many ranks, and how many of them share each row."""
@@ -120,8 +122,9 @@ def relative(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor], kind: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_compute_what_one_does(tmp_path):
-    """Loss and every gradient, on 2 and 3 ranks and on 2 that hold half of each row. With weights
-    and moments in host memory they are those of ranks that keep them elsewhere, bit for bit."""
+    """Loss and every gradient of ten objectives, on 2 and 3 ranks and on 2 that hold half of each
+    row. With weights and moments in host memory they are those of ranks that keep them elsewhere,
+    bit for bit."""
     samples = make_samples(tmp_path / "samples")
     for way, (num_ranks, context) in WAYS.items():
         cases = [
