@@ -56,8 +56,11 @@ class OneFile(FileTransfer):
 
 
 class ControlServer:
+    random_model = staticmethod(tiny_model)
+    """What it has until it is sent weights, by a seed."""
+
     def __init__(self) -> None:
-        self.model = tiny_model(seed=99)
+        self.model = self.random_model(seed=99)
         self.calls: list[str] = []
         self.bodies: list[dict] = []
         self.headers: list[dict[str, str]] = []
@@ -75,7 +78,7 @@ class ControlServer:
 
     def restart(self) -> None:
         """Forgets everything, as a new process of the server has."""
-        self.model = tiny_model(seed=99)
+        self.model = self.random_model(seed=99)
         self.initialised, self.paused, self.open_update = None, False, False
         self.version = "default"
 

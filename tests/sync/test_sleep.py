@@ -89,7 +89,7 @@ class SleepingServer(ControlServer):
         keeps = "level=1" in self.calls[-1]
         self.paused, self.asleep = True, {"weights", "kv_cache"}
         if not keeps:
-            self.model = tiny_model(seed=77)  # what lies in memory that nobody filled
+            self.model = self.random_model(seed=77)  # what lies in memory that nobody filled
         self.hold()
         return web.json_response({})
 
