@@ -252,7 +252,7 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml
 	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
 		$(ADAPTERS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
-	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[train,gymnasium,reasoning-gym]' \
+	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[train,images,gymnasium,reasoning-gym]' \
 		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
 	@# OpenEnv's packages want an older mcp.
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
