@@ -260,7 +260,7 @@ def _rows(config: RunConfig) -> MicroBatch:
 
 
 class _CompiledFlex(torch.autograd.Function):
-    """What the kernels make and keep. Uncompiled it has all scores in memory."""
+    """Makes and keeps what the kernels do. Uncompiled it has all scores in memory."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
