@@ -78,7 +78,7 @@ class Image:
 
     @property
     def picture(self) -> PIL.Image.Image:
-        """What it shows, in colours of red, green and blue."""
+        """The decoded pixels, in red, green and blue."""
         with _pillow().open(io.BytesIO(self.data)) as opened:
             return opened.convert("RGB")
 

@@ -1,4 +1,4 @@
-"""What a vision-language model's decoder reads of a row that shows images.
+"""Makes the inputs that a vision-language model's decoder reads for a row with images.
 
 A family's own forward pass runs up to its decoder and no further: embeddings of its tower at the
 placeholders, positions in three dimensions and features for deeper layers are what the family makes
@@ -32,7 +32,7 @@ _PER_IMAGE_LISTS = ("pooler_output", "deepstack_features")
 
 @dataclass(slots=True, frozen=True)
 class DecoderInputs:
-    """What the decoder is called with for one row of L tokens."""
+    """The decoder's inputs for one row of L tokens."""
 
     embeddings: torch.Tensor  # (1, L, hidden size)
     positions: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Which tokens of a packed row see which: the mask of `agentrl.train.attention`."""
+"""The attention mask of a packed row, for `agentrl.train.attention`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Level:
 
 
 class SegmentMask:
-    """Which keys a query of a packed row sees: those before it in its segment, `window` at most,
-    and all of the segments that its own continues."""
+    """Says which keys a query of a packed row sees: those before it in its segment, `window` at
+    most, and all of the segments that its own continues."""
 
     def __init__(
         self,

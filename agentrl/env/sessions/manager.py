@@ -358,7 +358,7 @@ class SessionManager:
         return self.status(session_id)
 
     def delete(self, session_id: str) -> None:
-        """Close a session. Closing one that was closed before is no error."""
+        """Close a session. Closing it again is not an error."""
         session = self._sessions.get(session_id)
         if session is not None:
             self._forget(session, "closed")

@@ -110,7 +110,7 @@ async def start(session: Session) -> None:
 
 
 async def take_turn(session: Session, request: StepRequest) -> tuple[StepReply, bytes]:
-    """The reply to an action, and encoded: what is no JSON is an error of the environment."""
+    """Returns the reply to an action, and its JSON; what has none is the environment's error."""
     assert session.instance is not None
     result = await episode.take_turn(session.instance, request.action, last=request.last)
     changed = tell_tools(session, session.instance)

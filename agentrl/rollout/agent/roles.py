@@ -1,4 +1,4 @@
-"""Which of an agent's calls are trained, and which are merely served by the policy.
+"""Decides which of an agent's calls are trained, and which the policy merely serves.
 
 A rule of the run file decides, the first that matches. Without one, a call is served where it has
 no tools and a system prompt that no call with tools has: agents ask so for titles and summaries,
