@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,9 +32,6 @@ class Vector:
     def tensor(self, name: str) -> Tensor:
         return torch.tensor(numbers(self.inputs[name]), dtype=torch.float64)
 
-    def rows(self, name: str) -> list:
-        return self.tensor(name).tolist()
-
     def mask(self) -> Tensor:
         """(B, T), or (B, 1) of ones where the vector has numbers per trajectory."""
         if "mask" in self.inputs:
@@ -52,9 +49,6 @@ class Vector:
 
     def gap(self) -> Tensor:
         return self.tensor("old_logp") - self.tensor("rollout_logp")
-
-    def with_knobs(self, **changes: object) -> Vector:
-        return replace(self, knobs={**self.knobs, **changes})
 
 
 def load_vectors() -> list[Vector]:

@@ -65,9 +65,7 @@ def norm(v: Vector) -> Outputs:
 
 
 def nemo_adv(v: Vector) -> Outputs:
-    kind = "leave_one_out" if v.knobs["loo"] else "mean"
-    scale = {"kind": "std", "eps": v.knobs["eps"]}
-    return {"adv": solve(v, {"baseline": {"kind": kind}, "scale": scale})}
+    return {"adv": solve(v, {"scale": {"kind": "std", "eps": v.knobs["eps"]}})}
 
 
 def primerl_adv(v: Vector) -> Outputs:
@@ -162,7 +160,6 @@ def overlong(v: Vector) -> Outputs:
 
 
 KINDS = {
-    "areal_gae": gae,
     "gae": gae,
     "gdpo": gdpo,
     "group_adv": group_adv,

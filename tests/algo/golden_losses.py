@@ -91,7 +91,6 @@ def aggregate_stage(v: Vector) -> tuple[Knobs, StepTotals | None]:
         "token-mean-eps": ({"kind": "token"}, None),
         "seq-mean-token-mean": (mean, None),
         "token-sum": ({"kind": "sum"}, None),
-        "luspo": ({"kind": "sequence_token_sum", "count_empty": True}, None),
         "mean_all": ({**mean, "count_empty": True}, None),
         "mean_of_seq_mean_all": ({**mean, "count_empty": True}, None),
         "sum_of_seq_mean": (mean, totals_of(sequences=1)),

@@ -1,23 +1,18 @@
 """Golden numbers of nine peers against the functions that training uses.
 
 A vector's `kind` and `knobs` decide which objective or stage function is called, nothing else does
-(`golden_advantages.py`, `golden_losses.py`). Every vector either matches or falls under `REFUSALS`
-(`golden_refusals.py`): there the test compares agentrl's answer with an independent float64
-reference written out in that file.
+(`golden_advantages.py`, `golden_losses.py`).
 """
 
 from __future__ import annotations
 
 import os
-import re
 
 import golden_advantages
 import golden_losses
 import pytest
 import torch
 from golden import Outputs, Vector, load_vectors, numbers
-from golden_refusals import REFUSALS, Refusal
-from pydantic import ValidationError
 from torch import Tensor
 
 KINDS = golden_advantages.KINDS | golden_losses.KINDS
@@ -30,13 +25,6 @@ UNCOMPARED_OUTPUTS = {
 ROUNDED_BY_PEER = {
     ("skyrl", "pg", "sapo"): "exponentiates in float32 although the vector is float64",
 }
-
-
-def refusal_of(v: Vector) -> Refusal | None:
-    for refusal in REFUSALS:
-        if v.peer in refusal.peers and v.kind in refusal.kinds and refusal.applies(v):
-            return refusal
-    return None
 
 
 def assert_close(got: Outputs, want: Outputs, dtype: str, mask: Tensor | None) -> None:
@@ -59,14 +47,7 @@ VECTORS = load_vectors()
 
 @pytest.mark.parametrize("v", VECTORS, ids=lambda v: v.name)
 def test_vector(v: Vector) -> None:
-    refusal = refusal_of(v)
     mask = v.mask() if "mask" in v.inputs else None
-    if refusal is not None:
-        if refusal.forbidden is not None:
-            with pytest.raises(ValidationError, match=re.escape(refusal.forbidden)):
-                KINDS[v.kind](v)
-        assert_close(refusal.ours(v), refusal.reference(v), "float64", mask)
-        return
     want = {
         name: torch.tensor(numbers(value), dtype=torch.float64)
         for name, value in v.outputs.items()
@@ -76,10 +57,6 @@ def test_vector(v: Vector) -> None:
     assert_close(KINDS[v.kind](v), want, "float32" if key in ROUNDED_BY_PEER else v.dtype, mask)
 
 
-def test_most_vectors_match(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {v.kind for v in VECTORS} <= set(KINDS)
-    refused = sum(refusal_of(v) is not None for v in VECTORS)
-    with capsys.disabled():
-        print(f"\ngolden vectors: matched {len(VECTORS) - refused}, refused {refused}")
-    if "AGENTRL_VECTORS" not in os.environ:  # a directory may hold any selection
-        assert (len(VECTORS), refused) == (241, 29)
+@pytest.mark.skipif("AGENTRL_VECTORS" in os.environ, reason="a directory may hold any selection")
+def test_no_vector_is_missing() -> None:
+    assert len(VECTORS) == 212
