@@ -29,18 +29,6 @@ def test_no_command_shows_the_commands(capsys):
     assert "train a policy in an environment" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["eval", RUN, "--checkpoint", "runs/none"], "--checkpoint runs/none: no such directory"),
-        (["export", "runs/none", "--out", "{out}"], "runs/none is no checkpoint"),
-    ],
-)
-def test_a_folder_that_is_not_there_is_named(arguments, expected, tmp_path, capsys):
-    assert main([each.format(out=tmp_path / "out") for each in arguments]) == 2
-    assert expected in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("option", ["--help", "--help-all"])
 def test_train_help_lists_the_first_keys_or_every_key(option, capsys):
     from agentrl.config.load import FIRST_KEYS, valid_keys
@@ -83,23 +71,6 @@ def test_a_dry_run_names_the_dialect_and_refuses_one_that_does_not_fit(capsys):
     chat = ["--inference.backend", "openai", "--inference.urls", "http://127.0.0.1:9"]
     assert main(["eval", RUN, "--dry-run", *chat, "--rollout.dialect", "mistral"]) == 0
     assert "# rollout.dialect: mistral, where the server" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["train", RUN, "--rollout.group_sise", "4"], "did you mean rollout.group_size?"),
-        (["train", RUN, "--env.config.digitz", "4"], "digitz"),
-        (["train", "none.toml"], "none.toml: no such file"),
-        (["sft", "none.jsonl", "--model", "m", "--out", "o"], "none.jsonl: no such file"),
-    ],
-)
-def test_wrong_input_is_one_line_and_exit_2(arguments, text, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("agentrl: error: ") and text in error
-    assert len(error.splitlines()) == 1
 
 
 def test_unknown_arguments_of_other_commands_are_refused(capsys):

@@ -1,8 +1,6 @@
 """docs/learning.md has the figures of its results file, and the runs behind them would start."""
 
 import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -102,53 +100,3 @@ def test_a_fingerprint_follows_commands_and_run_files_and_not_the_place(report, 
             arm = learning_rows.Arm("a", [[sys.executable, str(root / "examples" / "run.toml")]])
             prints.append(arm.fingerprint())
     assert prints[0] == prints[1] != prints[2]
-
-
-def test_a_recorded_run_is_taken_and_a_changed_or_missing_one_is_run(report, tmp_path):
-    import learning
-
-    (arm,) = [arm for arm in report.ROWS["ppo"].arms if arm.name == "grpo"]
-    made = {"made": {"arm": arm.fingerprint()}}
-    known = {
-        "grpo": {"1": {"reward": [0.1]} | made, "2": {"reward": [0.2], "made": {"arm": "older"}}},
-        "gone": {"1": {}},
-    }
-
-    def to_run(done):
-        return [
-            seed for arm, seed in learning.missing(["ppo"], [1, 2, 3], done) if arm.name == "grpo"
-        ]
-
-    assert to_run(known) == [2, 3]
-    assert to_run({}) == [1, 2, 3]
-    (tmp_path / "grpo").mkdir()
-    (tmp_path / "grpo" / "2.json").write_text(json.dumps({"reward": [0.7]} | made))
-    (tmp_path / "grpo" / "3.json").write_text(json.dumps({"reward": [0.9], "made": {"arm": "?"}}))
-    done = learning.collect(tmp_path, known)
-    assert done == {"grpo": {"1": {"reward": [0.1]} | made, "2": {"reward": [0.7]} | made}}
-    assert to_run(done) == [3]
-
-
-def test_the_command_prints_the_tables_of_the_page(report, tmp_path):
-    import learning
-
-    results = json.loads(report.RESULTS.read_text())
-    usual = [name for name in report.ROWS if name not in learning.APART]
-    todo = learning.missing(usual, learning.SEEDS, results)
-    assert [(arm.name, seed) for arm, seed in todo] == []  # it would run them
-    command = [sys.executable, ROOT / "benchmarks" / "learning.py", "--out", tmp_path]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    page = (ROOT / "docs" / "learning.md").read_text()
-    shown = re.findall(r"<!-- table: .*? -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
-    assert len(shown) == len(report.ROWS)
-    assert said.startswith("0 of ")
-    assert len([table for table in shown if table not in said]) <= len(report.ROWS) - len(usual)
-
-
-def test_a_chart_has_a_line_for_each_arm(report):
-    results = json.loads(report.RESULTS.read_text())
-    for name, row in report.ROWS.items():
-        path = report.RESULTS.parent / f"{name}.svg"
-        if path.exists():
-            drawn = len(re.findall("<polyline", path.read_text()))
-            assert drawn == min(len(report.present(row, results)), len(report.COLOURS))

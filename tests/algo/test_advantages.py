@@ -315,6 +315,12 @@ def test_groups_go_by_id_not_by_position() -> None:
     assert got == pytest.approx([1 / 3, -1, -2 / 3, 1, 1 / 3, 0])
 
 
+def test_a_success_rate_divides_the_centred_rewards_of_the_step() -> None:
+    batch = simple([1, 0, 2, 3], [0, 0, 1, 1])
+    got = advantages({"scale": {"kind": "success_rate"}}, batch)
+    assert got == pytest.approx([0.5 / 0.75, -0.5 / 0.75, -0.5 / 0.75, 0.5 / 0.75])
+
+
 def test_a_group_of_one_and_a_group_without_variance_have_advantage_zero() -> None:
     noise = 1e-9
     batch = simple([3.0, 0.1 + 0.2, 0.3, 0.3 + noise, 1.0, 0.0], [0, 1, 1, 1, 2, 2])

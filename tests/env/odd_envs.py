@@ -7,17 +7,14 @@ import asyncio
 import base64
 import builtins
 import codecs
-import collections
 import contextlib
 import decimal
-import functools
 import gc
 import itertools
 import json
 import locale
 import logging
 import os
-import queue
 import random
 import resource
 import signal
@@ -28,7 +25,6 @@ import tempfile
 import threading
 import time
 import warnings
-import weakref
 from typing import Literal
 
 import numpy
@@ -60,19 +56,8 @@ def unusual(cls):
 
 # State that sessions share
 
-_database = sqlite3.connect(":memory:", check_same_thread=False)
-_database.execute("CREATE TABLE calls (n INTEGER)")
 _lock = threading.Lock()
 _file = f"{os.environ.get('ODD_ENVS', '/tmp')}/odd-envs-{os.getuid()}"
-
-
-@listed
-class CountsInADatabase(Good):
-    @tool
-    def add(self, number: int) -> str:
-        with _lock:
-            _database.execute("INSERT INTO calls VALUES (1)")
-            return f"Row {_database.execute('SELECT count(*) FROM calls').fetchone()[0]}."
 
 
 @listed
@@ -82,36 +67,6 @@ class CountsWithAnIterator(Good):
     @tool
     def add(self, number: int) -> str:
         return f"Call {next(self.numbers)}."
-
-
-def _counter():
-    count = 0
-
-    def increase():
-        nonlocal count
-        count += 1
-        return count
-
-    return increase
-
-
-@listed
-class CountsInAClosure(Good):
-    increase = staticmethod(_counter())
-
-    @tool
-    def add(self, number: int) -> str:
-        return f"Call {self.increase()}."
-
-
-@listed
-class KeepsNotesInAFile(Good):
-    @tool
-    def add(self, number: int) -> str:
-        with open(f"{_file}.txt", "a+") as file:
-            file.write("x")
-            file.seek(0)
-            return f"{len(file.read())} notes."
 
 
 @listed
@@ -137,19 +92,6 @@ class SharesWhatLoadSharedConnected(Good):
         with _lock:
             self.shared.execute("INSERT INTO seen VALUES (?)", (self.task.id,))
             return f"{self.shared.execute('SELECT count(*) FROM seen').fetchone()[0]} seen."
-
-
-@functools.lru_cache
-def _table(name):
-    return collections.Counter()
-
-
-@unlisted
-class ChangesWhatACacheHolds(Good):
-    @tool
-    def add(self, number: int) -> str:
-        _table("all")["calls"] += 1
-        return f"Call {_table('all')['calls']}."
 
 
 @unlisted
@@ -179,52 +121,6 @@ class KeepsStateInAnObject(Good):
         return f"The total is {_store.value}."
 
 
-@unlisted
-class TakesFromAGenerator(Good):
-    words = iter(lambda: f"{time.perf_counter()}", None)
-    numbers = (n * n for n in itertools.count())
-
-    @tool
-    def add(self, number: int) -> str:
-        return f"Square {next(self.numbers)}."
-
-
-_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-
-@unlisted
-class LeavesThingsInAQueue(Good):
-    @tool
-    def add(self, number: int) -> str:
-        _queue.put(number)
-        return f"{_queue.qsize()} waiting."
-
-
-_living: weakref.WeakValueDictionary[int, _Store] = weakref.WeakValueDictionary()
-
-
-@unlisted
-class RemembersOnAFunction(Good):
-    @tool
-    def add(self, number: int) -> str:
-        _counter.calls = getattr(_counter, "calls", 0) + 1
-        return f"Call {_counter.calls}."
-
-
-@unlisted
-class FirstSessionIsSpecial(Good):
-    taken = threading.Event()
-
-    def reset(self, task, *, seed):
-        self.first = not self.taken.is_set()
-        self.taken.set()
-        return super().reset(task, seed=seed)
-
-    @tool
-    def add(self, number: int) -> str:
-        return "Welcome!" if self.first else super().add(number)
-
-
 # Tasks
 
 
@@ -233,13 +129,6 @@ class TasksFromHashes(Good):
     def get(self, split, index):
         rng = random.Random(hash(f"{split}/{index}"))
         return Task(f"{split}/{index}", "Find it.", reference=f"word-{rng.randrange(10**9)}")
-
-
-@listed
-class TasksFromASet(Good):
-    def get(self, split, index):
-        words = list({f"{split}-word-{n}" for n in range(40)})
-        return Task(f"{split}/{index}", f"Find word {index}.", reference=words[index % 40])
 
 
 @unlisted
@@ -274,12 +163,6 @@ class ValidationIsTrainTurnedRound(Good):
     def get(self, split, index):
         task = super().get("train", index if split == "training" else 29 - index)
         return Task(f"{split}/{index}", task.prompt, task.reference)
-
-
-@unlisted
-class TasksFromTheGlobalGenerator(Good):
-    def get(self, split, index):
-        return Task(f"{split}/{index}", f"Say {random.randrange(10**9)}.", reference="42")
 
 
 @unlisted
@@ -478,16 +361,6 @@ SwallowsOutput = unlisted(
 
 
 @listed
-class DeadlocksInATool(Good):
-    lock = threading.Lock()
-
-    @tool
-    def add(self, number: int) -> str:
-        with self.lock, self.lock:
-            return "never"
-
-
-@listed
 class WaitsInReset(Good):
     async def reset(self, task, *, seed):
         await asyncio.Event().wait()
@@ -507,20 +380,6 @@ class HangsInGet(Good):
         if index == 3:
             threading.Event().wait()
         return super().get(split, index)
-
-
-@unlisted
-class HangsInTheOracle(Good):
-    def oracle(self):
-        threading.Event().wait()
-
-
-@unlisted
-class HangsInAReward(Good):
-    @reward
-    def slow(self, episode) -> float:
-        threading.Event().wait()
-        return 0.0
 
 
 # What else goes wrong

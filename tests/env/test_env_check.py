@@ -166,13 +166,11 @@ def test_what_looks_sound_is_caught_and_what_looks_odd_is_not(monkeypatch, tmp_p
     environments = [*broken, *odd_envs.UNUSUAL]
     with ThreadPoolExecutor(3) as threads:
         ended = dict(zip(environments, threads.map(failures, environments), strict=True))
-    assert len(broken) >= 60 and len(odd_envs.UNUSUAL) >= 20
-    missed = {each.__name__ for each in broken if not ended[each][0]}
-    assert missed <= {"FirstSessionIsSpecial"}, "its only trace is gone before the checks look"
+    assert len(broken) >= 50 and len(odd_envs.UNUSUAL) >= 20
+    assert not {each.__name__ for each in broken if not ended[each][0]}
     alarms = {each.__name__: ended[each][0] for each in odd_envs.UNUSUAL if ended[each][0]}
     assert not alarms
     slowest = max(ended.values(), key=lambda each: each[1])
-    print(f"{len(broken) - len(missed)} of {len(broken)} caught; the slowest in {slowest[1]:.0f} s")
     assert slowest[1] < 90  # half of it on a machine that does nothing else
 
 

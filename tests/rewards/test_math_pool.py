@@ -305,16 +305,6 @@ def test_children_are_replaced_before_their_caches_grow(pool, tmp_path, monkeypa
         assert [pool.check("a", str(first)) for _ in range(4)] == [True, True, False, False]
 
 
-@pytest.mark.slow
-def test_from_many_threads(pool):
-    texts = [rf"\boxed{{(x+{i % 5})^2}}" for i in range(40)]
-    with ThreadPoolExecutor(8) as executor:
-        scores = list(executor.map(lambda text: grade(text, "x^2+4x+4", pool=pool).score, texts))
-    assert scores == [float(i % 5 == 2) for i in range(40)]
-    assert pool.status().num_alive == pool.num_workers
-    assert pool.status().num_busy == 0
-
-
 def test_from_asyncio_without_blocking_the_loop():
     async def play() -> list[float]:
         await math_reward_async(r"\boxed{(x+2)^2}", "x^2+4x+4")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -422,12 +420,3 @@ def test_answers_of_the_development_table(pair):
 def test_precision_and_recall_on_answers_the_grader_was_not_written_against():
     outcome = judge(read_pairs("heldout"))
     assert outcome.precision >= 0.985 and outcome.recall >= 0.985, outcome.errors
-
-
-def test_importing_the_rewards_loads_neither_torch_nor_algebra():
-    code = (
-        "import sys, agentrl_rewards.math\n"
-        "print([m for m in ('torch', 'sympy', 'math_verify', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -428,23 +428,6 @@ def test_a_refusal_that_the_agent_swallows_is_logged_once_counted_and_a_metric(c
     assert len(said) == len(set(said)) == 3
 
 
-def test_a_limit_is_no_refusal():
-    async def solve(task, base_url, api_key):
-        for _ in range(3):
-            await post(base_url, api_key)
-        return "right"
-
-    engine, renderer = scripted()
-    batch = play(
-        *(engine, renderer, solve),
-        env_id="agent-test",
-        split_size=5,
-        limits=replace(LIMITS, max_turns=2),
-    )
-    assert "refused_calls" not in batch.trajectories[0].info
-    assert "rollout/refused_calls" not in rollout_metrics(batch)
-
-
 @pytest.mark.parametrize("raises", [True, False])
 def test_an_agent_whose_every_call_was_refused_fails_with_the_refusal(raises):
     async def solve(task, base_url, api_key):
@@ -589,6 +572,7 @@ def test_a_limit_is_a_400_and_the_episode_counts_as_truncated(limit, handles):
     assert trajectory.error is None and trajectory.truncated and trajectory.trainable
     expected = StopReason.MAX_TURNS if few else StopReason.CONTEXT_LENGTH
     assert (trajectory.stop_reason, trajectory.reward) == (expected, float(handles))
+    assert "refused_calls" not in trajectory.info
 
 
 # retries, sockets, engines ------------------------------------------------------------------------

@@ -34,7 +34,6 @@ FOOLING = {
     "drops old answers": dropping(
         f"messages | length > 9 and message.role == 'assistant' and {OLD}"
     ),
-    "drops all but the last twelve": dropping("loop.index0 < messages | length - 12"),
     "drops all but the last forty": dropping("loop.index0 < messages | length - 40"),
     "drops old answers of tools": dropping(
         "messages | length > 20 and message.role == 'tool' and loop.index0 < messages | length - 3"
@@ -43,20 +42,14 @@ FOOLING = {
         "{% if messages | length > 30 and not loop.last and '</think>' in message.content %}"
         "{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}"
     ),
-    "cuts old contents": writing(
-        "{{ message.content[:500] if not loop.last else message.content }}"
-    ),
     "cuts old contents that are very long": writing(
         "{{ message.content if loop.last or message.content | length < 9000 else 'cut' }}"
     ),
-    "a late system text at the beginning": "{% if messages | length > 10 %}<|im_start|>system\n"
-    "You have talked for long.<|im_end|>\n{% endif %}" + CHATML,
     "a very late system text at the end": CHATML.replace(
         "{% if add_generation",
         "{% if messages | length > 24 %}<|im_start|>system\nHurry.<|im_end|>\n{% endif %}"
         "{% if add_generation",
     ),
-    "a count of messages": "{{ messages | length // 18 }}" + CHATML,
     "starts anew when all is long": dropping(
         "(messages | map(attribute='content') | join | length) > 30000 and not loop.last"
     ),
@@ -71,7 +64,6 @@ FOOLING = {
         "loop.index0 > 18 and message.content in messages[:loop.index0] | map(attribute='content')"
         " | list and not loop.last"
     ),
-    "drops the first message after sixteen": dropping("loop.first and messages | length > 16"),
     "counts tokens of the past": "{{ messages | map(attribute='content') | join | length > 9000 }}"
     + CHATML,
     "begins thoughts after twenty": CHATML.replace(
@@ -79,14 +71,6 @@ FOOLING = {
         "assistant\n{% if messages | length > 20 %}<think>\n{% endif %}{% endif %}",
     ),
     "says who spoke last": "{{ messages[-1].content[:6] == 'Error:' }}" + CHATML,
-    "keeps one answer of several": dropping(
-        "message.role == 'tool' and not loop.last and messages[loop.index0 + 1].role == 'tool'"
-        " and loop.index0 + 6 < messages | length"
-    ),
-    "writes an old error in short": writing(
-        "{{ 'Error' if message.content[:6] == 'Error:' and loop.index0 + 2 < messages | length"
-        " else message.content }}"
-    ),
     "tools are named again after twenty": CHATML.replace(
         "{% if tools %}", "{% if tools and messages | length < 20 %}"
     ),

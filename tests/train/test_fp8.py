@@ -1,13 +1,13 @@
 """Servers that keep in 8 bits what is trained in 16: what can be shown without such a GPU."""
 
 import asyncio
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from families import save_tiny_model
+from model_shapes import save_config
 
 from agentrl.cli import main
 from agentrl.config import RunConfig
@@ -86,18 +86,6 @@ def test_the_mismatch_has_a_limit_of_its_own():
 
 
 def test_a_server_needs_a_byte_for_each_weight_of_a_layer(tmp_path):
-    shape = {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    run = config(model={"path": str(tmp_path)})
+    run = config(model={"path": save_config("Qwen/Qwen3-8B", tmp_path)})
     saved = memory.bytes_of_weights(run, None) - memory.bytes_of_weights(run, "fp8")
     assert saved == pytest.approx(6.945e9, rel=0.02)

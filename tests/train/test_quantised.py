@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_shapes import save_config
 from torch import nn
 
 from agentrl.config import RunConfig
@@ -53,19 +54,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_eight_billion_weights_fit_24_gb_by_the_count(tmp_path):
-    shape = {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    save_config("Qwen/Qwen3-8B", tmp_path)
 
     def needed(**keys) -> float:
         model = {"path": str(tmp_path), "dtype": "bfloat16", "gradient_checkpointing": True}
