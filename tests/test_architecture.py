@@ -32,6 +32,7 @@ FOUNDATION = {
     "event_loop",
     "images",
     "processes",
+    "python_source",
     "retry",
     "types",
     "user_modules",

@@ -43,6 +43,7 @@ from typing import Literal, cast
 
 from agentrl.errors import GraderError
 from agentrl.processes import kill_group, start_group
+from agentrl.python_source import parse_python
 from agentrl.types import JSON
 
 SANDBOX_FILE = Path(__file__).with_name("code_sandbox.py")
@@ -223,7 +224,7 @@ def read_tests(reference: JSON) -> _Tests:
 def _check_source(source: str) -> None:
     """Raises GraderError when a test is not Python, or defines `check` and never calls it."""
     try:
-        tree = ast.parse(source)
+        tree = parse_python(source)
     except (SyntaxError, ValueError) as error:
         raise GraderError(f"the test {source[:80]!r} is not Python: {error}") from error
     defined = any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in tree.body)

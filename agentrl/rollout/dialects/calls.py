@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from agentrl.python_source import parse_python
 from agentrl.types import JSON, ToolSpec
 
 
@@ -214,7 +215,7 @@ def pythonic_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
     text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     try:
         with warnings.catch_warnings(action="ignore"):  # a policy's odd escapes are its own
-            lines = ast.parse(text).body
+            lines = parse_python(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Unreadable(f"not a Python call ({error})") from None
     values = [line.value if isinstance(line, ast.Expr) else None for line in lines]

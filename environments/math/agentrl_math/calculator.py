@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from agentrl.python_source import parse_expression
+
 MAX_CHARS = 300
 MAX_DEPTH = 40
 MAX_BITS = 4096
@@ -50,7 +52,7 @@ def calculate(expression: str) -> Fraction:
         if depth > MAX_DEPTH:
             raise CalculatorError(f"parentheses are nested more than {MAX_DEPTH} deep")
     try:
-        tree = _parsed(text)
+        tree = parse_expression(text)
     except SyntaxError as error:
         raise CalculatorError(
             f"{expression.strip()!r} is not an arithmetic expression (+ - * / // % ** and "
@@ -94,17 +96,6 @@ def _plain(expression: str) -> str:
             f"{odd.group()!r} is not arithmetic; write numbers, + - * / // % ** and parentheses"
         )
     return text
-
-
-def _parsed(text: str) -> ast.Expression:
-    # CPython 3.11 keeps the depth of the tree that it builds in one place for all threads, and says
-    # "AST constructor recursion depth mismatch" where one interrupts another: about once in 10,000.
-    for _ in range(9):
-        try:
-            return ast.parse(text, mode="eval")
-        except SystemError:
-            continue
-    return ast.parse(text, mode="eval")
 
 
 def _value(node: ast.expr, text: str, depth: int) -> Fraction:

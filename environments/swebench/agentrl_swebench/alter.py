@@ -21,6 +21,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from agentrl.python_source import parse_python
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 _UNLIKELY = ("BufferError", "TabError", "FloatingPointError", "ChildProcessError")
@@ -72,7 +74,7 @@ def python_tests(source: str) -> dict[TestName, Function]:
     """The functions of a module and of its classes by name; {} if it is no Python of this version.
     Of several with one name the last counts, as it does for Python."""
     try:
-        module = ast.parse(source)
+        module = parse_python(source)
     except (SyntaxError, ValueError, RecursionError):
         return {}
     return dict(_functions(module, ""))

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_math import calculator
 from agentrl_math.calculator import MAX_BITS, CalculatorError, calculate, show
 
 
@@ -175,15 +174,3 @@ def test_shown_decimals_are_exact_unless_they_say_about(value):
     assert Fraction(fraction) == value
     if rest:
         assert abs(Fraction(rest[:-1]) - value) <= Fraction(1, 2 * 10**6)
-
-
-def test_a_parse_that_another_thread_interrupts_is_tried_again(monkeypatch):
-    parse, fails = calculator.ast.parse, [SystemError("AST constructor recursion depth mismatch")]
-
-    def interrupted(*args, **keywords):
-        if fails:
-            raise fails.pop()
-        return parse(*args, **keywords)
-
-    monkeypatch.setattr(calculator.ast, "parse", interrupted)
-    assert calculate("17+25") == 42 and not fails
