@@ -757,16 +757,3 @@ def test_make_has_a_synchronous_twin():
     assert env.call("answer", text="3").reward == 1.0
     assert env.info().splits == {"train": None, "test": 3}
     env.close()
-
-
-def test_make_takes_a_class_nobody_registered():
-    class Echo(Environment):
-        """Ten lines are plenty."""
-
-        def on_text(self, text):
-            self.finish(float(len(text)))
-
-    env = make(Echo).sync
-    env.reset(task=Task("t", "Say something."))
-    assert env.step("four").reward == 4.0
-    env.close()

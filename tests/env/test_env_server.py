@@ -91,6 +91,8 @@ def test_environments_and_tasks_are_listed_without_references(http):
     info = http.get("/v1/envs/workshop").json()
     assert info["splits"] == {"train": 1000} and info["max_sessions"] == 16
     assert info["tools"][0]["function"]["name"] == "greet"
+    assert info["description"] == "A tool for every way an environment can behave."
+    assert "greeting" in info["config_schema"]["properties"]
     tasks = http.get("/v1/envs/workshop/tasks", params={"split": "train", "start": 5, "stop": 7})
     assert [task["index"] for task in tasks.json()["tasks"]] == [5, 6]
     assert "secret" not in tasks.text
@@ -410,17 +412,6 @@ def test_a_draining_server_lives_and_is_not_ready():
         unready = http.get("/readyz")
         assert "shutting down" in problem(unready, 503, "unavailable")["detail"]
         assert int(unready.headers["retry-after"]) >= 1
-
-
-def test_an_environment_is_found_by_the_name_it_was_served_under(http, tmp_path):
-    for name in ("workshop", "sample_envs:Workshop"):
-        assert http.get(f"/v1/envs/{name}").json()["id"] == "workshop"
-    file = tmp_path / "own.py"
-    file.write_text("from agentrl.env import Environment\n\nclass Own(Environment):\n    pass\n")
-    with client_of(f"{file}:Own") as by_path:
-        assert by_path.get(f"/v1/envs/{file}:Own").json()["id"] == "Own"
-        body = {"env": f"{file}:Own", "task": {"inline": {"id": "1", "prompt": "x"}}}
-        assert by_path.post("/v1/sessions", json=body).status_code == 201
 
 
 def test_ids_begin_with_the_name_of_the_server():

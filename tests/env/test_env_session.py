@@ -13,8 +13,8 @@ from manager_calls import call, error_of, open_group, run, step, until
 from sample_envs import Workshop
 
 from agentrl.env.protocol import CreateRequest, TaskSpec
-from agentrl.errors import EnvError, EnvUnavailable, GraderError
-from agentrl.types import Action, Task
+from agentrl.errors import EnvUnavailable, GraderError
+from agentrl.types import Task
 
 
 def create(env="workshop", index=0, split="train", **rest):
@@ -26,18 +26,6 @@ async def open_one(manager, *args, **kwargs):
 
 
 # Opening
-
-
-def test_create_resets_and_says_what_the_client_needs():
-    async def test(manager):
-        reply = (await manager.create(create(seed=5, lease_s=9.0))).sessions[0]
-        assert reply.task_id == "train/0" and reply.step == 0 and reply.lease_s == 9.0
-        assert abs(reply.lease_expires_at - time.time() - 9.0) < 1.0
-        assert [message["role"] for message in reply.observation] == ["system", "user"]
-        assert "add" in [tool["function"]["name"] for tool in reply.tools]
-        assert len(reply.id) >= 22  # 128 bits in base64
-
-    run(test)
 
 
 def test_a_group_starts_from_one_task_and_seed_and_goes_its_own_ways():
@@ -108,15 +96,6 @@ def test_the_server_side_configuration_is_what_a_request_starts_from():
     run(test, config={"workshop": {"greeting": "ahoi"}})
 
 
-def test_an_inline_task():
-    async def test(manager):
-        request = CreateRequest("workshop", TaskSpec(inline=Task("mine", "do it")))
-        reply = (await manager.create(request)).sessions[0]
-        assert reply.task_id == "mine" and reply.observation[1]["content"].startswith("do it")
-
-    run(test)
-
-
 @pytest.mark.parametrize(
     ("request_", "code", "says"),
     [
@@ -135,7 +114,7 @@ def test_an_inline_task():
             "env_error",
             "reset failed",
         ),
-        (create(config={"slow_reset_s": 5.0}, timeout_s=0.1), "reset_timeout", "ran out of time"),
+        (create(config={"slow_reset_s": 9.0}, timeout_s=0.5), "reset_timeout", "ran out of time"),
     ],
 )
 def test_a_session_that_cannot_be_opened_says_why_and_holds_no_capacity(request_, code, says):
@@ -246,27 +225,6 @@ def test_draining_refuses_new_sessions_and_serves_the_open_ones():
     run(test)
 
 
-def test_information_is_that_of_the_configuration():
-    async def test(manager):
-        plain = await manager.info("workshop")
-        assert plain.splits == {"train": 1000} and len(plain.tools) > 5
-        config = {"num_tasks": 7, "offer": ["submit", "add"]}
-        info = await manager.info("workshop", config)
-        assert info.splits == {"train": 7}
-        names = [tool["function"]["name"] for tool in info.tools]
-        assert names == ["submit", "add"]
-        session = await open_one(manager, config=config)
-        assert session.tools == info.tools
-        reply = await step(manager, session, 0, call("greet"))
-        says = "There is no tool 'greet'. The tools are: submit, add."
-        assert reply.observation[0]["content"] == says
-        error = await error_of(manager.create(create(index=7, config=config)))
-        assert "has 7 tasks" in str(error)
-        assert len(await manager.preview("workshop", "train", range(99), config)) == 7
-
-    run(test)
-
-
 def test_information_waits_for_loading_as_long_as_it_is_told():
     async def test(manager):
         config = {"slow_load_s": 0.3}
@@ -282,38 +240,11 @@ def test_information_waits_for_loading_as_long_as_it_is_told():
 # The last turn
 
 
-def test_the_agents_last_turn_ends_the_episode_with_its_reward():
-    async def test(manager):
-        session = await open_one(manager)
-        await step(manager, session, 0, call("add"))
-        reply = await step(manager, session, 1, call("add"), last=True)
-        assert (reply.terminated, reply.truncated) == (False, True)
-        assert reply.observation[0]["content"] == '{"count":2}'
-        assert reply.reward_components == {"turns": 2.0, "is_grading_fine": 1.0}
-        assert reply.reward == 0.5 * 2.0
-        assert manager.status(session.id).status == "ended"
-        error = await error_of(step(manager, session, 2, call("add")))
-        assert error.code == "episode_done"
-
-    run(test)
-
-
 def test_a_last_turn_that_ends_the_episode_by_itself_is_not_truncated():
     async def test(manager):
         session = await open_one(manager)
         reply = await step(manager, session, 0, call("submit", value=1), last=True)
         assert (reply.terminated, reply.truncated, reply.reward) == (True, False, 1.5)
-
-    run(test)
-
-
-def test_the_last_turn_is_part_of_what_a_retry_repeats():
-    async def test(manager):
-        session = await open_one(manager)
-        first = await step(manager, session, 0, call("add"), last=True)
-        again = await step(manager, session, 0, call("add"), last=True)
-        assert again.replayed and again.reward == first.reward
-        assert (await error_of(step(manager, session, 0, call("add")))).code == "step_conflict"
 
     run(test)
 
@@ -328,20 +259,6 @@ def test_a_grader_that_fails_on_the_last_turn_is_an_error():
 
 
 # Exactly once
-
-
-def test_a_repeated_step_runs_once_and_gives_the_same_reply():
-    async def test(manager):
-        session = await open_one(manager)
-        first = await step(manager, session, 0, call("add", number=5))
-        again = await step(manager, session, 0, call("add", number=5), timeout_s=3.0)
-        assert not first.replayed and again.replayed
-        again.replayed = False
-        assert again == first
-        reply = await step(manager, session, 1, call("add", number=0))
-        assert reply.observation[0]["content"] == '{"count":5}'
-
-    run(test)
 
 
 def test_a_repeated_step_waits_for_the_one_that_runs():
@@ -371,32 +288,6 @@ def test_a_caller_who_goes_away_disturbs_nobody():
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("index", "action"), [(0, call("add", number=2)), (0, Action("x")), (2, call("add"))]
-)
-def test_another_action_or_index_is_a_conflict(index, action):
-    async def test(manager):
-        session = await open_one(manager)
-        await step(manager, session, 0, call("add", number=1))
-        error = await error_of(step(manager, session, index, action))
-        assert error.code == "step_conflict" and error.status == 409
-        reply = await step(manager, session, 1, call("add", number=0))
-        assert reply.observation[0]["content"] == '{"count":1}'
-
-    run(test)
-
-
-def test_a_lower_index_is_a_conflict():
-    async def test(manager):
-        session = await open_one(manager)
-        for index in range(3):
-            await step(manager, session, index, call("add"))
-        assert (await error_of(step(manager, session, 1, call("add")))).code == "step_conflict"
-        assert (await error_of(step(manager, session, 0, call("add")))).code == "step_conflict"
-
-    run(test)
-
-
 def test_after_the_end_there_are_replays_and_no_fresh_environment():
     async def test(manager):
         session = await open_one(manager)
@@ -407,20 +298,6 @@ def test_after_the_end_there_are_replays_and_no_fresh_environment():
         assert error.code == "episode_done" and error.status == 409
         assert (await step(manager, session, 0, call("submit", value=2.0))).reward == 2.5
         assert manager.status(session.id).status == "ended"
-
-    run(test)
-
-
-def test_sessions_are_not_affected_by_each_other():
-    async def test(manager):
-        sessions = [await open_one(manager, index=n) for n in range(8)]
-
-        async def play(number, session):
-            for index in range(10):
-                reply = await step(manager, session, index, call("add", number=number))
-                assert reply.observation[0]["content"] == f'{{"count":{number * (index + 1)}}}'
-
-        await asyncio.gather(*(play(n, session) for n, session in enumerate(sessions)))
 
     run(test)
 
@@ -480,56 +357,6 @@ def test_a_deadline_is_kept_whatever_the_environment_does(action):
         assert manager.status(session.id).status == "failed"
         Workshop.release.set()
         await until(lambda: manager.num_live == 0)
-
-    run(test)
-
-
-def test_hung_threads_are_accounted_and_given_back():
-    async def test(manager):
-        session = await open_one(manager)
-        await error_of(step(manager, session, 0, call("hang"), timeout_s=0.05))
-        await until(lambda: manager.workers.num_abandoned == 1)
-        Workshop.release.set()
-        await until(lambda: manager.workers.num_abandoned == 0)
-
-    run(test)
-
-
-def test_a_slow_environment_does_not_hold_up_the_others():
-    async def test(manager):
-        slow, quick = await open_one(manager), await open_one(manager)
-        hanging = asyncio.ensure_future(step(manager, slow, 0, call("hang")))
-        for index in range(20):
-            await step(manager, quick, index, call("add"))
-        assert not hanging.done()
-        Workshop.release.set()
-        await hanging
-
-    run(test)
-
-
-# Tools of a task and of a turn
-
-
-def names(tools):
-    return None if tools is None else [each["function"]["name"] for each in tools]
-
-
-def test_tools_may_differ_by_task_and_by_turn_and_are_told_when_they_change():
-    async def test(manager):
-        info = await manager.info("locks")
-        assert names(info.tools) == ["turn", "open"]  # no task is known yet
-        ready, locked = [await open_one(manager, "locks", index=index) for index in (0, 2)]
-        assert names(ready.tools) == ["turn", "open"] and names(locked.tools) == ["turn"]
-        refused = await step(manager, locked, 0, call("open"))
-        assert "There is no tool 'open'" in refused.observation[0]["content"]
-        assert refused.tools is None and not refused.terminated
-        assert (await step(manager, locked, 1, call("turn"))).tools is None
-        opened = await step(manager, locked, 2, call("turn"))
-        assert names(opened.tools) == ["turn", "open"]
-        assert names((await step(manager, locked, 2, call("turn"))).tools) == ["turn", "open"]
-        assert (await step(manager, locked, 3, call("turn"))).tools is None
-        assert (await step(manager, locked, 4, call("open"))).reward == 1.0
 
     run(test)
 
@@ -626,20 +453,6 @@ def test_every_call_renews_and_a_running_step_holds_the_lease():
     run(test)
 
 
-def test_closing_is_idempotent_and_unknown_ids_are_unknown():
-    async def test(manager):
-        session = await open_one(manager)
-        manager.delete(session.id)
-        manager.delete(session.id)
-        assert (await error_of(step(manager, session, 0, call("add")))).code == "session_expired"
-        for stranger in ("", "x" * 22, session.id[:-1]):
-            with pytest.raises(EnvError) as caught:
-                manager.delete(stranger)
-            assert caught.value.code == "not_found"
-
-    run(test)
-
-
 def test_closing_cancels_the_step_that_runs():
     async def test(manager):
         session = await open_one(manager)
@@ -668,25 +481,5 @@ def test_hundreds_of_episodes_leave_nothing_behind():
         gc.collect()
         left = sum(isinstance(each, Workshop) for each in gc.get_objects())
         assert left <= 1 + 10  # the source, and what the last tasks still hold
-
-    run(test)
-
-
-# What may be seen
-
-
-def test_previews_hold_no_reference():
-    async def test(manager):
-        previews = await manager.preview("workshop", "train", range(2, 4))
-        assert [(each.index, each.id, each.prompt) for each in previews] == [
-            (2, "train/2", "task 2"),
-            (3, "train/3", "task 3"),
-        ]
-        assert "secret" not in repr(previews)
-        assert await manager.preview("workshop", "train", range(998, 2000))
-        info = await manager.info("workshop")
-        assert info.splits == {"train": 1000} and info.max_sessions == 16
-        assert info.description == "A tool for every way an environment can behave."
-        assert "greeting" in info.config_schema["properties"]
 
     run(test)
