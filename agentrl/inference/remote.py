@@ -60,6 +60,7 @@ from agentrl.inference.servers import (
 )
 from agentrl.inference.token_api import (
     COMPLETIONS,
+    GENERATE,
     Endpoint,
     NotJSON,
     Sampled,
@@ -71,7 +72,16 @@ from agentrl.inference.token_api import (
     retry_after_s,
     version_number,
 )
+from agentrl.inference.vllm_images import (
+    NORMALISED,
+    RENDER,
+    Features,
+    features_of,
+    normalises_itself,
+    render_request,
+)
 from agentrl.retry import retry
+from agentrl.types import ShownImage
 
 LABEL_TIMEOUT_S = 20.0
 """How long an engine may be busy before it says which weights it has."""
@@ -109,6 +119,8 @@ class ServerEngine:
     """The route that tells the label of a server's weights."""
     sampled_logprobs: ClassVar[str]
     """The way to start a server whose log-probabilities are those of the sampled distribution."""
+    image_families: ClassVar[tuple[str, ...]] = ()
+    """Model families whose images the server is sent."""
 
     resync: Callable[[str], Awaitable[None]] | None = None
 
@@ -140,6 +152,7 @@ class ServerEngine:
         if not urls:
             raise ValueError("an engine needs at least one server address")
         self.policy_version = 0
+        self.takes_images = bool(self.image_families)
         self._pool = ServerPool(
             [require_address(url, "inference.urls") for url in urls],
             request_timeout_s=request_timeout_s,
@@ -173,7 +186,11 @@ class ServerEngine:
                 ) from error
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        images: Sequence[ShownImage] = (),
     ) -> Generation:
         """Sample one continuation of `prompt_ids`.
 
@@ -186,12 +203,17 @@ class ServerEngine:
         server drop the request. With `top_p`, `top_k` or `min_p` the log-probabilities are those of
         the truncated distribution, and `kept_ids` says of which ids where the server does.
 
+        Args:
+            images: those that the prompt shows, in order.
+
         Raises:
-            InferenceError: with the server's address and the reason.
+            InferenceError: with the server's address and the reason; or no server is sent such
+                images.
         """
+        features = features_of(images) if images else msgspec.UNSET
         trajectory = request_id.rpartition("-t")[0] or request_id
         newest = self._newest_version.get(trajectory, 0)
-        part = await self._sample(request_id, prompt_ids, sampling, request_id, newest)
+        part = await self._sample(request_id, prompt_ids, sampling, features, request_id, newest)
         whole = part
         pause_s = 0.02
         while whole.finish_reason == "abort":
@@ -206,6 +228,7 @@ class ServerEngine:
                 f"{request_id}-from{len(whole.token_ids)}",
                 prompt_ids + whole.token_ids,
                 dataclasses.replace(sampling, max_tokens=num_left),
+                features,
                 request_id,
                 whole.versions[-1] if whole.versions else newest,
             )
@@ -250,6 +273,7 @@ class ServerEngine:
         part_id: str,
         prompt_ids: list[int],
         sampling: SamplingParams,
+        features: Features | msgspec.UnsetType,
         request_id: str,
         min_version: int,
     ) -> Generation:
@@ -272,7 +296,7 @@ class ServerEngine:
             try:
                 async with asyncio.timeout(self._request_timeout_s):
                     return await self._attempt(
-                        server, wire_id, part_id, prompt_ids, sampling, min_version
+                        server, wire_id, part_id, prompt_ids, sampling, features, min_version
                     )
             except (TimeoutError, Unavailable, Failed, NotJSON, OldWeights) as error:
                 can_resync = self.resync is not None
@@ -295,9 +319,12 @@ class ServerEngine:
         part_id: str,
         prompt_ids: list[int],
         sampling: SamplingParams,
+        features: Features | msgspec.UnsetType,
         min_version: int,
     ) -> Generation:
         endpoint = server.endpoint or await self._probe(server)
+        if features is not msgspec.UNSET and not server.takes_pixels:
+            await self._require_pixels(server, endpoint)
         while server.in_doubt and self.resync is not None:
             await self._renew(server)
         trains_truncated = sampling.report_kept
@@ -312,7 +339,9 @@ class ServerEngine:
         server.wanted_version = max(server.wanted_version, expected_version)
         fields = self._sampling_of(part_id, sampling)
         rid = self._id_for_server(wire_id)
-        body = request_body(endpoint, self._model, prompt_ids, fields, request_id=rid)
+        body = request_body(
+            endpoint, self._model, prompt_ids, fields, request_id=rid, features=features
+        )
         try:
             answer = await self._post(server, endpoint, body)
         except asyncio.CancelledError:
@@ -438,6 +467,30 @@ class ServerEngine:
             Unavailable, Failed, NotJSON: see their docstrings.
         """
         raise NotImplementedError
+
+    async def _require_pixels(self, server: Server, endpoint: Endpoint) -> None:
+        """
+        Raises:
+            InferenceError: the server would read other pixels than it is sent, or takes no images.
+            Unavailable, Failed: see their docstrings.
+        """
+        if endpoint != GENERATE:
+            raise InferenceError(
+                f"{server.url}: images are sent to {GENERATE}, which it does not offer; start it "
+                "with --enable-scale-out"
+            )
+        answer = await self._post(server, RENDER, render_request(self._model))
+        if answer.status != 200:
+            raise InferenceError(
+                f"{server.url} cannot be shown an image ({answer.status}: "
+                f"{error_message(answer.body)}); does it serve the model of model.path?"
+            )
+        if normalises_itself(answer.body):
+            raise InferenceError(
+                f"{server.url}: its tower normalises pixels that already are; start it with "
+                f"{NORMALISED}"
+            )
+        server.takes_pixels = True
 
     def _refused_probe(self, server: Server, endpoint: Endpoint, answer: Answer) -> InferenceError:
         return InferenceError(

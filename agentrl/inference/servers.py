@@ -28,6 +28,8 @@ class Server:
     endpoint: Endpoint | None = None
     """None until probed."""
     raw_logprobs: bool = False
+    takes_pixels: bool = False
+    """It was seen to read images as they are sent."""
     in_flight: int = 0
     down_until: float = 0.0
     """`time.monotonic()` before which other servers are preferred."""

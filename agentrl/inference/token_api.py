@@ -21,6 +21,7 @@ from typing import Literal, TypeVar, cast, get_args
 import msgspec
 
 from agentrl.errors import InferenceError
+from agentrl.inference.vllm_images import Features
 from agentrl.types import FinishReason, bad_logprob
 
 Endpoint = Literal["/inference/v1/generate", "/v1/completions", "/generate"]
@@ -61,6 +62,7 @@ class _GenerateBody(msgspec.Struct, kw_only=True):
     sampling_params: SamplingFields
     request_id: str | msgspec.UnsetType
     cache_salt: str | msgspec.UnsetType
+    features: Features | msgspec.UnsetType
 
 
 class _CompletionBody(SamplingFields, kw_only=True):
@@ -219,6 +221,7 @@ def request_body(
     *,
     request_id: str | msgspec.UnsetType = msgspec.UNSET,
     cache_salt: str | msgspec.UnsetType = msgspec.UNSET,
+    features: Features | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
     """The JSON of a request for one continuation.
 
@@ -227,6 +230,7 @@ def request_body(
         request_id: the completions endpoint has none.
         cache_salt: requests with different salts share no cached prefix. SGLang has none; it
             computes a prompt anew whose log-probabilities are asked for.
+        features: the prompt's images, for `GENERATE` alone.
     """
     if endpoint == GENERATE:
         return _encoder.encode(
@@ -236,6 +240,7 @@ def request_body(
                 sampling_params=sampling,
                 request_id=request_id,
                 cache_salt=cache_salt,
+                features=features,
             )
         )
     if endpoint == SGLANG:

@@ -15,12 +15,14 @@ from agentrl.inference.token_api import (
     read_sampled,
     request_body,
 )
+from agentrl.inference.vllm_images import FAMILIES
 
 
 class VLLMEngine(ServerEngine):
     name = "vLLM"
     label_path = "/weight_info"
     sampled_logprobs = "with --logprobs-mode processed_logprobs"
+    image_families = FAMILIES
 
     async def _ask_probe(self, server: Server) -> tuple[Endpoint, bool]:
         """With a single allowed token the sampled distribution gives it probability 1: a processed

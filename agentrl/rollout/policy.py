@@ -202,7 +202,7 @@ class TokenPolicy:
         if images and not getattr(engine, "takes_images", False):
             raise InferenceError(
                 "the episode shows an image, which this inference backend is not sent; set "
-                "inference.backend = 'embedded'"
+                "inference.backend = 'embedded' or 'vllm'"
             )
         generation = await engine.generate(
             request_id,

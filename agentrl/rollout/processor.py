@@ -25,15 +25,17 @@ MAX_KEPT = 256
 class Processor:
     """Puts images in the place of the markers that a chat template writes for them."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, family: str = "") -> None:
         """
         Args:
             processor: of transformers, with an image processor and a tokenizer.
+            family: `model_type` of the model's configuration.
 
         Raises:
             ConfigError: the marker is not one token.
         """
         self._processor = processor
+        self.family = family
         self.marker: str = processor.image_token
         ids = processor.tokenizer.encode(self.marker, add_special_tokens=False)
         if len(ids) != 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
 from agentrl.errors import ConfigError, DataError
+from agentrl.images import count_images
 from agentrl.inference.base import InferenceEngine, SamplingParams
 from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
 from agentrl.rollout.driver import Limits
@@ -134,6 +135,27 @@ async def require_shown_tools(env: EnvClient, config: RunConfig, renderer: Rende
     if specs:
         names = ", ".join(spec["function"]["name"] for spec in specs)
         raise ConfigError(f"environment {config.env.id!r} has tools ({names}), and {HIDDEN_TOOLS}")
+
+
+async def require_shown_images(env: EnvClient, config: RunConfig, renderer: Renderer) -> None:
+    """Raises:
+    ConfigError: the first task shows an image, and the servers are not sent those of the model.
+    """
+    if renderer.processor is None or not config.inference.has_servers:
+        return
+    from agentrl.inference.backends import BACKENDS
+
+    engine = BACKENDS[config.inference.backend].engine
+    if renderer.processor.family in engine.image_families:
+        return
+    tasks = await env.tasks(config.env.id, config.env.split, 0, 1, config=config.env.config)
+    prompts = [task.prompt for task in tasks if not isinstance(task.prompt, str)]
+    if any(count_images(message["content"]) for prompt in prompts for message in prompt):
+        raise ConfigError(
+            f"environment {config.env.id!r} shows images, and {engine.name} is sent those of "
+            f"{', '.join(engine.image_families) or 'no family'}, not of {renderer.processor.family}"
+            "; set inference.backend = 'embedded'"
+        )
 
 
 async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | None:

@@ -107,7 +107,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor |
         )
         return None
     processor.tokenizer = tokenizer
-    return Processor(processor)
+    return Processor(processor, config.model_type)
 
 
 def stills_only(config: PretrainedConfig) -> Any:

@@ -39,6 +39,7 @@ from agentrl.rollout.sampler import Sampler, make_sampler
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource, stable_seed
 from agentrl.rollout.setup import (
     make_scheduler,
+    require_shown_images,
     require_shown_tools,
     scorer_of,
     split_size,
@@ -193,6 +194,7 @@ async def assemble(
     for name, alone in config.environments.items() if recorded is None else ():
         with named_in_errors(name):
             await require_shown_tools(envs[name], alone, renderer)
+            await require_shown_images(envs[name], alone, renderer)
     held_out = HeldOut(config, await default_interval(config, envs, quiet=quiet))
     for said in held_out.said if not quiet else ():
         print(said)

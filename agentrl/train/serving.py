@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, InferenceError
@@ -31,6 +31,7 @@ from agentrl.inference.http import EngineSession
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.program import ServerSettings
 from agentrl.inference.sglang import workers_of
+from agentrl.inference.vllm_images import NORMALISED
 from agentrl.sync.adapter import ADAPTER_FOLDER, has_adapter, write_adapter
 from agentrl.sync.control import SGLangControl, VLLMControl
 from agentrl.sync.nccl import Library, NCCLTransfer
@@ -418,6 +419,7 @@ def server_settings(
             f"{program.name} (`make {program.package}` makes {program.beside.parents[1]}, which is "
             "found by itself)"
         )
+    families = BACKENDS[inference.backend].engine.image_families
     return ServerSettings(
         python=python,
         model=model_path,
@@ -433,6 +435,7 @@ def server_settings(
         adapter=adapter,
         extra_args=[
             *(["--quantization", QUANTIZATIONS[quantization]] if quantization else []),
+            *([NORMALISED] if _family(model_path) in families else []),
             *extra_args,
             *inference.args,
         ],
@@ -441,3 +444,12 @@ def server_settings(
         hung_after_s=inference.hung_after_s,
         seed=config.run.seed,
     )
+
+
+def _family(model_path: str) -> str | None:
+    """Returns the family of a model; None where its configuration is not on this machine, as for
+    `agentrl inference command`."""
+    try:
+        return AutoConfig.from_pretrained(model_path, local_files_only=True).model_type
+    except (OSError, ValueError):
+        return None

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,14 +16,18 @@ import PIL.Image
 import pytest
 import torch
 
+from agentrl.config import RunConfig
+from agentrl.env.protocol import TaskPreview
 from agentrl.errors import ConfigError, InferenceError, TrainingError
 from agentrl.images import ImageStore, content_images, image_part
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.inference.vllm_images import features_of
 from agentrl.rollout import TrajectoryLog, read_trajectories
 from agentrl.rollout.policy import TokenPolicy, _before_other_images
 from agentrl.rollout.processor import pixels_sha256, restore_pixels
 from agentrl.rollout.render import Renderer
+from agentrl.rollout.setup import require_shown_images
 from agentrl.train.logprobs import sample_logprobs
 from agentrl.train.model import (
     load_model,
@@ -191,6 +196,47 @@ def test_what_cannot_be_shown_is_refused_in_words(folder: str) -> None:
         play(TokenPolicy(blind, renderer, 64, 1000))
     with pytest.raises(ConfigError, match="takes none"):
         Renderer(make_tokenizer()).prompt([user(picture(1))], [])
+
+
+@pytest.mark.parametrize("backend", ["embedded", "vllm", "sglang"])
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_run_whose_servers_are_not_sent_its_images_is_refused_at_its_start(
+    folder: str, backend: str, shows: bool
+) -> None:
+    prompt = [user(text("Which?"), *([picture(1)] if shows else []))]
+
+    async def tasks(*_: Any, **__: Any) -> list[TaskPreview]:
+        return [TaskPreview(0, "task", prompt)]
+
+    env: Any = SimpleNamespace(tasks=tasks)
+    config = RunConfig.model_validate(
+        {"env": {"id": "e"}, "model": {"path": folder}, "inference": {"backend": backend}}
+    )
+    renderer = make_renderer(folder)
+    assert renderer.processor is not None
+    family = renderer.processor.family
+    sent = backend == "embedded" or (backend == "vllm" and family in ("qwen2_5_vl", "qwen3_vl"))
+    if sent or not shows:
+        asyncio.run(require_shown_images(env, config, renderer))
+        return
+    with pytest.raises(ConfigError, match=f"not of {family}.*backend = 'embedded'"):
+        asyncio.run(require_shown_images(env, config, renderer))
+
+
+def test_vllm_is_sent_placeholders_and_pixels_and_nothing_else(folder: str) -> None:
+    renderer = make_renderer(folder)
+    engine: Any = Says(renderer)
+    (row,) = play(TokenPolicy(engine, renderer, 64, 1000)).branches
+    if "image_grid_thw" not in row.images[0].pixels:
+        with pytest.raises(InferenceError, match=r"qwen3_vl.*pixel_attention_mask"):
+            features_of(row.images)
+        return
+    marker = load_model(folder, dtype=torch.float32, device="cpu").config.image_token_id
+    features = features_of(row.images)
+    for image, place in zip(row.images, features.mm_placeholders["image"], strict=True):
+        ids = row.token_ids[place["offset"] : place["offset"] + place["length"]]
+        assert set(ids) == {marker} and len(ids) == image.end - image.start
+    assert features.mm_hashes["image"] == [image.pixels_sha256 for image in row.images]
 
 
 def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
