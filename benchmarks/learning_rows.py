@@ -142,19 +142,18 @@ def staleness_arm(steps: int) -> Arm:
     return Arm(f"staleness-{steps}", [command], seeds=(1,), about=about)
 
 
-def real_arm(name: str, text: str, about: str) -> Arm:
+def real_arm(name: str, text: str, about: str, seeds: Sequence[int] = SEEDS) -> Arm:
     """Builds an arm on the pretrained model of examples/smollm2, which its first command makes."""
     prepare = [sys.executable, str(SMOLLM2 / "prepare.py"), "--only", "words"]
     given = [*settings(text), "--run.eval_every", str(REAL_STEPS), "--track.signals", "0"]
     if "trl" in name:
         command = ["{trl}", str(HERE / "learning_trl.py"), "words", str(SMOLLM2 / "run.toml")]
         command += ["--out", "{out}", "--run.num_steps", str(REAL_STEPS), "--run.seed", "{seed}"]
-        return Arm(name, [prepare, [*command, *given]], about=about)
+        return Arm(name, [prepare, [*command, *given]], seeds, about)
     if "vllm" in name:
         given += ["--inference.python", "{vllm}"]
-    return Arm(
-        name, [prepare, run(*given, run_file=SMOLLM2 / "run.toml", steps=REAL_STEPS)], about=about
-    )
+    ours = run(*given, run_file=SMOLLM2 / "run.toml", steps=REAL_STEPS)
+    return Arm(name, [prepare, ours], seeds, about)
 
 
 CRITIC = "objective.preset=ppo critic.learning_rate=1e-3"
@@ -234,7 +233,7 @@ ROWS: dict[str, Row] = {
     "real": Row(
         "A pretrained model",
         [
-            real_arm("real", "", "all weights, float32"),
+            real_arm("real", "", "all weights, float32", seeds=(*SEEDS, 4)),
             real_arm("real-bfloat16", "model.dtype=bfloat16", "all weights, bfloat16"),
             real_arm("real-lora", f"{REAL_LORA}", "adapter, float32"),
             real_arm(

@@ -24,6 +24,7 @@ import resource
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
+from agentrl.api import evaluate
 from agentrl.config import RunConfig, load_config
 from agentrl.env.registry import resolve
 from agentrl.rollout import read_trajectories
@@ -189,7 +191,21 @@ def play(config: RunConfig, scratch: str, how: str) -> dict:
     logs = [line for line in trainer.state.log_history if "reward" in line]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     rewards = [line["reward"] for line in logs]
-    return {"reward": rewards, "cpu_s": watch.cpu_s, "peak_mib": peak}
+    result = {"reward": rewards, "cpu_s": watch.cpu_s, "peak_mib": peak}
+    if how == "words":  # as agentrl's own arms are evaluated
+        last = held_out(config, model, tokenizer, f"{scratch}/trained")
+        result["eval/avg@1"] = [None] * (len(rewards) - 1) + [last]
+    return result
+
+
+def held_out(config: RunConfig, model: Any, tokenizer: Any, folder: str) -> float:
+    """Returns the share of `[eval]`'s tasks that the model solves; writes it to `folder`."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    trained = config.model.model_copy(update={"path": folder})
+    statistics = evaluate(config.model_copy(update={"model": trained})).statistics
+    assert statistics is not None, "an answer of one turn does not fail"
+    return statistics.average.value
 
 
 class Locked(TrainerCallback):
