@@ -52,7 +52,7 @@ RETRY = echo "=== once more, those that failed:"
 # Of the fast tests at most two: more than that is no lost race.
 FEW_FAILED = $(BIN)/python tests/few_failed.py 2
 
-.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-sglang test-sglang-faults test-docker test-docker-slow test-harbor test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
+.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-vllm-one-server test-vllm-two-servers test-sglang test-sglang-faults test-docker test-docker-slow test-harbor test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -94,10 +94,14 @@ test-pretended-gpu: $(VENV)/.dev $(PRETENDED_GPU_VENV)/.stubs
 vllm: $(VLLM_VENV)/.vllm
 
 ## make test-vllm    install vLLM's CPU build, then the tests against real vLLM servers
-test-vllm: $(VENV)/.dev $(VLLM_VENV)/.vllm
+test-vllm: test-vllm-one-server test-vllm-two-servers
+
+test-vllm-one-server: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
 	$(BIN)/pytest -n $(VLLM_JOBS) --dist loadfile -m vllm $(addprefix --ignore=,$(TWO_SERVERS)) || \
 		{ $(RETRY); $(BIN)/pytest -m vllm --last-failed; }
+
+test-vllm-two-servers: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
 	$(BIN)/pytest $(TWO_SERVERS) || { $(RETRY); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
 
