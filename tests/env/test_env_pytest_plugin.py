@@ -58,13 +58,3 @@ def test_a_fixture_without_an_environment_is_a_clear_error(tmp_path):
     (tmp_path / "test_env.py").write_text("def test_conformance(env_check):\n    env_check()\n")
     status, out = pytest_in(tmp_path, "-q")
     assert status != 0 and "say which environment" in out
-
-
-def test_unused_it_loads_nothing():
-    code = (
-        "import sys, agentrl.env.pytest_plugin\n"
-        "heavy = {'agentrl.env.check', 'agentrl.env.base', 'pydantic', 'fastapi', 'aiohttp'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,7 +1,5 @@
 """Specifications from signatures and docstrings."""
 
-import subprocess
-import sys
 from typing import Annotated, Literal
 
 import pytest
@@ -116,13 +114,3 @@ def test_a_signature_without_a_specification_is_refused(method, says):
     environment = type("Broken", (Environment,), {method.__name__: tool(method)})
     with pytest.raises(ConfigError, match=rf"tool Broken\.{method.__name__}: .*{says}"):
         tools_of(environment)
-
-
-def test_importing_the_package_loads_nothing_heavy():
-    code = (
-        "import sys, agentrl.env; from agentrl.env import Environment, tool, register, make;"
-        "heavy = 'torch', 'fastapi', 'aiohttp', 'uvicorn', 'starlette';"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
