@@ -44,6 +44,8 @@ MAX_STEP_IMAGE_BYTES = 32 * 2**20
 """Bytes of their files together."""
 MAX_EPISODE_IMAGES = 256
 """Images that an episode, or one call of an agent, may show."""
+MAX_DECODED_HASHES = 16_384
+"""Images that are remembered as decoded; 32 bytes each."""
 IMAGES_FOLDER = "images"
 """Name of a run's `ImageStore`."""
 
@@ -333,7 +335,18 @@ def _read_url(url: str, *, decode: bool = True) -> Image:
         data = base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"an image's url is not valid base64: {error}") from error
-    return read_image(data, decode=decode)
+    # An agent sends its whole dialogue at each call, and with it images that were decoded before.
+    digest = hashlib.sha256(data).digest()
+    image = read_image(data, decode=decode and digest not in _decoded)
+    if decode:
+        if len(_decoded) >= MAX_DECODED_HASHES:
+            _decoded.clear()
+        _decoded.add(digest)
+    return image
+
+
+_decoded: set[bytes] = set()
+"""Hashes of the files from data URLs that were whole when they were decoded."""
 
 
 def shown_text(content: object) -> str:

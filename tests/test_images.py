@@ -9,6 +9,7 @@ import zlib
 
 import PIL.Image
 import pytest
+from PIL.PngImagePlugin import PngImageFile
 
 from agentrl.errors import DataError, ImageError
 from agentrl.images import ImageStore, content_images, content_text, image_part, read_image
@@ -135,6 +136,21 @@ def test_content_has_text_and_images(tmp_path):
 def test_a_wrong_url_is_refused(url, why):
     with pytest.raises(ImageError, match=why):
         content_images([{"type": "image_url", "image_url": {"url": url}}])
+
+
+def test_an_image_that_is_shown_again_is_decoded_once(monkeypatch):
+    decoded = []
+    load = PngImageFile.load
+    monkeypatch.setattr(PngImageFile, "load", lambda self: decoded.append(self) or load(self))
+    url = f"data:image/png;base64,{base64.b64encode(saved(size=(9, 7))).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    assert content_images(content) == content_images(content)
+    assert len(decoded) == 1
+    cut = base64.b64encode(saved(size=(64, 64))[:-40]).decode()
+    damaged = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + cut}}]
+    for _ in range(2):  # and so it stays refused
+        with pytest.raises(ImageError, match="cannot be decoded"):
+            content_images(damaged)
 
 
 @pytest.mark.parametrize(
