@@ -65,6 +65,7 @@ class Shop(Environment):
     """Order a tea for somebody and report the number of the order."""
 
     max_sessions = 16  # a process of Chromium each
+    reset_timeout_s = 120  # the first one starts Chromium, which takes long on a busy machine
 
     class Config(EnvConfig):
         chromium: str | None = None

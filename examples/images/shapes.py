@@ -43,6 +43,12 @@ class Colour(Environment):
         return [Action(self.task.reference)]
 
 
+def quarter(answer, x, y):
+    """A quarter of the picture of `Zoom`, in colour, as a message's content."""
+    whole = picture(64, answer["square"], COLOURS[answer["colour"]])
+    return [image_part(whole.crop((32 * x, 32 * y, 32 * x + 32, 32 * y + 32)))]
+
+
 class Zoom(Environment):
     """A thumbnail without colours says where the square is; a quarter of the picture says which
     colour it has. To look at the right quarter earns 0.3, and the colour, once seen, the rest."""
@@ -69,8 +75,7 @@ class Zoom(Environment):
         """
         answer = self.task.reference
         self.metrics["found"] = float((x, y) == (answer["x"], answer["y"]))
-        whole = picture(64, answer["square"], COLOURS[answer["colour"]])
-        return [image_part(whole.crop((32 * x, 32 * y, 32 * x + 32, 32 * y + 32)))]
+        return quarter(answer, x, y)
 
     def on_text(self, text):
         is_right = text.strip() == self.task.reference["colour"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_loop import contents, untimed
 
+from agentrl.cli import main
 from agentrl.config import load_config
 from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
@@ -114,3 +115,18 @@ def test_a_killed_run_and_a_replay_end_in_the_same_weights(run_file, tmp_path, m
     again = run(run_file, tmp_path / "again", "--run.replay", str(whole))
     assert weights(again) == weights(whole)
     assert untimed(read_metrics(again)) == untimed(read_metrics(whole))
+
+
+@pytest.mark.slow
+def test_an_evaluation_goes_on_and_is_written_as_atif_with_its_images(run_file, tmp_path):
+    played, out = tmp_path / "played", tmp_path / "out.atif"
+    command = ["eval", str(run_file), "--out", str(played), "--eval.split", "train"]
+    assert main([*command, "--eval.num_tasks", "2"]) == 0
+    before = {file.name: file.stat().st_mtime_ns for file in (played / "images").iterdir()}
+    assert main([*command, "--eval.num_tasks", "4", "--resume"]) == 0
+    after = {file.name: file.stat().st_mtime_ns for file in (played / "images").iterdir()}
+    assert len(before) == 3 and len(after) == 5
+    assert before.items() <= after.items()  # what was played is not played again
+
+    assert main(["convert", str(played), str(out)]) == 0
+    assert {file.name for file in (out / "images").iterdir()} == after.keys()
