@@ -88,7 +88,7 @@ def test_a_contradiction_is_an_error_with_its_remedy(run_file, overrides, says):
     [
         ('run = "nothing.py:solve"', "no file"),
         ('run = "solve.py:nothing"', "has no 'nothing'"),
-        ('run = "solve.py:SECRET"', "is no function"),
+        ('run = "solve.py:SECRET"', "is not a function"),
         ('command = ["no-such-program-here"]', "no program 'no-such-program-here'"),
     ],
 )

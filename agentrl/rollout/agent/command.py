@@ -1,7 +1,7 @@
-"""Agents that are programs: a process per episode, in a folder of its own.
+"""Agents that are programs: a process per episode, in its own folder.
 
-It runs below a guard, which ends all that it started, detached or not, as soon as it ends, or this
-process does.
+It runs below a guard, which ends every process that it started, detached or not, as soon as the
+agent or this process ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BESIDE_HOME = {"XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE
 
 @dataclass(slots=True, frozen=True)
 class AgentTask:
-    """A task as an agent gets it."""
+    """The task that an agent is given."""
 
     id: str
     prompt: str
@@ -62,7 +62,7 @@ class CommandRunner:
             answer, home: as in `AgentSection`.
 
         Raises:
-            ConfigError: there is no such program or folder.
+            ConfigError: the program or the folder does not exist.
         """
         if shutil.which(command[0]) is None:
             raise ConfigError(f"agent.command: there is no program {command[0]!r} in PATH")
@@ -71,8 +71,8 @@ class CommandRunner:
         self._command, self._answer, self._home = command, answer, home
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """Its answer. It runs below a guard, which ends all that it started, detached or not, as
-        soon as this ends, or this process does."""
+        """Runs the command and returns its answer. The command runs below a guard, which ends every
+        process that it started, detached or not, when this call or this process ends."""
         command = [filled(part, task, base_url, api_key) for part in self._command]
         with tempfile.TemporaryDirectory(
             prefix="agentrl-agent-", ignore_cleanup_errors=True
@@ -114,11 +114,11 @@ class CommandRunner:
         return last_line(printed) if self._answer == "last_line" else None
 
     async def aclose(self) -> None:
-        """Every process ended with its episode."""
+        """Does nothing: every process ended with its episode."""
 
 
 def agent_variables(task: AgentTask, base_url: str, api_key: str) -> dict[str, str]:
-    """The environment variables by which programs find their model.
+    """Returns the environment variables by which a program finds its model.
 
     Raises:
         AgentError: the task shows an image.
@@ -154,23 +154,23 @@ def last_line(printed: str) -> str | None:
 
 
 def answer_file(answer: str) -> str | None:
-    """The path in `agent.answer`, where it names one."""
+    """Returns the path in `agent.answer`; None if it does not name a file."""
     kind, _, path = answer.partition(":")
     return path if kind == "file" else None
 
 
 @functools.cache
 def no_file(path: str) -> str:
-    """The answer of an agent that did not write the file; it is said once."""
+    """Returns an empty answer for an agent that did not write its file, and warns once."""
     logger.warning("agent.answer: an agent left no file %s; its answer is empty (said once)", path)
     return ""
 
 
 def filled(part: str, task: AgentTask, base_url: str, api_key: str) -> str:
-    """An argument of a command with its placeholders replaced; other braces stay."""
+    """Returns an argument of a command with its placeholders replaced; other braces stay."""
     values = {"prompt": task.prompt, "task_id": task.id, "base_url": base_url, "api_key": api_key}
     values |= {"mcp_url": task.mcp_url, "tools_url": task.tools_url}
-    # In one go: what a prompt holds is not looked into.
+    # All at once, so that placeholders within a prompt are not replaced.
     return re.sub("{(" + "|".join(values) + ")}", lambda found: values[found[1]], part)
 
 

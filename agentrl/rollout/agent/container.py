@@ -40,8 +40,8 @@ class ContainerRunner:
     def __init__(self, config: AgentSection, *, max_concurrent: int) -> None:
         """
         Raises:
-            ConfigError: there is no such image or network, or the network has no address of this
-                machine.
+            ConfigError: the image or the network does not exist, or this machine has no address in
+                the network.
             EnvUnavailable: no engine answers.
         """
         image, self._command = config.container or "", config.command
@@ -72,7 +72,7 @@ class ContainerRunner:
         self._pool = ContainerPool(spec, ready=0, max_containers=max_concurrent)
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
-        """Its answer."""
+        """Runs the command in a container and returns its answer."""
         command = [filled(part, task, base_url, api_key) for part in self._command]
         async with self._pool.container(timeout_s=START_TIMEOUT_S) as container:
             ran = await container.script(
@@ -123,10 +123,10 @@ def _own_network(client: DockerClient) -> str:
 
 
 def _address_in(client: DockerClient, name: str) -> str:
-    """This machine's address in a network.
+    """Returns this machine's address in a Docker network.
 
     Raises:
-        ConfigError: there is no such network, or it has none.
+        ConfigError: the network does not exist, or this machine has no address in it.
     """
     try:
         with engine_errors():

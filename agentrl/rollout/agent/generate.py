@@ -1,12 +1,12 @@
-"""`rollout.generate`: an episode by a function of one's own, within the process.
+"""`rollout.generate`: episodes played by the user's own function, in this process.
 
     async def solve(task, policy, session):
         action = await policy.act(task.messages, task.tools)
         result = await session.step(action)
 
-What it samples by `policy.act` is recorded as an agent's calls are, so that it is exact whatever
-the function does with the history. One that assembles token ids itself returns `Rows`, which are
-checked, trained as they are, and marked in the trajectory's info (`own_rows`).
+Turns sampled by `policy.act` are recorded like an agent's calls, so they are exact whatever the
+function does with the history. A function that assembles token ids itself returns `Rows`, which
+are checked, trained unchanged, and marked in the trajectory's info (`own_rows`).
 
 It runs on the event loop of all episodes: it must not block.
 """
@@ -57,7 +57,7 @@ class Rows:
 
 
 class PolicyCalls:
-    """The policy, as the function asks it."""
+    """The policy, as the function calls it."""
 
     def __init__(self, live: Live) -> None:
         self._live, self._num_sampled = live, 0
@@ -66,11 +66,12 @@ class PolicyCalls:
 
     @property
     def version(self) -> int:
-        """The version of the weights that sample now."""
+        """The version of the weights that the engine samples with now."""
         return self._live.recorder.policy.engine.policy_version
 
     async def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Action:
-        """One turn behind these messages; `agentrl.types.assistant_message` makes its message.
+        """Samples one turn after these messages and records it; `agentrl.types.assistant_message`
+        turns the action into a message.
 
         Raises:
             AgentError: a limit is reached, or the messages are malformed.
@@ -83,10 +84,10 @@ class PolicyCalls:
         return (await asked).action
 
     async def sample(self, prompt_ids: list[int]) -> Generation:
-        """One turn behind these ids, which nothing records: the function returns it in `Rows`.
+        """Samples one turn after these ids without recording it: the function returns it in `Rows`.
 
         Raises:
-            AgentError: the context has no room for a turn.
+            AgentError: the ids leave no room for a turn in the context.
         """
         policy = self._live.recorder.policy
         if len(prompt_ids) >= policy.max_context_tokens:
@@ -108,11 +109,11 @@ class SessionCalls:
 
     @property
     def tools(self) -> list[ToolSpec]:
-        """The tools that may be called now."""
+        """The tools that can be called now."""
         return self._tools.specs
 
     async def step(self, action: Action) -> StepResult:
-        """One step of the environment; its reward is the trajectory's."""
+        """Takes one step of the environment; its reward counts for the trajectory."""
         return await self._tools.step(action)
 
 
@@ -120,7 +121,7 @@ Generate = Callable[[AgentTask, PolicyCalls, SessionCalls], Awaitable[Result | R
 
 
 class Generating(Agents):
-    """Plays episodes by such a function."""
+    """Plays episodes by calling the function that `rollout.generate` names."""
 
     def __init__(self, generate: Generate) -> None:
         super().__init__(AgentServer(), _NoRunner())
@@ -146,9 +147,10 @@ class Generating(Agents):
 
 
 def make_generating(reference: str) -> Generating:
-    """
+    """Loads the function that `rollout.generate` names.
+
     Raises:
-        ConfigError: there is no such async function.
+        ConfigError: the function cannot be loaded or is not async.
     """
     function: Any = user_modules.load(reference)
     if not inspect.iscoroutinefunction(function):
@@ -161,10 +163,10 @@ def make_generating(reference: str) -> Generating:
 def write_rows(
     trajectory: Trajectory, given: Rows, *, version: int, max_tokens: int, vocabulary: int
 ) -> None:
-    """Append rows that a function assembled.
+    """Appends the rows that a function assembled.
 
     Raises:
-        AgentError: they are malformed, or stand beside turns that were recorded.
+        AgentError: the rows are malformed, or the episode also has recorded turns.
     """
     if trajectory.turns:
         raise AgentError(

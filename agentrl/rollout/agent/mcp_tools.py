@@ -1,7 +1,7 @@
 """An episode's tools over MCP, by the official package: its streamable HTTP server, stateless.
 
-Every request is answered for itself with one JSON body, so there is nothing to resume, and nothing
-between two requests that could get lost. The package speaks ASGI; `answer` is the bridge from the
+Every request is answered on its own with one JSON body, so no state between two requests can get
+lost. The package speaks ASGI; `answer` is the bridge from the
 endpoint's own server.
 """
 
@@ -18,7 +18,8 @@ from agentrl.rollout.agent.wire import RequestRefused
 
 
 async def answer(request: web.Request, tools: EnvTools) -> web.Response:
-    """
+    """Answers one MCP request with the episode's tools.
+
     Raises:
         RequestRefused: the package is not installed.
     """

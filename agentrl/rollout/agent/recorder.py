@@ -59,7 +59,7 @@ class Place:
 
 
 class Recorder:
-    """The forest of rows of one episode."""
+    """The rows of one episode, which may branch."""
 
     def __init__(self, trajectory: Trajectory, policy: TokenPolicy) -> None:
         self.trajectory, self.policy = trajectory, policy
@@ -75,7 +75,7 @@ class Recorder:
         """Ids of requests that were answered or are under way."""
 
     def place(self, messages: Sequence[Message], tools: list[ToolSpec]) -> Place:
-        """The row that the history continues; nothing is written.
+        """Finds the row that the history continues. Writes nothing.
 
         Raises:
             jinja2.TemplateError: the chat template does not render these messages.
@@ -100,18 +100,19 @@ class Recorder:
         return Place(prompt, tools, digest, tools_key, self._request_id(digest + tools_key))
 
     def take(self, place: Place) -> None:
-        """Nobody else is given the request's id from now on."""
+        """Reserves the request id of a place, so that no other call gets it."""
         self._taken.add(place.request_id)
 
     def give_back(self, place: Place) -> None:
-        """Nothing came of the request: the next one like it is to sample the same."""
+        """Releases the request id of a failed request, so that the same request sent again samples
+        the same turn."""
         self._taken.discard(place.request_id)
 
     def write(self, place: Place, generation: Generation, stop: Sequence[str] = ()) -> Action:
-        """Append the turn; returns what it does.
+        """Appends the turn and returns the action that it holds.
 
         Args:
-            stop: the agent's own stop strings; it is told the text in front of the first.
+            stop: the agent's own stop strings; its answer ends before the first.
         """
         turn_id = len(self.trajectory.turns)
         action = self.policy.write(self.trajectory, place.prompt, generation, place.tools)
@@ -132,8 +133,8 @@ class Recorder:
         return action
 
     def _as_sampled(self, messages: Sequence[Message]) -> tuple[list[Message], list[bytes]]:
-        """The messages with what was sampled here put together again, and after each the digest of
-        the history up to it."""
+        """Replaces messages that were sampled here by the sampled ones, and returns with them the
+        digest of the history up to each."""
         found: list[Message] = []
         digests: list[bytes] = []
         digest, at = b"", 0
@@ -156,14 +157,15 @@ class Recorder:
     def _gathered(
         self, turn_id: int, messages: Sequence[Message], at: int
     ) -> tuple[list[Message], int] | None:
-        """A turn's parallel calls and their answers, which the agent may send in pieces and in any
-        order, as one message and its answers in the order of the calls.
+        """Merges a turn's parallel calls and their answers, which the agent may send in pieces and
+        in any order, into one message and its answers in the order of the calls.
 
         Args:
-            at: where they begin.
+            at: position of the first call.
 
         Returns:
-            Those, and how many messages they were; None where the calls are not this turn's.
+            The merged messages and how many messages they replace; None if the calls are not
+            this turn's.
         """
         turn = self.trajectory.turns[turn_id]
         ids = _call_ids(self.trajectory.branches[turn.branch].messages[turn.message])
@@ -191,8 +193,8 @@ class Recorder:
         return [whole, *(answers[each] for each in ids if each in answers)], num_read
 
     def _choose(self, turns: list[int], said: Message) -> int:
-        """Chooses among turns that said the same after the same messages: the one whose calls have
-        these ids, and whose row can go on."""
+        """Chooses among turns with the same text after the same history: the one whose calls have
+        these ids and whose row can be continued."""
 
         def fits(turn_id: int) -> tuple[bool, bool]:
             turn = self.trajectory.turns[turn_id]
@@ -233,7 +235,7 @@ def _without_text(message: Message) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """1.0 becomes 1: JavaScript writes them alike."""
+    """Turns 1.0 into 1, because JavaScript writes both alike."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

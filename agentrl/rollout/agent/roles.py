@@ -56,7 +56,7 @@ def asked_by(call: Call, headers: Mapping[str, str], rules: Sequence[AgentRole])
 
 
 def system_of(call: Call) -> str:
-    """The system prompt: the messages of that role in front of all others."""
+    """Returns the system prompt: the system messages before all others."""
     texts = []
     for message in call.messages:
         if message["role"] != "system":
@@ -66,13 +66,14 @@ def system_of(call: Call) -> str:
 
 
 class OtherServers:
-    """Those that rules name; they answer calls in place of the policy."""
+    """The servers that rules name; they answer calls in place of the policy."""
 
     def __init__(self) -> None:
         self._clients: dict[str, AsyncOpenAI] = {}
 
     async def answer(self, call: Call, rule: AgentRole, recorder: Recorder) -> Answer:
-        """
+        """Has another server answer the call.
+
         Raises:
             InferenceError: the server cannot be reached, or refuses.
         """
@@ -109,7 +110,7 @@ class OtherServers:
 
 
 def served_turns(asked: Sequence[Asked]) -> list[int]:
-    """Those that are not trained, of the turns of a whole episode."""
+    """Returns the positions of the turns of an episode that are not trained."""
     working = {each.system for each in asked if each.has_tools}
     return [
         turn
@@ -120,7 +121,7 @@ def served_turns(asked: Sequence[Asked]) -> list[int]:
 
 
 def leave_untrained(trajectory: Trajectory, turns: Sequence[int]) -> None:
-    """Make what was sampled in these turns context, as if somebody else had written it."""
+    """Sets the loss mask of the tokens sampled in these turns to 0, which makes them context."""
     for turn_id in turns:
         turn = trajectory.turns[turn_id]
         row, end = trajectory.branches[turn.branch], turn.start + turn.num_tokens

@@ -1,4 +1,4 @@
-"""Starting an agent on a task, and ending it for certain.
+"""Starts an agent on a task and makes sure that it ends.
 
     run = "file.py:solve"       a callable (task, base_url, api_key) -> answer, async or not
     command = ["mini", ...]     a process per episode, in a folder of its own
@@ -6,7 +6,7 @@
 
 Callables run in a thread with an event loop of its own: one that blocks holds up other agents, and
 neither the endpoint that it calls nor the trainer. A callable that takes no notice of being
-cancelled can't be ended; its calls are refused from then on. A process is killed with its group.
+cancelled cannot be stopped; its calls are refused from then on. A process is killed with its group.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ Result = str | float | dict[str, float] | None
 
 class Runner(Protocol):
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> Result:
-        """The agent's answer, or its reward where it is a number, or rewards by the ids of
-        responses.
+        """Runs the agent and returns its answer, a number as its reward, or rewards by response id.
 
         Raises:
-            Exception: whatever went wrong in the agent.
+            Exception: any error of the agent.
         """
         ...
 
@@ -72,7 +71,8 @@ class Agents:
         limits: Limits,
         now: Progress,
     ) -> AgentOutcome:
-        """Run the agent on the session's task until it ends; its turns are in the trajectory.
+        """Runs the agent on the session's task until it ends, and appends its turns to the
+        trajectory.
 
         Raises:
             Exception: what the engine or the environment raised, with `now` in stage `generate` or
@@ -156,21 +156,23 @@ class Agents:
 
 
 def _by_turn(rewards: dict[str, float], live: Live) -> dict[int | None, float]:
-    """
+    """Returns the rewards by turn instead of by response id.
+
     Raises:
-        AgentError: an id is that of no response of the episode.
+        AgentError: an id does not belong to a response of the episode.
     """
     result: dict[int | None, float] = {}
     for name, reward in rewards.items():
         turn = live.turn_of.get(re.sub("^(chatcmpl-|resp_|msg_)", "", name))
         if turn is None:
-            raise AgentError(f"the agent rewards {name!r}, which is no response of its episode")
+            raise AgentError(f"the agent rewards {name!r}, which is not a response of its episode")
         result[turn] = result.get(turn, 0.0) + float(reward)
     return result
 
 
 def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
-    """
+    """Makes the endpoint and the runner that `[agent]` configures.
+
     Raises:
         ConfigError: the function, the program, the image or the network cannot be found.
         EnvUnavailable: there is no Docker engine for the agents' containers.
@@ -179,7 +181,7 @@ def make_agents(config: AgentSection, *, max_concurrent: int) -> Agents:
     if config.run is not None:
         solve = user_modules.load(config.run)
         if not callable(solve):
-            raise ConfigError(f"agent.run = {config.run!r} is no function")
+            raise ConfigError(f"agent.run = {config.run!r} is not a function")
         runner = CallableRunner(solve)
     elif config.container is not None:
         from agentrl.rollout.agent.container import ContainerRunner
@@ -231,9 +233,10 @@ class CallableRunner:
 
 
 def checked_result(result: Any) -> Result:
-    """
+    """Returns the result of an agent, if it has a valid type and value.
+
     Raises:
-        AgentError: an agent cannot return this.
+        AgentError: an agent cannot return such a value.
     """
     if not (result is None or isinstance(result, str | int | float) or is_rewards(result)):
         raise AgentError(
@@ -245,8 +248,8 @@ def checked_result(result: Any) -> Result:
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a thread of its own, which the process does not wait for at its end: one
-    that takes no notice of being cancelled may sleep for long."""
+    """Calls a function in a daemon thread, so that a function which ignores its cancellation does
+    not keep the process from exiting."""
     called: Future[Any] = Future()
     called.set_running_or_notify_cancel()  # from now on it is not cancelled, whoever waits is
 
@@ -261,7 +264,7 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def _cancel_others() -> None:
-    """Cancel what still runs on this event loop, and give it time to clean up."""
+    """Cancels the other tasks on this event loop and gives them time to clean up."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

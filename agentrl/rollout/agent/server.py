@@ -1,24 +1,25 @@
 """The endpoint that agents call: OpenAI's and Anthropic's protocols in front of the policy.
 
 Each episode has a random key, which its agent sends as API key or within the path
-(`/e/<key>/v1/...`). A key says whose call it is; nothing else does.
+(`/e/<key>/v1/...`). The key alone
+assigns a call to its episode.
 
-Below `/e/<key>/` stand the environment's tools too: `tools` and `tools/<name>` as plain HTTP, `mcp`
+The environment's tools are below `/e/<key>/` too: `tools` and `tools/<name>` as plain HTTP, `mcp`
 for clients of that protocol.
 
     what happens                               what the agent sees
     unknown key, key of an episode that ended  401, 410
     the environment has ended the episode      410
     a marked retry of the same request         the answer under way, or the one given before
-    the client is gone before the answer       the turn is cancelled, and nothing is recorded
+    the client disconnects before the answer      the turn is cancelled, and nothing is recorded
     turns or context are used up               400 with a code; the episode counts as truncated
     the engine fails or is too late            500, and the episode fails in stage `generate`
 
-What is refused for another reason than a limit is logged once, counted in the trajectory's info
-(`refused_calls`) and, summed, in the metric `rollout/refused_calls`.
+A call that is refused for another reason than a limit is logged once and counted in the
+trajectory's info (`refused_calls`); the metric `rollout/refused_calls` is their sum.
 
-No answer invites a retry where a retry is senseless (`x-should-retry: false`), and none is a 409,
-which clients repeat.
+An answer after which a retry is pointless says so (`x-should-retry: false`). No answer has status
+409, which clients retry.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request and those who wait for its answer: the client, and its retries."""
+    """One request, and the clients that wait for its answer: the first sender and its retries."""
 
     task: asyncio.Task[Answer]
     num_waiting: int = 0
@@ -82,7 +83,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """An episode while its agent runs."""
+    """An episode whose agent is running."""
 
     key: str
     url: str
@@ -120,7 +121,7 @@ class Live:
         return counts
 
     def note(self, refused: RequestRefused) -> None:
-        """Count a refusal."""
+        """Counts a refused call."""
         counts: Any = self.recorder.trajectory.info.setdefault("refused_calls", {})
         told = f"{refused.code}: {refused}"
         if told not in counts and len(counts) >= MAX_NOTED:
@@ -128,11 +129,11 @@ class Live:
         counts[told] = counts.get(told, 0) + 1
 
     def ask(self, call: Call, asked: Asked) -> asyncio.Task[Answer]:
-        """Begin a turn. What it takes (a request id, one of the turns, the engine's attention) is
-        taken at once, before another call can be placed, and given back if it fails.
+        """Starts a turn. Its request id, its turn number and its place with the engine are reserved
+        at once, before another call can be placed, and released if the turn fails.
 
         Raises:
-            RequestRefused: as `place`.
+            RequestRefused: see `place`.
         """
         place = self.place(call)
         self.recorder.take(place)
@@ -160,7 +161,7 @@ class Live:
         return task
 
     def ask_elsewhere(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        """A call that another server answers; it is not a turn."""
+        """Starts a call that another server answers; it does not count as a turn."""
 
         async def answer() -> Answer:
             async with asyncio.timeout(self.turn_timeout_s):
@@ -178,7 +179,7 @@ class Live:
         return task
 
     async def _answer(self, place: Place, call: Call, asked: Asked) -> Answer:
-        """Sample a turn and write it down; a call that is cancelled leaves nothing."""
+        """Samples a turn and records it; a cancelled call records nothing."""
         recorder = self.recorder
         policy = recorder.policy
         if call.max_tokens is not None or call.stop:
@@ -208,7 +209,8 @@ class Live:
         )
 
     def place(self, call: Call) -> Place:
-        """
+        """Finds where the call continues, within the episode's limits.
+
         Raises:
             RequestRefused: a limit is reached, or the chat template refuses the messages.
         """
@@ -233,7 +235,8 @@ class Live:
         return place
 
     def rendered(self, call: Call) -> Place:
-        """
+        """Finds where the call continues, and checks that the prompt fits the context.
+
         Raises:
             RequestRefused: the chat template refuses the messages, or no context could hold them.
         """
@@ -260,7 +263,7 @@ def _characters(call: Call) -> int:
 
 
 def _is_beyond(limit: int, call: Call) -> bool:
-    """Tells whether the text is too long for any context of so many tokens.
+    """Tells whether the text is too long for a context of `limit` tokens.
 
     Tokenising megabytes would take minutes, during which every episode waits.
     """
@@ -276,7 +279,7 @@ def _too_long(length: str, limit: int) -> RequestRefused:
 
 
 class AgentServer:
-    """Serves on the event loop that it was started on."""
+    """The HTTP server of the endpoint. It runs on the event loop on which it was started."""
 
     def __init__(
         self,
@@ -289,14 +292,15 @@ class AgentServer:
     ) -> None:
         """
         Args:
-            host: every call needs an episode's key, so that other addresses than loopback are safe
-                to bind as far as their network may read along.
+            host: address to bind. Every call needs an episode's key, but the traffic is not
+                encrypted: bind other addresses than loopback in trusted networks only.
             port: 0 takes a free one.
             ended_by_request: `POST /e/<key>/end` ends an episode and may give its reward. Only for
-                agents that nothing else starts or ends: whoever has the key could pay itself.
-            leaves_out_tools: a call that offers tools which a provider would run is served without
-                them, else it is refused.
-            roles: which calls are trained.
+                agents that nothing else starts or ends, because an agent with the key can reward
+                itself.
+            leaves_out_tools: serve calls that offer a provider's own tools without those tools;
+                else refuse them.
+            roles: the rules that decide which calls are trained.
         """
         self.host, self.port = host, port
         self._leaves_out_tools, self._roles = leaves_out_tools, roles
@@ -325,9 +329,10 @@ class AgentServer:
         return f"http://{name}:{self.port}"
 
     async def start(self) -> None:
-        """
+        """Binds the address and starts to serve.
+
         Raises:
-            ConfigError: the address is not to be had.
+            ConfigError: the address cannot be bound.
         """
         await self._runner.setup()
         try:
@@ -353,7 +358,7 @@ class AgentServer:
         on_turn: Callable[[], None] = lambda: None,
         tools: EnvTools | None = None,
     ) -> Iterator[Live]:
-        """Answer an episode's agent while in the context; afterwards its calls are refused."""
+        """Serves an episode's agent while in the context; afterwards its calls are refused."""
         nonce = secrets.token_hex(12)
         key = f"sk-agentrl-{nonce}{self._signature(nonce)}"
         loop = asyncio.get_running_loop()
@@ -376,11 +381,13 @@ class AgentServer:
                 failure.exception()  # seen
 
     def _signature(self, nonce: str) -> str:
-        """By which a key of an episode that ended is known, however many there were."""
+        """Returns the part of a key that proves that this server issued it, so that keys of ended
+        episodes are recognised without being kept."""
         return hmac.new(self._secret, nonce.encode(), hashlib.sha256).hexdigest()[:24]
 
     def _attributed(self, request: web.Request) -> Live:
-        """
+        """Returns the episode that a request belongs to.
+
         Raises:
             RequestRefused: the key is unknown, or its episode is over.
         """
@@ -405,7 +412,7 @@ class AgentServer:
         return web.json_response({"object": "list", "data": [_described("policy")]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        """The policy, under whatever name it is asked for."""
+        """Describes the policy, under whatever name is asked for."""
         self._attributed(request)
         return web.json_response(_described(request.match_info["name"]))
 
@@ -413,7 +420,8 @@ class AgentServer:
         return web.json_response(body=msgspec.json.encode(self._tools(request).specs))
 
     async def _call_tool(self, request: web.Request) -> web.Response:
-        """The body holds the arguments; an `Idempotency-Key` makes it safe to send it again."""
+        """Calls a tool with the arguments in the body. With an `Idempotency-Key` the request can be
+        repeated safely."""
         tools = self._tools(request)
         arguments = _object(await request.read() or b"{}")
         key = request.headers.get("Idempotency-Key", "")
@@ -424,9 +432,10 @@ class AgentServer:
         return await mcp_tools.answer(request, self._tools(request))
 
     def _tools(self, request: web.Request) -> EnvTools:
-        """
+        """Returns the tools of the request's episode.
+
         Raises:
-            RequestRefused: the key is unknown or its episode over, or has no environment.
+            RequestRefused: the key is unknown, or its episode is over or has no environment.
         """
         tools = self._attributed(request).tools
         if tools is None:
@@ -434,7 +443,8 @@ class AgentServer:
         return tools
 
     async def _end(self, request: web.Request) -> web.Response:
-        """The body may hold an `answer`, which the environment grades, or a `reward`."""
+        """Ends the episode. The body may hold an `answer`, which the environment grades, or a
+        `reward`."""
         live = self._attributed(request)
         answer: str | float | dict[str, float] | None
         match _object(await request.read() or b"{}"):
@@ -523,9 +533,11 @@ class AgentServer:
         return stream
 
     def _warn_of(self, call: Call, max_turn_tokens: int) -> None:
-        """
+        """Warns about the parts of a call that are not served.
+
         Raises:
-            RequestRefused: tools of a provider are offered, and not to be left out.
+            RequestRefused: the agent offers a provider's own tools, and
+                `agent.leave_out_provider_tools` is false.
         """
         if call.left_out and not self._leaves_out_tools:
             raise RequestRefused(
@@ -557,7 +569,8 @@ class AgentServer:
             )
 
     def _say(self, text: str, key: str | None = None) -> None:
-        """Log it once, and not without end where an agent makes up a new text each time."""
+        """Logs a text once, and a limited number of texts in all, since an agent may make up a new
+        one with every call."""
         if (key or text) not in self._warned and len(self._warned) < MAX_SAID:
             self._warned.add(key or text)
             logger.warning("%s", text)
@@ -566,7 +579,8 @@ class AgentServer:
     async def _refusals(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Whatever is refused is told in the words of the protocol, logged once and counted."""
+        """Answers every refused request in the protocol's own error format, logs it once and counts
+        it."""
         try:
             return await handler(request)
         except RequestRefused as error:
@@ -592,14 +606,14 @@ class AgentServer:
 
 
 def is_rewards(value: Any) -> bool:
-    """Rewards by the ids of responses."""
+    """Tells whether a value is a table of rewards by response id."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(reward, int | float) for name, reward in value.items()
     )
 
 
 def _key_of(request: web.Request) -> str:
-    """The episode's key as the path or a header gives it."""
+    """Returns the episode's key from the path or a header."""
     headers = request.headers
     given = request.match_info.get("key") or headers.get("x-api-key") or headers.get("api-key")
     scheme, _, bearer = headers.get("Authorization", "").partition(" ")
@@ -615,7 +629,8 @@ def _failed(task: asyncio.Task[Answer]) -> bool:
 
 
 def _object(body: bytes) -> dict:
-    """
+    """Parses a body that must be a JSON object.
+
     Raises:
         RequestRefused: the body is not a JSON object.
     """

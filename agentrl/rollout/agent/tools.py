@@ -1,8 +1,8 @@
 """The environment's own tools, offered to an agent: as plain HTTP here, over MCP in `mcp_tools.py`.
 
-Whatever way a call comes, it is one step of the environment's session, in the order in which calls
-came: rewards, metrics and the end of the episode are those of that step. A call whose client is
-gone goes on, for the environment has taken it.
+Every call is one step of the environment's session, in the order in which calls
+came: rewards, metrics and the end of the episode are those of that step. A call whose client
+disconnects goes on, because the environment has accepted it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ToolReply:
 
 
 class EnvTools:
-    """Those of one episode."""
+    """The environment's tools in one episode."""
 
     def __init__(
         self,
@@ -51,22 +51,22 @@ class EnvTools:
 
     @property
     def specs(self) -> list[ToolSpec]:
-        """The tools that may be called now."""
+        """Returns the tools that can be called now."""
         return self._session.tools
 
     @property
     def is_over(self) -> bool:
-        """The environment has ended the episode."""
+        """Whether the environment has ended the episode."""
         return self._trajectory.stop_reason is not None
 
     async def call(self, name: str, arguments: dict[str, JSON], key: str = "") -> ToolReply:
-        """Take the step.
+        """Calls one tool, as a step of the environment's session.
 
         Args:
-            key: a call with a key that was used before is that call, and gets its answer.
+            key: a repeated key returns the answer of the first call with it.
 
         Raises:
-            RequestRefused: the episode is over, or ends by this call's failure.
+            RequestRefused: the episode is over, or this call fails and ends it.
         """
         number = len(self._calls)
         key = key or f" {number}"  # no header has such a value
@@ -101,7 +101,7 @@ class EnvTools:
         return ToolReply(content, result.terminated, result.truncated)
 
     async def step(self, action: Action) -> StepResult:
-        """A step that is not a call of one tool or of several.
+        """Takes a step that does not come from a call over HTTP or MCP.
 
         Raises:
             AgentError: the episode is over.
@@ -124,14 +124,14 @@ class EnvTools:
                 self.failure.set_exception(error)
 
     async def settle(self) -> None:
-        """Refuse further calls, and wait for those that the environment is taking: a session takes
-        one step at a time."""
+        """Refuses further calls and waits for the step in progress, because a session takes one
+        step at a time."""
         self._closed = True
         if self._calls:
             await asyncio.wait(self._calls.values())
 
     def close(self) -> None:
-        """Cancel what is under way; the session ends."""
+        """Cancels the calls in progress, because the session ends."""
         self._closed = True
         for task in self._calls.values():
             task.cancel()
@@ -142,5 +142,5 @@ class EnvTools:
 
 
 def _broke(task: asyncio.Task[Any]) -> bool:
-    """It failed, and was not merely refused."""
+    """Tells whether a task failed with an error other than a refusal."""
     return not isinstance(task.exception(), RequestRefused | AgentError | None)

@@ -1,7 +1,7 @@
 """The parts that all wires have in common, and OpenAI's chat completions.
 
-A wire reads a request into a `Call`, whose messages are those that templates read, and writes an
-`Answer` back, whole or as server-sent events. What stands here says nothing about rows or tokens.
+A wire reads a request into a `Call`, whose messages have the shape that templates read, and writes
+an `Answer` back, whole or as server-sent events. This module knows nothing of rows or tokens.
 """
 
 from __future__ import annotations
@@ -108,13 +108,16 @@ class Answer:
 class Wire(Protocol):
     """A protocol that agents speak. Bodies are JSON; `events` are the frames of a stream.
 
+    Each episode has its own instance, which may remember the answers that it gave.
+
     Each episode has one of its own, which may remember what it answered.
     """
 
     def read(self, body: Mapping[str, Any]) -> Call:
-        """
+        """Reads a request.
+
         Raises:
-            RequestRefused: the body is malformed, or asks for what is not served.
+            RequestRefused: the body is malformed, or asks for something that is not served.
         """
         ...
 
@@ -239,7 +242,7 @@ class ChatCompletions:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
     return prefix + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -249,9 +252,10 @@ def to_json(value: Any) -> str:
 
 
 def require_shape(body: Mapping[str, Any], shape: type) -> None:
-    """
+    """Checks the types of a body's values against the protocol's.
+
     Raises:
-        RequestRefused: a value is of another type than the protocol has there.
+        RequestRefused: a value does not have the type that the protocol prescribes.
     """
     try:
         msgspec.convert(body, shape)
@@ -260,10 +264,10 @@ def require_shape(body: Mapping[str, Any], shape: type) -> None:
 
 
 def read_limit(body: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of the limits of tokens that is given.
+    """Returns the first token limit that is set; None without any.
 
     Raises:
-        RequestRefused: it leaves no token.
+        RequestRefused: the limit is below 1.
     """
     for key in keys:
         if (limit := body.get(key)) is not None:
@@ -274,11 +278,11 @@ def read_limit(body: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """Chat messages as templates read them: texts in one piece, images as data URLs, arguments as
-    objects, and the name of the tool beside its answer.
+    """Returns chat messages as templates read them: each text in one piece, images as data URLs,
+    arguments as objects, and the name of the tool beside its answer.
 
     Raises:
-        RequestRefused: one is malformed, or holds what is neither text nor a usable image.
+        RequestRefused: a message is malformed, or holds something other than text and images.
     """
     if not isinstance(value, list) or not value:
         raise RequestRefused("messages must be a list of at least one", code="invalid_messages")
@@ -316,7 +320,7 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def content_of(message: Mapping[str, Any], where: str) -> Content:
-    """The content as one text, or as texts and images; None is an empty text.
+    """Returns the content as one text, or as texts and images; None becomes an empty text.
 
     Raises:
         RequestRefused: a part of it is neither text nor a usable image.
@@ -354,10 +358,10 @@ def content_of(message: Mapping[str, Any], where: str) -> Content:
 
 
 def _image_url(part: Mapping[str, Any], where: str) -> str:
-    """The address of an image in any of the three protocols.
+    """Returns the address of an image in any of the three protocols.
 
     Raises:
-        RequestRefused: there is none.
+        RequestRefused: the part has no address.
     """
     match part:
         case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
@@ -373,11 +377,11 @@ def _image_url(part: Mapping[str, Any], where: str) -> str:
 
 
 def read_tools(value: list[Any] | None) -> tuple[list[ToolSpec], tuple[str, ...]]:
-    """Returns tools as chat templates take them, and the names of those that are not functions,
-    because the policy does not run a provider's tools. One without parameters gets an empty object.
+    """Returns tools as chat templates take them, and the names of the provider's own tools, which
+    the policy cannot call. A tool without parameters gets an empty schema.
 
     Raises:
-        RequestRefused: one is malformed.
+        RequestRefused: a tool is malformed.
     """
     tools: list[ToolSpec] = []
     others: list[str] = []
@@ -403,7 +407,7 @@ def read_tools(value: list[Any] | None) -> tuple[list[ToolSpec], tuple[str, ...]
 
 
 def read_arguments(value: Any, where: str) -> dict[str, Any]:
-    """A call's arguments, which most send as a JSON text.
+    """Returns a call's arguments, which most clients send as JSON text.
 
     Raises:
         RequestRefused: they are not a JSON object.

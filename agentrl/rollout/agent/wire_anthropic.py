@@ -120,7 +120,8 @@ class AnthropicMessages:
 
 
 def _as_tool(tool: Any) -> Any:
-    """In the shape of chat completions, where it is one that the agent describes and runs."""
+    """Converts a tool to the shape of chat completions; a provider's own tool is returned
+    unchanged."""
     if not isinstance(tool, dict) or (tool.get("type") or "custom") != "custom":
         return tool
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
@@ -128,7 +129,8 @@ def _as_tool(tool: Any) -> Any:
 
 
 def _as_chat(message: Any, where: str) -> list[dict[str, Any]]:
-    """One message of blocks as chat messages: the answers of tools come first, one each."""
+    """Converts one message of blocks to chat messages: the answers of tools first, one message
+    each."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return [message]
     texts: list[Any] = []

@@ -1,6 +1,6 @@
 """OpenAI's responses: `POST /v1/responses`.
 
-What the episode was answered may be named by its id (`previous_response_id`, `item_reference`)
+Earlier answers of the episode may be referred to by id (`previous_response_id`, `item_reference`)
 instead of being sent again.
 """
 
@@ -47,7 +47,7 @@ class _Body(TypedDict, total=False):
 
 @dataclass(slots=True, frozen=True)
 class _Named:
-    """The agent's own name of a tool, which has a single name in templates."""
+    """The agent's own name of a tool: templates have one name where this protocol has two."""
 
     name: str
     namespace: str | None = None
@@ -227,9 +227,10 @@ class Responses:
         return items
 
     def _referred(self, item: Any, where: str) -> Any:
-        """
+        """Returns the earlier output that an `item_reference` names.
+
         Raises:
-            RequestRefused: it was not answered here.
+            RequestRefused: this episode has no item with that id.
         """
         name = item.get("id")
         if not isinstance(name, str) or name not in self._items:
@@ -240,7 +241,8 @@ class Responses:
         return self._items[name][1]
 
     def _as_chat(self, items: list[Any]) -> list[Any]:
-        """Items as chat messages: what the assistant did in one turn is one message.
+        """Converts items to chat messages: everything that the assistant did in one turn is one
+        message.
 
         Where ids do not say which turn an item is of, a turn has one text, which ends it unless
         calls follow, and thinks before it does anything else.
@@ -297,7 +299,7 @@ def _thought(item: dict[str, Any]) -> str:
 
 
 def _flat(namespace: Any, name: Any) -> Any:
-    """The name that the policy reads for a tool of a namespace."""
+    """Returns the single name under which the policy sees a tool of a namespace."""
     if not isinstance(namespace, str) or not isinstance(name, str) or name.startswith(namespace):
         return name
     return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
@@ -306,10 +308,10 @@ def _flat(namespace: Any, name: Any) -> Any:
 def _as_tools(
     tools: list[Any], names: dict[str, _Named], namespace: str | None = None
 ) -> list[Any]:
-    """Tools in the shape of chat completions, those of namespaces among the others.
+    """Converts tools to the shape of chat completions; tools of namespaces join the others.
 
     Args:
-        names: filled with those that the agent knows under another name.
+        names: filled with the tools that have another name in the agent's protocol.
     """
     result: list[Any] = []
     for tool in tools:

@@ -1,7 +1,7 @@
 """Readers of tool calls: the text between a dialect's delimiters -> the calls in it.
 
-Every reader takes all of its text or refuses it: what stands between two calls is white space or a
-reason to refuse. `Unreadable` says why in words that the policy can learn from.
+Every reader reads all of its text or refuses it: anything but white space between two calls is a
+reason to refuse. The message of `Unreadable` is written for the policy to learn from.
 """
 
 from __future__ import annotations
@@ -108,11 +108,12 @@ def xml_calls(
     trim_newlines: bool = False,
     escaped: bool = False,
 ) -> list[Call]:
-    """Reads parameters as tags whose text carries no type: the tool's schema says which it is.
+    """Reads parameters written as tags whose text has no type; the tool's schema gives it.
 
-    A text that is not of the declared type stays a text, for the environment to answer. `pattern`
-    has the groups `name` and `parameters`; `parameter` has `key` and `value`, and `string` where
-    the tag itself says whether the value is one (`true`, or `string` as its type).
+    A value that does not fit the declared type stays a text, which the environment rejects.
+    `pattern` has the groups `name` and `parameters`; `parameter` has `key` and `value`, and
+    `string` where the tag itself says whether the value is a string (`true`, or `string` as its
+    type).
 
     Args:
         openers: what opens a call or a parameter. Inside a key or a value it says that the one
@@ -168,7 +169,7 @@ def _element(text: str, mark: str) -> _Element:
     for piece in pieces:
         tag = re.match(r"<(/?)([^<>/]+)>", piece)
         if not tag:
-            raise Unreadable(f"{piece[:60]!r} is no tag")
+            raise Unreadable(f"{piece[:60]!r} is not a tag")
         behind = piece[tag.end() :]
         if not tag[1]:
             open_ones.append((tag[2], [], behind))
@@ -286,13 +287,13 @@ def _literal(node: ast.expr) -> Any:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise Unreadable(f"{ast.unparse(node)} is no value of JSON")
+    raise Unreadable(f"{ast.unparse(node)} is not a JSON value")
 
 
 def _all(
     pattern: re.Pattern[str], text: str, *, may_be_empty: bool = False
 ) -> Iterator[re.Match[str]]:
-    """The matches that fill the text, with white space between them."""
+    """Yields the matches that fill the text, with only white space between them."""
     position, found = 0, False
     for match in pattern.finditer(text):
         _require_space(text[position : match.start()])
@@ -321,7 +322,7 @@ def _object(value: JSON, reason: str) -> dict[str, JSON]:
 
 
 def _properties(name: str, tools: list[ToolSpec]) -> dict[str, Any]:
-    """JSON schemas of a tool's parameters, as far as it has any."""
+    """Returns the JSON schemas of a tool's parameters; {} where it has none."""
     for tool in tools:
         match tool.get("function"):
             case {"name": str(known), "parameters": {"properties": dict(properties)}} if (
@@ -332,7 +333,8 @@ def _properties(name: str, tools: list[ToolSpec]) -> dict[str, Any]:
 
 
 def _typed(text: str, schema: dict[str, Any]) -> JSON:
-    """The text as the schema's type. Without one: the JSON value that it spells, else the text."""
+    """Converts the text to the schema's type. Without a schema, returns the JSON value that it
+    spells, else the text."""
     types = _types(schema)
     try:
         value = msgspec.json.decode(text)

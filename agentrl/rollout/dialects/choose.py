@@ -1,4 +1,4 @@
-"""Which dialect a chat template speaks: it is asked to write a call, and whoever reads it is it."""
+"""Finds a chat template's dialect: the template writes a call, and a dialect that reads it wins."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _KNOWN = f"rollout.dialect is one of auto, response_template, {', '.join(DIALECT
 
 
 def named_dialect(name: str) -> Dialect:
-    """The dialect of a name; Hermes' for `auto`, where no template is known.
+    """Returns the dialect with this name; for `auto`, where no template is known, Hermes'.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no dialect has that name.
     """
     if name == "auto":
         return DIALECTS["hermes"]
@@ -68,12 +68,13 @@ _TRIED: tuple[dict[str, JSON], ...] = (
 
 
 class Template:
-    """A chat template and what it wants of messages: where reasoning stands, and whether a call's
-    arguments are an object or JSON text.
+    """A chat template and the form in which it expects messages: the key that holds reasoning, and
+    whether a call's arguments are an object or JSON text.
 
     Attributes:
-        dialect: what `rollout.dialect` names, or what the template was found to speak.
-        note: why that dialect, for people.
+        dialect: the one that `rollout.dialect` names, or else the one that reads the template's
+            calls.
+        note: the reason for the choice, for people.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Template:
     ) -> None:
         """
         Args:
-            source: of the template, all of it.
+            source: the template's whole source text.
             tools: as `rollout.tools`.
             added_tokens: of the tokenizer, beside its vocabulary.
             dialect: a name, or `auto`.
@@ -228,7 +229,8 @@ class Template:
         return ""
 
     def _find_reasoning_key(self) -> str | None:
-        """The key under which the template looks for reasoning; None: it stands in the content."""
+        """Returns the key under which the template looks for reasoning; None if reasoning belongs
+        in the content."""
         from jinja2.exceptions import TemplateError
 
         call = {
@@ -259,7 +261,7 @@ class Template:
 
 
 def rendered(render: Callable[[list[Any] | None], str], tools: list[ToolSpec]) -> str:
-    """Returns what a template makes of tools, or of none.
+    """Returns the text that a template renders with these tools, or without tools.
 
     Some templates are written for dialogues with tools only and fail without a list of them. They
     get an empty one.
@@ -309,13 +311,15 @@ def read_template(
     tools: str = "template",
     chat_template: str | None = None,
 ) -> Template | None:
-    """The chat template of a model's directory, without its tokenizer, which loads torch.
+    """Reads the chat template in a model's directory without loading the tokenizer, which needs
+    torch.
 
     Args:
         chat_template: as `model.chat_template`, in place of the directory's.
 
     Returns:
-        None where the directory holds none: it is a name on the hub, or an error of later.
+        None where the directory has no template: the path may be a name on the hub, or an error
+        that is found later.
 
     Raises:
         ConfigError: as `Template`.

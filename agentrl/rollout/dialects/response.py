@@ -15,7 +15,8 @@ _REASONING = ("thinking", "reasoning", "reasoning_content")
 
 
 def from_response_template(template: dict[str, Any]) -> Dialect:
-    """
+    """Makes a dialect from a response template.
+
     Raises:
         ConfigError: transformers does not take the template.
     """

@@ -1,4 +1,4 @@
-"""The dialects as data, and how a turn is split by them.
+"""The dialects as data, and the code that splits a turn by them.
 
 A turn is reasoning, text and tool calls in any order. It is split first: what stands inside a
 thought is reasoning whatever it looks like, and is never read as a call. Then each region of calls
@@ -75,7 +75,7 @@ class Dialect:
 
     @property
     def marks(self) -> list[str]:
-        """All that stands around thoughts and calls."""
+        """All delimiters of reasoning and calls."""
         return [
             mark
             for mark in (
@@ -95,8 +95,9 @@ class Dialect:
 
         Args:
             text: the decoded turn, special tokens included, without the token that ended it.
-            tools: what the policy was offered; their schemas give untyped arguments a type.
-            prompt_end: what the template wrote before the turn. It may have opened a thought.
+            tools: those that the policy was offered; their schemas give untyped arguments a type.
+            prompt_end: the text that the template wrote before the turn. It may have opened a
+                thought.
         """
         split = self.split or partial(self._split, tools)
         parts = split(text, prompt_end)
@@ -212,8 +213,8 @@ def _next_mark_outside_strings(marks: re.Pattern[str], text: str, position: int)
 
 
 def _split_harmony(text: str, prompt_end: str) -> Split:
-    """Messages of gpt-oss: `<|channel|>analysis<|message|>...<|end|>` is reasoning, a `to=` in the
-    header a call, everything else text (openai-harmony's format)."""
+    """Splits gpt-oss' messages: `<|channel|>analysis<|message|>...<|end|>` is reasoning, a `to=` in
+    the header marks a call, everything else is text (openai-harmony's format)."""
     parts = Split()
     last = prompt_end[prompt_end.rfind("<|start|>") + 1 :]
     if "<|channel|>" in last:  # the prompt began the turn's first message
@@ -331,7 +332,7 @@ def _command_r_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
 
 
 def _mistral_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
-    """A JSON list up to version 7 of the format, `name[ARGS]{...}` from version 11."""
+    """Reads a JSON list (up to version 7 of the format) or `name[ARGS]{...}` (from version 11)."""
     return json_calls(text, tools) if text.lstrip()[:1] in ("[", "{") else _MISTRAL(text, tools)
 
 
