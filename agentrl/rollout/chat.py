@@ -109,10 +109,10 @@ class ChatPolicy:
         return action
 
     def reserve(self, num_episodes: int) -> None:
-        """A server batches by itself."""
+        """Does nothing: a server batches by itself."""
 
     def release(self, num_episodes: int = 1) -> None:
-        """A server batches by itself."""
+        """Does nothing: a server batches by itself."""
 
     async def aclose(self) -> None:
         await self.client.close()
@@ -133,7 +133,8 @@ def _with_calls(action: Action, calls: list[Any]) -> tuple[Action, ParseStatus]:
 
 
 def _wire_message(message: Message) -> dict[str, Any]:
-    """OpenAI's wire wants a call's arguments as a JSON string; templates want the object."""
+    """Returns the message with each call's arguments as a JSON string, as OpenAI's protocol wants
+    them; templates want an object."""
     wire: dict[str, Any] = dict(message)
     if "tool_calls" in message:
         wire["tool_calls"] = [

@@ -7,17 +7,17 @@ How this differs from the textbook loop "prompt in, text out":
 
 1. Token ids in, token ids out. The row that the engine reads is the row that the trainer learns
    from; sampled ids are never decoded and tokenised again.
-2. Whatever the policy writes reaches the environment: a malformed tool call is an action with a
-   `parse_error`, and the environment answers it with an observation.
+2. Everything that the policy writes reaches the environment: a malformed tool call is an action
+   with a `parse_error`, and the environment answers it with an observation.
 3. A bad rollout is data, not a crash. This is the driver's trajectory boundary, the one place in
    agentrl.rollout where arbitrary exceptions are caught; they are recorded with the stage in
    which they happened, and the trajectory carries no gradient.
 4. Every wait has a deadline: one for a turn's generation, one for an environment step, one for
    the episode. Every dispatched trajectory ends in exactly one record.
-5. An agent that is a program of its own plays through an endpoint (`rollout/agent`): it calls the
-   policy as it would call a model, and what it answers at the end is its action.
+5. An agent program plays through an endpoint (`rollout/agent`): it calls the
+   policy as it would call a model, and its final answer is its action.
 6. An episode whose server or worker process died has not failed: it is started over from its
-   task, with the same seed, on whichever server is there. What was played before is thrown away.
+   task, with the same seed, on any available server. The turns played before are discarded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger("agentrl.rollout")
 
 MAX_RESTARTS = 3
 """How often an episode is started over because its environment was lost. One whose own step kills
-the server would otherwise be played for ever."""
+the server would otherwise be played without end."""
 _LOST = ("session_lost", "session_expired", "not_found")
 
 
@@ -80,7 +80,7 @@ Stage = Literal["reset", "render", "generate", "agent", "step"]
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of an episode, for those who watch it from outside."""
+    """The progress of an episode, for observers outside the driver."""
 
     trajectory_id: str
     stage: Stage = "reset"
@@ -124,10 +124,10 @@ class AgentPlayer(Protocol):
         limits: Limits,
         now: Progress,
     ) -> AgentOutcome:
-        """Run the agent on the session's task until it ends.
+        """Runs the agent on the session's task until it ends.
 
         Args:
-            step: one of the environment, for an agent that uses its tools.
+            step: takes a step of the environment, for an agent that uses its tools.
         """
         ...
 
@@ -140,7 +140,7 @@ async def play(
     record: Callable[[Trajectory], None],
     now: Progress | None = None,
 ) -> None:
-    """Play one episode and call `record` exactly once with how it went, cancelled or not.
+    """Plays one episode and calls `record` exactly once with its trajectory, even when cancelled.
 
     `now` says all the while where the episode stands.
     """
@@ -170,7 +170,7 @@ async def play(
             now.num_turns += 1
             observation = result.observation
             _add_result(trajectory, turn, result)
-            # Told that there is no further turn, the environment truncates: the limit is ours.
+            # The environment truncates because it was told that this is the last turn: our limit.
             if last and not result.terminated:
                 trajectory.stop_reason = StopReason.MAX_TURNS
             if trajectory.stop_reason is not None:  # no turn will take it in
@@ -189,7 +189,7 @@ async def play_agent(
     record: Callable[[Trajectory], None],
     now: Progress | None = None,
 ) -> None:
-    """Play one episode by an agent, whose answer is graded; everything else is as in `play`."""
+    """Plays one episode with an agent, whose answer is graded; everything else is as in `play`."""
     now = now or Progress(episode.trajectory_id)
 
     async def run(trajectory: Trajectory, session: EnvSession) -> None:
@@ -237,7 +237,8 @@ async def _attempt(
     record: Callable[[Trajectory], None],
     now: Progress,
 ) -> bool:
-    """Play the episode from its beginning; False, and no record, if it has to be played again."""
+    """Plays the episode from its beginning. Returns False, without a record, if it has to be played
+    again."""
     trajectory = Trajectory(
         trajectory_id=episode.trajectory_id,
         group_id=episode.group_id,
@@ -304,7 +305,8 @@ def _is_lost(error: Exception, stage: Stage) -> bool:
 
 
 def _add_result(trajectory: Trajectory, turn: Turn | None, result: StepResult) -> None:
-    """Add what a step brought to the turn that it followed, if any, and to the whole."""
+    """Adds a step's reward, metrics and end to the turn before it, if any, and to the
+    trajectory."""
     for rewarded in (trajectory, *([turn] if turn else [])):
         rewarded.reward += result.reward
         for name, value in result.reward_components.items():

@@ -1,8 +1,8 @@
-"""The episodes of an evaluation on disk as they end, so that a killed one goes on where it stopped.
+"""Keeps the episodes of an evaluation on disk, so that a killed one continues where it stopped.
 
-`DIR/config.toml` says what is played, `DIR/trajectories/` holds what was, in the order in which
-episodes ended and, once all have, in that of the tasks. A shard has a folder of its own,
-`DIR/shard_2_of_3/`; whoever opens `DIR` with `resume` finds the episodes of all shards.
+`DIR/config.toml` is the configuration; `DIR/trajectories/` holds the episodes in the order in which
+they ended and, once all have, in the order of the tasks. A shard has its own folder,
+`DIR/shard_2_of_3/`; opening `DIR` with `resume` finds the episodes of all shards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAY_DIFFER = {
 
 @dataclass(slots=True, frozen=True)
 class Shard:
-    """Every `count`-th task, beginning with the `number`-th; counted from 1."""
+    """Every `count`-th task, starting with task `number`; both are counted from 1."""
 
     number: int
     count: int
@@ -59,11 +59,11 @@ class Shard:
         """Reads `2/3`.
 
         Raises:
-            ValueError: it is not of this form, or the number is above the count.
+            ValueError: the text does not have this form, or the number is above the count.
         """
         found = re.fullmatch(r"(\d+)/(\d+)", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise ValueError(f"{text!r} is no shard: write 1/3, 2/3 and 3/3 for three of them")
+            raise ValueError(f"{text!r} is not a shard: write 1/3, 2/3 and 3/3 for three of them")
         return cls(int(found[1]), int(found[2]))
 
     def has(self, position: int) -> bool:
@@ -80,15 +80,15 @@ class EpisodeLog:
     def __init__(
         self, folder: Path, config: RunConfig, *, resume: bool = False, shard: Shard | None = None
     ) -> None:
-        """Opens a folder, which is made where it is missing.
+        """Opens a folder, and makes it if it is missing.
 
         Args:
-            config: of the evaluation; `model.path` is the checkpoint that plays.
-            resume: go on with the episodes that the folder holds.
+            config: the evaluation's; `model.path` is the checkpoint that plays.
+            resume: continue with the episodes in the folder.
 
         Raises:
-            ConfigError: the folder holds an evaluation, and `resume` was not asked for or its
-                configuration is another; or it cannot be written.
+            ConfigError: the folder holds an evaluation and `resume` is false, or that evaluation
+                has another configuration; or the folder cannot be written.
             DataError: a record is damaged.
         """
         self.done: dict[str, Trajectory] = {}
@@ -122,14 +122,15 @@ class EpisodeLog:
             self._take_over(each)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Appends episodes that ended; those that were stopped with this process are left out."""
+        """Appends finished episodes; episodes that ended because this process was stopped are left
+        out."""
         ended = [t for t in trajectories if t.error is None or t.error.code != "cancelled"]
         if ended:
             self._log.append(0, ended)
 
     def finish(self, trajectories: list[Trajectory]) -> None:
-        """Writes the log again in this order, each episode once. A kill leaves the old log or the
-        new one."""
+        """Rewrites the log in this order, with each episode once. A kill leaves either the old log
+        or the new one."""
         directory = self.folder / "trajectories"
         scratch = self.folder / ".finished"
         shutil.rmtree(scratch, ignore_errors=True)
@@ -164,25 +165,25 @@ def plays_again(trajectory: Trajectory) -> bool:
 
 
 def read_evaluation(folder: Path, *, images: bool = False) -> tuple[RunConfig, list[Trajectory]]:
-    """Returns what an evaluation's folder holds: its configuration and its episodes.
+    """Reads the configuration and the episodes of an evaluation's folder.
 
     Args:
         images: as `read_trajectories`.
 
     Raises:
-        DataError: there is none, or a record is damaged.
+        DataError: the folder holds no evaluation, or a record is damaged.
     """
     config, episodes = open_episodes(folder, images=images)
     return config, list({t.trajectory_id: t for t in episodes}.values())
 
 
 def open_episodes(folder: Path, *, images: bool = False) -> tuple[RunConfig, Iterator[Trajectory]]:
-    """Returns the configuration of an evaluation or a run, and its episodes as they are read.
+    """Returns the configuration of an evaluation or a run, and an iterator that reads its episodes.
 
-    Of those with the same id the last one counts.
+    Of several episodes with the same id, the last one counts.
 
     Raises:
-        DataError: there is none; while reading, that a record is damaged.
+        DataError: the folder holds no episodes; while iterating: a record is damaged.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise DataError(f"{folder}: no {CONFIG_FILE}; name a folder of agentrl eval --out")
@@ -196,9 +197,10 @@ def open_episodes(folder: Path, *, images: bool = False) -> tuple[RunConfig, Ite
 
 
 def _require_same(file: Path, config: RunConfig) -> None:
-    """
+    """Checks that the folder's evaluation has this configuration.
+
     Raises:
-        ConfigError: the file's evaluation is another one.
+        ConfigError: the configuration in the file differs.
     """
     before, now = load_config(file, []).to_json(), config.to_json()
     other = [

@@ -1,6 +1,6 @@
-"""Measuring a policy: the first tasks of a split, k samples each, avg@k and pass@k.
+"""Measures a policy on the first tasks of a split, k samples each: avg@k and pass@k.
 
-The same rollouts as in training, through the same driver: what is measured is what is trained.
+Episodes are played by the same driver as in training.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ async def evaluate(
     log: EpisodeLog | None = None,
     shard: Shard | None = None,
 ) -> RolloutBatch:
-    """Play `eval.num_tasks` tasks of `eval.split`, `eval.samples_per_task` times each.
+    """Plays `eval.num_tasks` tasks of `eval.split`, `eval.samples_per_task` times each.
 
     Args:
-        capacity: that of training rollouts which go on meanwhile.
-        agents: play instead of the policy, and call it.
+        capacity: shared with training rollouts that run at the same time.
+        agents: play the episodes, and call the policy.
         on_progress: called with (episodes ended, episodes dispatched).
-        log: its episodes are not played again; it gets those that are.
+        log: episodes in it are not played again; new ones are added to it.
         shard: the part of the tasks that is played.
     """
     size = await split_size(env, config, config.eval.split)
@@ -63,10 +63,9 @@ async def evaluate(
 
 
 def summarise(rollouts: RolloutBatch, config: RunConfig) -> EvalStatistics | None:
-    """Statistics over the samples that have a reward; None when none has.
+    """Computes statistics over the samples that have a reward; None without any.
 
-    A task whose samples failed in part counts with the rest, and limits the k of pass@k.
-    """
+    A task with failed samples counts with its other samples, and limits the k of pass@k."""
     rewards = {
         group.group_id: [t.reward for t in group.trajectories if t.scored]
         for group in rollouts.groups
@@ -85,8 +84,8 @@ def summarise(rollouts: RolloutBatch, config: RunConfig) -> EvalStatistics | Non
 def evaluation_metrics(
     rollouts: RolloutBatch, config: RunConfig, name: str = ""
 ) -> dict[str, float]:
-    """Returns avg@k, pass@k for every k, and the fraction of samples that failed, below `eval/` or,
-    for a set with a name, `eval/NAME/`."""
+    """Computes avg@k, pass@k for every k, and the fraction of failed samples. Their names begin
+    with `eval/` or, for a named set, `eval/NAME/`."""
     prefix = f"eval/{name}/" if name else "eval/"
     num_failed = sum(error_codes(rollouts.trajectories).values())
     statistics = summarise(rollouts, config)

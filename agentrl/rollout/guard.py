@@ -3,8 +3,8 @@
 A tokenizer takes `<|im_end|>` for its token wherever it stands, so a web page that spells it would
 end a turn. Before the template renders, a mark is put into every such spelling, behind its first
 character. What the template writes then shows which tokens are its own; a stretch of text between
-two of them that holds a mark is encoded as if the tokenizer had no such tokens. Texts that spell
-none are rendered and encoded as ever.
+two of them that holds a mark is encoded as if the tokenizer had no such tokens. Texts
+without such a spelling are rendered and encoded as usual.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from agentrl.types import Message, ToolSpec
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Unicode's noncharacters: never exchanged, and nothing to any template."""
+"""Unicode's noncharacters: no text or template contains them."""
 _REMOVED = re.compile(r"""replace\(\s*(['"])([^'"\\]+)\1\s*,\s*(''|"")\s*\)""")
-"""What a template takes out of contents, such as Nemotron's `/think`."""
+"""Matches a text that a template removes from contents, such as Nemotron's `/think`."""
 
 
 class Guard:
-    """Guards the special tokens of a tokenizer, and of its other added tokens those that look like
-    markup and stand in the template.
+    """Guards a tokenizer's special tokens, and those of its other added tokens that look like
+    markup and occur in the template.
 
     Attributes:
         spellings: texts of the tokens that are guarded.
@@ -55,7 +55,7 @@ class Guard:
         self._plain: Callable[[str], list[int]] | None = None
         self.removed = sorted({found[2] for found in _REMOVED.finditer(template_source)})
         self._first = "".join({spelling[0] for spelling in self._ids})
-        # To look for these takes a tenth of the time that a look for all spellings takes.
+        # Searching for these takes a tenth of the time of searching for all spellings.
         self._openings = sorted({spelling[:5] for spelling in self._ids})
         self._prefixes = {s[:end] for s in self._ids for end in range(1, len(s))}
         self._longest = max(map(len, self._ids), default=0)
@@ -79,11 +79,11 @@ class Guard:
     def guard(
         self, messages: list[Message], tools: list[ToolSpec], *, spared: Set[str] = frozenset()
     ) -> tuple[list[Message], list[ToolSpec], str]:
-        """Messages and tools with a mark in every spelling, and the mark; the same objects and an
-        empty mark where there is no spelling.
+        """Returns messages and tools with a mark in every spelling of a guarded token, and the
+        mark. Without a spelling, returns the same objects and an empty mark.
 
         Args:
-            spared: spellings that stay the template's in assistant messages.
+            spared: spellings that stay tokens in assistant messages.
         """
         suspects = [text for text in _strings([messages, tools]) if self._is_suspect(text)]
         if not suspects:
@@ -98,7 +98,7 @@ class Guard:
         return guarded, _map(tools, mark, self._break, ()), mark
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """The ids of what the template rendered from guarded messages."""
+        """Returns the token ids of the text that the template rendered from guarded messages."""
         if not mark:
             return self._encode(text)
         text = text.replace(json.dumps(mark)[1:-1], mark)  # a filter may have escaped it
@@ -114,7 +114,7 @@ class Guard:
         return ids + self._encode(text[begin:end]) if begin < end else ids
 
     def find(self, text: str) -> list[tuple[int, int]]:
-        """Finds the guarded tokens in a rendered text: their beginnings and ends."""
+        """Returns the beginning and end of every guarded token in a rendered text."""
         return self._in_rendered.encode(text).offsets
 
     def _is_suspect(self, text: str) -> bool:
@@ -128,12 +128,12 @@ class Guard:
         return self._in_content.encode(text).offsets
 
     def _is_taken_apart(self, text: str) -> bool:
-        """Tells whether a spelling could arise when the template takes something out."""
+        """Tells whether a spelling could appear when the template removes a text."""
         return any(each in text for each in self.removed)
 
     def _may_go_on(self, text: str) -> bool:
         """Tells whether the text ends with the beginning of a spelling, which the template's next
-        words could complete."""
+        text could complete."""
         longest = min(len(text), self._longest - 1)
         return any(text[-size:] in self._prefixes for size in range(1, longest + 1))
 
@@ -146,7 +146,7 @@ class Guard:
             for start, stop in self._find_in_content(text)
             if text[start:stop] not in spared
         ]:
-            # Again afterwards: what was inside of a spelling may be the beginning of another.
+            # Repeated, because text within one spelling may begin another.
             ends = [0, *behind, len(text)]
             text = mark.join(text[a:b] for a, b in itertools.pairwise(ends))
         return text + mark if self._may_go_on(text) else text
@@ -158,12 +158,13 @@ class Guard:
             ids = self._plain(text.replace(mark, ""))
             if not set(ids) & set(self._ids.values()):
                 return ids
-        # Between two marks no spelling is whole.
+        # No spelling is complete between two marks.
         return [each for piece in text.split(mark) if piece for each in self._plain(piece)]
 
 
 def _without_tokens(backend: Any, spellings: Set[str]) -> Callable[[str], list[int]] | None:
-    """The encoding of a tokenizer that does not have these added tokens; None if there is none."""
+    """Returns the encode function of a copy of the tokenizer without these added tokens; None if no
+    copy can be made."""
     from tokenizers import Tokenizer
 
     if backend is None:
@@ -180,7 +181,7 @@ def _without_tokens(backend: Any, spellings: Set[str]) -> Callable[[str], list[i
     data["added_tokens"] = kept
     parts = [data.get("pre_tokenizer") or {}]
     for part in [*parts, *parts[0].get("pretokenizers", ())]:
-        if part.get("prepend_scheme") == "first":  # a stretch of text is not the first of its text
+        if part.get("prepend_scheme") == "first":  # a piece is not the start of the text
             part["prepend_scheme"] = "never"
     plain = Tokenizer.from_str(json.dumps(data))
     if any(

@@ -17,11 +17,10 @@ from agentrl.rollout.log import (
 
 
 class TrajectoryIndex:
-    """Entries of a run's trajectories, in the order in which they were written.
+    """The index entries of a run's trajectories, in the order in which they were written.
 
-    Where a record has no line (the run was killed between the two, the line is damaged, or the run
-    is older than the index), its entry is made from the record.
-    """
+    If a record has no entry in the file (the run was killed between the two writes, the line is
+    damaged, or the run is older than the index), the entry is made from the record."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self.directory = Path(run_dir) / "trajectories"
@@ -34,7 +33,7 @@ class TrajectoryIndex:
         self._forget()
 
     def refresh(self) -> list[TrajectoryEntry]:
-        """Read what was appended since the last call; returns all entries.
+        """Reads the entries that were appended since the last call, and returns all entries.
 
         Raises:
             DataError: a record that has no line is damaged.
@@ -55,7 +54,7 @@ class TrajectoryIndex:
 
     @property
     def has_lines(self) -> bool:
-        """False where everything had to be read from the records."""
+        """Whether any entry came from the index file; False if all were read from records."""
         return self._num_lines > 0
 
     def _forget(self) -> None:
@@ -98,7 +97,7 @@ class TrajectoryIndex:
     def _add_from_records(
         self, path: Path, step: int, until: TrajectoryEntry | None = None
     ) -> None:
-        """Add entries of the records that follow the last known one, up to `until`."""
+        """Adds entries for the records after the last known one, up to `until`."""
         if not path.exists():
             return
         for offset, length, trajectory in read_records(path, self._ends.get(step, 0)):

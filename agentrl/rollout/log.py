@@ -51,7 +51,7 @@ _DTYPES = {
 
 
 class TrajectoryEntry(msgspec.Struct, gc=False):
-    """The entry of one trajectory in the index."""
+    """The index entry of one trajectory."""
 
     step: int
     offset: int
@@ -120,16 +120,16 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
 
 
 class TrajectoryLog:
-    """Appends trajectories to a run directory. Records of one step go to one file."""
+    """Appends trajectories to a run directory, one file per step."""
 
     def __init__(
         self, run_dir: Path, *, resume_step: int = 0, images: ImageStore | None = None
     ) -> None:
         """
         Args:
-            resume_step: last step whose trajectories are kept. Later files are of steps that a
-                resumed run will play again.
-            images: where their images are kept; None: the run's own.
+            resume_step: last step whose trajectories are kept. Later files are deleted, because
+                a resumed run plays those steps again.
+            images: where the trajectories' images are kept; None: the run's own store.
         """
         self.directory = run_dir / "trajectories"
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class TrajectoryLog:
             os.replace(partial, index)
 
     def append(self, step: int, trajectories: list[Trajectory]) -> None:
-        """Write the records in one call, so that a kill cuts at most one of them."""
+        """Writes the records in one call, so that a kill damages at most one of them."""
         known: dict[str, str] = {}
         trajectories = [self._with_hashes(trajectory, known) for trajectory in trajectories]
         frames = [
@@ -176,7 +176,7 @@ class TrajectoryLog:
 
 
 def _step(line: bytes) -> int:
-    """Returns the step of a line of the index; -1 where it is damaged."""
+    """Returns the step in a line of the index; -1 if the line is damaged."""
     try:
         return msgspec.json.decode(line, type=TrajectoryEntry).step
     except msgspec.MsgspecError:
@@ -186,14 +186,14 @@ def _step(line: bytes) -> int:
 def read_trajectories(
     run_dir: Path | str, *, steps: range | None = None, images: bool = False
 ) -> Iterator[tuple[int, Trajectory]]:
-    """Yield `(step, trajectory)` in the order in which they were written.
+    """Yields `(step, trajectory)` in the order in which they were written.
 
     Args:
-        images: show images in messages as they were played, in place of their hashes.
+        images: put the images themselves into messages, in place of their hashes.
 
     Raises:
         DataError: a record in the middle of a file is damaged, an image is missing, or there is no
-            log. A cut record at a file's end is what a kill leaves and is skipped.
+            log. An incomplete record at a file's end, left by a kill, is skipped.
     """
     directory = Path(run_dir) / "trajectories"
     if not directory.is_dir():
@@ -208,7 +208,8 @@ def read_trajectories(
 
 
 def read_records(path: Path, start: int = 0) -> Iterator[tuple[int, int, Trajectory]]:
-    """(offset, length, trajectory) of every whole record of a step's file, from byte `start` on.
+    """Yields (offset, length, trajectory) for every whole record of a step's file, starting at byte
+    `start`.
 
     Raises:
         DataError: a record is damaged.
@@ -220,11 +221,11 @@ def read_records(path: Path, start: int = 0) -> Iterator[tuple[int, int, Traject
 def read_trajectory(
     run_dir: Path | str, step: int, offset: int
 ) -> tuple[Trajectory, list[RowArrays]]:
-    """The trajectory whose index entry has this step and offset, its rows empty, and their tokens
-    as arrays: as lists, a million of them take a second and 200 MB.
+    """Reads the trajectory at this step and offset. Its rows are empty, and their tokens are
+    returned as arrays: as lists, a million tokens take a second and 200 MB.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no record at that offset.
     """
     path = step_file(Path(run_dir) / "trajectories", step)
     try:
@@ -249,7 +250,7 @@ def _records(path: Path, start: int) -> Iterator[tuple[int, int, dict[str, Any]]
 
 
 def cut_torn_record(path: Path) -> None:
-    """Cuts what a kill left of the last record, so that others can be appended.
+    """Truncates a file after its last whole record, so that others can be appended.
 
     Raises:
         DataError: a record is damaged.
@@ -262,15 +263,16 @@ def cut_torn_record(path: Path) -> None:
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload below its header."""
+    """Returns a payload behind its header."""
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def read_frame(file: BinaryIO, path: Path) -> bytes | None:
-    """The payload at the file's position; None at its end, and where a kill cut it.
+    """Returns the payload at the file's position; None at the end of the file or at a record that a
+    kill cut short.
 
     Raises:
-        DataError: its checksum is another.
+        DataError: the payload does not match its checksum.
     """
     position = file.tell()
     header = file.read(_HEADER.size)
@@ -290,7 +292,7 @@ def step_file(directory: Path, step: int) -> Path:
 
 
 def step_files(directory: Path) -> list[tuple[Path, int]]:
-    """The files of all steps, in their order."""
+    """Returns (file, step) for all steps, in order."""
     named = (
         (path, re.fullmatch(r"step_(\d+)\.msgpack\.zst", path.name)) for path in directory.iterdir()
     )
@@ -316,7 +318,7 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _with_messages_in_rows(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as agentrl 0.1 wrote it, when a trajectory had one dialogue, as it is now."""
+    """Converts a record of agentrl 0.1, whose trajectories had one dialogue, to today's form."""
     messages = record.pop("messages")
     for row in record["branches"]:
         row["messages"] = messages

@@ -12,7 +12,7 @@ from agentrl.types import Sample, Trajectory
 
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Computes the metrics of a step's rollouts; every dispatched trajectory counts."""
+    """Computes the metrics of a step's rollouts over every dispatched trajectory."""
     trajectories = rollouts.trajectories
     scored = [t for t in trajectories if t.trainable]
     turns = [turn for t in trajectories for turn in t.turns]
@@ -45,8 +45,8 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample], *, current_version: int) -> dict[str, float]:
-    """Computes how many steps behind the trained policy the tokens were sampled: mean, maximum and
-    histogram."""
+    """Computes the mean, maximum and histogram of the tokens' staleness: how many steps older than
+    the trained policy the policy was that sampled them."""
     versions = [sample.policy_versions[sample.loss_mask.astype(bool)] for sample in samples]
     if not versions:
         return {}
@@ -61,7 +61,7 @@ def staleness_metrics(samples: Sequence[Sample], *, current_version: int) -> dic
 
 
 def num_refused(trajectory: Trajectory) -> int:
-    """Calls of an agent that its endpoint refused."""
+    """Returns the number of an agent's calls that its endpoint refused."""
     refused = trajectory.info.get("refused_calls")
     counts = refused.values() if isinstance(refused, dict) else ()
     return sum(count for count in counts if isinstance(count, int))

@@ -1,7 +1,7 @@
-"""The environments of a run: how many groups of a step are of each, and what plays them.
+"""Divides the groups of a step among a run's environments, and plays them.
 
-Each environment has a scheduler of its own and, with rollouts that play ahead, a stream of its own,
-so groups never mix and one slow environment does not keep the others from playing ahead. How many
+Each environment has its own scheduler and, if rollouts play ahead, its own stream, so groups never
+mix and one slow environment does not keep the others from playing ahead. How many
 groups of a step are of which environment follows from the weights and the step's number alone, so a
 resumed run goes on as an undisturbed one would. A run with one environment is a mixture of one.
 """
@@ -26,10 +26,9 @@ Weight = float | list[tuple[int, float]]
 class Quotas:
     """Divides the groups of a step among the environments, by largest remainder.
 
-    The groups of a step are given one by one to the environment that is owed most. What it is owed
-    beyond whole groups is carried to the next step, so that also a share of less than a group per
-    step is kept, over several steps.
-    """
+    Each group of a step goes to the environment that is owed most. The fraction of a group that is
+    left is carried to the next step, so an environment gets its share over several steps even if
+    that is less than a group per step."""
 
     def __init__(self, weights: Sequence[Weight], groups_per_step: int) -> None:
         self._weights = weights
@@ -38,7 +37,7 @@ class Quotas:
         self._steps: list[list[int]] = []
 
     def __call__(self, step: int) -> list[int]:
-        """The groups of each environment in a step, counted from 1."""
+        """Returns the number of groups of each environment in a step; steps count from 1."""
         while len(self._steps) < step:
             self._steps.append(self._next(len(self._steps) + 1))
         return self._steps[step - 1]
@@ -59,8 +58,8 @@ class Quotas:
 
 
 class Capacity:
-    """Room for an episode in its environment first and then in the whole run, so that one which
-    waits for a session of a full environment takes no room from others."""
+    """Reserves capacity for an episode first in its environment and then in the whole run, so that
+    an episode waiting for a full environment takes none from others."""
 
     def __init__(self, own: asyncio.Semaphore, shared: asyncio.Semaphore) -> None:
         self._own, self._shared = own, shared
@@ -92,7 +91,7 @@ class Part:
 
 
 class Mixture:
-    """Plays the groups of a step, of every environment its quota."""
+    """Plays the groups of a step, each environment's quota of them."""
 
     def __init__(self, parts: list[Part], quotas: Quotas, keep: KeepGroup | None) -> None:
         self.parts = parts
@@ -100,7 +99,7 @@ class Mixture:
         self._keep = keep
 
     def start(self, config: RunConfig, last_step: int) -> None:
-        """Begin to play ahead, where the engine allows it."""
+        """Starts to play ahead, if the engine allows it."""
         rollout = config.rollout
         for number, part in enumerate(self.parts):
             if part.scheduler.capacity is None:
@@ -122,7 +121,7 @@ class Mixture:
     async def collect(
         self, step: int, on_progress: Callable[[int, int], None]
     ) -> dict[str, RolloutBatch]:
-        """The groups of a step by environment. Cancelled, streams have all that they had."""
+        """Returns the groups of a step by environment. If cancelled, streams keep their groups."""
         batches: dict[str, RolloutBatch] = {}
         for part, quota in zip(self.parts, self.quotas(step), strict=True):
             if part.stream is not None:
@@ -140,7 +139,8 @@ class Mixture:
         return batches
 
     def take_in(self, batches: Mapping[str, RolloutBatch]) -> dict[str, float]:
-        """Let samplers learn what a step's groups earned; returns their metrics."""
+        """Gives the rewards of a step's groups to the samplers, and returns the samplers'
+        metrics."""
         metrics: dict[str, float] = {}
         for part in self.parts:
             scheduler = part.scheduler
@@ -156,7 +156,7 @@ class Mixture:
         return metrics
 
     def advance(self, version: int) -> None:
-        """The policy has new weights: the streams may play further ahead."""
+        """Tells the streams the new version of the policy, which lets them play further ahead."""
         for part in self.parts:
             if part.stream is not None:
                 part.stream.advance(version)
@@ -167,16 +167,16 @@ class Mixture:
 
     @property
     def live(self) -> dict[str, Progress]:
-        """Episodes that are being played, by trajectory id."""
+        """Returns the episodes in progress, by trajectory id."""
         return {id_: now for part in self.parts for id_, now in part.scheduler.live.items()}
 
     def stalled_for_s(self) -> float:
-        """Seconds since any episode ended or went on to its next stage."""
+        """Returns the seconds since any episode last ended or moved to its next stage."""
         return min(part.scheduler.stalled_for_s() for part in self.parts)
 
     def data_position(self) -> dict[str, JSON]:
-        """Returns the position of each task source, the tasks that it handed out and that no step
-        has trained on, and the state of its sampler."""
+        """Returns, for each environment, the position of its task source, the tasks that were
+        handed out but not yet trained on, and the state of its sampler."""
         positions: dict[str, JSON] = {}
         for part in self.parts:
             source = part.scheduler.source
@@ -190,7 +190,7 @@ class Mixture:
         return alone if isinstance(alone, dict) else positions
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `data_position` was taken."""
+        """Restores the state that `data_position` returned."""
         for part in self.parts:
             of_part = saved[part.name] if part.name else saved
             source = part.scheduler.source
@@ -201,14 +201,14 @@ class Mixture:
                 source.sampler.restore(of_part.get("sampler", {}), source.returned)
 
     async def aclose(self) -> None:
-        """Cancel what is in flight; every episode begun has its record after this."""
+        """Cancels the episodes in flight. Every episode that began has its record after this."""
         for part in self.parts:
             if part.stream is not None:
                 await part.stream.aclose()
 
 
 def merged(batches: Mapping[str, RolloutBatch]) -> RolloutBatch:
-    """The batches of all environments as one."""
+    """Joins the batches of all environments into one."""
     whole = RolloutBatch([], [])
     for batch in batches.values():
         whole.groups += batch.groups
@@ -219,7 +219,7 @@ def merged(batches: Mapping[str, RolloutBatch]) -> RolloutBatch:
 
 
 def environment_metrics(batches: Mapping[str, RolloutBatch]) -> dict[str, float]:
-    """`env/NAME/...` of every environment with a name: what `rollout_metrics` says of its batch."""
+    """Computes `rollout_metrics` for every named environment, under `env/NAME/`."""
     return {
         f"env/{name}/{key.removeprefix('env/')}": value
         for name, batch in batches.items()

@@ -2,8 +2,8 @@
 
     prompt -> sample -> write
 
-`prompt` says which ids a turn reads: a row that goes on, one that branches off, or a new one.
-Nothing is written before the turn was sampled, so a turn that was never finished leaves no trace.
+`prompt` finds the ids that a turn reads: a row that goes on, one that branches off, or a new one.
+Nothing is written before the turn was sampled, so an unfinished turn leaves no trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl.types import (
 
 
 class Policy(Protocol):
-    """Acts in an episode. `TokenPolicy` below is the one that can be trained."""
+    """Acts in an episode. `TokenPolicy` below is the policy that can be trained."""
 
     def read(
         self,
@@ -40,16 +40,16 @@ class Policy(Protocol):
         *,
         tools_changed: bool,
     ) -> bool:
-        """Take in what the environment said; False when the context has no room for a turn.
+        """Takes in the environment's messages. Returns False if the context has no room for a turn.
 
         Args:
-            tools: what the agent is offered in the turn that begins.
-            tools_changed: they are others than in the turn before.
+            tools: those offered in the turn that begins.
+            tools_changed: whether the tools differ from the previous turn's.
         """
         ...
 
     async def act(self, trajectory: Trajectory, tools: list[ToolSpec]) -> Action:
-        """Append one turn to the trajectory and return what it does."""
+        """Appends one turn to the trajectory and returns its action."""
         ...
 
     def reserve(self, num_episodes: int) -> None: ...
@@ -61,7 +61,7 @@ class Policy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """The prompt of a turn: the beginning of a row, and what comes behind it."""
+    """The prompt of a turn: the beginning of a row, and the ids appended to it."""
 
     parent: int | None
     """The turn that it continues; None where a dialogue begins."""
@@ -80,7 +80,7 @@ class Prompt:
 
     @property
     def images(self) -> list[ShownImage]:
-        """Those of the whole prompt, in the order in which they stand there."""
+        """The images of the whole prompt, in their order."""
         return [each for each in self.row.images if each.end <= self.num_kept] + self.shown
 
     @property
@@ -93,7 +93,7 @@ class Prompt:
 
 @dataclass(slots=True, frozen=True)
 class TokenPolicy:
-    """The policy that is trained: an engine that samples ids, and the renderer around it."""
+    """The policy that is trained: an engine that samples ids, with its renderer."""
 
     engine: InferenceEngine
     renderer: Renderer
@@ -114,7 +114,8 @@ class TokenPolicy:
         *,
         tools_changed: bool,
     ) -> bool:
-        """Extend the newest token row by what the policy reads next; fork it if the past changed.
+        """Extends the newest token row by the ids that the policy reads next; forks it if the past
+        changed.
 
         Raises:
             ValueError: the first prompt alone fills the context.
@@ -154,14 +155,14 @@ class TokenPolicy:
         *,
         tools_changed: bool = False,
     ) -> Prompt:
-        """Returns the prompt of the turn behind turn `parent`; nothing is written.
+        """Returns the prompt of the turn after turn `parent`. Writes nothing.
 
-        The tools stand at the beginning of a prompt, so other tools are another past, whatever the
+        The tools come at the beginning of a prompt, so other tools mean another past, whatever the
         template does with messages.
 
         Args:
-            observation: messages since that turn; all of them where a dialogue begins.
-            tools_changed: they are others than in turn `parent`.
+            observation: messages since that turn; all messages where a dialogue begins.
+            tools_changed: whether the tools differ from those of turn `parent`.
         """
         if parent is None:
             ids, shown = self.renderer.show(self.renderer.prompt(observation, tools), observation)
@@ -189,10 +190,10 @@ class TokenPolicy:
     async def sample(
         self, request_id: str, prompt_ids: list[int], images: Sequence[ShownImage] = ()
     ) -> Generation:
-        """One turn behind these ids, cut at the first of the stop strings.
+        """Samples one turn after these ids, cut at the first of the stop strings.
 
         Args:
-            images: those among the ids, in order.
+            images: the images whose tokens are among the ids, in order.
 
         Raises:
             InferenceError: the engine takes no images.
@@ -225,12 +226,13 @@ class TokenPolicy:
         generation: Generation,
         tools: list[ToolSpec],
     ) -> Action:
-        """Append what was read and sampled as the trajectory's next turn; returns what it does."""
+        """Appends the prompt and the sampled ids as the trajectory's next turn, and returns its
+        action."""
         branch = self._append_prompt(trajectory, prompt)
         return self._append_turn(trajectory, branch, prompt.parent, generation, tools)
 
     def _append_prompt(self, trajectory: Trajectory, prompt: Prompt) -> int:
-        """Returns the branch of the row that ends with the prompt."""
+        """Appends the prompt to its row, and returns the row's branch number."""
         turn_id, branch, row = len(trajectory.turns), prompt.branch, prompt.row
         if branch is not None and len(row) == prompt.num_kept:
             row.append_context(prompt.behind, turn_id)
@@ -290,11 +292,10 @@ class TokenPolicy:
 def _cut_at_stop_string(
     generation: Generation, renderer: Renderer, stop_strings: tuple[str, ...]
 ) -> Generation:
-    """The shortest beginning whose text holds a stop string.
+    """Returns the shortest beginning whose text contains a stop string.
 
-    A token's distribution does not depend on what was sampled after it, so the beginning of a
-    sample is exactly the sample of an engine that stops there.
-    """
+    A token's distribution does not depend on later tokens, so the beginning of a sample is exactly
+    a sample of an engine that stops there."""
 
     def stops(num_tokens: int) -> bool:
         text = renderer.decode(generation.token_ids[:num_tokens])
@@ -319,8 +320,8 @@ def _cut_at_stop_string(
 def _before_other_images(
     before: Sequence[ShownImage], now: Sequence[ShownImage], fork_at: int
 ) -> int:
-    """Returns where rows part that agree on tokens up to `fork_at`: before the first place at which
-    they show different images, and never inside of one."""
+    """Returns where two rows part that have the same tokens up to `fork_at`: before the first
+    position at which they show different images, and never inside an image."""
     for old, new in itertools.zip_longest(before, now):
         same = old and new and (old.sha256, old.start) == (new.sha256, new.start)
         if not same or old.end > fork_at:

@@ -1,7 +1,7 @@
-"""Images as a model's own processor makes them: the tokens it writes and the pixels it computes.
+"""Encodes images with the model's own processor: the tokens it writes and the pixels it computes.
 
-The processor's rule is used as it is: asked for the text of one marker with one image, it answers
-with the tokens that stand for that image, as many as its size takes, and with tensors of pixels.
+The processor is called with the text of one marker and one image, and returns the tokens that
+stand for that image, as many as its size takes, and its pixel tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_KEPT = 256
 
 
 class Processor:
-    """Puts images in the place of the markers that a chat template writes for them."""
+    """Replaces the image markers that a chat template writes by the image's tokens."""
 
     def __init__(self, processor: Any, family: str = "") -> None:
         """
         Args:
-            processor: of transformers, with an image processor and a tokenizer.
+            processor: one of transformers', with an image processor and a tokenizer.
             family: `model_type` of the model's configuration.
 
         Raises:
@@ -49,11 +49,11 @@ class Processor:
     def show(
         self, ids: list[int], messages: list[Message], start: int
     ) -> tuple[list[int], list[ShownImage]]:
-        """Returns the ids with every marker replaced, and the images with their places.
+        """Returns the ids with every marker replaced, and the images with their positions.
 
         Args:
-            ids: what the template wrote of the messages.
-            start: position of the first of them in its row.
+            ids: the messages as the template rendered them.
+            start: position of the first id in its row.
 
         Raises:
             ConfigError: the template does not write one marker for each image.
@@ -108,7 +108,7 @@ _OF_TOWERS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_s
 
 
 def pixels_sha256(pixels: Mapping[str, np.ndarray]) -> str:
-    """Returns a hash of what the tower reads: whoever computes the same pixels has the same."""
+    """Returns a hash of the pixel tensors that the vision tower reads."""
     digest = hashlib.sha256()
     for name in sorted(pixels):
         values = np.ascontiguousarray(pixels[name])
@@ -123,8 +123,8 @@ def restore_pixels(
     """Computes the pixels of rows that were read from a run's log.
 
     Raises:
-        ConfigError: the model takes no images, or its processor makes other tokens or pixels of an
-            image than that with which the row was sampled.
+        ConfigError: the model takes no images, or its processor makes other tokens or pixels from
+            an image than the processor with which the row was sampled.
         DataError: the store lacks an image.
     """
     for trajectory in trajectories:
@@ -152,11 +152,11 @@ def _with_pixels(
 
 
 def with_markers(messages: Sequence[Message], *, takes_images: bool) -> list[Message]:
-    """The messages as chat templates take them: an image without what it shows, and a list of
-    texts as one text.
+    """Returns messages as chat templates take them: images without their data, and a list of texts
+    as one text.
 
     Raises:
-        ConfigError: an image for a model that takes none.
+        ConfigError: a message shows an image, and the model takes none.
     """
     if all(isinstance(message["content"], str) for message in messages):
         return list(messages)

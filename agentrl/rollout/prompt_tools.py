@@ -6,7 +6,7 @@ The words are those of Hermes' and Qwen's templates, and calls are read in the `
     {"name": "search", "arguments": {"query": "x"}}
     </tool_call>
 
-A tool's answer comes as a user's message, between `<tool_response>` tags.
+A tool's answer is a user's message, between `<tool_response>` tags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _TRIED = "agentrl-dummy-system"
 
 
 def with_prompted_tools(render: Render) -> Render:
-    """A template that is never handed tools, and shows them all the same."""
+    """Wraps a template: the tools are described in the system message instead of being passed to
+    the template."""
     takes_system: list[bool] = []  # asked once, when a message is first rendered
 
     def rendered(messages: list[Any], tools: list[ToolSpec], generation_prompt: bool) -> str:
@@ -65,7 +66,7 @@ def _takes_system(render: Render) -> bool:
 
 
 def _describe(messages: list[Any], description: str, *, in_system: bool) -> None:
-    """Put the description behind the system message, or before the first user's."""
+    """Adds the description to the end of the system message, or before the first user's message."""
     first = messages[0] if messages else None
     if first is not None and first["role"] == "system":
         messages[0] = {**first, "content": join_contents([first["content"], description], "\n\n")}
@@ -78,7 +79,8 @@ def _describe(messages: list[Any], description: str, *, in_system: bool) -> None
 
 
 def _written(messages: list[Any]) -> list[Any]:
-    """Calls as the text of their turn, and the answers to a turn as one user's message."""
+    """Returns the messages with calls as text of their turn, and the answers to one turn as one
+    user's message."""
     written: list[Any] = []
     answering = False
     for message in messages:

@@ -1,5 +1,4 @@
-"""Reads what a run recorded as if it were played again: for `run.replay`, and to learn from the
-best."""
+"""Reads a run's groups as if they were played again (`run.replay`), and its best trajectories."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from agentrl.types import JSON, Group, Trajectory, environment_of
 
 
 class RecordedMixture(Mixture):
-    """Gives a step the groups that the same step of another run had, in the same order."""
+    """Gives each step the groups that the same step of another run had, in the same order."""
 
     def __init__(self, run_dir: Path, num_steps: int, names: list[str]) -> None:
         """
         Args:
-            names: of the environments; none where there is one without a name.
+            names: of the environments; empty if the run has one without a name.
 
         Raises:
             DataError: the run recorded fewer steps.
@@ -70,11 +69,11 @@ class RecordedMixture(Mixture):
         return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """A replay goes on by the number of the step alone."""
+        """Does nothing: a replay depends on the step's number alone."""
 
 
 def recorded_step(run_dir: Path, step: int, processor: Processor | None) -> list[Trajectory]:
-    """Returns the trajectories of a step as they were when it trained on them.
+    """Returns the trajectories of a step as they were when the run trained on them.
 
     Raises:
         ConfigError: see `restore_pixels`.
@@ -87,7 +86,7 @@ def recorded_step(run_dir: Path, step: int, processor: Processor | None) -> list
 
 
 def recorded_batch(trajectories: list[Trajectory]) -> RolloutBatch:
-    """Returns the trajectories of a step as the groups that it trained on."""
+    """Groups the trajectories of a step as they were when the run trained on them."""
     members: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         members.setdefault(trajectory.group_id, []).append(trajectory)
@@ -102,12 +101,13 @@ def recorded_batch(trajectories: list[Trajectory]) -> RolloutBatch:
 
 
 def best_trajectories(run_dir: Path, count: int, lowest_reward: float) -> list[Trajectory]:
-    """The `count` trajectories of highest reward of every task, none below `lowest_reward`.
+    """Returns the `count` trajectories with the highest rewards of every task, none below
+    `lowest_reward`.
 
-    Of equal ones the first that was played counts.
+    Of equal ones, the one that was played first counts.
 
     Raises:
-        DataError: the run recorded none like that.
+        DataError: the run recorded no such trajectory.
     """
     tasks: dict[tuple[str, str], list[Trajectory]] = {}
     num_seen = 0

@@ -5,13 +5,13 @@ token *suffix*: the conversation is rendered with a dummy assistant turn in plac
 one, and everything from that dummy's close token on is cut out and tokenised. The sampled ids in
 front of it stay as they were, so the prompt of turn k is bit for bit the row that will be trained.
 
-That is exact only where the template itself is append-only. Some edit the past (a thinking
+That is exact only if the template itself is append-only. Some templates edit the past (a thinking
 template that drops earlier reasoning). `Renderer` tests its template once, at start-up: it builds
 dialogues of turns that think, call and speak, both ways and compares the ids. A template
 that fails is rendered whole for every turn instead, and a changed past forks a new branch
-(see `rollout.driver`). What only begins later, in a longer dialogue or with other contents, is
-found by an audit: one turn of a hundred, and each that is longer than all before it, is compared
-with the whole render.
+(see `rollout.driver`). Edits that begin only later, in a longer dialogue or with other contents,
+are found by an audit: one turn in a hundred, and each that is longer than all before it, is
+compared with the whole render.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _added_tokens(tokenizer: Tokenizer) -> dict[int, Any]:
 
 
 class Renderer:
-    """Renders one model's dialogues.
+    """Renders the dialogues of one model.
 
     Attributes:
         dialect: how the model writes reasoning and tool calls.
@@ -86,7 +86,7 @@ class Renderer:
             stops there; it stays in the row, with mask 1, because the policy sampled it.
         stop_token_ids: tokens that end a turn: the close token, the dialect's and the tokenizer's
             end token.
-        history: `append_only` or `fork`, what the self-test found, or later an audit.
+        history: `append_only` or `fork`, as the self-test or a later audit found.
         num_audited: turns that an audit compared with the whole render.
         processor: of a vision-language model; None for one that takes no images.
     """
@@ -108,8 +108,8 @@ class Renderer:
             dialect: a name in `agentrl.rollout.dialects.table`, or `auto`.
             history: `auto` follows the self-test; the others force a mode. Forcing `append_only`
                 keeps what the template would have dropped in the model's context.
-            tools: who tells the model of its tools, as `rollout.tools`.
-            stop_token_ids: end a turn besides the template's own, as `rollout.stop_token_ids`.
+            tools: how the model is told of its tools, as in `rollout.tools`.
+            stop_token_ids: additional tokens that end a turn, as in `rollout.stop_token_ids`.
             template_kwargs: extra variables for the template, such as `enable_thinking`.
 
         Raises:
@@ -181,11 +181,10 @@ class Renderer:
         self._seen = [(0, 0), (0, 0)]
 
     def prompt(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
-        """The whole dialogue as token ids, ending where the assistant is to begin.
+        """Returns the whole dialogue as token ids, up to where the assistant begins.
 
-        The members of a group begin with the same prompt, which is the longest text by far: it is
-        rendered and tokenised for the first of them.
-        """
+        The members of a group begin with the same prompt, by far the longest text, so it is
+        rendered and tokenised once and cached."""
         messages = self._marked(messages)
         key = self._prompt_key(messages, tools)
         ids = self._prompts.pop(key, None)
@@ -199,7 +198,8 @@ class Renderer:
         return list(ids)
 
     def suffix(self, observation: list[Message], *, closed_by: int | None) -> list[int]:
-        """Tokens between a sampled assistant turn and the next one, whatever stood before.
+        """Returns the tokens between a sampled assistant turn and the next one, whatever came
+        before.
 
         Args:
             closed_by: the stop token that the sampled turn ended with; None: it was cut by length.
@@ -217,8 +217,8 @@ class Renderer:
         *,
         closed_by: int | None,
     ) -> list[int] | None:
-        """Tokens between the newest sampled turn and the next one; None if the template no longer
-        renders everything before the newest observation as it did.
+        """Returns the tokens between the newest sampled turn and the next one; None if the template
+        no longer renders everything before the newest observation as it did.
 
         Compares renderings with renderings, never with sampled text: a tool call that the template
         would space differently is not an edit of the past.
@@ -247,7 +247,8 @@ class Renderer:
     def show(
         self, ids: list[int], messages: list[Message], start: int = 0
     ) -> tuple[list[int], list[ShownImage]]:
-        """Returns ids of a prompt or a suffix with the tokens of its images, and the images.
+        """Returns the ids of a prompt or suffix with the images' tokens in place of the markers,
+        and the images.
 
         Args:
             ids: rendered from these messages, with one marker for each image.
@@ -261,7 +262,7 @@ class Renderer:
         return with_markers(messages, takes_images=self.processor is not None)
 
     def _takes_parts_only(self) -> bool:
-        """Tells whether the template writes contents that are lists of parts, and no others."""
+        """Tells whether the template accepts contents only as lists of parts."""
         from jinja2.exceptions import TemplateError
 
         asked: list[Message] = [{"role": "user", "content": _CONTENT}]
@@ -274,10 +275,11 @@ class Renderer:
     def _tail_in(
         self, messages: list[Message], turn: int, tools: list[ToolSpec], asked: str
     ) -> str | None:
-        """Returns what the template writes behind a turn; None if that changes the text before it.
+        """Returns the text that the template writes after a turn; None if that text changes what
+        comes before it.
 
         Args:
-            asked: how the dialogue before the turn is rendered.
+            asked: the dialogue before the turn, as rendered.
         """
         with_turn = self._text(messages[: turn + 1], tools, False)
         whole = self._text(messages, tools, True)
@@ -289,14 +291,15 @@ class Renderer:
         return whole[end:]
 
     def _without_ends(self, text: str) -> int:
-        """Returns where the tokens begin that end the rendered text."""
+        """Returns the position at which the tokens that end the rendered text begin."""
         end = len(text)
         while ends := [each for each in self._end_texts if text[:end].rstrip().endswith(each)]:
             end = len(text[:end].rstrip()) - len(ends[0])
         return end
 
     def _audit(self, messages: list[Message], newest: int, tools: list[ToolSpec]) -> None:
-        """Compares what the policy read with the template's own render, if it is time to.
+        """Compares the ids that the policy read with the template's whole render, for the turns
+        that are due for an audit.
 
         Raises:
             HistoryError: they differ.
@@ -308,7 +311,7 @@ class Renderer:
             first = 0
         elif len(messages) > most_seen or longest > 2 * longest_seen:
             self._seen[bool(tools)] = max(len(messages), most_seen), max(longest, longest_seen)
-            first = newest  # as long as this no dialogue was
+            first = newest  # the longest dialogue so far
         else:
             return
         self.num_audited += 1
@@ -329,12 +332,13 @@ class Renderer:
             )
 
     def _first_edit(self, messages: list[Message], tools: list[ToolSpec], first: int) -> int | None:
-        """Returns at how many messages the template first edits the past; None if it never does.
+        """Returns the number of messages at which the template first edits the past; None if it
+        never does.
 
-        Compares texts: each whole render with the one before it and the suffix.
+        Compares texts: each whole render with the previous one and the suffix.
 
         Args:
-            first: turns before this message are not looked at.
+            first: turns before this message are skipped.
         """
         messages, tools, _ = self._guard.guard(messages, tools, spared=self._spared)
         turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
@@ -355,9 +359,10 @@ class Renderer:
         return ids[1:] if closed_by is not None and ids[:1] == [closed_by] else ids
 
     def assistant_turn(self, message: Message) -> list[int]:
-        """The ids a policy would have sampled for this assistant message, close token included.
+        """Returns the ids that a policy would have sampled for this assistant message, close token
+        included.
 
-        The marks of the dialect are its tokens here, wherever the message spells them.
+        The dialect's marks become its tokens here, wherever the message spells them.
 
         Raises:
             ValueError: the template renders nothing between the two ends of the turn.
@@ -378,7 +383,7 @@ class Renderer:
     def read_turn(
         self, token_ids: list[int], start: int, tools: list[ToolSpec], *, turn_id: int
     ) -> tuple[Action, ParseStatus]:
-        """Reads what the turn that was sampled at `token_ids[start:]` does.
+        """Reads the action of the turn that was sampled at `token_ids[start:]`.
 
         Args:
             tools: those that the policy was offered.
@@ -393,11 +398,11 @@ class Renderer:
         )
 
     def _prompt_end(self, token_ids: list[int], start: int) -> str:
-        """The text that the template wrote before a turn, without the messages before it, which
-        may speak of thoughts without opening one.
+        """Returns the text that the template wrote before a turn, without the messages before it,
+        which may mention thoughts without opening one.
 
-        A special token divides the two: no content makes one. Those of thoughts divide nothing.
-        """
+        The text begins after the last special token, because no content contains one; tokens that
+        open or close a thought do not count."""
         first = max(0, start - PROMPT_END_TOKENS)
         last = next(
             (at for at in range(start - 1, first - 1, -1) if token_ids[at] in self._frame_ids),
@@ -408,15 +413,16 @@ class Renderer:
         return self._decode(token_ids[max(last, 0) : start], skip_special_tokens=False)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Sampled ids as text, special tokens included (tool-call tags may be special), without
-        the stop tokens at the end."""
+        """Returns sampled ids as text, special tokens included (tool-call tags may be special),
+        without the stop tokens at the end."""
         end = len(token_ids)
         while end and token_ids[end - 1] in self.stop_token_ids:
             end -= 1
         return self._decode(token_ids[:end], skip_special_tokens=False)
 
     def _prompt_key(self, messages: list[Message], tools: list[ToolSpec]) -> bytes | None:
-        """Bytes that are equal only for equal dialogues; None for one that is not to be kept."""
+        """Returns a cache key that is equal only for equal dialogues; None for a dialogue that is
+        not cached."""
         if not self._keeps_prompts:
             return None
         try:
@@ -445,12 +451,10 @@ class Renderer:
         return rendered(render, tools)
 
     def _tail(self, observation: list[Message]) -> str:
-        """The text behind the dummy turn.
+        """Returns the text after the dummy turn.
 
-        A template takes ten times as long as putting contents between texts that it rendered
-        before, so messages that differ in their content alone are spliced, where `_frame` found
-        that this gives what the template gives.
-        """
+        A template takes ten times as long as inserting contents between texts that it rendered
+        before, so contents are inserted wherever `_frame` found that this gives the same text."""
         contents = []
         key = []
         for message in observation:
@@ -465,7 +469,7 @@ class Renderer:
             frame = self._frames[tuple(key)] = self._frame(observation)
             if len(self._frames) > MAX_FRAMES:
                 self._frames.pop(next(iter(self._frames)))
-        except TypeError:  # a message with a value that is no scalar
+        except TypeError:  # a message with a value that is not a scalar
             return self._render_tail(observation)
         if frame is None:
             return self._render_tail(observation)
@@ -475,11 +479,10 @@ class Renderer:
         return text
 
     def _frame(self, observation: list[Message]) -> list[str] | None:
-        """Returns what the template puts around the contents of such messages.
+        """Returns the texts that the template puts around the contents of such messages.
 
-        None where splicing differs from rendering: a template may trim a content, escape it or
-        look into it. That is tried with contents which such templates change.
-        """
+        Returns None where inserting differs from rendering: a template may trim, escape or inspect
+        a content. This is tested with contents that such templates change."""
         marked: list[Message] = [
             {**message, "content": f"{_CONTENT}-{position}-"}
             for position, message in enumerate(observation)
@@ -535,7 +538,7 @@ class Renderer:
         }
 
     def _one_special_token(self, text: str) -> int | None:
-        """The token's id, if it is one and special."""
+        """Returns the id of the text's token if it is a single special token, else None."""
         ids = self._encode(text)
         if len(ids) != 1 or self.tokenizer.decode(ids, skip_special_tokens=True):
             return None
@@ -575,7 +578,8 @@ class Renderer:
         return ids[0]
 
     def _require_own_tokens(self) -> None:
-        """Looks whether the template makes its own token of a text that only nearly spells it.
+        """Checks that the template does not make one of its own tokens from a text that only nearly
+        spells it.
 
         Raises:
             ConfigError: it does, so that no text can be kept apart from its tokens.
@@ -653,8 +657,8 @@ class Renderer:
         return len(calls) < LONG_TEST or self._first_edit(messages, tools, 0) is None
 
     def _example_turn(self, turn: int, with_call: bool) -> tuple[Message, Message]:
-        """An assistant turn that thinks, and what follows it: a tool's answer or a user's. The
-        later ones are long."""
+        """Returns an assistant turn that thinks, and the tool's answer or user's message after it.
+        Later turns are long."""
         more = " and more" * min(4**turn, 400) if turn > 2 else ""
         said: Message = {
             "role": "assistant",

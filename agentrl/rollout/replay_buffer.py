@@ -1,7 +1,7 @@
 """Groups that are trained on once more, some steps after they were played: `rollout.replay_share`.
 
-What is held follows from the steps' groups alone. A checkpoint has their ids only: their
-trajectories are in the run's log.
+The content follows from the steps' groups alone. A checkpoint has only the ids of the groups;
+their trajectories are in the run's log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.types import JSON, Group
 
 
 class ReplayBuffer:
-    """Holds groups of the last steps, and gives back those whose rewards differ most."""
+    """Keeps groups of the last steps, and returns those whose rewards differ most."""
 
     def __init__(self, rollout: RolloutSection) -> None:
         self._per_step = rollout.replay_share * rollout.groups_per_step
@@ -32,8 +32,7 @@ class ReplayBuffer:
         """Returns the groups that a step trains on again, in the order in which they were played,
         and metrics.
 
-        A group is given back once, and is forgotten when it is too old.
-        """
+        A group is returned once, and dropped when it is too old."""
         self._held = [each for each in self._held if step - each[0] <= self._max_age]
         count = int(self._per_step * step) - int(self._per_step * (step - 1))
         # Of equal ones the newest: its policy is nearest to the present one.
@@ -47,23 +46,23 @@ class ReplayBuffer:
         return [group for _, group in taken], metrics
 
     def add(self, step: int, groups: Iterable[Group]) -> None:
-        """Hold what a step trained on for the first time, where its rewards differ."""
+        """Keeps the groups that a step trained on for the first time, if their rewards differ."""
         self._held += [(step, group) for group in groups if _variance(group) > 0]
 
     def state(self) -> list[JSON]:
-        """Returns the state from which `restore` goes on."""
+        """Returns the state for a checkpoint, which `restore` takes."""
         return [[step, group.group_id] for step, group in self._held]
 
     def restore(
         self, saved: Iterable[Any], run_dir: Path, processor: Processor | None = None
     ) -> None:
-        """Go on where `state` was taken.
+        """Restores the groups of a saved state from the run's log.
 
         Args:
             processor: of the model, where it takes images.
 
         Raises:
-            ConfigError: its processor is not that of the run.
+            ConfigError: the processor differs from the run's.
             DataError: the run's log lacks a group or an image.
         """
         held = [(int(step), str(group_id)) for step, group_id in saved]

@@ -43,7 +43,7 @@ class Played:
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """The information that a sampler has when it is asked for a task."""
+    """The information that a sampler gets when it chooses a task."""
 
     position: int
     """Groups that were asked for before, since the run began."""
@@ -63,7 +63,7 @@ class Choice:
     """`[rollout]` of this environment."""
 
     def fresh(self) -> int | None:
-        """Returns a task that was never chosen, at random; None where all were."""
+        """Returns a random task that was never chosen; None if all were."""
         if self.size is None:
             return max((*self.played, *self.waiting), default=-1) + 1
         is_new = np.ones(self.size, bool)
@@ -71,7 +71,8 @@ class Choice:
         return self.any_of(np.flatnonzero(is_new))
 
     def any_of(self, indices: Iterable[int]) -> int | None:
-        """Returns one of these at random, preferably one that is not waiting; None without any."""
+        """Returns one of these at random, preferably one that is not waiting; None if there are
+        none."""
         all_of = [int(index) for index in indices]
         found = [index for index in all_of if index not in self.waiting] or all_of
         return found[self.rng.integers(len(found))] if found else None
@@ -81,7 +82,8 @@ SampleTask = Callable[[Choice], int]
 
 
 def difficulty(choice: Choice) -> int:
-    """Draws tasks whose rate is near `sampler_target`, and shares of fresh and of passed ones."""
+    """Draws tasks with a success rate near `sampler_target`, and some fresh and some passed
+    ones."""
     options, played = choice.options, choice.played
     passed = sorted(i for i, task in played.items() if task.rate >= options.sampler_passed)
     between = sorted(i for i in played.keys() - set(passed) if i not in choice.waiting)
@@ -104,9 +106,9 @@ def difficulty(choice: Choice) -> int:
 
 
 def staged(choice: Choice) -> int:
-    """Draws of one pool of tasks after the other, and at times of earlier ones.
+    """Draws tasks from one pool after the other, and sometimes from earlier pools.
 
-    The next one opens when the last groups of the present one earned `sampler_passed` on average.
+    The next pool opens when the last groups of the current pool earned `sampler_passed` on average.
     """
     options = choice.options
     assert choice.size is not None
@@ -128,7 +130,8 @@ def staged(choice: Choice) -> int:
 
 
 class Sampler:
-    """Chooses a task for every position of one environment, and remembers what they earned."""
+    """Chooses a task for every position of one environment, and remembers the rewards of its
+    groups."""
 
     def __init__(
         self, name: str, choose: SampleTask, size: int | None, seed: int, options: RolloutSection
@@ -142,10 +145,10 @@ class Sampler:
         self._memory: dict[str, JSON] = {}
 
     def choose(self, position: int) -> None:
-        """Draw a task for a position, unless it has one.
+        """Draws a task for a position, unless it has one already.
 
         Raises:
-            TrainingError: the function returned something else than a task's index.
+            TrainingError: the function did not return the index of a task.
         """
         if position in self._chosen:
             return
@@ -176,10 +179,10 @@ class Sampler:
         return self._chosen[position]
 
     def take_in(self, groups: Mapping[int, list[Trajectory]]) -> dict[str, float]:
-        """Learn what the groups of a step earned; returns metrics.
+        """Records the rewards of a step's groups and returns metrics.
 
         Args:
-            groups: by position, all that the step played.
+            groups: all groups that the step played, by position.
         """
         num_again = 0
         for position, trajectories in groups.items():
@@ -207,10 +210,10 @@ class Sampler:
         return metrics
 
     def state(self) -> dict[str, JSON]:
-        """Returns the state from which `restore` goes on.
+        """Returns the state for a checkpoint, which `restore` takes.
 
         Raises:
-            TrainingError: the function keeps what JSON cannot hold.
+            TrainingError: the function's state cannot be written as JSON.
         """
         try:
             memory = json.loads(json.dumps(self._memory, allow_nan=False))
@@ -227,11 +230,11 @@ class Sampler:
         }
 
     def restore(self, saved: Mapping[str, Any], outstanding: Iterable[int]) -> None:
-        """Go on where `state` was taken.
+        """Restores a saved state.
 
         Args:
-            outstanding: positions that are played again, those of async runs among them whose
-                group was dropped before any step had told of it.
+            outstanding: positions that are played again, which in async runs includes groups
+                that were dropped before a step reported them.
         """
         # With run.force_resume the run may have had a longer split, or no sampler.
         end = float("inf") if self._size is None else self._size
@@ -245,10 +248,10 @@ class Sampler:
 
 
 def make_sampler(options: RolloutSection, size: int | None, seed: int) -> Sampler | None:
-    """Makes the sampler of one environment; None where tasks are played in a seeded order.
+    """Makes the sampler of one environment; None if tasks are played in a seeded order.
 
     Args:
-        size: of its split.
+        size: number of tasks in the split.
 
     Raises:
         ConfigError: the function is not found, or the pools do not fit the split.

@@ -1,4 +1,4 @@
-"""Which episodes are played when: tasks in a seeded order, groups of G, filters with refill.
+"""Schedules episodes: tasks in a seeded order, groups of G, filters with refill.
 
 The order of tasks depends on the seed and the data position only, so a resumed run continues with
 the task that an uninterrupted one would have taken.
@@ -43,7 +43,7 @@ Score = Callable[[list[Trajectory]], Awaitable[None]]
 
 
 class TaskSampler(Protocol):
-    """Chooses tasks by what they earned; `rollout.sampler.Sampler`."""
+    """Chooses tasks by the rewards that they earned; `rollout.sampler.Sampler`."""
 
     def choose(self, position: int) -> None: ...
 
@@ -58,7 +58,7 @@ class TaskSampler(Protocol):
 
 @dataclass(slots=True)
 class TaskSource:
-    """Task indices of one split, each epoch in a new seeded order."""
+    """The task indices of one split, in a new seeded order in each epoch."""
 
     split: str
     size: int | None
@@ -73,7 +73,7 @@ class TaskSource:
     """Chooses the task of every position; None goes through the epochs."""
 
     def take(self) -> int:
-        """The next position."""
+        """Returns the next position."""
         if self.returned:
             return self.returned.popleft()
         position, self.position = self.position, self.position + 1
@@ -82,7 +82,7 @@ class TaskSource:
         return position
 
     def index_at(self, position: int) -> int:
-        """The task's index at a position."""
+        """Returns the index of the task at a position."""
         if self.sampler is not None:
             return self.sampler.index_at(position)
         if self.size is None:
@@ -115,13 +115,13 @@ class RolloutBatch:
 
 
 def mark_dropped(group: Group, reason: str) -> None:
-    """Write into a group's trajectories, and so into their log, that no step trains on it."""
+    """Notes in a group's trajectories, and so in their log, why no step trains on it."""
     for trajectory in group.trajectories:
         trajectory.info["dropped"] = reason
 
 
 def stable_seed(*parts: JSON) -> int:
-    """A 31-bit seed from its parts, the same on every machine."""
+    """Returns a 31-bit seed computed from the parts, the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -129,10 +129,9 @@ def stable_seed(*parts: JSON) -> int:
 class GroupScheduler:
     """Plays groups of episodes, at most `max_concurrent` episodes at a time.
 
-    Nor does it play more than the environment has sessions for, all its servers together: an
-    episode that waited for a free session would spend its own deadlines waiting. Runs that share
-    servers have to share the sessions too, through `rollout.max_concurrent`.
-    """
+    Never plays more episodes at a time than all servers of the environment have sessions for,
+    because an episode that waited for a session would spend its own deadlines waiting. Runs that
+    share servers have to divide the sessions among them through `rollout.max_concurrent`."""
 
     def __init__(
         self,
@@ -154,9 +153,9 @@ class GroupScheduler:
         """
         Args:
             agents: play the episodes, and call a `TokenPolicy`; None: the policy plays itself.
-            score: awaited for every group once its episodes ended, before any filter.
-            capacity: shared by schedulers that play at the same time; an episode holds it while it
-                is played. None where nothing else plays.
+            score: awaited for every group when its episodes have ended, before any filter.
+            capacity: shared by schedulers that play at the same time; an episode holds one unit
+                while it is played. None if no other scheduler plays.
         """
         self.policy = policy
         self.env = env
@@ -187,15 +186,15 @@ class GroupScheduler:
         log: Log | None = None,
         takes: Callable[[int], bool] = lambda position: True,
     ) -> RolloutBatch:
-        """Play groups until `num_groups` passed the filter.
+        """Plays groups until `num_groups` passed the filter.
 
         Args:
             keep: the filter; None keeps every group.
             max_waves: how often dropped groups are replaced by new ones, the first play included.
                 With 1 a batch may come back smaller.
             on_progress: called with (episodes ended, episodes dispatched).
-            log: its episodes are not played again; it gets those that are.
-            takes: whether the task at a position is played; the others count as played.
+            log: episodes in it are not played again; new ones are added to it.
+            takes: tells whether the task at a position is played; others count as played.
         """
         batch = RolloutBatch([], [])
         for _ in range(max_waves):
@@ -230,10 +229,10 @@ class GroupScheduler:
     async def replay(
         self, groups: Iterable[Group], policy: Policy, *, id_prefix: str
     ) -> list[Trajectory]:
-        """Play the task of each group of this scheduler once more, by another policy.
+        """Plays the task of each group of this scheduler once more, with another policy.
 
         Args:
-            id_prefix: of the new trajectories' ids; a group of one each.
+            id_prefix: begins the ids of the new trajectories, each a group of one.
 
         Returns:
             One scored trajectory per group, in their order.
@@ -248,18 +247,19 @@ class GroupScheduler:
         return await self._play_all(episodes, policy)
 
     def position_of(self, group_id: str) -> int:
-        """The data position of a group of this scheduler."""
+        """Returns the data position of a group of this scheduler."""
         return int(group_id.removeprefix(f"{self.id_prefix}g"))
 
     def take_restarts(self) -> int:
-        """Episodes started over since this was last asked."""
+        """Returns the number of episodes started over since the last call."""
         count, self._num_restarts = self._num_restarts, 0
         return count
 
     def group_at(
         self, position: int, *, size: int | None = None, id_prefix: str | None = None
     ) -> list[Episode]:
-        """The episodes of the group at a data position: `group_size` of them, or `size`."""
+        """Returns the episodes of the group at a data position: `size` of them, by default
+        `group_size`."""
         index = self.source.index_at(position)
         group_id = f"{self.id_prefix if id_prefix is None else id_prefix}g{position:07d}"
         return [
@@ -281,7 +281,7 @@ class GroupScheduler:
         record: Callable[[Trajectory], None],
         policy: Policy | None = None,
     ) -> None:
-        """Play one episode; `record` is called exactly once, also when this is cancelled."""
+        """Plays one episode and calls `record` exactly once, even when cancelled."""
         now = self.live[episode.trajectory_id] = Progress(episode.trajectory_id)
 
         def ended(trajectory: Trajectory) -> None:
@@ -298,7 +298,7 @@ class GroupScheduler:
             await play_agent(episode, self.agents, policy, self.env, self.limits, ended, now)
 
     def stalled_for_s(self) -> float:
-        """Seconds since any episode ended or went on to its next stage."""
+        """Returns the seconds since any episode last ended or moved to its next stage."""
         newest = max((now.since for now in self.live.values()), default=0.0)
         return time.monotonic() - max(newest, self.last_end)
 
@@ -310,10 +310,10 @@ class GroupScheduler:
         num_before: int = 0,
         log: Log | None = None,
     ) -> list[Trajectory]:
-        """Play the episodes, and score a group once its last one ended.
+        """Plays the episodes, and scores each group when its last episode ends.
 
         Returns:
-            Their trajectories in their order, whatever order they ended in.
+            The trajectories in the order of `episodes`, whatever order they ended in.
         """
         ended = {
             e.trajectory_id: log.done[e.trajectory_id]
@@ -370,5 +370,5 @@ class GroupScheduler:
         return [ended[episode.trajectory_id] for episode in episodes]
 
     async def _num_sessions(self) -> int:
-        """Episodes the environment can hold at a time, all its servers together."""
+        """Returns how many sessions all servers of the environment can hold at a time."""
         return (await self.env.info(self.env_id, self.env_config)).max_sessions

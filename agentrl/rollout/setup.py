@@ -1,4 +1,4 @@
-"""Makes the objects that play rollouts from what a run file says about them."""
+"""Makes the objects that play rollouts from the configuration."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def make_scheduler(
     agents: Agents | None = None,
     name: str = "",
 ) -> GroupScheduler:
-    """A scheduler of the configured environment; see `GroupScheduler` for the arguments.
+    """Makes a scheduler of the configured environment; see `GroupScheduler` for the arguments.
 
     Args:
-        name: of this environment among several; its episodes' ids and seeds are its own.
+        name: this environment's name if there are several; part of its episodes' ids and seeds.
     """
     rollout = config.rollout
     return GroupScheduler(
@@ -77,7 +77,7 @@ def make_scheduler(
 
 @contextlib.asynccontextmanager
 async def connected(config: RunConfig) -> AsyncIterator[dict[str, EnvClient]]:
-    """A client of each environment of the run, by name, while in the context."""
+    """Yields a client of each environment of the run, by name."""
     async with contextlib.AsyncExitStack() as stack:
         clients: dict[str, EnvClient] = {}
         for name, alone in config.environments.items():
@@ -88,10 +88,10 @@ async def connected(config: RunConfig) -> AsyncIterator[dict[str, EnvClient]]:
 
 @contextlib.asynccontextmanager
 async def running_agents(config: RunConfig) -> AsyncIterator[Agents | None]:
-    """The endpoint and whatever starts agents, while in the context; None where the policy plays.
+    """Yields the agents' endpoint with its runner; None if the policy plays itself.
 
     Raises:
-        ConfigError: the agent cannot be found, or the endpoint's address is not to be had.
+        ConfigError: the agent cannot be found, or the endpoint's address cannot be bound.
     """
     if not config.plays_by_agent:
         yield None
@@ -112,10 +112,11 @@ async def running_agents(config: RunConfig) -> AsyncIterator[Agents | None]:
 
 
 def scorer_of(config: RunConfig) -> Score | None:
-    """The reward functions of the run file; None where rewards are the environment's alone.
+    """Returns the reward functions of the run file as one function; None if all rewards come from
+    the environment.
 
     Raises:
-        ConfigError: a function is not found, or has other options.
+        ConfigError: a function is not found, or does not have the given options.
     """
     if not config.reward.functions:
         return None
@@ -125,8 +126,10 @@ def scorer_of(config: RunConfig) -> Score | None:
 
 
 async def require_shown_tools(env: EnvClient, config: RunConfig, renderer: Renderer) -> None:
-    """Raises:
-    ConfigError: the environment has tools, and the model would not be told of them.
+    """Checks that the model is told of the environment's tools.
+
+    Raises:
+        ConfigError: the environment has tools, but the prompt would not show them.
     """
     if config.rollout.tools != "template" or not renderer.template.hides_tools:
         return
@@ -159,7 +162,8 @@ async def require_shown_images(env: EnvClient, config: RunConfig, renderer: Rend
 
 
 async def split_size(env: EnvClient, config: RunConfig, split: str) -> int | None:
-    """Number of tasks of a split under `env.config`, which loads them; None without end.
+    """Returns the number of tasks of a split under `env.config`, which loads them; None if tasks
+    are generated without end.
 
     Raises:
         EnvError: the environment refuses its configuration, or its data cannot be loaded.

@@ -1,8 +1,8 @@
 """Why each token got its gradient: what the trainer computed for it, one file per step.
 
 `run_dir/signals/step_000012.msgpack.zst` begins with a table of its rows; then one record per row
-holds its arrays over trained tokens. It is written aside and renamed, by a thread of its own: the
-trainer neither waits for it nor fails with it.
+holds its arrays over trained tokens. A background thread writes it to a temporary
+name and renames it: the trainer neither waits for it nor fails with it.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class RowSignals:
 
 
 class SignalLog:
-    """Writes signals behind the trainer's back. A context manager: its end waits for the rest."""
+    """Writes signals in a background thread. A context manager: leaving it waits for the thread."""
 
     def __init__(self, run_dir: Path, *, share: float = 1.0, resume_step: int = 0) -> None:
         """
         Args:
-            share: of a step's groups whose signals are kept.
-            resume_step: later files are of steps that a resumed run will train again.
+            share: fraction of a step's groups whose signals are kept.
+            resume_step: files of later steps are deleted; a resumed run trains those steps again.
         """
         self.share = share
         self._directory = run_dir / "signals"
@@ -83,7 +83,8 @@ class SignalLog:
         return zlib.crc32(group_id.encode()) < self.share * 2**32
 
     def write(self, step: int, make_rows: Callable[[], list[RowSignals]]) -> None:
-        """Write what `make_rows` returns, all in the log's own thread; returns at once."""
+        """Writes the rows that `make_rows` returns. Returns at once; all work is done in the log's
+        thread."""
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= MAX_WAITING:
             self._warn(f"signals of step {step} are left out: the disk is slower than training")
@@ -108,7 +109,7 @@ class SignalLog:
             self._directory.mkdir(exist_ok=True)
             partial.write_bytes(_to_bytes(make_rows()))
             os.replace(partial, path)
-        except Exception as error:  # of a thread that nobody asks for its result
+        except Exception as error:  # nobody awaits this thread's result
             self._warn(f"signals of step {step} are not saved: {error}")
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
@@ -120,8 +121,8 @@ class SignalLog:
 
 
 def read_signals(run_dir: Path | str, step: int) -> dict[str, list[RowSignals]]:
-    """Trajectory id -> the signals of its trained rows; their arrays line up with the rows of
-    `read_trajectories`. Trajectories that were not trained on are not in it.
+    """Returns trajectory id -> the signals of its trained rows; their arrays line up with the rows
+    of `read_trajectories`. Trajectories that were not trained on are left out.
 
     Raises:
         DataError: the step has none, or the file is damaged.
@@ -154,7 +155,7 @@ def _read(run_dir: Path | str, step: int, wanted: str | None) -> list[RowSignals
 
 
 def read_advantages(run_dir: Path | str, step: int) -> dict[str, float]:
-    """Trajectory id -> mean advantage of its trained tokens, from the table alone.
+    """Returns trajectory id -> mean advantage of its trained tokens, from the table alone.
 
     Raises:
         DataError: the step has none, or the file is damaged.

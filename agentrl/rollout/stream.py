@@ -12,8 +12,8 @@ whatever is ready, but wait for **due** groups: those that the next step would f
 most B groups are due at a time, because S * B fewer were dispatched before their version's end.
 So nothing is thrown away for its age, and long episodes are trained as often as short ones.
 
-`oversample` groups more than that may be in flight. Then a batch waits for nobody, and groups that
-would be too old for the next step are cancelled as a whole and their tasks played again later.
+`oversample` groups more than that may be in flight. Then a batch waits for no group, and groups
+that would be too old for the next step are cancelled as a whole and their tasks played again later.
 That is faster where episodes differ much, and it trains fewer of the long ones.
 """
 
@@ -31,7 +31,8 @@ from agentrl.types import Group, StopReason, Trajectory, TrajectoryError
 
 @dataclass(slots=True)
 class _Slot:
-    """One group's place, from its dispatch until a batch takes it. Refills keep their place."""
+    """One group from its dispatch until a batch takes it. Its replacements keep its place in the
+    order."""
 
     number: int
     position: int
@@ -73,9 +74,9 @@ class GroupStream:
         """
         Args:
             scheduler: plays the episodes; its `capacity` bounds how many at a time.
-            groups_per_step: a number, or a function of the step's number, which may return 0.
-            num_steps: batches that will be asked for; nothing is played beyond them.
-            version: of the policy at the start.
+            groups_per_step: a number, or a function of the step's number that may return 0.
+            num_steps: number of batches that will be taken; nothing is played beyond them.
+            version: the policy's version at the start.
             keep: the filter; a dropped group is replaced at once, `max_waves` - 1 times.
             oversample: groups in flight beyond what the bound needs.
             min_group_size: a group of which so many members ended waits `straggler_timeout_s` for
@@ -115,7 +116,8 @@ class GroupStream:
     async def next_batch(
         self, on_progress: Callable[[int, int], None] | None = None
     ) -> RolloutBatch:
-        """The groups of the next training step, in dispatch order, none staler than the bound.
+        """Waits for the groups of the next training step and returns them in dispatch order, none
+        staler than the bound.
 
         Args:
             on_progress: called with (groups ready, groups per step).
@@ -124,7 +126,7 @@ class GroupStream:
         return self.take_batch()
 
     async def wait_for_batch(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Return when `take_batch` has a batch. Cancelled, it leaves every group where it was."""
+        """Waits until `take_batch` has a batch. If cancelled, every group stays in the stream."""
         self._dispatch()
         wanted = self._groups_of(self.version + 1)
         while True:
@@ -140,7 +142,7 @@ class GroupStream:
         self._chosen = chosen
 
     def take_batch(self) -> RolloutBatch:
-        """The batch that `wait_for_batch` waited for."""
+        """Returns the batch that `wait_for_batch` waited for."""
         batch = RolloutBatch([], [])
         for slot in self._chosen:
             del self._slots[slot.number]
@@ -159,18 +161,19 @@ class GroupStream:
         return batch
 
     def advance(self, version: int) -> None:
-        """The policy has new weights: more groups may be dispatched."""
+        """Sets the policy's new version, after which more groups may be dispatched."""
         self.version = version
         self._dispatch()
 
     def outstanding(self) -> list[int]:
-        """Positions of tasks that no batch has taken yet; what a resumed run has to play again."""
+        """Returns the positions of tasks that no batch has taken yet; a resumed run plays them
+        again."""
         slots = self._slots.values()
         played = [at for slot in slots for at in (*slot.dropped_positions, slot.position)]
         return [*played, *self._scheduler.source.returned]
 
     async def aclose(self) -> None:
-        """Cancel what is in flight; every episode begun has its record after this."""
+        """Cancels the episodes in flight. Every episode that began has its record after this."""
         await self._cancel(list(self._slots.values()))
 
     def _dispatch(self) -> None:
@@ -187,7 +190,7 @@ class GroupStream:
             slot.task.add_done_callback(lambda _: self._changed.set())
 
     def _cut(self, wanted: int) -> list[_Slot] | None:
-        """The slots of the next batch; None while they are not ready."""
+        """Returns the slots of the next batch; None while they are not ready."""
         done = [slot for slot in self._slots.values() if slot.done]
         if len(done) < wanted:
             return None
@@ -198,7 +201,7 @@ class GroupStream:
         return sorted(in_order[:wanted], key=lambda slot: slot.number)
 
     def _is_due(self, slot: _Slot) -> bool:
-        """The step after the next would find it too old."""
+        """Tells whether the step after the next would find the group too old."""
         return self.version - slot.version >= self._max_staleness
 
     def _staleness(self, group: Group) -> int:
@@ -206,7 +209,8 @@ class GroupStream:
         return self.version - min((v for v in versions if v is not None), default=self.version)
 
     async def _cancel_too_old(self, chosen: list[_Slot]) -> None:
-        """With over-sampling, a cut leaves behind what the next step could not train on."""
+        """Cancels the groups, left behind by a cut with over-sampling, that the next step could not
+        train on."""
         taken = {slot.number for slot in chosen}
         left = [slot for slot in self._slots.values() if slot.number not in taken]
         too_old = [slot for slot in left if self._is_due(slot)]
@@ -249,7 +253,7 @@ class GroupStream:
             slot.position, slot.version = scheduler.source.take(), self.version
 
     async def _play_group(self, episodes: list[Episode], slot: _Slot) -> list[Trajectory]:
-        """The trajectories of one group in member order, its stragglers cut."""
+        """Plays one group and returns its trajectories in member order, with stragglers cut."""
         ended: dict[str, Trajectory] = {}
 
         def record(trajectory: Trajectory) -> None:
@@ -296,7 +300,7 @@ class GroupStream:
     async def _without_stragglers(
         self, tasks: list[asyncio.Task[None]], all_begun: asyncio.Event
     ) -> None:
-        """Return when all members ended, or the deadline for the last of them passed."""
+        """Waits until all members have ended, or the deadline for the last ones has passed."""
         pending = set(tasks)
         if self._min_group_size is None or self._straggler_timeout_s is None:
             await asyncio.wait(pending)

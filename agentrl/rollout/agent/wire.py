@@ -110,7 +110,6 @@ class Wire(Protocol):
 
     Each episode has its own instance, which may remember the answers that it gave.
 
-    Each episode has one of its own, which may remember what it answered.
     """
 
     def read(self, body: Mapping[str, Any]) -> Call:
