@@ -60,8 +60,8 @@ def fall(
 def _deviation(
     left: Sequence[float], right: Sequence[float], within: Sequence[float], count: float
 ) -> float:
-    """Returns how far points stray from their level: by the curve itself, and at least by the
-    error of their means, doubled because answers to one task are alike."""
+    """Returns how far points scatter around their level: the curve's own scatter, but at least the
+    error of the points' means, doubled because answers to one task are alike."""
     squares = [(value - statistics.fmean(part)) ** 2 for part in (left, right) for value in part]
     of_curve = math.sqrt(sum(squares) / max(1, len(squares) - 2))
     of_means = 2 * statistics.fmean(within) / math.sqrt(count) if within else 0.0

@@ -1,5 +1,5 @@
-"""The parts that the terminal display and the report share: which metrics matter, how to write
-their numbers, and curves as text."""
+"""The parts that the terminal display and the report share: the metrics that matter, the format of
+numbers, and curves as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def number(value: object) -> float | None:
 
 
 def series(metrics: Sequence[Mapping[str, object]], key: str) -> list[tuple[int, float]]:
-    """(step, value) of every line of metrics.jsonl that has a finite `key`."""
+    """Returns (step, value) for every line of metrics.jsonl with a finite `key`."""
     points = []
     for row in metrics:
         value, step = number(row.get(key)), row.get("step")
@@ -49,7 +49,8 @@ def series(metrics: Sequence[Mapping[str, object]], key: str) -> list[tuple[int,
 
 
 def short_number(value: float) -> str:
-    """At most 4 significant digits and 7 to 9 characters: 0.4375, -0.0021, 1.2e-06, 12.4k."""
+    """Formats a number with at most 4 significant digits in 7 to 9 characters: 0.4375, -0.0021,
+    1.2e-06, 12.4k."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -66,7 +67,7 @@ def short_number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3:07 (minutes:seconds), 2:03:07."""
+    """Formats seconds as 12 s, 3:07 (minutes:seconds) or 2:03:07."""
     whole = max(0, round(seconds))
     minutes, secs = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -76,7 +77,8 @@ def duration(seconds: float) -> str:
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """About `target` round numbers (1, 2 or 5 times a power of ten) that span [low, high]."""
+    """Returns about `target` round numbers (1, 2 or 5 times a power of ten) that span [low,
+    high]."""
     largest = max(abs(low), abs(high))
     if high - low <= max(1e-9 * largest, 1e-300):
         # Flat, or not to be told apart from it.
@@ -89,7 +91,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
 
 
 def binned(values: Sequence[float], num_bins: int) -> list[float]:
-    """`values` averaged into at most `num_bins` neighbours of nearly equal size."""
+    """Averages neighbouring values into at most `num_bins` bins of nearly equal size."""
     if len(values) <= num_bins:
         return list(values)
     edges = [round(index * len(values) / num_bins) for index in range(num_bins + 1)]
@@ -99,7 +101,8 @@ def binned(values: Sequence[float], num_bins: int) -> list[float]:
 def text_plot(
     points: Sequence[tuple[int, float]], *, width: int, height: int, ascii_only: bool = False
 ) -> list[str]:
-    """A line plot of (step, value) as `height` lines of text plus an axis, `width` columns wide.
+    """Draws a line plot of (step, value) as `height` lines of text plus an axis, `width` columns
+    wide.
 
     Braille characters give 2 x 4 dots per character; with `ascii_only` one star per character.
     Returns [] without two points.
@@ -128,8 +131,8 @@ def text_plot(
 
 
 def _row_ticks(low: float, high: float, height: int) -> list[float]:
-    """Round numbers that span [low, high] and stand a whole number of `height` rows apart, so that
-    the rows between two labels are always the same; the tightest such axis."""
+    """Returns the tightest axis of round numbers that spans [low, high] with a whole number of
+    `height` rows between two ticks, so that the rows between two labels are always the same."""
     best: list[float] = []
     for target in range(2, height // 2 + 2):
         ticks = nice_ticks(low, high, target)
@@ -147,7 +150,7 @@ def _row_ticks(low: float, high: float, height: int) -> list[float]:
 def _line_dots(
     values: Sequence[float], low: float, high: float, columns: int, rows: int
 ) -> set[tuple[int, int]]:
-    """(column, row) of every dot of the connected line, row 0 on top."""
+    """Returns (column, row) of every dot of the connected line; row 0 is on top."""
     values = binned(values, columns)
     places = [
         (

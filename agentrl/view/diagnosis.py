@@ -1,8 +1,8 @@
-"""Why does it not learn? Rules over a run's numbers, causes before symptoms.
+"""Finds out why a run does not learn: rules over its numbers, causes before symptoms.
 
 Most rules look at the last steps, WINDOW of them; those about the policy's movement and the reward
-look at the whole curve, and name the step. What only began when the reward fell follows from that
-and is ranked behind it. A rule says what it found in the run's own numbers, or that the run did not
+look at the whole curve, and name the step. A finding that began only when the reward fell is a
+consequence and is ranked behind it. A rule reports the run's own numbers, or that the run did not
 record them. Thresholds are rules of thumb; each finding shows its number.
 """
 
@@ -59,7 +59,7 @@ class Evidence:
         )
 
     def by_environment(self) -> dict[str, Evidence]:
-        """Returns what there is of each environment of a run with several `[[env]]`."""
+        """Returns the evidence for each environment of a run with several `[[env]]`."""
         tables = self.config.get("env")
         if not isinstance(tables, list):
             return {}
@@ -86,8 +86,8 @@ class Evidence:
         return [v for row in self.metrics[lines] if (v := number(row.get(key))) is not None]
 
     def last(self, *keys: str) -> float | None:
-        """Returns the sum of the keys' means over the last steps; None where the run has none of
-        them."""
+        """Returns the sum of the keys' means over the last steps; None if the run has none of these
+        keys."""
         found = [_mean(self.values(key, slice(-WINDOW, None))) for key in keys]
         known = [value for value in found if value is not None]
         return math.fsum(known) if known else None
@@ -96,7 +96,7 @@ class Evidence:
         return _mean(self.values(key, slice(WINDOW)))
 
     def fall(self) -> Change | None:
-        """Returns where the reward fell and did not come back."""
+        """Returns where the reward fell without recovering."""
         rewards = series(self.metrics, REWARD)
         noise = [
             number(row.get("reward/std")) or 0.0
@@ -112,9 +112,9 @@ Verdict = Finding | str | None
 
 
 def diagnose(run: RunFiles) -> dict[str, Any]:
-    """Returns every rule's verdict, findings first and causes before what follows from them, and
-    one sentence for all of them. Of a run with several environments, rules that hold for all of
-    them together and not for one are found for that one."""
+    """Returns every rule's verdict, findings first and causes before their consequences, and one
+    sentence that sums them up. In a run with several environments, a rule that holds for one of
+    them but not for all together is reported for that environment."""
     evidence = Evidence(run.metrics(), grouped(run), run.config())
     results = _judged(evidence)
     seen = {each["id"] for each in results if each["state"] == "found"}
@@ -167,14 +167,15 @@ NOT_RECORDED = "the run did not record what this rule needs"
 
 
 def _follows(rule: Rule, found: Finding, fallen: Change | None, before: Evidence | None) -> bool:
-    """Tells whether a finding is what a fallen policy shows, and was not there before the fall."""
+    """Tells whether a finding is a usual consequence of the reward's fall and did not exist before
+    it."""
     if fallen is None or before is None or not rule.of_policy:
         return False
     return not isinstance(rule.check(before), Finding)
 
 
 def _sentence(results: list[dict[str, Any]], last: int | None) -> str:
-    """Returns what to know first: what happened, its first cause and what to do."""
+    """Returns the sentence to read first: what happened, its first cause and what to do."""
     found = [each for each in results if each["state"] == "found" and not each["follows"]]
     if not found:
         if all(each["state"] == "unknown" for each in results):
@@ -454,8 +455,8 @@ def _evaluation(seen: Evidence) -> str | None:
 
 
 def _test_fell(seen: Evidence) -> tuple[tuple[int, float], float] | None:
-    """Returns the best evaluation and the last one's value, where that is lower by more than the
-    noise of both and the reward on training tasks did not fall with it."""
+    """Returns the best evaluation and the value of the last one, if the last is lower by more than
+    the noise of both and the reward on training tasks did not fall with it."""
     key = _evaluation(seen)
     evals = series(seen.metrics, key) if key else []
     if len(evals) < 2:
@@ -503,7 +504,7 @@ def _at(config: dict[str, Any], section: str, key: str) -> Any:
 
 
 def _over(seen: Evidence, key: str, limit: float, what: str) -> Verdict:
-    """For runs that kept no trajectories."""
+    """Judges a fraction from the metrics, for runs that kept no trajectories."""
     share = seen.last(key)
     if share is None:
         return None

@@ -29,7 +29,7 @@ RECENT_STEPS_FOR_ETA = 20
 
 
 def loading(what: str, *, quiet: bool = False) -> AbstractContextManager[object]:
-    """A line that moves on a terminal while there is nothing else to see; elsewhere nothing."""
+    """Shows a moving line on a terminal while something loads; elsewhere shows nothing."""
     console = Console(stderr=True)
     return nullcontext() if quiet or not console.is_terminal else console.status(plain(what))
 
@@ -96,12 +96,12 @@ class Display:
             self._print_summary()
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """The run is in phase `name`, such as `rollout`, and did `done` of `total`."""
+        """Shows that the run is in phase `name`, such as `rollout`, and did `done` of `total`."""
         with self._lock:
             self._phase = (name, done, total)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step number `step` (from 1) is finished."""
+        """Shows that step number `step` (from 1) is finished."""
         values = {key: value for key in metrics if (value := number(metrics[key])) is not None}
         with self._lock:
             now = time.monotonic()
@@ -116,14 +116,14 @@ class Display:
             self.console.print(self._log_line(step, values, now - before), soft_wrap=True)
 
     def note(self, line: str) -> None:
-        """A line that stays: a warning, or where something was written."""
+        """Prints a line that stays: a warning, or where something was written."""
         if not self.quiet:
             self.console.print(Text(plain(line)), soft_wrap=True)
 
     # ------------------------------------------------------------------ the panel on a terminal
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The panel, drawn anew several times a second."""
+        """Draws the panel, several times a second."""
         with self._lock:
             parts = [self._progress(), *self._curve(options.max_width - 6, console.height)]
             if self._metrics:
@@ -204,11 +204,10 @@ class Display:
         return max(0.0, per_step * (self.total_steps - self._step) - running)
 
     def _move_log_handlers(self) -> None:
-        """Send log lines through the console, else they would be printed into the panel.
+        """Redirects log handlers to the console, so that log lines do not break the panel.
 
-        rich redirects sys.stdout and sys.stderr while it draws, but a handler made before keeps
-        the real stream.
-        """
+        rich redirects sys.stdout and sys.stderr while it draws, but an earlier handler keeps the
+        real stream."""
         real = (sys.__stdout__, sys.__stderr__)
         loggers = [logging.getLogger(), logging.getLogger("agentrl")]
         for handler in [handler for logger in loggers for handler in logger.handlers]:

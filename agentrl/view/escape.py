@@ -1,6 +1,6 @@
 """Text that a model or an environment wrote, made harmless for a terminal and a page's title.
 
-Pages themselves do it in `pages/dom.js`."""
+Pages do the same in `pages/dom.js`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNSAFE = re.compile(
 
 
 def plain(text: str) -> str:
-    """`text` with control, direction and invisible characters spelled out; for HTML it still has to
-    be escaped."""
+    """Spells out control, direction and invisible characters. For HTML the text still has to be
+    escaped."""
     return UNSAFE.sub(lambda match: f"[{_name(match.group())}]", text)
 
 

@@ -1,4 +1,4 @@
-"""Evaluations side by side: what each measured, and every task's samples in several of them."""
+"""Evaluations side by side: the figures of each, and every task's samples in several of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PAGE = 100
 
 
 def list_evaluations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Returns the runs that hold the result of an evaluation, the oldest first, which is a suite's
-    own order, with their first figure.
+    """Returns the runs that hold an evaluation's result, each with its first figure. The oldest
+    come first, which is also the order within a suite.
 
     Raises:
         DataError: a result cannot be read.
@@ -75,7 +75,7 @@ def matrix(runs: Sequence[RunFiles], show: str, offset: int) -> dict[str, Any]:
     """Returns a page of the tasks of several evaluations, with every sample of each.
 
     Raises:
-        DataError: there is no such filter, or no evaluation is named.
+        DataError: the filter does not exist, or no evaluation is named.
     """
     if show not in SHOWN or not runs:
         raise DataError(f"no such filter, or no evaluation: {show}")

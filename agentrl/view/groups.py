@@ -1,4 +1,4 @@
-"""Groups of trajectories, sorted and filtered by what the index knows of them."""
+"""Groups of trajectories, sorted and filtered by their index entries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN: dict[str, Callable[[TrajectoryEntry], bool]] = {
 
 
 class Group(msgspec.Struct, gc=False):
-    """The entries of one group, and what it is sorted by."""
+    """The entries of one group, and the values by which it is sorted."""
 
     step: int
     entries: list[TrajectoryEntry]
@@ -69,7 +69,7 @@ SORTS: dict[str, Callable[[Group], Any]] = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Query:
-    """Which groups, and in which order. Empty fields ask for nothing."""
+    """The filter and the order of groups. Empty fields do not filter."""
 
     step: int | None = None
     sort: str = "newest"
@@ -87,10 +87,11 @@ class Query:
 
 
 def find_groups(run: RunFiles, query: Query) -> dict[str, Any]:
-    """A page of groups that hold a trajectory as the query wants it, all their members in them.
+    """Returns a page of the groups with a trajectory that matches the query, with all their
+    members.
 
     Raises:
-        DataError: the query asks for what there is not.
+        DataError: the query names an unknown order, filter or value.
     """
     everything = grouped(run)
     matches = _matcher(query)
@@ -111,7 +112,7 @@ def find_groups(run: RunFiles, query: Query) -> dict[str, Any]:
 
 
 def _found(everything: Sequence[Group], query: Query) -> list[Group]:
-    """Returns the groups that the query wants, its text apart, in its order."""
+    """Returns the groups that match the query except for its text, in the query's order."""
     if query.sort not in SORTS or query.show not in SHOWN | SHOWN_GROUPS:
         raise DataError(f"no such sort or filter: {query.sort}, {query.show}")
     matches = _matcher(query)
@@ -129,11 +130,11 @@ def _found(everything: Sequence[Group], query: Query) -> list[Group]:
 def wanted_entries(
     run: RunFiles, query: Query, picked: Sequence[tuple[int, int]] = ()
 ) -> Iterator[TrajectoryEntry]:
-    """Yields the trajectories that were picked by step and offset, or else each that the query
-    wants, in the order of their groups.
+    """Yields the trajectories picked by step and offset, or else every trajectory that matches the
+    query, in the order of their groups.
 
     Raises:
-        DataError: the query asks for what there is not.
+        DataError: the query names an unknown order, filter or value.
     """
     if picked:
         chosen = set(picked)
@@ -150,8 +151,8 @@ MOST_TASKS = 50
 
 
 def compare_tasks(first: RunFiles, second: RunFiles) -> dict[str, Any]:
-    """Returns the tasks that both runs played, those with the largest difference of their mean
-    rewards first, and how many there are."""
+    """Returns the tasks that both runs played, in decreasing order of the difference between their
+    mean rewards, and their number."""
     means = []
     for run in (first, second):
         rewards: dict[str, list[float]] = defaultdict(list)
@@ -165,7 +166,7 @@ def compare_tasks(first: RunFiles, second: RunFiles) -> dict[str, Any]:
 
 
 def grouped(run: RunFiles) -> list[Group]:
-    """The run's groups so far, in the order of their first trajectory."""
+    """Returns the run's groups so far, in the order of their first trajectory."""
     with run.lock:
         entries = run.entries()
         cached = _CACHE.get(run.id)
@@ -185,7 +186,8 @@ def grouped(run: RunFiles) -> list[Group]:
 
 @dataclass(slots=True)
 class _Grouped:
-    """The groups of trajectories that were read before, which need not be grouped again."""
+    """The groups of trajectories that were read earlier, kept so that they are not grouped
+    again."""
 
     generation: int
     """The generation of the run's index."""
@@ -199,7 +201,7 @@ _CACHE: dict[str, _Grouped] = {}
 
 
 def _matcher(query: Query) -> Callable[[TrajectoryEntry], bool] | None:
-    """Returns the test that a trajectory has to pass; None where any will do."""
+    """Returns the test that a trajectory has to pass; None if every trajectory passes."""
     asked = SHOWN.get(query.show)
     error, task, task_id = query.error, query.task.lower(), query.task_id
     if not error and not task and not task_id:
@@ -213,7 +215,8 @@ def _matcher(query: Query) -> Callable[[TrajectoryEntry], bool] | None:
 
 
 def _with_text(run: RunFiles, found: Sequence[Group], query: Query) -> tuple[list[Group], int]:
-    """Groups among `found[searched:]` that say the text, and how far the search came."""
+    """Returns the groups among `found[searched:]` that contain the text, and how far the search
+    came."""
     started, text = time.monotonic(), query.text.lower()
     shown: list[Group] = []
     searched = query.searched
@@ -267,7 +270,7 @@ def _described(
 
 
 def member_of(entry: TrajectoryEntry) -> dict[str, Any]:
-    """An entry for a page; what is not finite is null."""
+    """Returns an index entry as JSON for a page; values that are not finite become null."""
     return {
         name: value if not isinstance(value, float) or math.isfinite(value) else None
         for name, value in msgspec.structs.asdict(entry).items()

@@ -24,7 +24,7 @@ class Notes(msgspec.Struct):
 
 
 def read_notes(run_dir: Path) -> Notes:
-    """Returns what was written about the run; nothing where nobody wrote anything.
+    """Returns the notes on the run; empty notes if there are none.
 
     Raises:
         DataError: the file is damaged.
@@ -39,10 +39,11 @@ def read_notes(run_dir: Path) -> Notes:
 
 
 def write_notes(run_dir: Path, notes: Notes) -> Notes:
-    """Replaces what was written about the run, in one atomic step, and returns what is kept.
+    """Replaces the notes on the run atomically, and returns the notes as they were saved.
 
     Raises:
-        DataError: something is too long, the file that is there is damaged, or the disk refuses.
+        DataError: a tag or the note is too long, the existing file is damaged, or it cannot be
+            written.
     """
     kept = Notes(sorted({tag.strip() for tag in notes.tags} - {""}), notes.note.strip())
     if len(kept.tags) > MAX_TAGS or any(len(tag) > MAX_TAG_CHARS for tag in kept.tags):

@@ -1,8 +1,8 @@
-"""`report.html`: the pages of `agentrl view` with a part of a run in them, in one file that opens
+"""Writes `report.html`: the pages of `agentrl view` with part of a run, in one file that opens
 anywhere, offline.
 
-It holds what the server would answer to the links that it keeps: curves, diagnosis, and groups of
-the first and the last step, the best, the worst, and each finding's examples. Its content security
+It contains the server's answers for the links that it keeps: curves, diagnosis, and groups of the
+first and the last step, the best, the worst, and each finding's examples. Its content security
 policy allows exactly its one script and one style sheet, by their hashes, and no network.
 """
 
@@ -38,7 +38,7 @@ TOKENS_IN_WINDOW = 1024
 
 
 def report_run(run_dir: str | Path) -> Path:
-    """Write `run_dir/report.html` from what the run wrote there, in one atomic replacement.
+    """Writes `run_dir/report.html` from the files of the run, atomically.
 
     Raises:
         DataError: there are no metrics, or a file is damaged.
@@ -55,7 +55,7 @@ def report_run(run_dir: str | Path) -> Path:
 
 
 def report_text(run_dir: str | Path) -> str:
-    """Returns the diagnosis for a terminal: its first sentence, then what was found, in order.
+    """Returns the diagnosis for a terminal: its first sentence, then the findings in order.
 
     Raises:
         DataError: there are no metrics, or a file is damaged.
@@ -73,7 +73,7 @@ def report_text(run_dir: str | Path) -> str:
 
 
 def first_sentence(run_dir: str | Path) -> str:
-    """Returns what the diagnosis says first.
+    """Returns the first sentence of the diagnosis.
 
     Raises:
         DataError: a file is damaged.
@@ -93,7 +93,7 @@ def _run(run_dir: str | Path) -> RunFiles:
 
 
 def report_html(run: RunFiles) -> str:
-    """The page, with what it may ask for in it."""
+    """Returns the page with all the answers that its scripts can request."""
     style = (PAGES / STYLE).read_text(encoding="utf-8")
     script = "".join((PAGES / name).read_text(encoding="utf-8") for name in SCRIPTS)
     policy = (
@@ -113,7 +113,7 @@ def report_html(run: RunFiles) -> str:
 
 
 def _answers(run: RunFiles) -> dict[str, Any]:
-    """Returns what the pages may ask for, by the address that they ask under."""
+    """Returns the answers to the pages' requests, by URL."""
     base = f"api/runs/{run.id}"
     diagnosis = diagnose(run)
     links = _links(run, diagnosis)
@@ -153,7 +153,7 @@ def _answers(run: RunFiles) -> dict[str, Any]:
 
 
 def _urls(run: RunFiles, base: str, hashes: Iterable[str]) -> dict[str, str]:
-    """Returns data URLs of images by their address, as many as there is room for."""
+    """Returns data URLs of images, by URL, as many as fit."""
     store, urls, kept = ImageStore(run.path / IMAGES_FOLDER), {}, 0
     for sha256 in hashes:
         try:
@@ -168,7 +168,7 @@ def _urls(run: RunFiles, base: str, hashes: Iterable[str]) -> dict[str, str]:
 
 
 def _links(run: RunFiles, diagnosis: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(what it is called, query) of the pages of groups that the report keeps."""
+    """Returns (title, query) for each page of groups that the report keeps."""
     links: list[tuple[str, dict[str, Any]]] = [("newest", {})]
     steps = [entry.step for entry in run.entries()]
     if steps:

@@ -50,7 +50,7 @@ class RunFiles:
 
     @property
     def cell(self) -> tuple[str, str] | None:
-        """Model and benchmark, where this is an evaluation of a suite."""
+        """Model and benchmark, if this is an evaluation of a suite."""
         in_suite = (self.path.parent.parent / SUITE_FILE).exists()
         return (self.path.parent.name, self.path.name) if in_suite else None
 
@@ -117,7 +117,8 @@ class RunFiles:
             return {}
 
     def decode(self) -> Decode | None:
-        """By the tokenizer of the newest checkpoint, or of the model; None without one."""
+        """Returns the decode function of the newest checkpoint's tokenizer, or of the model's; None without
+        one."""
         files = sorted(self.path.glob("checkpoints/step_*/tokenizer.json"))
         model = self.config().get("model", {}).get("path")
         if not files and isinstance(model, str):
@@ -125,20 +126,21 @@ class RunFiles:
         return _decoder(files[-1], files[-1].stat().st_mtime_ns) if files else None
 
     def notes(self) -> tuple[Notes, str | None]:
-        """Returns its tags and note, and what keeps them from being read."""
+        """Returns the run's tags and note, and the reason if they cannot be read."""
         try:
             return read_notes(self.path), None
         except DataError as error:
             return Notes(), str(error)
 
     def meanings(self) -> dict[str, str]:
-        """Returns what each of its metrics means, so far as it is written down."""
+        """Returns the documented meaning of each of the run's metrics."""
         self.metrics()
         found = {key: glossary.meaning(key) for key in self._keys}
         return {key: text for key, text in found.items() if text is not None}
 
     def lacks(self) -> list[str]:
-        """Returns what this run did not keep, and which pages are poorer for it."""
+        """Returns the files that this run does not have, and the pages that show less
+        without them."""
         self.metrics()
         _, unreadable = self.notes()
         lacks = [f"no tags and no note: {unreadable}"] if unreadable else []
@@ -170,7 +172,7 @@ class RunFiles:
         return lacks
 
     def summary(self) -> dict[str, Any]:
-        """A line of the table of runs."""
+        """Returns the run's row in the table of runs."""
         config, metrics = self.config(), self.metrics()
         num_steps = _at(config, "run", "num_steps")
         status = read_status(self.path)
@@ -198,7 +200,7 @@ class RunFiles:
         }
 
     def details(self) -> dict[str, Any]:
-        """Returns what the page of one run shows besides its curves."""
+        """Returns the data that the page of one run shows besides its curves."""
         return {
             **self.summary(),
             "lacks": self.lacks(),
@@ -208,9 +210,9 @@ class RunFiles:
         }
 
     def curves(self, after: int = 0) -> dict[str, Any]:
-        """Lines of the metrics from number `after` on, as columns.
+        """Returns the lines of the metrics from number `after` on, as columns.
 
-        A key that a line lacks is null there, a gap, unless it counts what did not happen then.
+        A key that a line lacks is null there, which leaves a gap, except for counts, where it is 0.
         """
         rows = self.metrics()
         new = rows[after:]
@@ -223,7 +225,7 @@ class RunFiles:
 
 
 class Runs:
-    """The run directories under some paths; new ones are found when they are asked for."""
+    """The run directories under some paths; every request finds new ones."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
@@ -240,9 +242,10 @@ class Runs:
         return sorted(runs, key=lambda run: _modified(run.path / "config.toml") or 0, reverse=True)
 
     def get(self, run_id: str) -> RunFiles:
-        """
+        """Returns the run with this id.
+
         Raises:
-            DataError: there is none of this id, or it was deleted.
+            DataError: no run has this id, or the run was deleted.
         """
         known = [run for run in self._runs.values() if run.id == run_id]
         for run in known or [run for run in self.all() if run.id == run_id]:
@@ -275,7 +278,7 @@ def _is_run(path: Path) -> bool:
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys of a configuration, with their values as JSON."""
+    """Returns the dotted keys of a configuration with their values as JSON."""
     result: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -305,7 +308,7 @@ def _modified(path: Path) -> float | None:
 
 
 def _value(row: dict[str, Any], key: str) -> float | None:
-    """Six digits of it: what a curve can show."""
+    """Returns the value rounded to six digits, which is as much as a curve shows."""
     if key not in row and _absent_is_zero(row, key):
         return 0.0
     value = number(row.get(key))
@@ -313,12 +316,11 @@ def _value(row: dict[str, Any], key: str) -> float | None:
 
 
 def _absent_is_zero(row: dict[str, Any], key: str) -> bool:
-    """Tells whether a metric that a line lacks is 0: counts stand there only where there was
+    """Tells whether a metric missing from a line is 0: counts are written only when there was
     something to count.
 
-    `env/` metrics are averages over trajectories in which a missing one counts 0, so where there
-    were trajectories it is 0 too.
-    """
+    `env/` metrics are averages over trajectories in which a missing value counts as 0, so they are
+    0 wherever there were trajectories."""
     if key.startswith("env/"):
         return number(row.get(REWARD)) is not None
     return key.startswith(ZERO_WHEN_ABSENT)

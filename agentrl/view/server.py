@@ -1,7 +1,7 @@
-"""`agentrl view`: a small application that reads run directories. Tags and notes of a run are all
-that it writes, for requests of its own pages only.
+"""`agentrl view`: a small application that reads run directories. It writes
+only the tags and notes of a run, and only for requests from its own pages.
 
-Pages are files beside this module; what they show they ask for as JSON. Everything that a model or
+Pages are files beside this module, which request their data as JSON. Everything that a model or
 an environment wrote is untrusted: it travels as JSON, is shown as text only, and the content
 security policy allows nothing but this origin's own files.
 """
@@ -60,11 +60,11 @@ Count = Annotated[int, Query(ge=0)]
 
 
 def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
-    """The application over the runs under `paths`.
+    """Makes the application for the runs under `paths`.
 
     Args:
-        token: what a browser must show once, as `/?token=...`; without one (None or empty) the
-            application answers requests for loopback hosts only.
+        token: the token that a browser must send once, as `/?token=...`; without one (None or
+            empty) the application answers requests for loopback hosts only.
     """
     token = token or None
     app = FastAPI(title="agentrl view", openapi_url=None)
@@ -121,7 +121,7 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
         try:
             sent = msgspec.json.decode(await request.body(), type=notes.Notes)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"these are no tags and no note: {error}") from None
+            raise DataError(f"invalid tags or note: {error}") from None
         kept = await asyncio.to_thread(notes.write_notes, runs.get(run).path, sent)
         return _json(msgspec.to_builtins(kept))
 
@@ -182,7 +182,7 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
 
 
 def page_html() -> str:
-    """The one page; its scripts draw what the address after `#` names."""
+    """Returns the only page; its scripts draw the view that the address names after `#`."""
     scripts = "".join(f'<script src="pages/{name}" defer></script>' for name in SCRIPTS)
     return skeleton(f'<link rel="stylesheet" href="pages/{STYLE}">{scripts}')
 
@@ -196,7 +196,7 @@ def skeleton(head: str, *, title: str = "agentrl view", body: str = "") -> str:
 
 
 def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | None) -> int:
-    """Serve until interrupted.
+    """Serves until interrupted, and returns the exit status.
 
     Raises:
         ConfigError: a path does not hold a run, the address is in use, or it is not on loopback
@@ -245,7 +245,7 @@ def _query(
 
 
 def _picked(pick: str) -> list[tuple[int, int]]:
-    """Returns what `3.0,3.412` picks: step and offset of trajectories."""
+    """Parses `3.0,3.412` into pairs of step and offset."""
     try:
         pairs = [tuple(map(int, each.split("."))) for each in pick.split(",") if each]
         return [(step, offset) for step, offset in pairs]
@@ -254,7 +254,7 @@ def _picked(pick: str) -> list[tuple[int, int]]:
 
 
 def _summary(run: RunFiles) -> dict[str, Any]:
-    """A damaged run is a line of the table, not the end of it."""
+    """Returns a run's row in the table; a damaged run gets a row with its error."""
     try:
         return run.summary()
     except DataError as error:
@@ -267,11 +267,10 @@ def _summary(run: RunFiles) -> dict[str, Any]:
 
 
 def _refused(request: Request, token: str | None) -> Response | None:
-    """Returns the answer to a request that may not look, and None for others.
+    """Returns the error response to a request without access; None for all others.
 
-    Refused are other hosts' names (a page elsewhere that points its name here) and, where there is
-    a token, those who do not know it.
-    """
+    Refuses requests under another host's name (a page elsewhere may point its name here) and, if
+    there is a token, requests without it."""
     if request.method == "PUT":
         # Another origin's page cannot send this type without a permission that it does not get.
         site = request.headers.get("sec-fetch-site", "same-origin")
@@ -297,7 +296,8 @@ def _refused(request: Request, token: str | None) -> Response | None:
 
 
 def _digest(token: str) -> str:
-    """Returns what a cookie holds for a token, whose characters may be none of a cookie's."""
+    """Returns the cookie's value for a token, which itself may contain characters that cookies
+    cannot."""
     return hashlib.sha256(_encoded(token)).hexdigest()
 
 

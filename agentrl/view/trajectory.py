@@ -30,13 +30,14 @@ CONTEXT_TOKENS = 8
 
 
 class Cache:
-    """The trajectories that were looked at last, with their signals, so far as memory allows."""
+    """The trajectories that were looked at last, with their signals, as many as memory allows."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[str, int, int], _Held] = OrderedDict()
 
     def get(self, run: RunFiles, step: int, offset: int) -> _Held:
-        """
+        """Returns the trajectory at this step and offset.
+
         Raises:
             DataError: there is no trajectory at that byte of the step's file.
         """
@@ -67,7 +68,8 @@ class _Held:
 
 
 def describe(run: RunFiles, held: _Held, step: int, offset: int) -> dict[str, Any]:
-    """Returns what the page says before messages and tokens: facts, turns, rows, the group."""
+    """Returns everything that the page shows before messages and tokens: facts, turns, rows, the
+    group."""
     trajectory = held.trajectory
     group = next(
         (
@@ -136,15 +138,15 @@ def _facts(trajectory: Trajectory, step: int) -> dict[str, Any]:
 
 
 def _beginning(messages: Sequence[Message], role: str) -> str:
-    """Returns how the first message of this role begins, "" where there is none."""
+    """Returns the beginning of the first message with this role; "" without one."""
     said = next((m.get("content") for m in messages if m.get("role") == role), "")
     return shown_text(said)[:MAX_QUESTION_CHARS]
 
 
 def exported(run: RunFiles, entries: Iterable[TrajectoryEntry]) -> Iterator[str]:
-    """Yields a line of JSON for each trajectory: what is known of it and what was said. `messages`
-    is its newest dialogue, as `agentrl sft --data` reads it; `dialogues` holds all, where it has
-    several."""
+    """Yields a line of JSON for each trajectory: its index entry and its messages. `messages` is
+    the newest dialogue, as `agentrl sft --data` reads it; `dialogues` holds all of them if there
+    are several."""
     for entry in entries:
         trajectory, _ = read_trajectory(run.path, entry.step, entry.offset)
         line = _facts(trajectory, entry.step) | {"messages": trajectory.messages}
@@ -154,7 +156,7 @@ def exported(run: RunFiles, entries: Iterable[TrajectoryEntry]) -> Iterator[str]
 
 
 def messages(held: _Held, row: int, start: int, *, whole: bool = False) -> dict[str, Any]:
-    """A window of a row's dialogue. `whole`: one message, however long."""
+    """Returns a window of a row's dialogue; with `whole`, one message in full length."""
     said = held.trajectory.branches[_checked(held, row)].messages
     window = said[start : start + (1 if whole else MESSAGES_IN_WINDOW)]
     limit = None if whole else MAX_MESSAGE_CHARS
@@ -183,11 +185,11 @@ def _shortened(name: str, text: str, limit: int | None) -> dict[str, Any]:
 
 
 def tokens(held: _Held, decode: Decode | None, row: int, start: int, count: int) -> dict[str, Any]:
-    """`count` tokens of a row from `start` on, each with what sampler and trainer made of it.
+    """Returns `count` tokens of a row starting at `start`, with the values that sampler and trainer
+    computed for each.
 
-    Lists of equal length; null where there is nothing to say: context has no log-probability,
-    untrained tokens no advantage.
-    """
+    The lists have equal length; null where there is no value: context has no log-probability,
+    untrained tokens no advantage."""
     arrays = held.rows[_checked(held, row)]
     length = len(arrays["token_ids"])
     start = min(max(start, 0), length)
@@ -244,7 +246,7 @@ def _checked(held: _Held, row: int) -> int:
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    """Six digits each; null where it is not finite."""
+    """Rounds values to six digits; a value that is not finite becomes null."""
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
@@ -263,7 +265,7 @@ def _finite_values(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text that each token adds.
+    """Returns the text that each token adds.
 
     A token is decoded after its predecessor, because decoders drop a leading space at the start of
     a text. Tokens that hold parts of one character get it together: the first of them shows it, the
