@@ -1,4 +1,4 @@
-"""`agentrl agent check`: what becomes of an agent's calls, said before a model is trained on them.
+"""`agentrl agent check`: reports how an agent's calls would be recorded, before a model is trained.
 
 The agent plays scripted episodes against the real endpoint: nobody samples, the policy says what a
 script has it say. An agent that sends back what it was told is one row of tokens per dialogue;
@@ -51,7 +51,7 @@ SHOWN_CHARS = 30
 
 
 class OneTask(Environment):
-    """The prompt of the check; whatever is answered has no reward."""
+    """An environment with the check's prompt as its only task; no answer has a reward."""
 
     class Config(BaseModel):
         prompt: str
@@ -88,7 +88,7 @@ class Played:
 
 @dataclass(slots=True)
 class _Script:
-    """An engine that says what a script has it say."""
+    """An engine that answers with the turns of a script."""
 
     renderer: Renderer
     turns: Sequence[tuple[str, str, int]]
@@ -117,17 +117,17 @@ class _Script:
         return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
 
     def reserve(self, num_episodes: int) -> None:
-        """It waits for nobody."""
+        """Does nothing: a script never waits."""
 
     def release(self, num_episodes: int = 1) -> None:
-        """It waits for nobody."""
+        """Does nothing: a script never waits."""
 
     async def aclose(self) -> None:
         """There is nothing to close."""
 
 
 class _Policy(TokenPolicy):
-    """Tells its engine, a script, what each prompt says."""
+    """Tells its engine, a script, the text of each prompt."""
 
     def prompt(
         self,
@@ -145,7 +145,7 @@ class _Policy(TokenPolicy):
 
 
 class _Watched:
-    """A runner, and what its agent gave back."""
+    """A runner that keeps the answer of its agent."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -162,7 +162,7 @@ class _Watched:
 async def check(
     agents: Agents, renderer: Renderer, *, prompt: str, timeout_s: float
 ) -> list[Played]:
-    """Play every script, one after the other."""
+    """Plays every script, one after the other."""
     notes = _Notes()
     logger = logging.getLogger("agentrl.rollout")
     logger.addHandler(notes)
@@ -200,7 +200,7 @@ async def check(
 
 
 def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
-    """Why rows began that had not to, and the number of dialogues."""
+    """Returns the reasons for rows that should not have begun, and the number of dialogues."""
     lines, num_dialogues = [], 0
     begun: set[int] = set()
     histories: list[list[Message]] = []
@@ -212,7 +212,7 @@ def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
             _, _, tools_changed = script.asked[_key(row.token_ids[: turn.start])]
             why = None
             if turn.parent is not None and tools_changed:
-                why = "its tools are others than before, or in another order"
+                why = "its tools differ from the previous call's, or their order does"
             elif turn.parent is not None and turn.parent < number - 1:
                 why = f"it goes on behind call {turn.parent + 1} a second time"
             elif turn.parent is not None:
@@ -228,8 +228,8 @@ def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
 
 
 def _first_difference(messages: list[Message], histories: list[list[Message]]) -> str | None:
-    """Returns where a history leaves the one that it has most in common with; None where it is
-    another dialogue."""
+    """Returns where a history departs from the most similar one before it; None if it is another
+    dialogue."""
     known = [identity(message) for message in messages]
 
     def num_common(history: list[Message]) -> int:
@@ -270,7 +270,7 @@ def _shown(had: str, sent: str) -> str:
 
 
 def report(played: Sequence[Played], section: AgentSection) -> str:
-    """The lines that are printed."""
+    """Returns the lines to print."""
     lines = []
     for each in played:
         trajectory = each.trajectory
@@ -355,7 +355,7 @@ def _call(tool: ToolSpec, call_id: str) -> Any:
 
 
 def _value(schema: Any) -> Any:
-    """Something that a parameter takes."""
+    """Returns a valid example value for a parameter."""
     if not isinstance(schema, dict):
         return "x"
     if isinstance(schema.get("enum"), list) and schema["enum"]:
@@ -382,7 +382,7 @@ class _Notes(logging.Handler):
 
 
 def section_of(what: Sequence[str], **keys: Any) -> AgentSection:
-    """A function by its import path, or else a command."""
+    """Returns the agent's configuration for a function's import path or else a command."""
     if len(what) == 1 and re.fullmatch(r"[\w./-]+(\.py)?:\w+", what[0]):
         return AgentSection(run=what[0])
     return AgentSection(command=list(what), **keys)
@@ -391,7 +391,7 @@ def section_of(what: Sequence[str], **keys: Any) -> AgentSection:
 def check_command(
     what: Sequence[str], *, model: str | None, prompt: str, timeout_s: float, keys: dict[str, Any]
 ) -> int:
-    """Print the report; 0 where each dialogue is one row and nothing was refused."""
+    """Prints the report. Returns 0 if each dialogue is one row and no call was refused."""
     from agentrl.train.model import load_tokenizer  # takes seconds
 
     section = section_of(what, **keys)

@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(slots=True, frozen=True)
 class TrainingResult:
-    """The folder of a run, and what it measured. Empty on ranks above 0 of several."""
+    """The folder of a run and its metrics. Empty on ranks above 0 of several."""
 
     run_dir: Path
     """Metrics, trajectories, signals, checkpoints and the report lie here."""
@@ -86,7 +86,7 @@ class Evaluation:
     """avg@k and pass@k with confidence intervals; None where every sample failed."""
 
     def to_json(self) -> dict[str, JSON]:
-        """The estimates with their intervals, and how many samples failed."""
+        """Returns the estimates with their intervals, and the number of failed samples."""
         errors = error_codes(self.trajectories)
         record: dict[str, JSON] = {
             "num_tasks": len(self.groups),
@@ -110,17 +110,17 @@ class Evaluation:
 def train(
     config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False
 ) -> TrainingResult:
-    """Do a whole run, as `agentrl train` does.
+    """Trains a whole run, as `agentrl train` does.
 
     Args:
-        config: `load_config` makes one, of a file or of a dictionary. `run.resume` continues.
+        config: made by `load_config` from a file or a dictionary. `run.resume` continues.
         callbacks: called with a `StepEnd` after every step. They see the step's metrics and
             trajectories, may log metrics of their own, change a key of `CHANGEABLE`, and stop the
             run.
         quiet: show no progress.
 
     Raises:
-        AgentRLError: with the reason and the remedy. Whatever was saved before stays valid.
+        AgentRLError: with the reason and the remedy. Everything saved before stays valid.
     """
     from agentrl.train import loop
     from agentrl.train.checkpoint import latest_checkpoint
@@ -140,15 +140,15 @@ def evaluate(
     resume: bool = False,
     shard: Shard | None = None,
 ) -> Evaluation:
-    """Measure a policy on the tasks of `[eval]`, as `agentrl eval` does.
+    """Measures a policy on the tasks of `[eval]`, as `agentrl eval` does.
 
     Args:
-        checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or whom the
-            servers of `[inference]` hold.
+        checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or the
+            model that the servers of `[inference]` hold.
         on_progress: called with (episodes ended, episodes dispatched).
         out: a folder that gets every episode when it ends, and `eval.json`; None writes nothing.
-        resume: play only what the folder does not hold, or holds as failed for a reason that may
-            have passed.
+        resume: play only episodes that are missing in the folder, or that failed for a reason that
+            may have passed.
         shard: the part of the tasks that is played, into a folder of its own below `out`.
 
     Raises:
@@ -170,16 +170,17 @@ def rollout(
     on_progress: Progress | None = None,
     resume: bool = False,
 ) -> Rollouts:
-    """Play the tasks of `[eval]`, as `agentrl rollout` does.
+    """Plays the tasks of `[eval]`, as `agentrl rollout` does.
 
     Args:
         checkpoint: see `evaluate`.
         out: a directory for configuration, metrics and trajectories; None writes nothing.
         on_progress: see `evaluate`.
-        resume: play only what `out` does not hold; see `evaluate`.
+        resume: play only episodes that are missing in `out`; see `evaluate`.
 
     Raises:
-        ConfigError: `out` already holds rollouts and `resume` is not asked for, or others.
+        ConfigError: `out` already holds rollouts, and `resume` is false or their configuration
+            differs.
         AgentRLError: with the reason and the remedy.
     """
     started = time.perf_counter()
@@ -195,7 +196,7 @@ def rollout(
 
 
 def measured(played: RolloutBatch, seconds: float) -> Rollouts:
-    """Episodes with their metrics; `seconds` is how long they were played."""
+    """Returns episodes with their metrics; `seconds` is the time that it took to play them."""
     num_tokens = sum(t.num_sampled_tokens for t in played.trajectories)
     metrics = rollout_metrics(played) | {
         "time/rollout_s": seconds,

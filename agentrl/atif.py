@@ -32,13 +32,14 @@ def write_atif(
     trajectories: Iterable[Trajectory],
     store: ImageStore | None = None,
 ) -> tuple[int, int]:
-    """Writes a file for each trajectory, by its id; of two with one id the last one counts. Images
-    lie beside them in `images/`, each once.
+    """Writes a file for each trajectory, named by its id; of two with one id the last counts.
+    Images are stored beside them in `images/`, each once.
 
-    Returns the number of trajectories, and of turns that no message tells, which are left out.
+    Returns the number of trajectories, and the number of turns that were left out because no
+    message shows them.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no trajectories.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -62,7 +63,7 @@ class _Images(NamedTuple):
     """None: an image's path is a data URL."""
 
     def content(self, content: Content) -> Any:
-        """Returns a message's content as ATIF has it: images as paths of their copies."""
+        """Returns a message's content in ATIF's shape: images as paths of their copies."""
         if isinstance(content, str):
             return content
         parts = []
@@ -147,7 +148,7 @@ def _steps(
 
 
 def _said(message: Message) -> dict[str, Any]:
-    """Returns an assistant's reasoning and calls, which examples in a prompt write loosely."""
+    """Returns an assistant's reasoning and calls; examples in a prompt may write them loosely."""
     said: dict[str, Any] = {"tool_calls": []}
     if reasoning := message.get("reasoning"):
         said["reasoning_content"] = reasoning
@@ -165,7 +166,7 @@ def _said(message: Message) -> dict[str, Any]:
 
 
 def _call(trajectory: Trajectory, number: int) -> dict[str, Any]:
-    """Returns what a step says of the model call that made it; a chat server tells no tokens."""
+    """Returns a step's record of the model call that made it; a chat server reports no tokens."""
     turn = trajectory.turns[number]
     row, sampled = trajectory.branches[turn.branch], slice(turn.start, turn.start + turn.num_tokens)
     metrics: dict[str, Any] = {"completion_tokens": turn.num_tokens}

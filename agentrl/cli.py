@@ -27,7 +27,7 @@ _WHOSE_EPISODES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status (2 for wrong input, 130 when interrupted)."""
+    """Runs one command and returns its exit status (2 for wrong input, 130 when interrupted)."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_overrides", False):
@@ -107,7 +107,8 @@ def _print_help(parser: argparse.ArgumentParser) -> int:
 
 
 class _HelpWithKeys(argparse.Action):
-    """--help with keys of the configuration; reading it needs pydantic, so only when asked."""
+    """Prints --help with the keys of the configuration. Reading these needs pydantic, so they are
+    read only on demand."""
 
     def __call__(
         self,
@@ -153,10 +154,10 @@ def _add_run_command(
     description: str,
     plays_one_environment: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command with a run file, whose keys are options; `run` gets the configuration.
+    """Adds a command that takes a run file, whose keys are options; `run` gets the configuration.
 
     Args:
-        plays_one_environment: which of a file's `[[env]]`, `--environment` has to say.
+        plays_one_environment: `--environment` has to name one of the file's `[[env]]`.
     """
     command = commands.add_parser(
         name,
@@ -207,9 +208,10 @@ def _add_run_command(
 
 
 def _one_environment(config: RunConfig, name: str | None) -> RunConfig:
-    """
+    """Returns the configuration for one environment of the run.
+
     Raises:
-        ConfigError: there is none of this name, or several and no name.
+        ConfigError: no environment has this name, or there are several and no name is given.
     """
     from agentrl.errors import ConfigError
 
@@ -227,7 +229,7 @@ def _env_of(config: RunConfig) -> str:
     """Returns, as a comment, whether the environment takes its configuration.
 
     Raises:
-        ConfigError: there is no such environment, or it has no such key or value.
+        ConfigError: the environment does not exist, or rejects a key or value.
     """
     if config.env.url:
         return f"# env: asked of {', '.join(config.env.url)} when the run starts"

@@ -27,7 +27,8 @@ def evaluate_command(
     shard: str | None,
     as_json: bool,
 ) -> int:
-    """`agentrl eval`: evaluate, print a table or JSON, optionally keep the trajectories.
+    """Runs `agentrl eval`: evaluates, prints a table or JSON, and keeps the trajectories in `out`
+    if given.
 
     Raises:
         ConfigError: `shard` cannot be read.
@@ -51,10 +52,11 @@ def evaluate_command(
 
 
 def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path, resume: bool) -> int:
-    """`agentrl rollout`: play episodes and keep everything: trajectories, metrics, a report.
+    """Runs `agentrl rollout`: plays episodes and keeps trajectories, metrics and a report.
 
     Raises:
-        ConfigError: `out` already holds rollouts and `resume` is not asked for, or others.
+        ConfigError: `out` already holds rollouts, and `resume` is false or their configuration
+            differs.
     """
     with _progress("rollout") as show:
         played = api.rollout(
@@ -64,7 +66,7 @@ def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path, res
 
 
 def conclude(out: Path, played: api.Rollouts) -> int:
-    """Write the report beside what was kept, and say how it went; the exit status."""
+    """Writes the report, prints a summary and returns the exit status."""
     from agentrl.view.report import report_run
 
     failed = [t.error for t in played.trajectories if t.error is not None]

@@ -1,4 +1,4 @@
-"""`agentrl compare`: two evaluations of the same tasks, with what their difference is worth."""
+"""`agentrl compare`: compares two evaluations of the same tasks, with the difference's interval."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def compare(
 def compare_command(
     first: Path, second: Path, *, as_json: bool, wanted: float | None = None
 ) -> int:
-    """`agentrl compare`: print the difference and the tasks that changed most; with `wanted`, how
-    many tasks find such a difference.
+    """Runs `agentrl compare`: prints the difference and the tasks that changed most and, with
+    `wanted`, the number of tasks needed to find a difference of that size.
 
     Raises:
         ConfigError: `wanted` is not a difference that can be found.
@@ -93,8 +93,8 @@ def mean_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def saturated(
     trajectories: Iterable[Trajectory], threshold: float
 ) -> tuple[int, list[str], list[str]]:
-    """Returns the number of tasks, those that every sample solves, and those that none does: they
-    tell no two models apart."""
+    """Returns the number of tasks, the tasks that every sample solves, and those that none solves:
+    neither tell two models apart."""
     solved: dict[str, list[bool]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.scored:

@@ -1,8 +1,8 @@
 """`agentrl drill`: silent faults, planted one after the other in a short run on a CPU.
 
-Each makes a policy learn from something that did not happen, and raises no error of its own. A
-fault is a function that plants it and trains; what the run said, or the error that ended it, has to
-name it.
+Each makes a policy learn from something that did not happen, without raising an error. A fault is
+a function that plants it and trains; a message of the run, or the error that ended it, has to name
+it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Judged(Environment):
 
 
 class Ground:
-    """The quickstart's model and task in a folder of their own, and what runs on it said."""
+    """The quickstart's model and task in a separate folder, and the messages of runs on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Ground:
 
 
 class _Log(logging.Handler):
-    """Takes down warnings."""
+    """Collects warnings."""
 
     def __init__(self, said: list[str]) -> None:
         super().__init__(logging.WARNING)
@@ -265,10 +265,10 @@ class Outcome:
 
 
 def drill(only: str = "") -> Iterator[Outcome]:
-    """Plants each fault whose name holds `only`, and yields what named it.
+    """Plants each fault whose name contains `only`, and yields the run's message about it.
 
     Raises:
-        ConfigError: there is no such fault.
+        ConfigError: no fault has such a name.
     """
     faults = [fault for fault in FAULTS if only in fault.what]
     if not faults:
@@ -282,7 +282,7 @@ def drill(only: str = "") -> Iterator[Outcome]:
             try:
                 with redirect_stdout(io.StringIO()):
                     fault.plant(ground)
-            except AgentRLError as error:  # what is planted is to be named, not to end the drill
+            except AgentRLError as error:  # counts as naming the fault; the drill goes on
                 ground.said.append(str(error))
                 stopped = True
         found = (line for line in ground.said if re.search(fault.names_it, line))
@@ -290,7 +290,7 @@ def drill(only: str = "") -> Iterator[Outcome]:
 
 
 def drill_command(only: str) -> int:
-    """Print two lines per fault; exit status 1 where one was not named."""
+    """Prints two lines per fault. Returns 1 if a fault was not named, else 0."""
     missed = 0
     for outcome in drill(only):
         how = "MISSED" if not outcome.line else "stopped" if outcome.stopped else "told"

@@ -90,8 +90,8 @@ class GraderError(EnvError):
 class EnvUnavailable(EnvError):
     """The environment's server cannot be reached or is full; the same call may succeed later.
 
-    `retry_after_s` is what the server said, in seconds; None where it said nothing.
-    """
+    `retry_after_s` is the pause in seconds that the server asked for; None if it did not ask for
+    one."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(
@@ -132,11 +132,13 @@ class WeightSyncError(InferenceError):
 
 
 class StallError(AgentRLError):
-    """Nothing moves. Exit status 75 (EX_TEMPFAIL) tells a cluster's scheduler to start it again."""
+    """No episode moves. Exit status 75 (EX_TEMPFAIL) tells a cluster's scheduler to restart the
+    run."""
 
     exit_code = 75
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of its message, or the name of its class where it has none."""
+    """Returns the first line of the error's message, or the name of its class if it has no
+    message."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

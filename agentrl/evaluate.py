@@ -1,4 +1,4 @@
-"""Play the tasks of `[eval]` once, with a model, a checkpoint or a server."""
+"""Plays the tasks of `[eval]` once, with a model, a checkpoint or a server."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def play(
     """Plays the tasks of `[eval]`.
 
     Args:
-        checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or whom the
-            servers of `[inference]` hold.
+        checkpoint: a directory, or `latest` of the run directory; None: `model.path`, or the
+            model that the servers of `[inference]` hold.
         out: a folder that gets every episode when it ends; None keeps them in memory alone.
-        resume: play only what the folder does not hold, or holds as failed for a reason that may
-            have passed.
+        resume: play only episodes that are missing in the folder, or that failed for a reason that
+            may have passed.
         shard: the part of the tasks that is played.
 
     Raises:
-        ConfigError: there is no such checkpoint, a package is missing, or the folder holds
+        ConfigError: the checkpoint does not exist, a package is missing, or the folder holds
             another evaluation.
         AgentRLError: see `agentrl.rollout.evaluation.evaluate`.
     """
@@ -98,10 +98,11 @@ async def _play(
 async def policy_of(
     config: RunConfig, checkpoint: str | None, stack: AsyncExitStack, *, for_agents: bool
 ) -> Policy:
-    """Whom the run file names; `stack` closes what it takes.
+    """Makes the policy that the run file names; `stack` closes its resources.
 
     Args:
-        for_agents: who calls takes its time between two calls, and nobody else should wait for it.
+        for_agents: the policy is called by agents, which may pause long between two calls; other
+            episodes should not wait for them.
     """
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
@@ -130,7 +131,7 @@ def model_path(config: RunConfig, checkpoint: str | None) -> str:
     """Returns the path of the model that plays.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: the checkpoint does not exist.
     """
     if checkpoint is None:
         return config.model.path

@@ -25,11 +25,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Have the garbage collector look at young objects less often.
+    """Lets the garbage collector look at young objects less often.
 
-    Hundreds of episodes at a time are tens of thousands of them, none of them garbage. At Python's
-    own threshold of 700, looking at them over and over is a quarter of a rollout's time.
-    """
+    Hundreds of concurrent episodes are tens of thousands of objects, none of them garbage. With
+    Python's own threshold of 700, the repeated collections take a quarter of a rollout's time."""
     thresholds = gc.get_threshold()
     gc.set_threshold(50_000, 10, 4)
     try:
@@ -39,11 +38,11 @@ def _rare_collections() -> Iterator[None]:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on such a loop; where a loop runs already, as in a notebook, in a thread.
+    """Runs a coroutine like `asyncio.run`, on uvloop's loop if installed; in a thread if a loop is
+    already running, as in a notebook.
 
-    A KeyboardInterrupt asks that work to stop where it can be asked (`stopped_by`), and what it
-    then returns is returned; a second one cancels it.
-    """
+    A first KeyboardInterrupt asks the work to stop, if it can be asked (`stopped_by`), and its
+    result is returned; a second one cancels it."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -74,7 +73,7 @@ def _run_in_thread(loop: asyncio.AbstractEventLoop, work: asyncio.Task[T]) -> T:
 
 @contextmanager
 def stopped_by(stop: Callable[[], object]) -> Iterator[None]:
-    """While in the context, a first KeyboardInterrupt in the thread that waits calls `stop`."""
+    """Calls `stop` on a first KeyboardInterrupt in the waiting thread, while in the context."""
     _stops.append(stop)
     try:
         yield

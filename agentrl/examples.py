@@ -1,4 +1,4 @@
-"""`agentrl examples`: the run files and tiny models of examples/, for whoever has no checkout."""
+"""`agentrl examples`: the run files and tiny models of examples/, for users without a checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OURS = _CHECKOUT / "quickstart" / "run.toml"
 
 
 def copy_examples(out: Path) -> Path:
-    """Copy every example to a directory of its own.
+    """Copies every example to the new directory `out`.
 
     Raises:
         ConfigError: `out` exists already.
@@ -36,7 +36,7 @@ def copy_examples(out: Path) -> Path:
 
 
 def example_file(name: str) -> Path:
-    """Returns where a file of the examples is, by its path below them.
+    """Returns the path of an example's file, given its path below the examples.
 
     Raises:
         DataError: this installation does not have it.
@@ -49,7 +49,7 @@ def example_file(name: str) -> Path:
 
 
 def _installed() -> dict[str, Path]:
-    """Returns the files that a wheel brought, by their paths below the examples.
+    """Returns the files of the installed wheel, by their paths below the examples.
 
     Raises:
         DataError: there are none.

@@ -1,4 +1,4 @@
-"""`agentrl convert`: evaluations as other programs write them, in both directions.
+"""`agentrl convert`: converts evaluations from and to the formats of other programs.
 
 inspect_ai's `.eval` is a zip archive of JSON documents, which it compresses with zstd; it reads
 deflate as well, which is written here. lm-evaluation-harness writes a line of JSON for each task
@@ -53,7 +53,8 @@ _LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 
 
 def convert_command(source: Path, out: Path, score: str | None) -> int:
-    """`agentrl convert`: read what `source` is, write what `out` names by its suffix."""
+    """Runs `agentrl convert`: reads `source` in whatever format it has, and writes the format that
+    the suffix of `out` names."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out} is there already; remove it, or name another")
     if not source.exists():
@@ -120,7 +121,7 @@ def write_inspect(
     created: float,
     store: ImageStore | None = None,
 ) -> None:
-    """Writes an evaluation as inspect_ai's log; a failed episode is a sample with an error.
+    """Writes an evaluation as inspect_ai's log; a failed episode becomes a sample with an error.
 
     Args:
         store: the evaluation's images, which the log holds whole.
@@ -232,7 +233,7 @@ def _to_sample(
 
 
 def _first_turn(trajectory: Trajectory) -> int:
-    """Position of the first message that the policy wrote."""
+    """Returns the position of the first message that the policy wrote."""
     roles = [message["role"] for message in trajectory.messages]
     told = trajectory.turns[0].message if len(trajectory.branches) == 1 and trajectory.turns else -1
     return told if told >= 0 else roles.index("assistant") if "assistant" in roles else len(roles)
@@ -271,10 +272,10 @@ def read_inspect(path: Path, score: str | None = None) -> tuple[RunConfig, list[
     """Reads inspect_ai's log.
 
     Args:
-        score: the scorer whose values become rewards; None takes the first that is there.
+        score: the scorer whose values become rewards; None takes the first one found.
 
     Raises:
-        DataError: it is not such a log, or a score is not a number.
+        DataError: the file is not such a log, or a score is not a number.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -351,7 +352,8 @@ def _from_sample(path: Path, task: str, sample: Mapping[str, Any], name: str | N
 
 
 def _reward(found: Trajectory, value: float, name: str) -> None:
-    """Gives an episode its reward; one without a number failed (inspect_ai writes NaN then)."""
+    """Sets an episode's reward. An episode whose reward is NaN, as inspect_ai writes it, has
+    failed."""
     if math.isfinite(value):
         found.reward = float(value)
     else:
@@ -392,7 +394,7 @@ def _from_inspect(message: Mapping[str, Any], attachments: Mapping[str, str]) ->
 
 
 def _from_part(part: Mapping[str, Any], attachments: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a part of a content in our shape; nothing is fetched for what it does not hold."""
+    """Returns a part of a content in our shape. Downloads nothing that the part only refers to."""
     image = part.get("image")
     if isinstance(image, str):
         image = attachments.get(image.removeprefix("attachment://"), image)
@@ -410,7 +412,8 @@ def _made(
     num_tokens: int,
     reference: Any,
 ) -> Trajectory:
-    """Returns an episode of a dialogue without tokens; `skipped` turns were not the policy's."""
+    """Makes an episode from a dialogue without tokens; the first `skipped` turns are not the
+    policy's."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"][skipped:]
     if not places:
         messages.append({"role": "assistant", "content": ""})
@@ -446,10 +449,9 @@ def _made(
 
 def write_lm_eval(path: Path, trajectories: list[Trajectory]) -> None:
     """Writes a line for each task, with its last answers and the mean of their rewards. Prompts are
-    texts, in which `[image]` stands for each image.
+    texts with `[image]` in place of each image.
 
-    `rewards` and `trajectory_ids` are additions: the harness knows one value for a task.
-    """
+    `rewards` and `trajectory_ids` are additions: the harness has one value for a task."""
     lines = []
     num_images = 0
     for number, members in enumerate(by_group(trajectories)):
@@ -488,7 +490,7 @@ def write_lm_eval(path: Path, trajectories: list[Trajectory]) -> None:
 
 
 def read_lm_eval(path: Path, score: str | None = None) -> tuple[RunConfig, list[Trajectory]]:
-    """Reads what `lm_eval --log_samples` wrote of one task.
+    """Reads the samples of one task that `lm_eval --log_samples` wrote.
 
     Args:
         score: `metric` or, as the harness writes it, `metric,filter`; None takes the first of both.
@@ -569,7 +571,7 @@ def _from_line(
 
 
 def _prompt(arguments: Any) -> str:
-    """Text of the first request, which older versions write as a list."""
+    """Returns the text of the first request, which older versions write as a list."""
     first = arguments.get("gen_args_0", {}).get("arg_0") if isinstance(arguments, dict) else None
     if isinstance(arguments, list) and arguments:
         first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]

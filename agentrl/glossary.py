@@ -166,7 +166,7 @@ METRICS: dict[str, str] = {
 
 
 def meaning(metric: str) -> str | None:
-    """Returns what a metric means; None if nobody wrote it down."""
+    """Returns the meaning of a metric; None if it is not documented."""
     if metric in METRICS:
         return METRICS[metric]
     for name, text in METRICS.items():

@@ -192,11 +192,10 @@ def content_text(content: str | Sequence[Mapping[str, Any]], image: str = "") ->
     """Returns the text of a message's content.
 
     Args:
-        image: what stands for each image. Where a format has no place for images, `[image]` says
-            that there was one.
+        image: the text in place of each image, such as `[image]` in formats without images.
 
     Raises:
-        ImageError: a part is neither text nor image.
+        ImageError: a part is neither a text nor an image.
     """
     if isinstance(content, str):
         return content
@@ -204,7 +203,7 @@ def content_text(content: str | Sequence[Mapping[str, Any]], image: str = "") ->
 
 
 def count_images(content: str | Sequence[Mapping[str, Any]]) -> int:
-    """Returns how many images a message's content shows, without reading them."""
+    """Returns the number of images in a message's content, without reading them."""
     return 0 if isinstance(content, str) else sum(_kind(part) != "text" for part in content)
 
 
@@ -226,10 +225,10 @@ def join_contents(contents: Iterable[Content], separator: str = "") -> Content:
 
 
 def check_images(contents: Iterable[Content], source: str) -> int:
-    """Checks the images that are shown at once, and returns how many they are.
+    """Checks the images that are shown together, and returns their number.
 
     Args:
-        source: what showed them.
+        source: names the sender of the images in the error.
 
     Raises:
         ImageError: they are too many, too large together, or one is wrong.
@@ -253,11 +252,11 @@ def content_parts(
     """Returns the texts and images of a message's content in order, each image read and checked.
 
     Args:
-        store: where the parts that are only a hash have their bytes.
+        store: holds the bytes of the parts that are only a hash.
 
     Raises:
-        ImageError: an image is wrong, or only a hash and there is no store.
-        DataError: the store lacks it.
+        ImageError: an image is invalid, or is only a hash and no store is given.
+        DataError: the store lacks an image.
     """
     if isinstance(content, str):
         return [content]
@@ -275,7 +274,7 @@ def content_of_parts(parts: list[str | Image]) -> Content:
 
 
 def mcp_blocks(parts: Sequence[str | Image]) -> list[Any]:
-    """Returns texts and images as the package `mcp` has them."""
+    """Converts texts and images to content blocks of the package `mcp`."""
     from mcp import types  # pyright: ignore
 
     return [
@@ -300,7 +299,7 @@ _FIELDS = {"text": "text", "image_url": "image_url", "image": "sha256"}
 
 
 def _kind(part: Mapping[str, Any]) -> str:
-    """Returns the kind of a part, and checks that it has what such a part needs."""
+    """Returns the kind of a part, and checks that it has the keys of that kind."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     value = part.get(_FIELDS[kind]) if isinstance(kind, str) and kind in _FIELDS else None
     if kind == "image_url" and isinstance(value, Mapping):
@@ -350,8 +349,8 @@ _decoded: set[bytes] = set()
 
 
 def shown_text(content: object) -> str:
-    """Returns a content as a reader of a log sees it, whatever shape an agent gave it: images are
-    numbered, other parts that are no text are JSON."""
+    """Returns a content as a reader of a log sees it, in whatever shape an agent sent it: images
+    are numbered, parts other than text are JSON."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     texts, number = [], 0
@@ -376,15 +375,15 @@ def shown_images(content: object) -> list[str]:
 
 
 def is_sha256(value: object) -> bool:
-    """Tells whether a value from a file or a request is a hash, and so no path of another file."""
+    """Tells whether a value from a file or a request is a hash, and so cannot be a path to another
+    file."""
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 class ImageStore:
-    """A folder of images named by their hash, so that each lies there once.
+    """A folder of images named by their hashes, with each image stored once.
 
-    Several processes may write to it at the same time: a file appears whole or not at all.
-    """
+    Several processes may write to it at the same time: a file appears whole or not at all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -433,9 +432,9 @@ class ImageStore:
             self.put(other.get(path.stem))
 
     def with_hashes(self, messages: Sequence[Any], known: dict[str, str]) -> list[Any]:
-        """Returns messages with the hashes of their images, which are kept here, in their place.
+        """Returns messages with hashes in place of their images, which are kept here.
 
-        What is not an image that can be read, as an agent may have sent it, stays as it is.
+        A part that an agent sent as an image but that cannot be read stays unchanged.
 
         Args:
             known: hashes by data URL, which grows: most messages of a step show the same images.

@@ -1,7 +1,7 @@
 """`agentrl launch`: a run on one machine, in a Slurm job, on a Ray cluster or on Kubernetes.
 
-What is started are the files of `examples/cluster`, which also work by hand; this fills in how many
-machines and GPUs there are, and checks the run file before anything is submitted.
+It starts the files of `examples/cluster`, which can also be used by hand: it fills in the number of
+machines and GPUs, and checks the run file before anything is submitted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLACES = ("local", "slurm", "ray", "k8s")
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A command to start, with the environment variables that it needs beside this process's."""
+    """A command to start, with the environment variables that it needs besides this process's."""
 
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Launch:
     """For Kubernetes: the text of the file that `command` names last."""
 
     def shown(self) -> str:
-        """Returns it as a line of a shell, behind the manifest where there is one."""
+        """Returns the command as a shell line, after the manifest if there is one."""
         set_to = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         line = " ".join([*set_to, shlex.join(self.command)])
         return f"{self.manifest}# {line}" if self.manifest else line
@@ -46,7 +46,7 @@ def plan(
     gpus: int | None = None,
     server_nodes: int = 0,
 ) -> Launch:
-    """Returns what starts a run.
+    """Returns the command that starts a run.
 
     Args:
         nodes: machines that train.
@@ -54,7 +54,7 @@ def plan(
         server_nodes: machines of a Slurm job that serve vLLM beside them.
 
     Raises:
-        ConfigError: the run file is wrong, or the place has no such machines.
+        ConfigError: the run file is invalid, or the machines do not exist there.
     """
     from agentrl.config import load_config
 
@@ -96,8 +96,8 @@ def plan(
 
 
 def _jobset(text: str, name: str, rest: list[str], nodes: int, gpus: int) -> str:
-    """Returns the manifest for so many machines, for a run of this name and a run file in the
-    volume."""
+    """Returns the manifest for this number of machines and GPUs, a run of this name and a run file
+    in the volume."""
     run_file = shlex.quote(Path(rest[0]).name)
     options = "".join(f" {shlex.quote(each)}" for each in rest[1:])
     for old, new in (
@@ -123,7 +123,7 @@ def _gpus_here() -> int:
 
 
 def add_launch_command(commands: argparse._SubParsersAction) -> None:
-    """Add the `launch` command to the command line."""
+    """Adds the `launch` command to the command line."""
     command = commands.add_parser(
         "launch",
         help="start a run on several GPUs, in Slurm, on Ray or on Kubernetes",

@@ -1,4 +1,4 @@
-"""`agentrl tasks`: which tasks of an evaluation also stand in training, and which say nothing.
+"""`agentrl tasks`: finds evaluation tasks that also occur in training, and those that tell nothing.
 
 Two prompts are the same when they have the same words in the same order, whatever their case,
 punctuation and spacing. They are near when most of what is special in the one stands in the other:
@@ -39,7 +39,7 @@ SHOWN = 10
 
 @dataclass(slots=True, frozen=True)
 class Overlap:
-    """Tasks of one split that stand in another as well."""
+    """The tasks of one split that also occur in another."""
 
     num_train: int
     num_test: int
@@ -57,7 +57,7 @@ class Overlap:
 def overlap(
     train: Sequence[tuple[str, str]], test: Sequence[tuple[str, str]], *, threshold: float = 0.8
 ) -> Overlap:
-    """Finds the tasks of `test` that stand in `train`, exactly or nearly.
+    """Finds the tasks of `test` that occur in `train`, exactly or nearly.
 
     Args:
         train, test: id and prompt of every task.
@@ -111,7 +111,7 @@ def _runs(words: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
 
 
 async def _read(config: RunConfig, most: int) -> list[list[tuple[str, str]]]:
-    """Returns id and prompt of the tasks of both splits; says where a split is not read whole."""
+    """Returns id and prompt of the tasks of both splits; warns if a split is not read whole."""
     env = config.env
     async with aclosing(connect(env.url or None, token=env.token)) as client:
         found = []
@@ -143,8 +143,8 @@ def _text(prompt: str | list[Message]) -> str:
 
 
 def _shown(content: Content) -> str:
-    """The texts, and for each image a word of its own: one question about two pictures is two
-    tasks."""
+    """Returns the texts with one word for each image, so that one question about two pictures is
+    two tasks."""
     if isinstance(content, str):
         return content
     return " ".join(content_text([part]) or _hash(part) for part in content)
@@ -157,7 +157,8 @@ def _hash(image: Any) -> str:
 def tasks_command(
     config: RunConfig, folders: Sequence[Path], *, threshold: float, most: int, as_json: bool
 ) -> int:
-    """`agentrl tasks`: print what stands in both splits, and what evaluations say of the tasks.
+    """Runs `agentrl tasks`: prints the tasks that occur in both splits, and the tasks of
+    evaluations that every sample or none solves.
 
     Raises:
         ConfigError: both splits are one, or the threshold is not a share.
@@ -168,7 +169,7 @@ def tasks_command(
             "is trained on; set eval.split"
         )
     if not 0 < threshold <= 1:
-        raise ConfigError(f"--threshold {threshold:g} is no share: give one above 0, up to 1")
+        raise ConfigError(f"--threshold {threshold:g} is not a share: give one above 0, up to 1")
     played = [t for folder in folders for t in read_evaluation(folder)[1]]
     train, test = event_loop.run(_read(config, most))
     found = overlap(train, test, threshold=threshold)

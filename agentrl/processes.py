@@ -1,8 +1,8 @@
-"""Processes that end for certain, together with every process that they started.
+"""Starts processes that certainly end, together with every process that they started.
 
 `start_group` starts a command at the head of a session and process group of its own, and
 `kill_group` ends all of that group. A process that can only be forked, not started as a command,
-calls `die_with_parent` in the child. The module needs the standard library alone.
+calls `die_with_parent` in the child. The module needs only the standard library.
 
 A process that leaves the group for a session of its own is out of reach. Where that matters, the
 command runs in a PID namespace, in a container, or below `agentrl/inference/guard.py`.
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a command as the leader of a session of its own.
+    """Starts a command as the leader of its own session.
 
     A Ctrl-C in the terminal does not reach it. It ends when `kill_group` is called, and a command
     that reads its standard input until the end also ends with this process, which closes the pipe.
@@ -37,7 +37,7 @@ def start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a process from `start_group` and all others of its group, and wait until it has ended.
+    """Kills a process from `start_group` and all others of its group, and waits until it has ended.
 
     Does nothing to a process that was waited for: its id may belong to another one by now.
     """
@@ -47,7 +47,7 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 def signal_group(leader_pid: int, number: int) -> None:
-    """Send a signal to a process and all others of its group; that they have ended is not an error.
+    """Sends a signal to a process and all others of its group; ignores processes that have ended.
 
     Only before the leader is waited for: from then on its id may be given to another process.
     """
@@ -56,7 +56,8 @@ def signal_group(leader_pid: int, number: int) -> None:
 
 
 def how_ended(status: int) -> str:
-    """Says how a process ended, from a status of `subprocess` or `os.waitstatus_to_exitcode`."""
+    """Describes how a process ended, from a status of `subprocess` or
+    `os.waitstatus_to_exitcode`."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:
@@ -66,10 +67,10 @@ def how_ended(status: int) -> str:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends. Linux only.
+    """Makes the kernel kill this process when its parent ends. Linux only.
 
-    To be called in a child right after the fork. The kernel watches the thread that forked: a
-    child of a thread that ends while its process goes on is killed too.
+    Call it in a child right after the fork. The kernel watches the thread that forked: the child of
+    a thread that ends is killed even if that thread's process goes on.
 
     Args:
         parent_pid: `os.getpid()` of the parent, read before the fork.

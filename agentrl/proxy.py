@@ -1,7 +1,7 @@
-"""`agentrl proxy`: the agents' endpoint alone, for agents that somebody else starts.
+"""`agentrl proxy`: serves the agents' endpoint alone, for agents that another program starts.
 
-Each episode is one line of JSON on the standard output: its task, the base URL and key of its own,
-and where to say that it is over. As many are open at a time as `rollout.max_concurrent`. They are
+Each episode is one line of JSON on the standard output: its task, its base URL and key, and the
+URL that ends it. As many are open at a time as `rollout.max_concurrent`. They are
 recorded as those of `agentrl rollout`, each group as soon as it is over.
 """
 
@@ -33,8 +33,8 @@ from agentrl.types import Group, Trajectory
 
 
 class Announced:
-    """A runner that starts nothing: the episode is told to whoever reads the standard output, and
-    lasts until they end it."""
+    """A runner that starts nothing: it prints the episode on standard output, and waits until the
+    reader ends it."""
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
         end_url = base_url.removesuffix("/v1") + "/end"
@@ -43,11 +43,11 @@ class Announced:
         await asyncio.Future()
 
     async def aclose(self) -> None:
-        """There is nothing to close."""
+        """Does nothing: there are no resources to release."""
 
 
 def proxy_command(config: RunConfig, *, checkpoint: str | None, out: Path) -> int:
-    """Serve the episodes of `eval` until all are over, or until interrupted.
+    """Serves the episodes of `eval` until all are over, or until interrupted.
 
     Raises:
         ConfigError: the policy cannot be recorded token by token; `out` already holds rollouts.
@@ -126,7 +126,7 @@ async def _play_group(
     log: TrajectoryLog,
     rollouts: RolloutBatch,
 ) -> None:
-    """Play the next group, and write down what of it was played, even if this is cancelled."""
+    """Plays the next group and records the episodes that were played, even if cancelled."""
     trajectories: list[Trajectory] = []
     episodes = scheduler.group_at(scheduler.source.take())
 

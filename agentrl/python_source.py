@@ -1,4 +1,4 @@
-"""Reading Python source as a syntax tree, from any thread."""
+"""Parses Python source in any thread."""
 
 from __future__ import annotations
 

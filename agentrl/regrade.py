@@ -78,7 +78,8 @@ def regrade(
 
 
 def regrade_command(folder: Path, overrides: list[str], *, as_json: bool) -> int:
-    """`agentrl regrade`: grade, write both averages and what changed, print them."""
+    """Runs `agentrl regrade`: grades, writes both averages and the changed verdicts, and prints
+    them."""
     before, trajectories = read_evaluation(folder, images=True)
     config = load_config(folder / CONFIG_FILE, overrides)
     graded, verdicts = regrade(config, trajectories)

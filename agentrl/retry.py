@@ -1,4 +1,4 @@
-"""Calling again what failed on the way, with growing, jittered pauses, until a deadline."""
+"""Retries failed calls with growing, jittered pauses, until a deadline."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ async def retry(
     max_pause_s: float = 2.0,
     max_attempts: int | None = None,
 ) -> T:
-    """Call `attempt` until it succeeds, its error is final, there were `max_attempts`, or the next
-    pause would pass the deadline; then its last error is raised.
+    """Calls `attempt` until it succeeds, its error is final, there were `max_attempts`, or the next
+    pause would pass the deadline; then raises the last error.
 
     Args:
         attempt: called with the seconds that are left.

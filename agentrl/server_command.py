@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 
 
 def add_inference_commands(commands: argparse._SubParsersAction) -> None:
-    """Add the `inference` command to the command line."""
+    """Adds the `inference` command to the command line."""
     inference = commands.add_parser(
         "inference",
         help="print how a run's servers are started on other machines",

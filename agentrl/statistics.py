@@ -93,8 +93,9 @@ class PairedDifference:
     """The smallest true difference that 80% of such evaluations would find at 5%."""
 
     def tasks_for(self, difference: float) -> int:
-        """Returns how many such tasks, with as many samples each, find a difference in 80% of
-        evaluations: the error shrinks with the root of their number, and so do the quantiles.
+        """Returns how many such tasks, with as many samples each, are needed to find a difference
+        in 80% of evaluations: the error shrinks with the root of their number, and so do the
+        quantiles.
 
         Raises:
             DataError: no task differs between the two, so nothing is known of the error.
@@ -144,7 +145,8 @@ def paired_difference(
 
 
 def _power(num_tasks: int) -> float:
-    """Standard errors by which two evaluations have to differ for 80% to find it at 5%."""
+    """Returns by how many standard errors two evaluations have to differ for a 5% test to find it
+    in 80% of cases."""
     quantiles = (student_t_quantile(p, num_tasks - 1) for p in (0.5 + CONFIDENCE / 2, 0.8))
     return sum(quantiles)
 
@@ -169,7 +171,7 @@ def evaluation_statistics(
     success_threshold: float = 1.0,
     ks: Iterable[int] = (1,),
 ) -> EvalStatistics:
-    """Summarise an evaluation.
+    """Summarises an evaluation.
 
     Args:
         rewards: task id -> rewards of its samples. Samples without a reward (an error of the
@@ -224,8 +226,8 @@ def evaluation_statistics(
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples passes, from n >= k samples of
-    which c passed: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, equation 1).
+    """Estimates, without bias, the chance that at least one of k samples passes, from n >= k
+    samples of which c passed: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, equation 1).
 
     `1 - (1 - c/n)**k` would be biased, and the share of tasks solved in k tries is the special case
     n = k with more noise.
@@ -236,7 +238,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def mean_estimate(task_values: np.ndarray) -> Estimate:
-    """Mean over tasks with Student's t interval. `task_values` is float64 [num_tasks]."""
+    """Computes the mean over tasks with Student's t interval. `task_values` is float64
+    [num_tasks]."""
     value = float(np.mean(task_values))
     if len(task_values) < 2:
         return Estimate(value, None, None, None)
@@ -248,7 +251,8 @@ def mean_estimate(task_values: np.ndarray) -> Estimate:
 def proportion_estimate(
     task_values: np.ndarray, max_effective_size: int, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """Mean over tasks of values in [0, 1] with the clustered score interval (module docstring).
+    """Computes the mean over tasks of values in [0, 1] with the clustered score interval (module
+    docstring).
 
     Args:
         task_values: float64 [num_tasks], the estimated proportion of each task.
@@ -279,7 +283,7 @@ def proportion_estimate(
 
 @lru_cache(maxsize=256)
 def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
-    """Upper quantile (probability >= 0.5) of Student's t, to about 6 digits.
+    """Computes the upper quantile (probability >= 0.5) of Student's t, to about 6 digits.
 
     With t = sqrt(df) * tan(angle) the density becomes cos(angle)**(df - 1) on [0, pi/2), whose
     cumulative sum is inverted on a grid: no gamma function, no scipy.

@@ -1,6 +1,6 @@
 """`agentrl suite`: several benchmarks with several models, in one command and one table.
 
-Every cell is a folder as `agentrl eval --out` makes it, so what was killed goes on where it
+Every cell is a folder as `agentrl eval --out` makes it, so a killed suite continues where it
 stopped, and `agentrl regrade` and `agentrl compare` read any of them.
 """
 
@@ -42,7 +42,7 @@ class Suite:
 
 
 def load_suite(path: Path) -> Suite:
-    """Reads a suite file; docs/evaluation.md says what it holds.
+    """Reads a suite file; docs/evaluation.md describes its keys.
 
     Raises:
         ConfigError: it cannot be read, or the configuration of a cell is wrong; names the cell.
@@ -114,7 +114,7 @@ def _prices(path: Path, name: str, table: Mapping[str, Any]) -> tuple[float, flo
 
 
 def play_suite(suite: Suite, out: Path) -> dict[str, JSON]:
-    """Plays what `out` does not hold yet, and returns the result of every cell.
+    """Plays the episodes that `out` does not hold yet, and returns the result of every cell.
 
     Raises:
         ConfigError: `out` holds a cell of another configuration.
@@ -148,7 +148,7 @@ def play_suite(suite: Suite, out: Path) -> dict[str, JSON]:
 
 
 def _kept(folder: Path, config: RunConfig) -> list[Trajectory] | None:
-    """Returns the episodes of a cell that is complete as it is asked for; else None."""
+    """Returns the episodes of a cell if it is complete under this configuration; else None."""
     if not (folder / "eval.json").is_file() or not (folder / CONFIG_FILE).is_file():
         return None
     before, trajectories = read_evaluation(folder)
@@ -176,7 +176,7 @@ _COUNTED = ("tokens_read", "tokens_sampled", "seconds")
 
 
 def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]]) -> list[JSON]:
-    """Every model against the first, task by task; p-values by Holm over all of them."""
+    """Compares every model with the first, task by task; p-values by Holm over all comparisons."""
     rows: list[dict[str, Any]] = []
     first = suite.models[0]
     for benchmark in suite.benchmarks:
@@ -206,7 +206,8 @@ def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]
 def _saturation(
     suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]]
 ) -> dict[str, JSON]:
-    """Returns, for each benchmark, the tasks that every sample of every model solves, or none."""
+    """Returns, for each benchmark, the tasks that every sample of every model solves, and those
+    that none solves."""
     found: dict[str, JSON] = {}
     for benchmark in suite.benchmarks:
         threshold = suite.cells[suite.models[0], benchmark].eval.success_threshold
@@ -220,7 +221,7 @@ def _saturation(
 
 
 def figure_of(cell: Mapping[str, Any]) -> tuple[str, Estimate | None]:
-    """Returns a cell's first figure and its name; none where every sample failed."""
+    """Returns the name of a cell's first figure, and the figure; None if every sample failed."""
     for name, value in cell.items():
         if name.startswith("avg@"):
             return name, Estimate(**value)
@@ -301,7 +302,7 @@ def as_markdown(result: Mapping[str, Any]) -> str:
 
 
 def as_html(result: Mapping[str, Any]) -> str:
-    """Returns the tables as a page."""
+    """Returns the tables as an HTML page."""
     parts = ["<!doctype html><meta charset='utf-8'><title>suite</title>"]
     parts += ["<style>td,th{padding:.2em 1em;text-align:left}</style>"]
     for title, headings, rows in tables(result):
@@ -314,7 +315,7 @@ def as_html(result: Mapping[str, Any]) -> str:
 
 
 def as_latex(result: Mapping[str, Any]) -> str:
-    """Returns the tables as LaTeX's `tabular`."""
+    """Returns the tables as LaTeX `tabular` environments."""
     parts = []
     for title, headings, rows in tables(result):
         lines = [" & ".join(map(_latex, row)) + r" \\" for row in (headings, *rows)]
@@ -331,7 +332,8 @@ def _latex(text: str) -> str:
 
 
 def suite_command(path: Path, out: Path, *, as_json: bool) -> int:
-    """`agentrl suite`: play what is missing, write the tables, print one; the exit status."""
+    """Runs `agentrl suite`: plays the missing episodes, writes the tables, prints one, and returns
+    the exit status."""
     suite = load_suite(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / SUITE_FILE).write_bytes(path.read_bytes())

@@ -35,7 +35,7 @@ SinkName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Sink(Protocol):
-    """A copy of the metrics somewhere else."""
+    """A tracker that gets a copy of the metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -90,7 +90,7 @@ class MetricsWriter:
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Append one step. Values are numbers, or anything `float()` takes such as 0-d arrays.
+        """Appends one step. Values are numbers, or anything `float()` takes such as 0-d arrays.
 
         JSON has no NaN and no infinity: such a value becomes null and is counted under
         `log/num_non_finite`; sinks do not receive it.
@@ -139,11 +139,10 @@ STATUS_FILE = "status.json"
 
 
 class RunStatus:
-    """Says in `run_dir/status.json` whether the run is being trained, and how it ended.
+    """Records in `run_dir/status.json` whether the run is being trained, and how it ended.
 
-    A process that is killed says nothing any more; but it holds a lock on the file while it lives,
-    which the system takes from it then, and which others can ask for (`read_status`).
-    """
+    A killed process cannot update the file, so a running process holds a lock on it, which the
+    system releases when the process dies and which `read_status` tests."""
 
     def __init__(self, run_dir: Path, *, num_steps: int, step: int = 0) -> None:
         self._path, self._num_steps = run_dir / STATUS_FILE, num_steps
@@ -178,8 +177,9 @@ class RunStatus:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """`state`: training, dead (it was killed), finished, stopped, failed, or unknown where the run
-    wrote no status; `message`: why it failed; `time`: since when, in seconds since 1970."""
+    """Returns the status of a run. `state`: training, dead (it was killed), finished, stopped,
+    failed, or unknown if the run wrote no status; `message`: why it failed; `time`: since when, in
+    seconds since 1970."""
     path = Path(run_dir) / STATUS_FILE
     unknown = {"state": "unknown", "message": "", "time": None}
     try:
@@ -198,13 +198,14 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
 
 
 def _last_sign(run_dir: Path) -> float:
-    """When a run last wrote something."""
+    """Returns when a run last wrote a file."""
     names = (STATUS_FILE, METRICS_FILE, "trajectories/index.jsonl")
     return max(p.stat().st_mtime for name in names if (p := run_dir / name).exists())
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of `run_dir/metrics.jsonl` in order: `step` (int) and numbers, null as None.
+    """Returns the lines of `run_dir/metrics.jsonl` in order: `step` (int) and numbers, null as
+    None.
 
     A last line without its newline (the run was killed, or is just writing it) is left out.
 
@@ -227,7 +228,8 @@ def parse_metrics(path: Path, content: bytes) -> list[dict[str, Any]]:
 
 
 def parse_metrics_line(place: str, line: bytes) -> dict[str, Any]:
-    """
+    """Parses one line of metrics.jsonl.
+
     Raises:
         DataError: it is not a metrics object; names the place.
     """
@@ -241,7 +243,7 @@ def parse_metrics_line(place: str, line: bytes) -> dict[str, Any]:
 
 
 def _truncate(path: Path, resume_step: int) -> None:
-    """Keep the lines of steps up to `resume_step`, byte for byte, in one atomic replacement."""
+    """Keeps the lines of steps up to `resume_step`, byte for byte, in one atomic replacement."""
     if not path.exists():
         logger.warning("%s is missing: the metrics up to step %d are lost", path, resume_step)
         return
@@ -272,7 +274,7 @@ def make_sink(
     project: str,
     config: dict[str, JSON],
 ) -> Sink:
-    """Open a tracker under `run_dir`. See `MetricsWriter`."""
+    """Opens a tracker under `run_dir`. See `MetricsWriter`."""
     if sink == "tensorboard":
         return TensorBoardSink(run_dir, resume_step)
     if sink == "wandb":

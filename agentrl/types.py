@@ -109,7 +109,7 @@ class Action:
 
 
 def assistant_message(action: Action) -> Message:
-    """The turn as a chat message."""
+    """Returns the turn as a chat message."""
     message: Message = {"role": "assistant", "content": action.text}
     if action.reasoning:
         message["reasoning"] = action.reasoning
@@ -127,7 +127,8 @@ def assistant_message(action: Action) -> Message:
 
 
 def with_reasoning(text: str, reasoning: str) -> str:
-    """A turn as one text, `<think>` tags around its reasoning, for rules about its whole form."""
+    """Returns a turn as one text, with `<think>` tags around its reasoning, for rules about its
+    whole form."""
     return f"<think>{reasoning}</think>{text}" if reasoning else text
 
 
@@ -282,7 +283,8 @@ class TokenRow:
         return len(self.token_ids)
 
     def append_context(self, token_ids: list[int], turn_id: int) -> None:
-        """Append tokens the policy reads but did not sample (prompt, observation, template)."""
+        """Appends tokens that the policy reads but did not sample (prompt, observation,
+        template)."""
         self._append(token_ids, 0, [0.0] * len(token_ids), [-1] * len(token_ids), turn_id)
 
     def append_sampled(
@@ -294,7 +296,8 @@ class TokenRow:
         kept_ids: list[np.ndarray] | None = None,
         routes: np.ndarray | None = None,
     ) -> None:
-        """Append tokens the policy sampled, and from which others each was drawn, if known.
+        """Appends tokens that the policy sampled and, if known, the tokens that each was drawn
+        from.
 
         Args:
             routes: of the whole row with these tokens, but for the last.
@@ -333,7 +336,7 @@ class TokenRow:
         self.turn_ids += [turn_id] * len(ids)
 
     def arrays(self) -> RowArrays:
-        """The five lists as arrays, copied."""
+        """Returns copies of the five lists as arrays."""
         return {
             "token_ids": np.asarray(self.token_ids, np.int32),
             "loss_mask": np.asarray(self.loss_mask, np.uint8),
@@ -344,10 +347,9 @@ class TokenRow:
 
 
 def bad_logprob(logprobs: list[float]) -> int | None:
-    """Position of the first value that is not a log-probability; None when all of them are.
+    """Returns the position of the first value that is not a log-probability; None if all are.
 
-    A positive value below 1e-4 is rounding in an engine's softmax and passes.
-    """
+    A positive value below 1e-4 is rounding in an engine's softmax and passes."""
     # One not finite makes the sum not finite, so the usual case takes two calls.
     if math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= 1e-4:
         return None
@@ -393,19 +395,19 @@ class Trajectory:
 
     @property
     def messages(self) -> list[Message]:
-        """The dialogue of the newest turn's row: the whole episode, where it has one dialogue."""
+        """The dialogue of the newest turn's row: the whole episode, if it has one dialogue."""
         if not self.branches:
             return []
         return self.branches[self.turns[-1].branch if self.turns else -1].messages
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Over all turns."""
+        """Number of tokens sampled in all turns."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
     def num_read_tokens(self) -> int:
-        """Tokens that were read over all turns, as a chat server counted them, or of the rows."""
+        """Number of tokens read in all turns, counted by a chat server or from the rows."""
         counted = self.info.get("prompt_tokens")
         return counted if isinstance(counted, int) else sum(turn.start for turn in self.turns)
 
@@ -417,7 +419,8 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Cut by a limit (turns, context, time, or a last turn stopped by length)."""
+        """Whether a limit (turns, context, time, or the length of the last turn) cut the
+        episode."""
         cut = (
             StopReason.ENV_TRUNCATED,
             StopReason.MAX_TURNS,
@@ -430,12 +433,13 @@ class Trajectory:
 
     @property
     def scored(self) -> bool:
-        """It ended without an error and its reward is finite: an evaluation counts it."""
+        """Whether it ended without an error and with a finite reward: an evaluation counts it."""
         return self.error is None and math.isfinite(self.reward)
 
     @property
     def trainable(self) -> bool:
-        """It ended without an error, its reward is finite and it holds a sampled token."""
+        """Whether it ended without an error, with a finite reward and at least one sampled
+        token."""
         return self.scored and self.num_sampled_tokens > 0
 
 
@@ -452,7 +456,7 @@ class Group:
 
 
 def environment_of(group_id: str) -> str:
-    """The name of a training group's environment among several; empty where there is one."""
+    """Returns the name of a training group's environment; empty if the run has only one."""
     return group_id.rpartition("-g")[0]
 
 
@@ -499,12 +503,12 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return int(self.loss_mask.sum())
 
 
 def samples_of(trajectory: Trajectory) -> list[Sample]:
-    """The rows of a trajectory that hold at least one sampled token, as samples."""
+    """Returns the rows of a trajectory that hold at least one sampled token, as samples."""
     turn_rewards = np.asarray([turn.reward for turn in trajectory.turns], np.float32)
     return [
         Sample(

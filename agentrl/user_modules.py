@@ -18,11 +18,11 @@ files: dict[str, Path] = {}
 
 
 def load(reference: str) -> object:
-    """The object that a text names. The directory that this process runs in is searched last, and
-    a file's own directory is for what it imports, so that a project there needs no installation.
+    """Returns the object that a reference names. The working directory is searched last, and a
+    file's own directory is searched for its imports, so that a project there needs no installation.
 
     Raises:
-        ConfigError: the text has another form, or there is no such file, module or object.
+        ConfigError: the reference has another form, or the file, module or object does not exist.
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:

@@ -97,7 +97,7 @@ def test_the_report_names_the_tasks_of_both_splits(run, capsys):
     ("arguments", "said"),
     [
         (["--eval.split", "train"], "every task of the evaluation is trained on"),
-        (["--threshold", "80"], "--threshold 80 is no share"),
+        (["--threshold", "80"], "--threshold 80"),
         (["--played", "nowhere"], "nowhere: no config.toml"),
     ],
 )

@@ -91,7 +91,7 @@ def find_groups(run: RunFiles, query: Query) -> dict[str, Any]:
     members.
 
     Raises:
-        DataError: the query names an unknown order, filter or value.
+        DataError: the query names an unknown sort or filter.
     """
     everything = grouped(run)
     matches = _matcher(query)
@@ -134,7 +134,7 @@ def wanted_entries(
     query, in the order of their groups.
 
     Raises:
-        DataError: the query names an unknown order, filter or value.
+        DataError: the query names an unknown sort or filter.
     """
     if picked:
         chosen = set(picked)

@@ -117,8 +117,8 @@ class RunFiles:
             return {}
 
     def decode(self) -> Decode | None:
-        """Returns the decode function of the newest checkpoint's tokenizer, or of the model's; None without
-        one."""
+        """Returns the decode function of the newest checkpoint's tokenizer, or of the model's; None
+        without one."""
         files = sorted(self.path.glob("checkpoints/step_*/tokenizer.json"))
         model = self.config().get("model", {}).get("path")
         if not files and isinstance(model, str):

@@ -541,7 +541,7 @@ class AgentServer:
         """
         if call.left_out and not self._leaves_out_tools:
             raise RequestRefused(
-                f"the tools {', '.join(call.left_out)} are no functions, and only functions are "
+                f"the tools {', '.join(call.left_out)} are not functions, and only functions are "
                 "served: take them from the agent, or let them be left out "
                 "(agent.leave_out_provider_tools = true)",
                 code="invalid_tools",
