@@ -1,16 +1,16 @@
-"""Tool calls: are they those that a row of the Berkeley Function Calling Leaderboard accepts?
+"""Compares tool calls with those that a row of the Berkeley Function Calling Leaderboard accepts.
 
     function = {"name": "geo.area", "parameters": {
         "type": "dict", "properties": {"base": {"type": "integer"}}, "required": ["base"]}}
     wanted = {"ground_truth": [{"geo.area": {"base": [10]}}]}
     bfcl("", wanted, metadata={"function": [function]}, turns=turns)
 
-The rule is the leaderboard's own for calls of one turn with Python's types ("AST"). Every wanted
-call needs a call of its own, in any order. Every argument is one of the listed values, of the type
-that the function's description names; one whose values include "" may be left out. Texts are
-compared without case and the characters ` ,./-_*^`. With no wanted calls, none may be made; `None`
-in their place asks for some call. Names have `_` for `.`, as the agent was offered them. A call
-that could not be read counts as none.
+The rules are the leaderboard's own for single-turn calls with Python types ("AST"). Each wanted
+call must be matched by a different call, in any order. Each argument must be one of the listed
+values and have the type given in the function's description; an argument whose values include ""
+may be left out. Strings are compared ignoring case and the characters ` ,./-_*^`. An empty
+`ground_truth` means that no call may be made; `None` means that at least one must be. In the
+agent's calls, function names have `_` in place of `.`. Calls that could not be parsed are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TYPES: dict[str, type] = {
     "dict": dict,
     "any": str,
 }
-"""Names of types in the descriptions of functions -> the type that an argument must have."""
+"""Type name in a function's description -> Python type that the argument must have."""
 
 Call = tuple[str, Mapping[str, Any]]
 """Name and arguments."""
@@ -45,10 +45,10 @@ def bfcl(
     metadata: dict[str, Any],
     turns: Sequence[list[Message]],
 ) -> float:
-    """Returns 1.0 when the calls of the last turn are those of the row, else 0.0.
+    """Returns 1.0 if the calls of the last turn match the row's wanted calls, else 0.0.
 
     Raises:
-        GraderError: the row is not in the leaderboard's form.
+        GraderError: the row is not in the leaderboard's format.
     """
     said: Any = turns[-1][0].get("tool_calls", ()) if turns else ()
     calls = [(each["function"]["name"], each["function"]["arguments"]) for each in said]
@@ -56,13 +56,13 @@ def bfcl(
 
 
 def why_wrong(calls: Sequence[Call], row: Mapping[str, Any]) -> str:
-    """Returns what is wrong with the calls, and "" where nothing is.
+    """Returns the first difference between the calls and the wanted ones, or "" if they match.
 
     Args:
-        row: its `function`, descriptions, and its `ground_truth`, the wanted calls.
+        row: has `function`, a list of function descriptions, and `ground_truth`, the wanted calls.
 
     Raises:
-        GraderError: the row is not in the leaderboard's form.
+        GraderError: the row is not in the leaderboard's format.
     """
     try:
         return _why_wrong(
@@ -70,12 +70,12 @@ def why_wrong(calls: Sequence[Call], row: Mapping[str, Any]) -> str:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GraderError(
-            f"function and ground_truth are not those of a row of the leaderboard: {error!r}"
+            f"`function` or `ground_truth` is not in the leaderboard's format: {error!r}"
         ) from error
 
 
 def offered_name(name: str) -> str:
-    """Returns a function's name as chat servers take it."""
+    """Returns a function's name in the form that chat servers accept."""
     return name.replace(".", "_")
 
 
@@ -83,7 +83,7 @@ def _why_wrong(
     calls: Sequence[Call], wanted: Sequence[Mapping[str, Any]] | None, described: Mapping[str, Any]
 ) -> str:
     if wanted is None:
-        return "" if calls else "no function is called"
+        return "" if calls else "no function was called"
     if len(calls) != len(wanted):
         return f"{len(calls)} calls instead of {len(wanted)}"
     left = list(calls)
@@ -121,7 +121,7 @@ def _is_accepted(value: Any, described: Mapping[str, Any], accepted: list[Any]) 
     if wanted is float and given is int:
         given = float
     if given is not wanted:
-        # The listed values need not have the described type: a text may name a variable.
+        # The listed values need not have the described type: a string may name a variable.
         return given is known and value in accepted
     if inner and not any(_items_fit(value, each, inner) for each in accepted):
         return False
@@ -139,19 +139,22 @@ def _is_accepted(value: Any, described: Mapping[str, Any], accepted: list[Any]) 
 
 
 def _type_of(accepted: list[Any]) -> type | None:
-    """Returns the type of the first listed value; None where the argument may only be left out."""
+    """Returns the type of the first value other than ""; None if there is none."""
     return next((type(each) for each in accepted if each != ""), None)
 
 
 def _items_fit(value: list[Any], accepted: Any, inner: type) -> bool:
-    """Tells whether the items have a type that is described or listed; "" fits any list."""
+    """Returns whether each item has the described type or that of the listed items.
+
+    Any list fits an accepted value that is not a list, such as "".
+    """
     if not isinstance(accepted, list):
         return True
     return all(type(each) in (inner, _type_of(accepted)) for each in value)
 
 
 def _same_object(value: Any, accepted: Any) -> bool:
-    """Tells whether each key of an object has one of the values that are listed for it."""
+    """Returns whether each key of an object has one of the values that are listed for it."""
     if not isinstance(value, dict) or not isinstance(accepted, dict):
         return False
     left_out = accepted.keys() - value.keys()
@@ -163,7 +166,7 @@ def _same_object(value: Any, accepted: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a text without case and the characters that do not count, and all else as it is."""
+    """Lower-cases a string and drops the ignored characters; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     return re.sub(r"[ ,./\-_*^]", "", value).lower().replace("'", '"')

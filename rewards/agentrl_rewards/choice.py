@@ -1,4 +1,4 @@
-"""Multiple choice: seeded shuffling of the options and reading the letter that was chosen.
+"""Multiple choice: shuffles the options with a seed and reads the letter that was chosen.
 
 question = shuffle_choices(["Paris", "Rome", "Oslo", "Bern"], correct=0, seed="task-17")
 question.text            # "(A) Oslo\\n(B) Paris\\n..."
@@ -27,17 +27,17 @@ class ShuffledChoices:
 
 
 def shuffle_choices(choices: Sequence[str], *, correct: int, seed: int | str) -> ShuffledChoices:
-    """Put the options in an order that depends on `seed` alone, not on the process.
+    """Puts the options in an order that depends on `seed` alone, not on the process.
 
     Seed it with the task's id, so that every sample of a task sees the same order.
 
     Raises:
-        ValueError: fewer than 2 or more than 26 options, or `correct` is none of them.
+        ValueError: there are fewer than 2 or more than 26 options, or `correct` is out of range.
     """
     if not 2 <= len(choices) <= 26 or not 0 <= correct < len(choices):
         raise ValueError(
-            f"{len(choices)} options with option {correct} correct: give 2 to 26 options and the "
-            "index of one of them"
+            f"{len(choices)} options with correct = {correct}: give 2 to 26 options and the index "
+            "of one of them"
         )
     order = list(range(len(choices)))
     random.Random(str(seed)).shuffle(order)
@@ -47,7 +47,7 @@ def shuffle_choices(choices: Sequence[str], *, correct: int, seed: int | str) ->
     )
 
 
-# Possessive throughout: a long run of spaces is read once, not in every way it can be split.
+# Possessive quantifiers throughout: a long run of spaces is scanned once, without backtracking.
 _LETTER = (
     r"\s*+(?:\*\*|[(\[{{$\"'`]|\\text(?:bf)?\{{|\\mathrm\{{|\\boxed\{{)*+"
     r"(?P<{}>[A-Z])(?![A-Za-z0-9])"
@@ -66,11 +66,11 @@ _ALONE = re.compile(r"[(\[*$]{0,3}([A-Za-z])[)\].:*$]{0,4}")
 
 
 def extract_choice(text: str, num_choices: int = 4) -> str | None:
-    """The capital letter a text chooses, or None when it chooses none.
+    """Returns the capital letter of the option that a text chooses, or None if it chooses none.
 
-    The last of `\\boxed{B}`, `<answer>B</answer>` and `answer is (B)` counts; without any, the
-    last line counts if it is nothing but a letter. Reasoning up to `</think>` is not read. A letter
-    beyond the options is no choice.
+    The last of `\\boxed{B}`, `<answer>B</answer>` and `answer is (B)` counts; without any of them,
+    the last line counts if it consists of a single letter. Reasoning up to `</think>` is ignored.
+    Returns None for a letter beyond the options.
     """
     text = text[text.rfind("</think>") + 8 :] if "</think>" in text else text
     text = text.split("<think>", 1)[0].strip()
@@ -85,7 +85,7 @@ def extract_choice(text: str, num_choices: int = 4) -> str | None:
 
 
 def gpqa(text: str, reference: str, *, num_choices: int = 4) -> float:
-    """1.0 if the text chooses the letter `reference`, else 0.0.
+    """Returns 1.0 if the text chooses the letter `reference`, else 0.0.
 
     Named after the benchmark it is mostly used for (Rein et al. 2023, arXiv:2311.12022).
     """

@@ -9,20 +9,20 @@ Three kinds of test, told apart by the reference:
     {"inputs": ["2\\n"], "outputs": ["4\\n"]}              standard input and output
     {"inputs": [[2]], "outputs": [4], "fn_name": "f"}    arguments and result of a function
 
-The dictionaries are those of APPS and TACO and may also be given as their JSON text; what they
-expect never enters the sandbox. Tests that are Python code run in an interpreter of their own,
-apart from the answer's process: they call the answer there and get plain data back (numbers, texts,
-lists, ...), so rebound builtins, objects that equal everything and swallowed lines buy nothing
-(`agentrl_rewards.code_calls` has the rules). Tests that derive a class from one of the answer's
-cannot run that way and are a `GraderError`.
+The dictionaries are in the format of APPS and TACO and may also be given as JSON text; the expected
+outputs never enter the sandbox. Tests that are Python code run in a separate process from the
+answer's: they call the answer across the process boundary and get plain data back (numbers,
+strings, lists, ...), so an answer gains nothing by rebinding builtins, returning objects that equal
+everything, or skipping lines of the tests (`agentrl_rewards.code_calls` has the rules). Tests that
+subclass one of the answer's classes cannot run that way and raise `GraderError`.
 
-A program that reads standard input may end as programs do: its threads are waited for, its exit
-handlers run, and `os._exit(0)` is an end like any other.
+A program that reads standard input may exit as usual: its threads are joined, its exit handlers
+run, and `os._exit(0)` counts as a normal exit.
 
-A wrong answer, an exception, too much time, memory or output are the code's own failures and score
-0. A sandbox that could not be set up is a `GraderError`. Linux only: the code sees no network, no
-file but the standard library, no other process and an empty environment
-(`agentrl_rewards.code_sandbox` says how).
+A wrong answer, an exception, and too much time, memory or output are failures of the code and score
+0. A sandbox that could not be set up raises `GraderError`. Linux only: the code has no network, no
+files other than the standard library, no other processes and an empty environment
+(see `agentrl_rewards.code_sandbox`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from agentrl.types import JSON
 
 SANDBOX_FILE = Path(__file__).with_name("code_sandbox.py")
 GRACE_S = 5.0
-"""A sandbox ends itself at the deadline; if it has not this much later, it is killed."""
+"""A sandbox exits at its deadline; if it is still running this much later, it is killed."""
 MAX_CODE_CHARS = 100_000
 
 CaseStatus = Literal[
     "passed", "wrong", "error", "exited", "timeout", "memory", "output_limit", "not_run"
 ]
-"""`error`: an exception or failed assert. `exited`: the process ended before the tests did.
-`not_run`: an earlier case failed and `all_cases` was off, or the deadline passed."""
+"""`error`: an exception or failed assert. `exited`: the process exited before the tests ended.
+`not_run`: an earlier case failed and `partial` was off, or the deadline passed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,11 +63,11 @@ class CodeGrade:
     """The result of a program on its test cases."""
 
     score: float
-    """Share of the cases that passed, or 1.0 and 0.0 for all and not all of them."""
+    """With `partial`, the fraction of cases that passed; without, 1.0 if all passed, else 0.0."""
     statuses: tuple[CaseStatus, ...]
-    """One per case; empty when the text holds no code."""
+    """One per case; empty if the text contains no code."""
     message: str
-    """The first failure in words, at most 500 characters; empty when all passed."""
+    """Describes the first failure in at most 500 characters; empty if all cases passed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,10 +79,9 @@ class _Tests:
 
 
 def extract_code(text: str) -> str | None:
-    """The last fenced code block after any reasoning, or None when there is none.
+    """Returns the last closed code block after any reasoning, or None if there is none.
 
-    Blocks fenced as Python are preferred to blocks of no or another language. An opened block that
-    is never closed is none.
+    Only blocks fenced as Python or without a language count; a Python block is preferred.
     """
     text = text[text.rfind("</think>") + 8 :] if "</think>" in text else text
     python = other = None
@@ -111,20 +110,20 @@ def grade_code(
     memory_bytes: int = 512 << 20,
     max_threads: int = 8,
 ) -> CodeGrade:
-    """Run the code in `text` against the tests in `reference`. Blocks, from any thread.
+    """Runs the code in `text` against the tests in `reference`. Blocks; callable from any thread.
 
     Args:
-        text: what the policy wrote; see `extract_code` for where the code is looked for.
-        reference: the tests, in one of the forms of the module's docstring.
-        partial: score the share of cases passed; False scores 1.0 only when all did, and stops at
-            the first failure.
-        deadline_s: wall-clock seconds for all cases together, starting the sandbox included.
-        memory_bytes: all the code may hold: its address space (RLIMIT_AS); its files are a 32nd
-            of that, at most 16 MB, on top.
-        max_threads: threads the code may have at a time. It may not start processes.
+        text: the policy's text, from which `extract_code` takes the code.
+        reference: the tests, in one of the forms listed in the module's docstring.
+        partial: True scores the fraction of cases that passed. False scores 1.0 only if all
+            passed, and stops at the first failure.
+        deadline_s: wall-clock seconds for all cases together, including the sandbox's start.
+        memory_bytes: limit on the code's address space (RLIMIT_AS). On top of it, files may take
+            1/32 of this, at most 16 MiB.
+        max_threads: threads the code may run at once. It may not start processes.
 
     Raises:
-        GraderError: the tests cannot be read, or the sandbox could not be set up or did not answer.
+        GraderError: the tests cannot be read, or the sandbox could not be set up or did not reply.
     """
     tests = read_tests(reference)
     code = extract_code(text)
@@ -158,9 +157,9 @@ async def grade_code_async(
     memory_bytes: int = 512 << 20,
     max_threads: int = 8,
 ) -> CodeGrade:
-    """`grade_code` that never blocks the event loop; at most one sandbox per core runs at a time.
+    """Calls `grade_code` on a thread pool, with at most one sandbox per CPU core at a time.
 
-    The deadline starts when the sandbox does, not while waiting for its turn.
+    The deadline starts with the sandbox; time spent waiting for a free thread does not count.
 
     Raises:
         GraderError: as `grade_code`.
@@ -181,16 +180,20 @@ async def grade_code_async(
 async def code(
     text: str, reference: JSON, *, partial: bool = False, deadline_s: float = 6.0
 ) -> float:
-    """Score of the code in `text`, 0 to 1. Arguments as for `grade_code`.
+    """Returns the score of the code in `text`, 0 to 1. Takes the arguments of `grade_code`.
 
     Raises:
-        GraderError: as `grade_code`; never scored 0.
+        GraderError: see `grade_code`; such failures are never scored 0.
     """
     return (await grade_code_async(text, reference, partial=partial, deadline_s=deadline_s)).score
 
 
 def read_tests(reference: JSON) -> _Tests:
-    """Raises GraderError when the reference is in none of the forms."""
+    """Parses a reference into its test cases.
+
+    Raises:
+        GraderError: the reference is in none of the supported forms.
+    """
     if isinstance(reference, str) and reference.lstrip().startswith("{"):
         with suppress(ValueError):
             reference = json.loads(reference)
@@ -215,24 +218,24 @@ def read_tests(reference: JSON) -> _Tests:
         ):
             return _Tests("function" if function else "stdin", inputs, outputs, function)
     raise GraderError(
-        f"cannot read the tests {str(reference)[:80]!r}: give assert statements (a text or a list "
-        'of texts) or {"inputs": [...], "outputs": [...]} of the same length, with "fn_name" when '
-        "they are argument lists and results"
+        f"cannot read the tests {str(reference)[:80]!r}: give assert statements (a string or a "
+        'list of strings) or {"inputs": [...], "outputs": [...]} of equal length, with "fn_name" '
+        "if they are argument lists and results"
     )
 
 
 def _check_source(source: str) -> None:
-    """Raises GraderError when a test is not Python, or defines `check` and never calls it."""
+    """Raises GraderError if a test is not valid Python, or defines `check` but never calls it."""
     try:
         tree = parse_python(source)
     except (SyntaxError, ValueError) as error:
-        raise GraderError(f"the test {source[:80]!r} is not Python: {error}") from error
+        raise GraderError(f"the test {source[:80]!r} is not valid Python: {error}") from error
     defined = any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in tree.body)
     calls = (each.func for each in ast.walk(tree) if isinstance(each, ast.Call))
     if defined and not any(isinstance(each, ast.Name) and each.id == "check" for each in calls):
         raise GraderError(
-            "the tests define check() and never call it, so they would pass for any answer; append "
-            "a line such as `check(name_of_the_function)`"
+            "the tests define check() but never call it, so any answer would pass; append a line "
+            "such as `check(name_of_the_function)`"
         )
 
 
@@ -242,7 +245,7 @@ def _judge(outcomes: list[dict[str, str]], tests: _Tests, partial: bool) -> Code
     for index, outcome in enumerate(outcomes):
         status = outcome["status"]
         if status == "unusable":
-            raise GraderError(f"the tests cannot be run beside the answer: {outcome['output']}")
+            raise GraderError(f"these tests cannot run in the sandbox: {outcome['output']}")
         if status == "ok":
             status = "passed" if _expected(tests, index, outcome["output"]) else "wrong"
         if status != "passed" and not message:
@@ -273,7 +276,7 @@ def _lines(output: str) -> list[str]:
 
 
 def _as_positions(texts: list[str]) -> tuple[list[JSON], bytes]:
-    """The texts in one, and for each its position and length there."""
+    """Concatenates the texts; returns `[position, length]` in bytes of each, and the result."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     ends = [0, *accumulate(map(len, encoded))]
     cases: list[JSON] = [[start, len(text)] for start, text in zip(ends, encoded, strict=False)]
@@ -286,12 +289,12 @@ def _run_sandbox(
     if sys.platform != "linux":
         raise GraderError("the sandbox of the code reward needs Linux")
     late = False
-    # A file, because what the sandbox reads stands in the memory that the code starts with.
+    # In a file, because the answer's process is forked with a copy of the sandbox's memory.
     with open(os.memfd_create("tests"), "wb") as tests_file:
         tests_file.write(tests_text)
         tests_file.flush()
         process = start_group(
-            # -I -S: no site packages, no user's files, nothing from the environment
+            # -I -S: no site packages, no user site directory, no environment variables
             [sys.executable, "-I", "-S", str(SANDBOX_FILE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -306,21 +309,21 @@ def _run_sandbox(
     except subprocess.TimeoutExpired:
         late, data = True, b""
     finally:
-        # pid 1 of the sandbox dies with the launcher and takes its whole namespace with it
+        # pid 1 of the sandbox dies with the launcher, and the kernel kills its whole namespace
         if process.returncode is None:
             kill_group(process)
             process.communicate()
     if late:
-        raise GraderError(f"the code sandbox did not end within {deadline_s + GRACE_S:g} s")
+        raise GraderError(f"the code sandbox did not exit within {deadline_s + GRACE_S:g} s")
     try:
         reply = json.loads(data)
     except ValueError as error:
-        raise GraderError("the code sandbox died without an answer") from error
+        raise GraderError("the code sandbox exited without a reply") from error
     if "error" in reply:
         raise GraderError(
             f"the code sandbox cannot be set up ({reply['error']}): it needs libseccomp and "
-            "unprivileged user namespaces; in Docker run the grader with a seccomp profile that "
-            "permits unshare and mount"
+            "unprivileged user namespaces; in Docker, run the grader with a seccomp profile that "
+            "allows unshare and mount"
         )
     return reply["cases"]
 

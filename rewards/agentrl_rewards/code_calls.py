@@ -1,18 +1,19 @@
-"""Calls between a process that runs tests and the process of the code they test.
+"""Remote calls from the process that runs the tests to the process that runs the answer's code.
 
     tests: f(3) == 9      --{"do": "call", "args": [f, 3]}-->      the answer's f(3)
                           <--------- {"result": 9} ----------
 
-Loaded by `code_sandbox.py` as a file; the standard library is all it may use. Both sides are a
-`Peer`. Plain data is copied: numbers, texts, lists, dictionaries, sets and the like. Everything
-else (an object, a class, a function, a generator) stays where it is, and the other side gets a
-`Remote`, on which calls, attributes and operators are carried out where the object lives.
+`code_sandbox.py` loads this module by its path, so it may import only the standard library. Each
+side has a `Peer`. Plain data (numbers, strings, lists, dictionaries, sets and the like) is copied.
+Anything else (an object, a class, a function, a generator) stays in its process, and the other side
+gets a `Remote`, which forwards calls, attribute access and operators to it.
 
-The tests must not believe what an object of the answer says about itself. So a `Remote` never
-equals plain data, is never ordered against it, and what comes of calculating with both
-(`f(3) - 9`) is of no use as a number, a text or a truth value. An instance of a subclass of a plain
-type counts as the plain value that it holds. In the other direction the answer reaches only what
-the tests handed over: it may call that, and read attributes of objects of the tests' own classes.
+The tests must not trust what an object of the answer says about itself. So a `Remote` never equals
+plain data and is never ordered against it, and the result of arithmetic with both (`f(3) - 9`)
+cannot be used as a number, a string or a truth value. An instance of a subclass of a plain type
+counts as the plain value that it holds. In the other direction, the answer can access only the
+objects that the tests passed to it: it may call them and apply operators, and it sees the public
+attributes of instances of classes that the tests define.
 """
 
 from __future__ import annotations
@@ -64,20 +65,20 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class LostError(Exception):
-    """The other process ended, or wrote what is not a message."""
+    """The other process ended or sent something that is not a valid message."""
 
 
 class UnusableError(Exception):
-    """The tests do what cannot be done with an object of another process."""
+    """The tests use an object of the answer in a way that a `Remote` does not support."""
 
 
 class Peer:
-    """One end of the two pipes.
+    """One end of the pair of pipes.
 
     Args:
-        names: globals the other side may ask for; None where this side runs the tests, and then
-            the other side is not trusted.
-        failure: what the answer's code raised, told when the tests ask whether it is ready.
+        names: the answer's globals, which the tests may look up. None on the side that runs the
+            tests, where requests from the other side are not trusted.
+        failure: the exception that the answer's code raised; re-raised in reply to "ready".
     """
 
     def __init__(
@@ -97,7 +98,12 @@ class Peer:
         self._others: dict[int, Any] = {}
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Have the other side carry out an operation; raises what it raised."""
+        """Runs an operation on the other side and returns its result.
+
+        Raises:
+            LostError: the other process ended or sent something unreadable.
+            BaseException: whatever the operation raised there.
+        """
         with self._lock:
             self._send(
                 {
@@ -121,16 +127,16 @@ class Peer:
         if isinstance(error, BaseException):
             raise error
         if "raised" in reply:
-            raise self._is_lost("the answer's process sent an exception that is none")
+            raise self._is_lost("the answer's process raised something that is not an exception")
         return result
 
     def serve(self) -> None:
-        """Carry out what is asked until the other side closes its pipe."""
+        """Handles requests until the other side closes its pipe."""
         if self._serve() is not None:
-            raise LostError("a reply that nobody waits for")
+            raise LostError("got a reply without a request")
 
     def _serve(self) -> dict[str, Any] | None:
-        """Carry out what is asked; the first message that asks nothing, or None at the end."""
+        """Handles requests until a reply arrives and returns it; None if the pipe was closed."""
         while (message := self._receive()) is not None:
             if "do" not in message:
                 return message
@@ -169,7 +175,7 @@ class Peer:
             if name == "await":
                 return lambda: run_awaitable(args[0])
         else:
-            # `getattr("{0.__globals__}", "format")` would read the tests: only what was handed over
+            # Without this check, `"{0.__globals__}".format` could be called to read the tests.
             if not (isinstance(sent[0], dict) and "yours" in sent[0]):
                 raise TypeError("not an object of the tests")
             if name in ("get", "set") and (
@@ -205,7 +211,7 @@ class Peer:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise self._is_lost("the answer's process sent what is not a message")
+            raise self._is_lost("the answer's process sent something that is not a message")
         return message
 
     def _is_lost(self, message: str) -> LostError:
@@ -215,7 +221,7 @@ class Peer:
     # --- values ----------------------------------------------------------------------------------
 
     def encode(self, value: Any) -> Any:
-        """Plain data as JSON, anything else as the number by which the other side calls it."""
+        """Returns plain data as JSON values, and anything else as a numbered reference."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -257,7 +263,7 @@ class Peer:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._own)
-            self._own.append(value)  # kept, so that its id is not given to another
+            self._own.append(value)  # kept alive, so that its id() is not reused
         message: dict[str, Any] = {"mine": number}
         if isinstance(value, type) and issubclass(value, BaseException):
             bases = [each for each in value.__bases__ if issubclass(each, BaseException)]
@@ -273,16 +279,16 @@ class Peer:
     def _encode_error(self, error: BaseException) -> Any:
         try:
             args = [self.encode(each) for each in error.args]
-        # An argument of the answer's own making may do anything when it is looked at.
+        # An argument of a class that the answer defines may do anything when it is inspected.
         except Exception:
             args = []
         return {"error": [self.encode(type(error)), *args]}
 
     def decode(self, value: Any) -> Any:
-        """The value that `encode` described.
+        """Returns the value that `encode` encoded on the other side.
 
         Raises:
-            TypeError, ValueError, KeyError, IndexError: it describes none.
+            TypeError, ValueError, KeyError, IndexError: the message is malformed.
         """
         if not isinstance(value, list | dict):
             return value
@@ -342,7 +348,7 @@ BUILTIN_TYPES = {
 
 
 def plain_content(value: Any) -> Any:
-    """The plain value that an instance of a subclass holds, without asking the subclass."""
+    """Returns the plain value of a subclass instance without calling the subclass's methods."""
     kind = cast(Any, next(each for each in (*SCALARS, *CONTAINERS) if isinstance(value, each)))
     copied: dict[Any, Callable[[Any], Any]] = {
         dict: lambda content: dict(dict.items(content)),
@@ -357,7 +363,7 @@ def plain_content(value: Any) -> Any:
 
 
 def update(old: Any, new: Any) -> None:
-    """Make a mutable argument what it has become where the code ran."""
+    """Copies the changes that a remote call made to a mutable argument back into `old`."""
     if type(old) is not type(new):
         return
     if isinstance(old, list | bytearray):
@@ -383,7 +389,7 @@ def find_name(names: dict[str, Any] | None, name: str) -> Any:
 
 
 class Remote:
-    """An object of the other process."""
+    """A reference to an object in the other process."""
 
     def __init__(
         self, peer: Peer, number: int, plain: Any = None, container: str = "", mixed: bool = False
@@ -400,16 +406,16 @@ class Remote:
         self._peer.ask("set", self, name, value)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        raise UnusableError("tests cannot derive a class from one of the answer")
+        raise UnusableError("tests cannot derive a class from one of the answer's classes")
 
     @property
     def _plain(self) -> Any:
-        """Returns the plain value in an instance of a subclass of a plain type, else None."""
+        """The plain value of an instance of a subclass of a plain type, else None."""
         return self._peer.ask("plain", self) if self._container else self._scalar
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # what isinstance() asks
+        # isinstance() reads this
         if self._container:
             return next(each for each in CONTAINERS if each.__name__ == self._container)
         return Remote if self._scalar is None else type(self._scalar)
@@ -471,12 +477,12 @@ def _convert(remote: Remote, name: str, *args: Any) -> Any:
     if name != "next" and (plain := remote._plain) is not None:
         return CONVERSIONS[name](plain, *args)
     if remote._mixed:
-        raise TypeError(f"{name}() of what an object of the answer made of plain data")
+        raise TypeError(f"{name}() of a result computed by one of the answer's objects")
     return remote._peer.ask(name, remote, *args)
 
 
 def _calculate(name: str, left: Any, right: Any) -> Any:
-    """An operator on two values one of which at least is Remote."""
+    """Applies a binary operator to two values, at least one of which is a `Remote`."""
     remotes = [each for each in (left, right) if type(each) is Remote]
     peer = remotes[0]._peer
     if len(remotes) == 2:
@@ -492,7 +498,7 @@ def _calculate(name: str, left: Any, right: Any) -> Any:
     if mixed and type(result) is Remote and result._scalar is None and not result._container:
         return Remote(peer, result._number, mixed=True)
     if mixed:
-        raise TypeError("plain data that an object of the answer made of plain data")
+        raise TypeError(f"{name} of plain data and one of the answer's objects gave plain data")
     return result
 
 
@@ -518,7 +524,7 @@ def _add_special_methods() -> None:
 _add_special_methods()
 
 
-# --- the side of the tests ------------------------------------------------------------------------
+# --- the process that runs the tests --------------------------------------------------------------
 
 HELPERS = {
     name: module
@@ -539,18 +545,18 @@ HELPERS = {
     )
     for name in names.split()
 }
-"""What tests compare with, and often do not import because most answers do: name -> module. Like
-the builtins, they are the interpreter's unless the answer was asked for one."""
+"""Name -> module, for names that tests often use without importing them, because most answers do.
+Like builtins, they mean the standard library's unless the answer was asked to define that name."""
 
 
 def run_tests(source: str, peer: Peer) -> None:
-    """Run tests whose unknown names are the answer's. Raises what they raise."""
+    """Runs the tests, looking up names they do not define in the answer; raises what they raise."""
     tree = ast.parse(source)
     exec(compile(tree, "tests.py", "exec"), TestNames(peer, names_of_answer(tree)))
 
 
 class TestNames(dict[str, Any]):
-    """Globals of the tests: their own, the interpreter's, and at last the answer's."""
+    """The tests' globals: their own names first, then builtins and `HELPERS`, then the answer's."""
 
     def __init__(self, peer: Peer, of_answer: set[str]) -> None:
         super().__init__(__name__=TESTS_MODULE, __builtins__=builtins)
@@ -565,16 +571,17 @@ class TestNames(dict[str, Any]):
             return self[name]
         value = self.peer.ask("name", name)
         if type(value) is Remote:
-            self[name] = value  # plain data may be another the next time
+            self[name] = value  # plain data is not cached: the answer may rebind the name
         return value
 
 
 def names_of_answer(tree: ast.Module) -> set[str]:
-    """Which names of the tests are the answer's though the interpreter has them too.
+    """Returns the names that the tests take from the answer even though Python defines them too.
 
-    Answers may define `sum` or `gcd` because they are asked for it, or `abs` and `isclose` to fool
-    the tests. They are asked for what `check(name)` is called with; else a name of the interpreter
-    counts only where the tests call nothing else, and then what is called innermost.
+    An answer may define `sum` or `gcd` because the task asks for it, or `abs` and `isclose` to fool
+    the tests. A name passed to one of the tests' own functions, as in `check(sum)`, is the
+    answer's. Without one, and only if the tests use no name that Python lacks, the names whose
+    calls contain no other call are the answer's.
     """
     bound = {
         each.id
@@ -615,13 +622,13 @@ def names_of_answer(tree: ast.Module) -> set[str]:
 
 
 def report_of(error: BaseException) -> dict[str, str]:
-    """Returns the report of tests that raised."""
+    """Returns the status and message to report for tests that raised `error`."""
     status = "memory" if isinstance(error, MemoryError) else "error"
     return {"status": status, "output": f"{type(error).__name__}: {error}"[:500]}
 
 
 def judge(source: str, peer: Peer) -> dict[str, str]:
-    """Wait until the answer's code has run, run the tests, and report."""
+    """Waits until the answer's code has run, runs the tests and returns their status and output."""
     sys.set_int_max_str_digits(0)
     try:
         peer.ask("ready")
@@ -634,5 +641,5 @@ def judge(source: str, peer: Peer) -> dict[str, str]:
             report["status"] = "unusable"
         return report
     if peer.lost:
-        return {"status": "exited", "output": "the code ended the process before its tests did"}
+        return {"status": "exited", "output": "the code exited before its tests ended"}
     return {"status": "ok", "output": ""}

@@ -6,26 +6,26 @@ reads one JSON request from standard input, writes one JSON reply and ends.
     launcher (trusted)  --fork-->  init, pid 1 (trusted)  --fork per case-->  the answer's code
                                                                               the tests (asserts)
 
-The launcher moves into new mount, network, pid and ipc namespaces, so the code finds no network
-interface, no file of the host except the interpreter's own (read-only), one small in-memory
-working directory and no other process. It runs as a user without capabilities under resource
-limits. When pid 1 ends, the kernel kills every process of the namespace, whatever it did to hide.
+The launcher enters new mount, network, pid and ipc namespaces, so the code sees no network
+interface, no other process, and no files but the interpreter's own (read-only) and a small
+in-memory working directory. It runs as a user without capabilities, under resource limits. When
+pid 1 exits, the kernel kills every process left in the namespace.
 
-Memory is bounded without cgroups, so it is the same bound in every container: the code is one
-process, whose address space is limited, and a system call filter (libseccomp) takes away what holds
-memory outside of it: further processes, shared memory and message queues, memory files, larger
-pipes, passed descriptors, sockets other than local ones, io_uring, keyrings.
+Memory is limited without cgroups, so that the limit works in any container: the code is a single
+process with a limited address space, and a system call filter (libseccomp) blocks everything that
+holds memory outside of it: child processes, shared memory, message queues, memory files, larger
+pipes, passed descriptors, non-local sockets, io_uring and keyrings.
 
-Tests that are Python code run in a process of their own, with nothing of the answer in it: they
-call it through `code_calls.py`. Their text comes in a file (`tests_fd`) that only this process
-reads, so that it stands nowhere in the memory that the answer's process is forked with.
+Tests that are Python code run in a separate process that contains nothing of the answer and calls
+it through `code_calls.py`. Their text is in a file (`tests_fd`) that only that process reads, so
+the answer's process is never forked with the tests in its memory.
 
     {"code": str, "kind": "asserts"|"stdin"|"function", "cases": [...], "function": str,
-     "tests_fd": int, limits}          the cases of asserts are [position, length] in that file
+     "tests_fd": int, limits}          cases of asserts are [position, length] in that file
     -> {"cases": [{"status": str, "output": str}, ...]}    one per case that was run
     -> {"error": str}                                      the sandbox could not be set up
 
-Linux only. Expected outputs never come here: they are compared by the caller.
+Linux only. Expected outputs are never sent here: the caller compares them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ CAPABILITY_VERSION_3 = 0x20080522
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 """System call numbers: the C library has no wrapper."""
 MAX_WORK_BYTES = 16 << 20
-"""Size of the working directory, which is memory; at most a 32nd of the code's memory."""
+"""Size limit of the in-memory working directory, which also never exceeds 1/32 of the memory."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""Most a case may print; what it returns may be as long."""
+"""Limit on what a case may print, and on the length of its report."""
 SYSTEM_DIRS = ("/usr", "/lib", "/lib64")
 
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO = 0x7FFF0000, 0x00050000
@@ -80,7 +80,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def load_calls() -> ModuleType:
-    """Load `code_calls.py` by its path: this program sees no package."""
+    """Loads `code_calls.py` by its path, because this program runs without installed packages."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "code_calls.py")
     spec = importlib.util.spec_from_file_location("code_calls", path)
     assert spec is not None and spec.loader is not None
@@ -108,11 +108,11 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def enter_namespaces() -> tuple[int, int]:
-    """Leave the host's namespaces; the user and group the answer's code is to run as."""
+    """Leaves the host's namespaces and returns the uid and gid to run the answer's code as."""
     flags = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC
     if os.geteuid() == 0 and libc.unshare(flags) == 0:
-        # Root's processes are not counted by RLIMIT_NPROC. A user of its own for every run, so
-        # that one run's processes do not count against another's.
+        # RLIMIT_NPROC does not count root's processes. Each run gets its own uid, so that its
+        # processes do not count against another run's limit.
         user = (1 << 30) + int.from_bytes(os.urandom(3))
         return user, user
     user, group = os.geteuid(), os.getegid()
@@ -132,14 +132,14 @@ def work_bytes(memory: int) -> int:
 
 
 def build_root(user: int, group: int, memory: int) -> None:
-    """Replace the file system by a read-only one with the interpreter and an empty /work.
+    """Replaces the root file system by a read-only one with the interpreter and an empty /work.
 
     Raises:
         SetupError: a mount was refused.
     """
     mount(None, "/", None, MS_REC | MS_PRIVATE)
-    # /proc is on every system and holds nothing that is still needed. The root is a directory
-    # inside the mount, because a process under chroot may not make user namespaces.
+    # Mount over /proc: it exists on every system and is no longer needed. The new root is a
+    # directory inside the mount, because a process under chroot may not create user namespaces.
     base = "/proc"
     root = f"{base}/root"
     mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -155,7 +155,7 @@ def build_root(user: int, group: int, memory: int) -> None:
         target = root + source
         os.makedirs(target, 0o755, exist_ok=True)
         mount(source, target, None, MS_BIND)
-        # Flags the mount already has are locked in a user namespace and must be repeated.
+        # In a user namespace, the flags a mount already has are locked and must be repeated.
         kept = os.statvfs(target).f_flag & 0x40F
         flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | kept
         mount(None, target, None, flags)
@@ -165,7 +165,7 @@ def build_root(user: int, group: int, memory: int) -> None:
         pass
     mount("/dev/null", f"{root}/dev/null", None, MS_BIND)
     os.mkdir(f"{root}/work")
-    with suppress(FileExistsError):  # of an interpreter that stands below /tmp
+    with suppress(FileExistsError):  # the interpreter may be installed below /tmp
         os.symlink("work", f"{root}/tmp")
     owner = f"size={work_bytes(memory)},nr_inodes=1024,mode=700,uid={user},gid={group}"
     mount("tmpfs", f"{root}/work", "tmpfs", MS_NOSUID | MS_NODEV, owner)
@@ -173,7 +173,7 @@ def build_root(user: int, group: int, memory: int) -> None:
     os.chdir(base)
     number = PIVOT_ROOT.get(os.uname().machine)
     if number is None:
-        raise SetupError(f"the sandbox does not know {os.uname().machine} processors")
+        raise SetupError(f"the sandbox does not support {os.uname().machine} processors")
     checked(libc.syscall(number, b".", b"."), "pivot_root")
     checked(libc.umount2(b".", MNT_DETACH), "leaving the old root")
     os.chroot("/root")
@@ -181,7 +181,7 @@ def build_root(user: int, group: int, memory: int) -> None:
 
 
 def hide_packages(root: str) -> None:
-    """Cover the folders of installed packages below an interpreter's prefix with empty ones."""
+    """Mounts empty folders over the site-packages folders below an interpreter's prefix."""
     for library in ("lib", "lib64", "local/lib"):
         with suppress(OSError):
             for name in os.listdir(f"{root}/{library}"):
@@ -193,19 +193,19 @@ def hide_packages(root: str) -> None:
 
 
 def drop_privileges(user: int, group: int) -> None:
-    if os.geteuid() == 0:  # real root: not mapped into a user namespace
+    if os.geteuid() == 0:  # real root, not mapped into a user namespace
         os.setgroups([])
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
     checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "dropping capabilities")
-    # pid 1 holds the way to the caller, so the code may not attach to it
+    # pid 1 holds the pipe to the caller, so the code must not be able to attach to it
     checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 class Argument(ctypes.Structure):
-    """`struct scmp_arg_cmp`: a comparison with one argument of a system call."""
+    """`struct scmp_arg_cmp`: compares one argument of a system call with a value."""
 
     _fields_ = (
         ("index", ctypes.c_uint),
@@ -216,10 +216,10 @@ class Argument(ctypes.Structure):
 
 
 def make_call_filter() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """libseccomp and the filter of the module's docstring, to be loaded by the code's process.
+    """Returns libseccomp and the system call filter, for the answer's process to load.
 
     Raises:
-        SetupError: libseccomp is missing or refuses a rule.
+        SetupError: libseccomp is missing or rejects a rule.
     """
     try:
         library = ctypes.CDLL("libseccomp.so.2")
@@ -231,27 +231,27 @@ def make_call_filter() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     def deny(name: str, error: int, *conditions: tuple[int, int, int, int]) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number == -1:  # unknown to this libseccomp
-            raise SetupError(f"libseccomp knows no system call {name}; install a newer one")
+            raise SetupError(f"libseccomp does not know the system call {name}; upgrade it")
         arguments = (Argument * len(conditions))(*(Argument(*each) for each in conditions))
         action, count = SCMP_ACT_ERRNO | error, ctypes.c_uint(len(conditions))
         result = library.seccomp_rule_add_array(call_filter, action, number, count, arguments)
         if result != 0:
-            raise SetupError(f"system call filter, {name}: {os.strerror(-result)}")
+            raise SetupError(f"system call filter: cannot deny {name}: {os.strerror(-result)}")
 
     for name in DENIED_CALLS.split():
         deny(name, errno.EPERM)
     deny("clone", errno.EPERM, (0, SCMP_CMP_MASKED_EQ, CLONE_THREAD, 0))
-    deny("clone3", errno.ENOSYS)  # its flags can't be seen; the C library falls back to clone
+    deny("clone3", errno.ENOSYS)  # a filter can't read its flags; the C library falls back to clone
     deny("fcntl", errno.EPERM, (1, SCMP_CMP_EQ, F_SETPIPE_SZ, 0))
-    for name in ("socket", "socketpair"):  # asyncio makes a local pair
+    for name in ("socket", "socketpair"):  # asyncio needs a local socket pair
         deny(name, errno.EPERM, (0, SCMP_CMP_NE, AF_UNIX, 0))
     return library, call_filter
 
 
 def set_limits(request: dict, user: int) -> None:
     memory, cpu_s = request["memory_bytes"], int(request["deadline_s"]) + 1
-    # Of the user namespace of a caller that is not root, this launcher and pid 1 are part too; and
-    # asserts have a process beside the answer's.
+    # If the caller is not root, the launcher and pid 1 count in the same user namespace, and
+    # asserts run in one more process beside the answer's.
     num_others = (2 if user == NOBODY else 1) + (request["kind"] == "asserts")
     for limit, value in (
         (resource.RLIMIT_AS, memory),
@@ -266,20 +266,19 @@ def set_limits(request: dict, user: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-# --- the answer's code, in a process of its own ---------------------------------------------------
+# --- the answer's process -------------------------------------------------------------------------
 
 
 NO_FILTER = b"no filter"
-"""Written before the code has run, where only a token may stand."""
+"""Written in place of the token if the kernel rejects the filter, before the code has run."""
 
 
 def run_case(
     request: dict, case: object, result_fd: int | None, calls: tuple[int, int] | None
 ) -> None:
-    """Run the code and one case in this process; report on `result_fd`. Never returns normally.
+    """Runs the code and one case in this process, writes a report to `result_fd` and exits.
 
-    Asserts are reported by the process that runs them: this one only answers their calls, until
-    they have ended.
+    For asserts, another process runs the tests and reports; this one serves their calls.
     """
     token = os.urandom(16).hex()
     output, status = "", "ok"
@@ -305,7 +304,7 @@ def run_case(
             output = json.dumps(function(*case))  # type: ignore[misc]
         else:
             finish_program(names)
-    # The answer's own mistakes, SystemExit and KeyboardInterrupt included, are what is judged.
+    # Whatever the answer raises, including SystemExit and KeyboardInterrupt, is its result.
     except BaseException as error:
         no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
         status = "memory" if no_memory or isinstance(error, MemoryError) else "error"
@@ -319,7 +318,7 @@ def run_case(
 
 
 def run_code(code: str, name: str) -> tuple[dict, BaseException | None]:
-    """Run the answer's code as a module of that name; its names, and what it raised."""
+    """Runs the answer's code as a module called `name`; returns its globals and what it raised."""
     write_file("answer.py", code)
     sys.argv = ["answer.py"]
     module = ModuleType(name)
@@ -327,13 +326,13 @@ def run_code(code: str, name: str) -> tuple[dict, BaseException | None]:
     sys.modules[name] = module
     try:
         exec(compile(code, "answer.py", "exec"), vars(module))
-    except BaseException as error:  # the caller judges it
+    except BaseException as error:  # reported by the caller
         return vars(module), error
     return vars(module), None
 
 
 def finish_program(names: dict) -> None:
-    """Ends as an interpreter does: waits for threads, runs exit handlers, closes files."""
+    """Shuts down as the interpreter would: waits for threads, runs exit handlers, closes files."""
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     flush()
@@ -348,7 +347,7 @@ def flush() -> None:
 
 
 def run_tests(case: object, result_fd: int, calls: tuple[int, int], tests_fd: int) -> None:
-    """Run the tests of one case against the answer's process; report on `result_fd`."""
+    """Runs one case's tests against the answer's process, reports to `result_fd` and exits."""
     position, length = case  # pyright: ignore[reportGeneralTypeIssues]
     source = os.pread(tests_fd, length, position).decode("utf-8", "surrogatepass")
     os.close(tests_fd)
@@ -365,7 +364,11 @@ def write_file(name: str, text: str) -> None:
 def start(
     fds: dict[int, int], call_filter: tuple[ctypes.CDLL, ctypes.c_void_p], run: Callable[[], None]
 ) -> int:
-    """Fork a process that has these descriptors alone, by the number it sees, and runs `run`."""
+    """Forks a process that calls `run` and has no open descriptors but these; returns its pid.
+
+    Args:
+        fds: descriptor number in the new process -> descriptor of this process.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -378,7 +381,7 @@ def start(
         for target in {0, 1, 2} - fds.keys():
             os.dup2(null, target)
         os.closerange(max(*fds, 2) + 1, 64)
-        # Not closed by what the code does with its streams.
+        # closefd=False: the descriptors stay open even if the code closes its streams.
         source = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
         sink = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         sys.stdin = sys.__stdin__ = source
@@ -395,7 +398,7 @@ def start(
 def judge_case(
     request: dict, case: object, end: float, call_filter: tuple[ctypes.CDLL, ctypes.c_void_p]
 ) -> dict:
-    """Fork the processes of one case and follow them to the end or to `end` (monotonic seconds)."""
+    """Forks the processes of one case and waits until they report or `end` (monotonic seconds)."""
     text = case if request["kind"] == "stdin" and isinstance(case, str) else ""
     stdin_fd = os.memfd_create("stdin")
     with open(os.dup(stdin_fd), "wb") as file:
@@ -439,7 +442,7 @@ def judge_case(
         if max(map(len, collected.values())) > MAX_OUTPUT_BYTES:
             status = "output_limit"
             break
-    for fd in collected:  # what was written before the end
+    for fd in collected:  # read what was written before the exit
         while not status and select.select([fd], [], [], 0)[0]:
             chunk = os.read(fd, 65536)
             collected[fd] += chunk
@@ -456,18 +459,18 @@ def judge_case(
         raise SetupError("the kernel refuses a system call filter")
     report = report_complete(collected[result_read])
     if report is None and request["kind"] == "stdin" and exit_code == 0:
-        report = {"status": "ok"}  # by os._exit(0), which many programs end with
+        report = {"status": "ok"}  # os._exit(0), as many programs do
     if report is None:
-        return {"status": "exited", "output": "the code ended the process before its tests did"}
+        return {"status": "exited", "output": "the code exited before its tests ended"}
     if request["kind"] == "stdin" and report["status"] == "ok":
         return {"status": "ok", "output": collected[stdout_read].decode("utf-8", "replace")}
     return {"status": report["status"], "output": report["output"]}
 
 
 def report_complete(data: bytes) -> dict | None:
-    """The report of a case once it has arrived whole and carries the token sent before it.
+    """Returns the report if it is complete and carries the token sent before it, else None.
 
-    The code can write there too, so nothing of it is taken for granted.
+    The answer's code can write to this pipe too, so every field is checked.
     """
     token, _, rest = data.partition(b"\n")
     try:
@@ -481,7 +484,7 @@ def report_complete(data: bytes) -> dict | None:
 
 
 def kill_everyone() -> None:
-    """Kill and reap all processes of the namespace but pid 1, which is the caller."""
+    """Kills and reaps all processes of the namespace except pid 1, which is the caller."""
     while True:
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -495,7 +498,7 @@ def kill_everyone() -> None:
 
 
 def serve(request: dict, reply_fd: int, user: int, group: int, end: float) -> None:
-    """Run the cases as pid 1 until one fails, unless all are wanted, and write the reply."""
+    """Runs the cases as pid 1, until one fails unless `all_cases` is set, and writes the reply."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         call_filter = make_call_filter()
@@ -504,7 +507,7 @@ def serve(request: dict, reply_fd: int, user: int, group: int, end: float) -> No
     except (SetupError, OSError) as error:
         write_all(reply_fd, json.dumps({"error": str(error)}).encode())
         return
-    # Dropping privileges clears it.
+    # Again, because dropping privileges clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     set_limits(request, user)
     outcomes = []
@@ -545,11 +548,11 @@ def main() -> None:
             status = 0
         finally:
             os._exit(status)
-    # pid 1 keeps the deadline itself, and dies with this process; a caller that was killed is
-    # noticed here.
+    # pid 1 enforces the deadline and dies with this process. This loop notices if the caller was
+    # killed.
     child, poll = os.pidfd_open(pid), select.poll()
     poll.register(child, select.POLLIN)
-    poll.register(reply_fd, 0)  # reports only that nobody reads any more
+    poll.register(reply_fd, 0)  # reports only that the reader is gone
     if any(fd == reply_fd for fd, _ in poll.poll()):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

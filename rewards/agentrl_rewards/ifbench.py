@@ -1,4 +1,4 @@
-"""Verifiable instructions beyond IFEval's: the constraints of IFBench.
+"""Checks whether a text keeps IFBench's verifiable constraints.
 
     ifbench(text, {
         "instruction_id_list": ["words:no_consecutive", "sentence:keyword"],
@@ -6,22 +6,23 @@
     })
 
 Identifiers and arguments are those of IFBench's rows (Pyatkin et al. 2025, "Generalizing Verifiable
-Instruction Following", arXiv:2507.02833), judged strictly, on the text as it is. 54 of its 58 are
-there. Unknown here are the four whose check is a tool's opinion or a tool's word list:
+Instruction Following", arXiv:2507.02833). The text is judged strictly, as it is. 54 of the 58
+constraints are implemented. The other four depend on a particular tool or its word list:
 
 * `words:start_verb` needs a part-of-speech tagger,
-* `words:odd_even_syllables` a syllable counter,
-* `format:emoji` an emoji library,
-* `ratio:stop_words` the stop words of a particular toolkit and version.
+* `words:odd_even_syllables` needs a syllable counter,
+* `format:emoji` needs an emoji library,
+* `ratio:stop_words` needs the stop words of a particular toolkit and version.
 
-The verdicts are those of the benchmark's own code, down to its oddities, but for what this list
-names:
+The verdicts match the benchmark's own code, including its oddities, with these exceptions:
 
-* Words and sentences are split by written rules, without a tokenizer's model, so verdicts about
-  sentences differ after abbreviations ("e.g. this").
-* Every date of `custom:date_format_list` exists; there, 1800-02-29 and 1800-00-00 do too.
-* A sentence ratio, a vowel count or a table is judged false, not an error, where there is none.
-* The bullets of `format:no_bullets_bullets` may follow an empty line.
+* Words and sentences are split by regular expressions, not by a trained tokenizer, so verdicts
+  about sentences differ after abbreviations ("e.g. this").
+* `custom:date_format_list` rejects dates that do not exist, such as 1800-02-29 and 1800-00-00; the
+  benchmark accepts them.
+* A constraint fails if its sentence ratio, vowel count or table cannot be determined; the benchmark
+  raises an error.
+* In `format:no_bullets_bullets`, an empty line may precede the bullets.
 """
 
 from __future__ import annotations
@@ -71,37 +72,38 @@ _CAPITALS = (  # of Europe, north of 45 degrees, from north to south
     "Budapest,Vaduz,Chisinau,Bern,Ljubljana,Zagreb"
 )
 _NUM_AFRICAN_COUNTRIES = 52
-"""The fewest a list may have: lists differ by the states their makers recognise."""
+"""Minimum length of a list: lists differ in which states they recognise."""
 _SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests."
 
 
 def ifbench(text: str, reference: Mapping[str, Any] | str) -> dict[str, float]:
-    """Counts how many of a row's constraints the text keeps.
+    """Scores how many of a row's constraints the text keeps.
 
-    `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
-    where all at once is too rare. An empty text keeps none.
+    Returns:
+        `score`, 1.0 if all constraints are kept, else 0.0; and `share`, the fraction kept, which
+        is the better reward while a policy rarely keeps all of them. An empty text keeps none.
 
     Raises:
-        GraderError: the row is not in IFBench's form, or a constraint is unknown.
+        GraderError: the row is not in IFBench's format, or a constraint is unknown.
     """
     return score_constraints(text, reference, CONSTRAINTS)
 
 
 def _bare_words(text: str) -> list[str]:
-    """Between white space, in lower case, without punctuation; "don't" is `dont`."""
+    """Splits at white space, lower-cases and removes all punctuation; "don't" becomes `dont`."""
     words = text.lower().translate(_WITHOUT_PUNCTUATION).split()
     return [word for word in words if re.search(r"\w", word)]
 
 
 def _edge_words(text: str) -> list[str]:
-    """Between white space, in lower case, without punctuation at either end."""
+    """Splits at white space, lower-cases and strips punctuation from both ends of each word."""
     return [word for part in text.lower().split() if (word := part.strip(_EDGE))]
 
 
 def _whole(number: float, least: int = 1) -> int:
-    """Rows that passed through a table hold whole numbers as floats."""
+    """Returns a whole number as an int; rows that passed through a table hold it as a float."""
     if number != int(number) or number < least:
-        raise ValueError(f"{number!r} is not a whole number from {least} up")
+        raise ValueError(f"{number!r} is not a whole number of at least {least}")
     return int(number)
 
 
@@ -117,7 +119,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _conjunctions(text: str, *, small_n: int) -> bool:
-    # as they are written: "And" and "and," are two
+    # distinct spellings count: "And" and "and," are two
     stripped = {word: word.strip(string.punctuation).lower() for word in text.split()}
     return sum(word in _CONJUNCTIONS for word in stripped.values()) >= small_n
 
@@ -140,7 +142,7 @@ def _words_japanese(text: str, *, N: int) -> bool:
 
 
 def _pronouns(text: str, *, N: int) -> bool:
-    words = [re.split("[’']", word)[0] for word in split_words(text.lower())]  # it's: it
+    words = [re.split("[’']", word)[0] for word in split_words(text.lower())]  # "it's" -> "it"
     return sum(_PRONOUN.fullmatch(word) is not None for word in words) >= N
 
 
@@ -251,7 +253,7 @@ def _alliteration_increment(text: str) -> bool:
 
 
 def _num_alliterative(sentence: str) -> int:
-    """Words with a neighbour that starts with the same letter."""
+    """Counts the words with a neighbour that starts with the same letter."""
     runs = [len(list(run)) for _, run in groupby(word[0] for word in _edge_words(sentence))]
     return sum(length for length in runs if length > 1)
 
@@ -301,7 +303,7 @@ def _quotes(text: str) -> bool:
 def _options(text: str, *, options: str) -> bool:
     separator = "/" if "/" in options else r"\bor\b" if re.search(r"\bor\b", options) else ","
     allowed = [option.strip() for option in re.split(separator, options)]
-    if re.match(r"\W*a\W*b\W*c\W*", options, re.IGNORECASE):  # letters, as they are
+    if re.match(r"\W*a\W*b\W*c\W*", options, re.IGNORECASE):  # lettered options: compare exactly
         return text.strip() in allowed
     return text.strip(_EDGE).lower() in [option.strip(_EDGE).lower() for option in allowed]
 
@@ -317,7 +319,7 @@ def _line_indent(text: str) -> bool:
 
 
 def _quote_unquote(text: str) -> bool:
-    text = text.translate(_STRAIGHT_QUOTES).replace("'\"'", "")  # '"' is about the character
+    text = text.translate(_STRAIGHT_QUOTES).replace("'\"'", "")  # '"' mentions the character
     end = text.rstrip(string.punctuation.replace('"', "") + string.digits + string.whitespace)
     return re.search(r'"\s*+"', text) is None and not end.endswith('"')
 
@@ -343,7 +345,7 @@ def _no_bullets_bullets(text: str) -> bool:
 
 
 def _title_case(text: str) -> bool:
-    # a word of mixed case, like iPhone, is its own matter
+    # words of mixed case, like iPhone, are not checked
     small = [word for word in split_words(text) if word[0].islower()]
     return not any(len(w) == 1 or w[1:].islower() or w[1:].isupper() for w in small)
 
@@ -385,11 +387,11 @@ def _european_capitals(text: str) -> bool:
 
 
 def _table(text: str, header: str, delimiter: str) -> list[list[str]]:
-    """The rows of a table with this header, and it; quotes are left on their fields."""
+    """Returns the rows of a table, header included, with quotes kept; [] if the header differs."""
     source = csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter)
     try:
         rows = [[field.strip() for field in row] for row in source]
-    except csv.Error:  # a field longer than any table's
+    except csv.Error:  # a field beyond csv's size limit
         return []
     names = [field.strip('"') for field in rows[0]] if rows else []
     return rows if names == header.split() and {len(row) for row in rows} == {5} else []

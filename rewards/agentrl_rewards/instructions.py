@@ -1,4 +1,4 @@
-"""Verifiable instructions: did the text keep the constraints that its prompt set?
+"""Checks whether a text keeps IFEval's verifiable constraints.
 
     ifeval(text, {
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
@@ -6,15 +6,15 @@
     })
 
 Identifiers and arguments are those of IFEval's rows (Zhou et al. 2023, "Instruction-Following
-Evaluation for Large Language Models", arXiv:2311.07911), judged strictly, on the text as it is.
-All 25 are there. The verdicts are those of the benchmark's own code but for what this list names:
+Evaluation for Large Language Models", arXiv:2311.07911). The text is judged strictly, as it is. All
+25 constraints are implemented. The verdicts match the benchmark's own code, with these exceptions:
 
-* Sentences are split by written rules, without a tokenizer's model, so counts differ by
-  abbreviations ("e.g. this"); words in capitals are told from the rest by the same means.
-* Languages are told by the rules of `agentrl_rewards.languages`, not by a classifier drawn at
-  random, so short, mixed or made-up text may be another language there, in `language:*` and in
-  `change_case:english_*`.
-* An argument that is missing is an error; there it is drawn at random.
+* Sentences, and the words counted by `change_case:capital_word_frequency`, are split by regular
+  expressions, not by a trained tokenizer, so counts differ at abbreviations ("e.g. this").
+* `language:*` and `change_case:english_*` detect the language with the rules of
+  `agentrl_rewards.languages`. The benchmark's classifier is random, so the two may disagree about
+  short, mixed or made-up text.
+* A missing argument is an error; the benchmark draws one at random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.errors import GraderError
 from agentrl_rewards.languages import LANGUAGES, detect_language
 
 Constraints = Mapping[str, Callable[..., bool]]
-"""Name -> check(text, **arguments)."""
+"""Constraint name -> `check(text, **arguments)`, which returns whether the text keeps it."""
 
 _WORD = re.compile(r"\w+(?:[’'\-]\w+)*")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
@@ -38,13 +38,14 @@ _MAX_COUNT_CHARS = 1_000_000
 
 
 def ifeval(text: str, reference: Mapping[str, Any] | str) -> dict[str, float]:
-    """Counts how many of a row's constraints the text keeps.
+    """Scores how many of a row's constraints the text keeps.
 
-    `score` is 1.0 when all are kept, else 0.0; `share` is the share that is kept, to train on
-    where all at once is too rare. An empty text keeps none.
+    Returns:
+        `score`, 1.0 if all constraints are kept, else 0.0; and `share`, the fraction kept, which
+        is the better reward while a policy rarely keeps all of them. An empty text keeps none.
 
     Raises:
-        GraderError: the row is not in IFEval's form, or a constraint is unknown.
+        GraderError: the row is not in IFEval's format, or a constraint is unknown.
     """
     return score_constraints(text, reference, CONSTRAINTS)
 
@@ -52,18 +53,18 @@ def ifeval(text: str, reference: Mapping[str, Any] | str) -> dict[str, float]:
 def score_constraints(
     text: str, reference: Mapping[str, Any] | str, constraints: Constraints
 ) -> dict[str, float]:
-    """`score` and `share` of a row whose constraints are looked up in `constraints`.
+    """Returns `score` and `share`, as `ifeval` does, with the checks in `constraints`.
 
     Raises:
-        GraderError: as of `ifeval`.
+        GraderError: see `ifeval`.
     """
     if isinstance(reference, str):
         try:
             reference = json.loads(reference)
         except ValueError as error:
-            raise GraderError(f"the reference is a text, and not JSON: {error}") from None
+            raise GraderError(f"the reference is a string but not valid JSON: {error}") from None
     if not isinstance(reference, Mapping):
-        raise GraderError(f"the reference is no object: {str(reference)[:80]!r}")
+        raise GraderError(f"the reference is not a JSON object: {str(reference)[:80]!r}")
     names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
     if not isinstance(names, list) or not names:
         raise GraderError(
@@ -71,7 +72,9 @@ def score_constraints(
             "kwargs, a list of their arguments"
         )
     if not isinstance(arguments, list) or len(arguments) != len(names):
-        raise GraderError(f"{len(names)} constraints need a list of {len(names)} kwargs")
+        raise GraderError(
+            f"the reference has {len(names)} constraints; `kwargs` has to be a list of as many"
+        )
     kept = [
         follows(text, name, given or {}, constraints)
         for name, given in zip(names, arguments, strict=True)
@@ -82,31 +85,37 @@ def score_constraints(
 def follows(
     text: str, name: str, arguments: Mapping[str, Any], constraints: Constraints | None = None
 ) -> bool:
-    """Tells whether the text keeps one constraint. Arguments that are None count as not given.
+    """Returns whether the text keeps one constraint.
 
-    `constraints` are IFEval's unless others are given.
+    Args:
+        name: the constraint's identifier, such as `punctuation:no_comma`.
+        arguments: the constraint's arguments; those that are None count as not given.
+        constraints: the checks by name; None uses IFEval's.
 
     Raises:
-        GraderError: the constraint is unknown, or an argument is missing, too many or of no use.
+        GraderError: the constraint is unknown, or an argument is missing, unknown or invalid.
     """
     constraints = CONSTRAINTS if constraints is None else constraints
     check = constraints.get(name)
     if check is None:
-        raise GraderError(f"unknown constraint {name!r}; known are {', '.join(constraints)}")
+        raise GraderError(f"unknown constraint {name!r}; use one of {', '.join(constraints)}")
     given = {key: value for key, value in arguments.items() if value is not None}
     try:
         return bool(text.strip()) and check(text[:_MAX_COUNT_CHARS], **given)
     except (TypeError, AttributeError, ValueError) as error:
-        raise GraderError(f"constraint {name!r} cannot take {given}: {error}") from error
+        raise GraderError(f"constraint {name!r} cannot take the kwargs {given}: {error}") from error
 
 
 def split_words(text: str) -> list[str]:
-    """Runs of letters and digits; an apostrophe or a hyphen within one belongs to it."""
+    """Returns the runs of letters, digits and underscores, joined at apostrophes and hyphens."""
     return _WORD.findall(text)
 
 
 def split_sentences(text: str) -> list[str]:
-    """Runs of text that end in `.`, `!` or `?` before white space, or with the text."""
+    """Splits the text after each `.`, `!` or `?` that white space or the end of the text follows.
+
+    A rest without such an end is a sentence too, if it contains a word.
+    """
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     sentences = [text[start:end].strip() for start, end in pairwise([0, *ends])]
     rest = text[ends[-1] if ends else 0 :].strip()
@@ -114,7 +123,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores, so "don't" is two; as IFEval counts them."""
+    """Counts runs of letters, digits and underscores, as IFEval does, so "don't" is two words."""
     return len(re.findall(r"\w+", text))
 
 
@@ -123,7 +132,7 @@ def count_sentences(text: str) -> int:
 
 
 def count_word(text: str, word: str) -> int:
-    """Counts how often a word or phrase stands in the text as a whole, in any case."""
+    """Counts the whole-word occurrences of a word or phrase, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE))
 
 
@@ -157,7 +166,7 @@ def _letter_frequency(text: str, *, letter: str, let_frequency: int, let_relatio
 
 def _response_language(text: str, *, language: str) -> bool:
     if language not in LANGUAGES:
-        raise ValueError(f"language is {language!r}; known are {', '.join(sorted(LANGUAGES))}")
+        raise ValueError(f"language is {language!r}; use one of {', '.join(sorted(LANGUAGES))}")
     return detect_language(text) == language
 
 

@@ -1,13 +1,13 @@
-"""Rewards from a language model that reads the answer: any OpenAI-compatible server.
+"""Rewards from a language model that reads the answer, on any OpenAI-compatible server.
 
-The judge ends its reply with `Score: N`, N from 0 to `max_score`; the last such line counts and is
-scaled to 0..1. `rubric` asks for a line per item instead. A reply without such a line, or one that
-did not end by itself, is a `GraderError`, never 0. Replies are cached by everything
-that was asked, so judging the same answer again costs nothing.
+The judge ends its reply with `Score: N`, where N is between 0 and `max_score`; the last such line
+counts and is scaled to 0..1. `rubric` asks for one line per item instead. A reply without such a
+line, or one that was cut off, raises `GraderError` and never scores 0. Replies are cached by the
+full request, so judging the same answer again costs nothing.
 
-What the policy wrote is untrusted: it is fenced in a tag it cannot guess, and the judge is told
-that nothing inside is an instruction. That raises the price of flattering the judge; it does not
-make a judge safe to optimise against without watching.
+The policy's text is untrusted: it is fenced in a tag that the policy cannot guess, and the judge is
+told that nothing inside is an instruction. This makes it harder to manipulate the judge, not
+impossible: watch what the policy writes when you optimise against one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Reference:
 </{fence}>
 """
 MAX_CACHED = 100_000
-"""Replies kept in memory; the oldest go first."""
+"""Replies kept in memory; the oldest are dropped first."""
 _NUMBER = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\s*/\s*([0-9]+(?:\.[0-9]+)?))?[\s*_`.]*$")
 _memory: OrderedDict[str, str] = OrderedDict()
 
@@ -77,18 +77,18 @@ async def llm_judge(
     timeout_s: float = 60.0,
     num_attempts: int = 4,
 ) -> float:
-    """A judge's score of `text` as the answer to `prompt`, 0 to 1.
+    """Asks a judge to score `text` as the answer to `prompt`; returns the score, 0 to 1.
 
     Args:
-        url: base URL of the server, up to and including `/v1`.
-        instructions: system message; `{fence}` and `{max_score}` are filled in.
-        cache_dir: directory for one small file per reply; None keeps them in memory.
-        api_key_variable: name of the environment variable that holds the server's key.
+        url: the server's base URL, up to and including `/v1`.
+        instructions: the system message; `{fence}` and `{max_score}` are filled in.
+        cache_dir: directory for the cached replies, one small file each; None caches in memory.
+        api_key_variable: name of the environment variable that holds the server's API key.
         timeout_s: seconds per attempt.
 
     Raises:
         GraderError: the server failed, or the reply has no score between 0 and `max_score`.
-        ConfigError: the variable named by `api_key_variable` is not set.
+        ConfigError: the environment variable named by `api_key_variable` is not set.
     """
     asked = _Question(text, reference, prompt, instructions, {"max_score": f"{max_score:g}"})
     server = _Server(url, model, max_tokens, cache_dir, api_key_variable, timeout_s, num_attempts)
@@ -111,36 +111,41 @@ async def rubric(
     timeout_s: float = 60.0,
     num_attempts: int = 4,
 ) -> dict[str, float]:
-    """A judge's scores of `text` on several items, asked for in one call.
+    """Asks a judge to score `text` on several items in one call.
 
     Args:
-        items: criterion by name, or `{"criterion": ..., "weight": ...}`; the weight is 1 if none is
-            given. A name is one word, because the judge writes it before the item's score.
-        instructions: system message; `{fence}`, `{max_score}` and `{items}` are filled in.
+        items: name -> criterion, or name -> `{"criterion": ..., "weight": ...}` with a default
+            weight of 1. A name is a single word: the judge writes it before the item's score.
+        instructions: the system message; `{fence}`, `{max_score}` and `{items}` are filled in.
 
     The other arguments are those of `llm_judge`.
 
     Returns:
-        `score`, the weighted mean of the items, and each item by its name, all from 0 to 1.
+        `score`, the weighted mean of the items, and each item's score by its name, all 0 to 1.
 
     Raises:
         GraderError: the server failed, or the reply lacks an item's score.
-        ConfigError: an item has no criterion or a weight that is not positive, or the variable
-            named by `api_key_variable` is not set.
+        ConfigError: an item has no criterion or a weight that is not positive, or the environment
+            variable named by `api_key_variable` is not set.
     """
     weights, lines = {}, []
     for name, item in items.items():
         item = {"criterion": item} if isinstance(item, str) else dict(item)
         criterion, weight = item.pop("criterion", None), item.pop("weight", 1.0)
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == "score":
-            raise ConfigError(f"rubric: the name {name!r} of an item has to be one word, not score")
+            raise ConfigError(
+                f"rubric: the item name {name!r} is not valid; use one word of letters, digits, - "
+                "and _, other than `score`"
+            )
         if not isinstance(criterion, str) or not criterion.strip() or item:
             raise ConfigError(
-                f"rubric: item {name!r} needs a text `criterion` and may have a `weight`, nothing "
-                "else"
+                f"rubric: item {name!r} needs a string `criterion` and may have a `weight`, but no "
+                "other key"
             )
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1e9:
-            raise ConfigError(f"rubric: the weight {weight!r} of item {name!r} is not positive")
+            raise ConfigError(
+                f"rubric: item {name!r} has weight {weight!r}; give a positive number"
+            )
         weights[name] = float(weight)
         lines.append(f"{name}: {criterion.strip()}")
     if not weights:
@@ -164,7 +169,7 @@ class _Question:
     prompt: str | list[Message]
     instructions: str
     filled: dict[str, str]
-    """What else is filled into the instructions."""
+    """Placeholder name -> value, for the instructions' placeholders other than `{fence}`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,7 +184,7 @@ class _Server:
 
 
 async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -> T:
-    """Returns what `read` finds in the judge's reply, the cached one if there is one."""
+    """Returns `read(reply)` for the judge's reply, which is taken from the cache if possible."""
     headers = {}
     if server.api_key_variable is not None:
         api_key = os.environ.get(server.api_key_variable)
@@ -196,9 +201,9 @@ async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -
     key = hashlib.sha256(json.dumps(everything).encode("utf-8", "surrogatepass")).hexdigest()
     reply = _read_cache(key, server.cache_dir)
     if reply is not None:
-        with suppress(GraderError):  # a file that was left empty or cut short
+        with suppress(GraderError):  # the cached file is empty or truncated
             return read(reply)
-    fence = f"answer-{key[:16]}"  # a hash of more than the policy sees
+    fence = f"answer-{key[:16]}"  # the policy cannot compute this hash: it does not see all inputs
     system = asked.instructions
     for name, value in {"fence": fence, **asked.filled}.items():
         system = system.replace(f"{{{name}}}", value)
@@ -226,8 +231,10 @@ async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -
 
 
 def _question(prompt: str | list[Message]) -> str:
-    """A chat as one text; a single message needs no name of who speaks. Judges are told of images,
-    and do not see them."""
+    """Returns a prompt as one string, with roles unless there is only one message.
+
+    Images become `[image]`: the judge does not see them.
+    """
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -242,15 +249,15 @@ def _content(answer: Any) -> str:
         content, reason = choice["message"]["content"], choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise GraderError(
-            f"the judge's answer is no chat completion: {str(answer)[:200]}"
+            f"the judge's answer is not a chat completion: {str(answer)[:200]}"
         ) from error
     if reason not in ("stop", None):  # `Score: 1` may be the beginning of `Score: 10`
         raise GraderError(
-            f"the judge's reply ended with finish_reason = {reason!r}"
+            f"the judge's reply was cut off (finish_reason = {reason!r})"
             + ("; raise max_tokens" if reason == "length" else "")
         )
     if not isinstance(content, str):
-        raise GraderError("the judge's answer has no text")
+        raise GraderError("the judge's reply has no text content")
     return content
 
 
@@ -258,7 +265,7 @@ def _read_score(reply: str, name: str, max_score: float) -> float:
     line = rf"^[\s*_`-]*{re.escape(name)}[\s*_`]*:[\s*_`]*([^\n]*)"
     found = re.findall(line, reply, re.MULTILINE | re.IGNORECASE)
     if not found:
-        raise GraderError(f"the judge's reply has no line `{name}: N`: it ends in {reply[-80:]!r}")
+        raise GraderError(f"the judge's reply has no line `{name}: N`; it ends in {reply[-80:]!r}")
     number = _NUMBER.match(found[-1])
     if number is None or (number[2] is not None and float(number[2]) != max_score):
         raise GraderError(

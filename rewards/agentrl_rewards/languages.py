@@ -1,7 +1,8 @@
-"""Which language is a text written in? Told by its script and its most frequent small words.
+"""Detects the language of a text from its script and its most frequent short words.
 
-For the languages that IFEval asks for and those that are easily taken for them. Good for sentences
-and longer; a name or a single word may have no small word in it, and then nothing is told.
+Covers the languages that IFEval asks for and those that are easily mistaken for them. Works for
+full sentences and longer; a name or a single word may contain no frequent word, and then the
+language is unknown.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _ONE_LANGUAGE = {
     "malayalam": "ml",
 }
 _WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0903\u093a-\u094f\u0962\u0963]+[^\W\d_]*)*")
-"""Letters, and the vowel signs of Devanagari, which are no letters to `re`."""
+"""Letters, and the vowel signs of Devanagari, which `re` does not count as letters."""
 _URL = re.compile(r"\w{2,10}://\S+")
 _MAX_CHARS = 20_000
 
@@ -194,20 +195,21 @@ _WEIGHTS = {
     script: Counter(word for small in languages.values() for word in set(small.words.split()))
     for script, languages in _SMALL.items()
 }
-"""In how many languages of its script a word stands; it counts for each by one part of that."""
+"""Script -> word -> number of that script's languages that share the word."""
 
 LANGUAGES = frozenset(_ONE_LANGUAGE.values()) | {"ja", "zh"} | {
     language for languages in _SMALL.values() for language in languages
 }  # fmt: skip
-"""ISO 639-1 codes of what can be told."""
+"""ISO 639-1 codes of the languages that can be detected."""
 
 
 def detect_language(text: str) -> str | None:
-    """ISO 639-1 code of the text's language, of the first 20,000 characters; None if unclear.
+    """Returns the ISO 639-1 code of the text's language, or None if it is unclear.
 
-    The script most letters belong to decides where one language is written in it. Else each small
-    word counts for its language, divided by how many share it, and each letter that is typical of
-    a language counts a third.
+    Reads the first 20,000 characters. If the script of most letters is used by only one of the
+    languages, that language is returned. Otherwise each frequent word adds 1, divided by the number
+    of languages that share it, to its language's score, each typical letter adds 1/3, and the
+    highest score wins.
     """
     text = _URL.sub(" ", text[:_MAX_CHARS].lower())
     letters = Counter({script: len(found.findall(text)) for script, found in _LETTERS.items()})

@@ -1,15 +1,16 @@
-"""Rewards for tasks with one right final answer: extract it, compare it, never run it.
+"""Rewards for tasks with one right final answer, which is extracted and compared but never run.
 
     text -> extract_answer -> equal as text? -> equal as exact numbers? -> equal as expressions?
                               (in this process, microseconds)              (killable processes)
 
-Numbers are compared as fractions of integers, so there is no rounding and no evaluation. Only an
-answer or a reference that is not a plain number goes to math-verify, in a process that is killed
-at a deadline (`agentrl_rewards.math_pool`). Three kinds of failure stay apart:
+Numbers are compared as fractions of integers, so nothing is rounded or evaluated. Only if the
+answer or the reference is not a plain number does math-verify compare them, in a process that is
+killed at a deadline (`agentrl_rewards.math_pool`). There are three kinds of failure:
 
-* a wrong, missing or unreadable answer scores 0;
-* a "bomb" (a power tower, a huge factorial, a megabyte of LaTeX) is refused unread and scores 0;
-* a grader that crashed or ran out of time raises `GraderError`: the episode has no reward.
+* A wrong, missing or unreadable answer scores 0.
+* A "bomb" (a power tower, a huge factorial, a megabyte of LaTeX) is refused without being evaluated
+  and scores 0.
+* A grader that crashed or ran out of time raises `GraderError`: the episode has no reward.
 
     math_reward("so it is \\\\boxed{\\\\frac12}", "0.5")                    # 1.0
     grade("#### 3 or 4", "3")                # Grade(score=0.0, extracted="3 or 4", ...)
@@ -35,36 +36,37 @@ from agentrl_rewards.math_numbers import (
 from agentrl_rewards.math_pool import MathPool, default_pool
 
 Equivalence = Literal["literal", "numeric", "symbolic"]
-"""What counts as the reference's value.
+"""How an answer may express the reference's value.
 
-`literal`: one written-out number (`1,000`, `-3.50`, `12 apples`), so that the question itself, as
-in `347*28`, is not an answer. `numeric`: any exact number, fractions, percentages and powers of
-ten included. `symbolic`: also expressions, equations, sets, intervals and matrices, by
-math-verify, where an unevaluated `3+4` equals 7.
+`literal`: one written-out number (`1,000`, `-3.50`, `12 apples`), so that repeating the question
+`347*28` is not an answer. `numeric`: any exact number, including fractions, percentages and powers
+of ten. `symbolic`: also expressions, equations, sets, intervals and matrices, compared by
+math-verify, for which an unevaluated `3+4` equals 7.
 """
 Method = Literal["text", "exact", "symbolic", "refused", "no_answer"]
-"""How a grade came about: the answer read the same as the reference; exact numbers; math-verify;
-it was too long or too dangerous to read; there was no marked answer."""
+"""What decided a grade. `text`: comparison as text. `exact`: comparison as exact numbers.
+`symbolic`: math-verify. `refused`: the answer was too long or too expensive to evaluate.
+`no_answer`: the text states no answer."""
 
 MAX_TEXT_CHARS = 100_000
-"""A final answer is looked for in as many characters at the end of a text."""
+"""A final answer is looked for in this many characters at the end of a text."""
 MAX_REFERENCE_CHARS = 2000
 MAX_DIGITS = 50
-"""Longest number handed to math-verify. Exact numbers may fill MAX_ANSWER_CHARS."""
+"""Digits of the longest number passed to math-verify. Exact numbers may have MAX_ANSWER_CHARS."""
 MAX_DEPTH, MAX_FUNCTIONS = 20, 8
-"""Deepest nesting of brackets, and most functions, that a parser of exponential time is given."""
+"""Limits on nested brackets and on functions in an answer: the parser takes exponential time."""
 
 
 @dataclass(slots=True, frozen=True)
 class Grade:
-    """The verdict on an answer, and how it was found."""
+    """The verdict on an answer and how it was reached."""
 
     score: float
     """1.0 for the right answer, else 0.0."""
     extracted: str | None
-    """The answer that was judged, at most MAX_ANSWER_CHARS of it; None when there was none."""
+    """The answer that was judged, cut to MAX_ANSWER_CHARS; None if the text states none."""
     method: Method
-    """What decided."""
+    """The comparison that decided."""
 
 
 def grade(
@@ -76,19 +78,19 @@ def grade(
     deadline_s: float = 2.0,
     pool: MathPool | None = None,
 ) -> Grade:
-    """Judge the final answer in `text` against `reference`. May be called from any thread.
+    """Judges the final answer in `text` against `reference`. May be called from any thread.
 
     Args:
-        text: what the policy wrote; see `extract_answer` for where the answer is looked for.
-        reference: the gold answer, bare or itself marked (`... #### 18`, `\\boxed{18}`).
+        text: the policy's text, from which `extract_answer` takes the answer.
+        reference: the gold answer, bare or marked (`... #### 18`, `\\boxed{18}`).
         equivalence: see `Equivalence`.
-        require_marker: False judges the whole text when it holds no marker at all.
+        require_marker: False judges the whole text if it contains no marker.
         deadline_s: seconds one symbolic comparison may take before it is killed.
-        pool: processes for symbolic comparisons; None shares the default pool.
+        pool: processes for symbolic comparisons; None uses the default pool.
 
     Raises:
-        GraderError: the comparison crashed, ran out of time or memory, or the reference can't be
-            used (empty, or longer than MAX_REFERENCE_CHARS).
+        GraderError: the comparison crashed or ran out of time or memory, or the reference is empty
+            or longer than MAX_REFERENCE_CHARS.
     """
     outcome = _grade_in_process(text, reference, equivalence, require_marker)
     if isinstance(outcome, Grade):
@@ -107,7 +109,7 @@ async def grade_async(
     deadline_s: float = 2.0,
     pool: MathPool | None = None,
 ) -> Grade:
-    """`grade` that never blocks the event loop. Raises GraderError as `grade`."""
+    """Does the same as `grade` without blocking the event loop; raises the same errors."""
     outcome = _grade_in_process(text, reference, equivalence, require_marker)
     if isinstance(outcome, Grade):
         return outcome
@@ -117,7 +119,7 @@ async def grade_async(
 
 
 def math_reward(text: str, reference: str, **options: Any) -> float:
-    """The score of `grade`, with its arguments and errors."""
+    """Returns the score of `grade`; takes the same arguments and raises the same errors."""
     return grade(text, reference, **options).score
 
 
@@ -129,14 +131,14 @@ async def math_reward_async(
     require_marker: bool = True,
     deadline_s: float = 2.0,
 ) -> float:
-    """The score of `grade_async`, with its arguments and errors."""
+    """Returns the score of `grade_async`; takes its arguments and raises its errors."""
     options = {"require_marker": require_marker, "deadline_s": deadline_s}
     return (await grade_async(text, reference, equivalence=equivalence, **options)).score
 
 
 # --- extraction ----------------------------------------------------------------------------------
 
-# Every alternative starts with a literal, so `re` skips plain text at the speed of a byte search.
+# Every alternative starts with a literal, so `re` skips plain text as fast as a byte search.
 _MARKERS = re.compile(
     r"(?P<open><[aA]nswer>)|(?P<close></[aA]nswer>)|(?P<hash>\#\#\#\#(?!\#)(?<!\#{5}))"
     r"|(?P<newline>\n)|(?P<boxed>\\f?box(?:ed)?\s*\{)|(?P<bare>\\boxed\s+(?P<token>[^\s{}$\\]+))"
@@ -146,14 +148,14 @@ _HEADING = re.compile(r"[ \t*_]*[A-Za-z]{2}")
 
 
 def extract_answer(text: str) -> str | None:
-    """The final answer a text states, or None when it states none.
+    """Returns the final answer that a text states, or None if it states none.
 
-    Three markers count: `#### answer` (to the end of its line), `\\boxed{answer}` (braces may
-    nest) and `<answer>answer</answer>`. The one that ends last wins, whatever its kind; a marker
-    inside the winner is opened in turn, so `#### \\boxed{5}` states 5. Text in or before
-    `<think>...</think>` is reasoning and holds no final answer. A marker that was never closed is
-    none; an empty last marker is an answer that is missing. `#### Verification` below another
-    marker is a heading, so words after `####` count only where nothing else is marked.
+    There are three markers: `#### answer` (up to the end of the line), `\\boxed{answer}` (braces
+    may nest) and `<answer>answer</answer>`. The one that ends last wins, whatever its kind; if it
+    contains another marker, the inner one counts, so `#### \\boxed{5}` states 5. Reasoning up to
+    `</think>` is ignored. Unclosed markers do not count; if the last marker is empty, the answer is
+    missing. Because `#### Verification` below another marker is a heading, words after `####` count
+    only if nothing else is marked.
     """
     answer = _last_marked(_after_reasoning(text))
     for _ in range(8):
@@ -169,13 +171,13 @@ def _after_reasoning(text: str) -> str:
 
 
 def _last_marked(text: str) -> str | None:
-    """Returns what the marker that ends last encloses, in time linear in the text's length."""
+    """Returns the content of the marker that ends last, in time linear in the text's length."""
     last: tuple[int, int] | None = None
-    boxes: list[tuple[int, int, int]] = []  # where a box starts, and its content's start and end
+    boxes: list[tuple[int, int, int]] = []  # start of the box, start and end of its content
     heading: tuple[int, int] | None = None
     answer_start: int | None = None
     hash_start: int | None = None
-    braces: list[tuple[int, int] | None] = []  # a box and its content start; None: another brace
+    braces: list[tuple[int, int] | None] = []  # start of a box and its content; None: other brace
     for match in _MARKERS.finditer(text + "\n"):
         start, end = match.span()
         kind = match.lastgroup if match.lastgroup != "token" else "bare"
@@ -213,7 +215,10 @@ _BETWEEN_BOXES = re.compile(
 
 
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str:
-    """The last box, with those it is listed with: `\\boxed{1} and \\boxed{2}` states both."""
+    """Returns the last box joined with the boxes listed before it.
+
+    `\\boxed{1} and \\boxed{2}` states both.
+    """
     contents = [text[boxes[-1][1] : boxes[-1][2]]]
     for (_, start, end), (following, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         between = text[end + 1 : following]
@@ -231,11 +236,11 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str:
 def _grade_in_process(
     text: str, reference: str, equivalence: Equivalence, require_marker: bool
 ) -> Grade | tuple[str, str, str]:
-    """The grade, or what only math-verify can decide: answer, reference and answer to show."""
+    """Returns a grade, or `(answer, reference, answer to show)` if only math-verify can decide."""
     gold = extract_answer(reference) or reference.strip()
     if not 0 < len(gold) <= MAX_REFERENCE_CHARS:
         raise GraderError(
-            f"the reference has {len(gold)} characters; a final answer has between 1 and "
+            f"the reference has {len(gold)} characters; it has to have between 1 and "
             f"{MAX_REFERENCE_CHARS}"
         )
     found = extract_answer(text)
@@ -259,14 +264,14 @@ def _grade_in_process(
     if equivalence != "symbolic":
         return Grade(0.0, shown, "text" if gold_number is None else "exact")
     if gold_number is not None and not re.search(r"[0-9\\π√]", found):
-        return Grade(0.0, shown, "exact")  # words alone are no number
+        return Grade(0.0, shown, "exact")  # words alone are not a number
     if re.fullmatch(r"[A-Za-z]{2,}(?: [A-Za-z]{2,})+", plain(gold)):
-        return Grade(0.0, shown, "text")  # words, of which a parser would drop some
+        return Grade(0.0, shown, "text")  # words, some of which the parser would drop
     answer, answer_unit = split_unit(unwrapped(found))
     gold, gold_unit = split_unit(unwrapped(gold))
     if refusal(answer) is not None:
         return Grade(0.0, shown, "refused")
-    if _FUNCTION_VALUE.match(answer + "\n" + gold):  # y = 2x for f(x) = 2x
+    if _FUNCTION_VALUE.match(answer + "\n" + gold):  # y = 2x where the reference is f(x) = 2x
         answer, gold = (text.partition("=")[2] for text in (answer, gold))
     if _values_of_others(answer, gold):
         return Grade(0.0, shown, "text")
@@ -301,7 +306,7 @@ def _words(text: str) -> str:
 
 
 def _decimal_point(text: str) -> str:
-    """Read the comma of 1,22 and of 0,111 as a decimal one. That of 1,234 parts thousands."""
+    """Replaces a decimal comma, as in 1,22 and 0,111, by a point; 1,234 keeps its separator."""
     return re.sub(r"^([-+]?(?:[0-9]+(?=,[0-9]{1,2}$|,[0-9]{4,}$)|0)),([0-9]+)$", r"\1.\2", text)
 
 
@@ -309,7 +314,7 @@ _BASE_NUMBER = re.compile(r"(?:0x)?([0-9A-Za-z ]+)_\{?(?:base)? ?([0-9]{1,2})\}?
 
 
 def _same_base(answer: str, gold: str) -> bool:
-    """Tells whether both are the same digits in the same base: 2b_{16} and 2B_{16}."""
+    """Returns whether both are the same digits in the same base, as 2b_{16} and 2B_{16} are."""
     pair = _BASE_NUMBER.fullmatch(answer), _BASE_NUMBER.fullmatch(gold)
     if pair[0] is None or pair[1] is None or pair[0][2] != pair[1][2]:
         return False
@@ -324,19 +329,19 @@ _VALUE_OF = re.compile(r"\s*([A-Za-z])\s*=([^=]*)")
 
 
 def _values_of_others(answer: str, gold: str) -> bool:
-    """Tells whether two numbers are the values of variables with different names."""
+    """Returns whether both state the value of a variable, but of differently named ones."""
     pair = _VALUE_OF.fullmatch(answer), _VALUE_OF.fullmatch(gold)
     if pair[0] is None or pair[1] is None:
         return False
     if any(
         re.search(r"[a-df-hj-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", each[2])) for each in pair if each
     ):
-        return False  # equations, which may say the same
+        return False  # equations with other letters may be equivalent
     return pair[0][1].casefold() != pair[1][1].casefold()
 
 
 def refusal(answer: str) -> str | None:
-    """Why an answer is too long or too odd to be parsed at all; None if it is not."""
+    """Returns why an answer is too long or too odd to be parsed; None if it may be parsed."""
     if len(answer) > MAX_ANSWER_CHARS:
         return f"more than {MAX_ANSWER_CHARS} characters"
     if re.search(rf"[0-9,.]{{{MAX_DIGITS + 1},}}", answer):

@@ -1,7 +1,7 @@
-"""Exact numbers and their units, read from text without evaluating any of it.
+"""Exact numbers and their units, parsed from text without evaluating it.
 
-`plain` makes spellings that mean the same the same text. `parse_number` reads such a text as one
-fraction of integers, with its unit and whether it was a percentage, or says that it is none.
+`plain` normalises spellings that mean the same to the same text. `parse_number` parses such a text
+as one fraction of integers with a unit and a percent flag, or returns None if it is not a number.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from fractions import Fraction
 from functools import lru_cache
 
 Unit = dict[str, int]
-"""Power by name of a known unit, `{"km": 1, "h": -1}`; other words have the power 0."""
+"""Unit name -> power, as in `{"km": 1, "h": -1}`; words that are not known units have power 0."""
 MAX_ANSWER_CHARS = 300
-"""A longer answer is not read."""
+"""Longer answers are not parsed."""
 
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """An exactly read number."""
+    """An exact number parsed from a text."""
 
     value: Fraction
     percent: bool = False
-    """`value` is what stands before the percent sign."""
+    """A percent sign follows; `value` is the number before it, not divided by 100."""
     unit: Unit = field(default_factory=dict)
-    """What is counted; empty where nothing is said."""
+    """The unit; empty if none is given."""
     literal: bool = True
     """Written out in digits: no fraction, power of ten or word like "million"."""
     name: str = ""
-    """The variable that it is the value of, as in `x = 5`."""
+    """The variable whose value this is, such as `x` in `x = 5`."""
     step: Fraction = Fraction(0)
-    """What one more of its last digit is worth, where that is known."""
+    """Place value of the last digit, such as 1/100 for 3.14; 0 for fractions."""
 
 
 MIN_ROUNDED_DIGITS = 10
-"""A decimal of as many digits stands for a fraction that has no end: 0.3333333333 for 1/3."""
+"""A decimal with at least this many digits may round a repeating one: 0.3333333333 for 1/3."""
 
 
 def same_number(answer: Number, gold: Number) -> bool:
@@ -50,13 +50,13 @@ def same_number(answer: Number, gold: Number) -> bool:
     percent, bare = (answer, gold) if answer.percent else (gold, answer)
     if bare.value == percent.value / 100:
         return True
-    # "What percentage ...?" rows say 50 and mean 50%. Up to 1 that reading would let 0.5% pass
-    # for a half.
+    # References of "What percentage ...?" say 50 and mean 50%. At or below 1, that reading would
+    # let 0.5% pass for one half.
     return bare.value == percent.value and abs(bare.value) > 1
 
 
 def _is_rounded(step: Fraction, value: Fraction, exact: Fraction) -> bool:
-    """Tells whether a decimal is a rounding of a fraction that never ends as a decimal."""
+    """Returns whether a decimal rounds a fraction whose decimal expansion never ends."""
     rest = exact.denominator
     for prime in (2, 5):
         while rest % prime == 0:
@@ -67,9 +67,9 @@ def _is_rounded(step: Fraction, value: Fraction, exact: Fraction) -> bool:
 
 
 def unit_factor(answer: Unit, gold: Unit) -> Fraction | None:
-    """Returns the factor from the answer's unit to the reference's; None if there is none.
+    """Returns the factor that converts the answer's unit to the reference's; None if none does.
 
-    A unit that one of them leaves out is no difference.
+    If either has no unit, the factor is 1.
     """
     if not answer or not gold:
         return Fraction(1)
@@ -91,7 +91,7 @@ def unit_factor(answer: Unit, gold: Unit) -> Fraction | None:
 
 
 def same_unit(answer: Unit, gold: Unit) -> bool:
-    """Tells whether no conversion is needed; a unit that one of them leaves out does not count."""
+    """Returns whether no conversion is needed, which includes a missing unit on either side."""
     return unit_factor(answer, gold) == 1
 
 
@@ -114,7 +114,7 @@ _REPLACEMENTS = (
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\([nlg]e)q(?![a-zA-Z])"), r"\\\1"),
     (re.compile(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3}(?![0-9]))"), ","),
-    # a line break, `\\`, is no space
+    # `\\` is a line break, not an escaped space
     (re.compile(r"(\\\\)|\\[,;: ]|\\q?quad(?![a-zA-Z])|[\u00a0\u2009\u202f~]"), r"\1 "),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"°|\^?\s*\{?\s*\\circ(?![a-z])\s*\}?"), " degree "),
@@ -127,7 +127,8 @@ _REPLACEMENTS = (
 
 
 _ESCAPED = re.compile(r"\\\\[a-zA-Z]{2}")
-"""A command with its backslash doubled, as in JSON; a line break where other commands are not."""
+"""A command with a doubled backslash, as in JSON. If other commands have a single backslash, it is
+a line break instead."""
 _COMMAND = re.compile(r"(?<!\\)\\[a-zA-Z]")
 _ABOUT = re.compile(r"^(?:\\approx(?![a-zA-Z])|\u2248)\s*")
 
@@ -136,7 +137,7 @@ _TRAILING = re.compile(r"(?<!\\)(?:[.;,]|\\\\?)\s*$")
 
 
 def unwrapped(answer: str) -> str:
-    """The answer without the delimiters, the equals sign and the full stop around it."""
+    """Strips delimiters, a leading equals or approximation sign, and trailing punctuation."""
     if _ESCAPED.search(answer) and not _COMMAND.search(answer):
         answer = answer.replace("\\\\", "\\")
     for _ in range(4):
@@ -154,9 +155,9 @@ def unwrapped(answer: str) -> str:
 
 @lru_cache(maxsize=1024)
 def plain(answer: str) -> str:
-    """For comparison as text or number: spelling that makes no difference is the same.
+    """Normalises spelling differences that do not matter, for comparison as text or number.
 
-    White space stays where it parts letters or digits, so "1 2" is not "12".
+    White space between letters or digits is kept, so "1 2" does not become "12".
     """
     answer = _TEXT_COMMAND.sub(r" \1 ", unwrapped(answer))
     for pattern, replacement in _REPLACEMENTS:
@@ -232,7 +233,7 @@ _CONVERSIONS = {
     )
     for name, number in (part.split() for part in parts.split("|"))
 }
-"""Unit -> how many of the basic unit it is, where that is exact."""
+"""Unit -> (size in the basic unit, basic unit), for exact conversions."""
 _CHINESE_NAMES = """
     毫米 mm|厘米 cm|分米 dm|米 m|千米 km|公里 km|毫克 mg|克 g|千克 kg|公斤 kg|吨 tonne|毫升 ml|升 l
     |秒 s|分钟 min|小时 h|天 day|周 week|年 year|岁 year
@@ -251,19 +252,19 @@ _CHINESE = re.compile(
 _CHINESE_CHANGES = re.compile(
     "[十百千万亿半多余几成折倍点零一二三四五六七八九两负]|分之|以上|以下|左右"
 )
-"""What after a number changes its value."""
+"""Words after a number that change its value."""
 
 
 _LIST = re.compile(r"[0-9],(?:\s|\\[ ;:,]|~)+[0-9]")
-"""32, 349 is not 32,349."""
+"""A list such as "32, 349", which is not the number 32,349."""
 
 
 def parse_number(text: str) -> Number | None:
-    """Read a whole text as one exact number, or None when it is not one.
+    """Parses the whole text as one exact number; returns None if it is not one.
 
-    Signs, thousands separators, decimals, fractions (`1/2`, `\\frac{1}{2}`, `1 1/2`), powers of
-    ten (`1.5e3`, `2 \\times 10^{3}`, `10^3`), percentages, currency signs and units are read; only
-    ASCII digits count. No floating point and no evaluation: `3+4` is not a number.
+    Understands signs, thousands separators, decimals, fractions (`1/2`, `\\frac{1}{2}`, `1 1/2`),
+    powers of ten (`1.5e3`, `2 \\times 10^{3}`, `10^3`), percentages, currency signs and units. Only
+    ASCII digits count. Nothing is evaluated or converted to floating point: `3+4` is not a number.
     """
     if re.fullmatch("[0-9]{1,300}", text):
         return Number(Fraction(text))
@@ -317,7 +318,7 @@ def _fraction(decimal: str) -> Fraction:
 
 
 def _read_unit(text: str) -> tuple[int, Unit] | None:
-    """Power of ten and unit of the words after a number; None if they are no unit."""
+    """Returns the power of ten and the unit of the words after a number; None if not a unit."""
     if text.strip() in _CURRENCIES:
         return 0, {_CURRENCIES[text.strip()]: 1}
     if "\u4e00" <= text.strip()[:1] <= "\u9fff":
@@ -343,7 +344,7 @@ def _read_unit(text: str) -> tuple[int, Unit] | None:
             last = _UNITS[word]
             unit[last], power = sign * power, 1
         elif word and word not in _LINKS:
-            # Few letters, or letters attached to the number, are more often variables than units.
+            # A short word, or letters attached to the number, are more likely variables than units.
             is_short = len(word) < 3 or not re.search("[aeiou]", word)
             if _CHANGES_THE_VALUE.fullmatch(word) or is_short or not match["gap"]:
                 return None
@@ -376,7 +377,7 @@ _TRAILING_UNIT = re.compile(
 
 
 def split_unit(answer: str) -> tuple[str, Unit]:
-    """An expression and the unit that ends it, such as `6\\sqrt{3}` and inches."""
+    """Splits a trailing unit off an expression, such as inches off `6\\sqrt{3}`."""
     match = _TRAILING_UNIT.fullmatch(answer)
     read = _read_unit(" " + plain(match["unit"])) if match else None
     return (match["head"], read[1]) if match and read and read[0] == 0 else (answer, {})

@@ -1,20 +1,20 @@
 """A pool of killable processes that compare two mathematical expressions.
 
-Computer algebra on text a policy wrote can run for ever, eat all memory or crash. So it never
-happens in this process: each worker is a `math_worker.py` program, spoken to over pipes, whose
-comparing child is killed at the deadline and replaced. A check that is killed or crashes is a
-`GraderError`, never "not equal".
+Computer algebra on a policy's text can run forever, exhaust memory or crash, so it never runs in
+this process. Each worker is a `math_worker.py` program on the other end of two pipes; its comparing
+child is killed at the deadline and replaced. A check that is killed or crashes raises
+`GraderError`; it never counts as "not equal".
 
-A check is tried for FIRST_TRY_S first. Only one that needs longer queues again, for its whole
-deadline, and such checks hold at most half the workers: whoever sends slow expressions waits for
-other slow ones and delays the quick ones by a bounded share. Both queues take callers in turns (see
-`agentrl.caller`): a caller waits for its own checks, and for one of each other. Deadlines are
-processor time of the comparing process, so a busy machine changes no score. A wait for a worker
-ends after MAX_WAIT_S.
+Each check is first tried for FIRST_TRY_S. If it needs longer, it is queued again with its full
+deadline, and such checks occupy at most half the workers. So slow expressions mostly wait for other
+slow ones, and delay quick ones by a bounded amount. Both queues serve callers in turn (see
+`agentrl.caller`), so one caller's backlog does not hold up the others. Deadlines are measured in
+CPU time of the comparing process, so that a busy machine does not change scores. Waiting for a
+worker is limited to MAX_WAIT_S.
 
-Workers start on first use, one more whenever all are busy, up to `num_workers`. They can be asked
-from any thread, from asyncio and from forked or spawned processes; a forked child starts its own.
-POSIX only.
+Workers start on first use, one more whenever all are busy, up to `num_workers`. A pool may be used
+from any thread, from asyncio and from forked or spawned processes; a forked child starts its own
+workers. POSIX only.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ WORKER_FILE = Path(__file__).with_name("math_worker.py")
 START_TIMEOUT_S = 60.0
 """Longest wait for a worker to import math-verify (0.5 s on an idle machine)."""
 FIRST_TRY_S = 0.25
-"""Processor seconds of the first try. What is compared in practice takes a tenth of it."""
+"""CPU seconds of the first try. Typical comparisons take a tenth of it."""
 MAX_WAIT_S = 50.0
-"""Longest wait for a worker, inside the 60 s that an environment's step may take."""
+"""Longest wait for a worker. Shorter than the 60 s that an environment's step may take."""
 MAX_SLOW_WAIT_S = 30.0
-"""Longest time until the second try of a check starts, for the same reason."""
+"""Longest time from the start of a check to that of its second try, for the same reason."""
 GRACE_S = 3.0
-"""A worker kills its child at the deadline; if it has not said so this much after the deadline's
-seconds have passed ten times on the clock, it is killed itself."""
+"""A worker has ten times the deadline in wall-clock time, plus this, to reply before it is
+killed."""
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
-"""All a worker sees of the environment: it handles untrusted text and needs no secrets."""
+"""The only environment variables a worker gets: it handles untrusted text and needs no secrets."""
 
 
 _Reply = Future[dict[str, object]]
@@ -63,26 +63,26 @@ _Reply = Future[dict[str, object]]
 @dataclass(slots=True, frozen=True)
 class PoolStatus:
     num_workers: int
-    """The most workers the pool runs."""
+    """Maximum number of workers."""
     num_alive: int
     num_busy: int
     num_waiting: int
     """Checks that no worker has taken yet."""
     num_killed: int
-    """Workers lost or killed since the pool was made. A check stopped at its deadline is not
-    among them: it costs a worker only its child."""
+    """Workers that died or were killed since the pool was made. A check stopped at its deadline
+    does not count: it costs only the worker's child."""
     num_slow: int
-    """Checks that needed more than the first try."""
+    """Checks that needed a second try."""
     num_expired: int
     """Checks that gave up waiting for a worker."""
 
 
 class MathPool:
-    """Up to `num_workers` processes, each comparing one pair of expressions at a time.
+    """Up to `num_workers` processes, each of which compares one pair of expressions at a time.
 
     Args:
-        num_workers: None takes half the processor cores, at least 2 and at most 8.
-        memory_bytes: address space of one comparing process (RLIMIT_AS).
+        num_workers: None uses half the CPU cores, at least 2 and at most 8.
+        memory_bytes: limit on the address space of a comparing process (RLIMIT_AS).
     """
 
     def __init__(self, num_workers: int | None = None, *, memory_bytes: int = 1 << 30) -> None:
@@ -108,14 +108,19 @@ class MathPool:
         self._lanes: tuple[_Lane, _Lane] | None = None
 
     def check(self, answer: str, reference: str, deadline_s: float = 2.0) -> bool | None:
-        """Tells whether math-verify finds the two LaTeX expressions equal. Blocks; for any thread.
+        """Returns whether math-verify finds the two LaTeX expressions equal.
 
-        None when the answer is parsed but would cost too much to evaluate. The deadline is
-        processor time of the comparing process; waiting for it is bounded by MAX_WAIT_S.
+        Returns None if the answer would cost too much to evaluate. Blocks; may be called from any
+        thread.
+
+        Args:
+            deadline_s: CPU seconds of the comparing process. Waiting for a worker does not count;
+                it is limited to MAX_WAIT_S.
 
         Raises:
             GraderError: the deadline passed, no worker came free in time, the comparing process
                 crashed or ran out of memory, or math-verify is not installed.
+            RuntimeError: the pool is closed.
         """
         started = time.monotonic()
         reply = self._submit(answer, reference, min(deadline_s, FIRST_TRY_S), started).result()
@@ -126,10 +131,9 @@ class MathPool:
     async def check_async(
         self, answer: str, reference: str, deadline_s: float = 2.0
     ) -> bool | None:
-        """`check` without blocking the event loop. Cancelling it frees the worker when it is done.
+        """Does the same as `check` without blocking the event loop; raises the same errors.
 
-        Raises:
-            GraderError: as `check`.
+        If it is cancelled, the worker finishes the comparison before it takes another.
         """
         started = time.monotonic()
         first = self._submit(answer, reference, min(deadline_s, FIRST_TRY_S), started)
@@ -140,7 +144,7 @@ class MathPool:
         return _read_reply(reply, answer)
 
     def _submit(self, answer: str, reference: str, deadline_s: float, started: float) -> _Reply:
-        """Queue a try in the lane of its length."""
+        """Queues a try in the fast or the slow lane, depending on its deadline."""
         request: dict[str, object] = {"answer": answer, "reference": reference}
         request["deadline_s"] = deadline_s
         with self._free:
@@ -190,7 +194,7 @@ class MathPool:
             )
 
     def close(self) -> None:
-        """Kill the workers. Checks under way raise GraderError; later ones RuntimeError."""
+        """Kills the workers. Running checks raise GraderError; later ones raise RuntimeError."""
         with self._free:
             self._closed = True
             lanes, idle = self._lanes or (), list(self._idle)
@@ -200,13 +204,13 @@ class MathPool:
             self._free.notify_all()
         for worker in idle:
             worker.kill()
-        for worker in busy:  # the thread that waits on it reads the end and closes the pipes
+        for worker in busy:  # the thread waiting for its reply sees it end and closes the pipes
             kill_group(worker.process)
         for lane in lanes:
             lane.close()
 
     def _take(self, started: float, max_wait_s: float) -> _Worker:
-        """A free worker, or a new one. Raises GraderError when there is none in time."""
+        """Returns an idle or a new worker; raises GraderError if none is free in time."""
         with self._free:
             while True:
                 if self._closed:
@@ -215,8 +219,8 @@ class MathPool:
                 if left_s <= 0:
                     self._num_expired += 1
                     raise GraderError(
-                        f"no math worker came free within {max_wait_s:g} s; so many answers are "
-                        "slow to compare that more workers (MathPool(num_workers)) are needed"
+                        f"no math worker came free within {max_wait_s:g} s: too many answers are "
+                        "slow to compare; use more workers, MathPool(num_workers)"
                     )
                 if self._idle:
                     worker = self._idle.pop()
@@ -259,14 +263,14 @@ class MathPool:
             self._free.notify()
 
     def _forget_after_fork(self) -> None:
-        # The copies of the pipes would keep the parent's workers alive after the parent is gone.
+        # Inherited pipes would keep the parent's workers alive after the parent has exited.
         for worker in self._workers:
             worker.close_pipes()
         self._start_empty()
 
 
 class _Lane:
-    """A queue and the threads that work on it. Callers take turns, each with its oldest call."""
+    """A queue with its own threads, which serve the callers in turn, oldest call first."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
@@ -287,7 +291,7 @@ class _Lane:
             return
         try:
             reply.set_result(call())
-        except BaseException as error:  # carried to who waits for it
+        except BaseException as error:  # re-raised by whoever awaits the future
             reply.set_exception(error)
 
     def _next(self) -> tuple[_Reply, Callable[[], dict[str, object]]]:
@@ -295,7 +299,7 @@ class _Lane:
             name, calls = self._waiting.popitem(last=False)
             first = calls.popleft()
             if calls:
-                self._waiting[name] = calls  # behind all others
+                self._waiting[name] = calls  # to the back of the queue
         return first
 
     def close(self) -> None:
@@ -316,18 +320,18 @@ def _read_reply(reply: dict[str, object], answer: str) -> bool | None:
 
 
 class _Worker:
-    """One `math_worker.py` process and its two pipes. Ready when constructed."""
+    """One `math_worker.py` process and its two pipes. The constructor waits until it is ready."""
 
     def __init__(self, memory_bytes: int) -> None:
         environment = {k: os.environ[k] for k in INHERITED_VARIABLES if k in os.environ}
-        # The same import path as here; hashes fixed, so sympy orders terms alike every time.
+        # Same import path as here; fixed hashes, so that sympy always orders terms the same way.
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PYTHONHASHSEED": "0",
         }
-        # Out of reach of the terminal's Ctrl-C, and killed together with its child.
+        # A process group of its own: Ctrl-C does not reach it, and its child is killed with it.
         self.process = start_group(
-            # -P: the folder of the file holds a module named `math`
+            # -P: otherwise this folder, which contains a module named `math`, is on the path
             [sys.executable, "-P", str(WORKER_FILE), str(memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -342,10 +346,14 @@ class _Worker:
             raise
         if "error" in ready:
             self.kill()
-            raise GraderError(f"the math grader can't start: {ready['error']}")
+            raise GraderError(f"the math grader cannot start: {ready['error']}")
 
     def ask(self, request: dict[str, object], timeout_s: float) -> dict[str, object]:
-        """Raises GraderError when the worker dies or stays silent; it must be killed then."""
+        """Sends a request and returns the reply.
+
+        Raises:
+            GraderError: the worker died or did not reply in time, and has to be killed.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -376,7 +384,7 @@ class _Worker:
         return json.loads(data)
 
     def kill(self) -> None:
-        """Kill the process and its child, reap it and close the pipes. May be called twice."""
+        """Kills and reaps the process and its child and closes the pipes. May be called twice."""
         kill_group(self.process)
         self.close_pipes()
 
@@ -392,7 +400,7 @@ _default_lock = threading.Lock()
 
 
 def default_pool() -> MathPool:
-    """The pool of this process, made on first use and closed at exit."""
+    """Returns this process's shared pool, which is made on first use and closed at exit."""
     global _default_pool
     with _default_lock:
         if _default_pool is None:

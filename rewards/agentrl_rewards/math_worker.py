@@ -1,25 +1,25 @@
 """The killable half of the math grader: a program that compares two answers with math-verify.
 
-Started by `agentrl_rewards.math_pool` as a file (`python -P math_worker.py`), never imported, so
-the user's `__main__` is not run again and no multiprocessing start method matters.
+`agentrl_rewards.math_pool` starts it as a file (`python -P math_worker.py`) and never imports it,
+so the user's `__main__` is not run again and the multiprocessing start method does not matter.
 
     caller  --request line-->  supervisor  --request line-->  child (forked, limited, disposable)
             <--reply line----              <--reply line----
 
 The supervisor imports math-verify once and never parses an answer itself. Its child does, under
-RLIMIT_AS and RLIMIT_CPU. A child that misses the request's deadline, which is processor time on
-Linux and ten times as long on the clock, gets SIGKILL and the next one
-is forked from the warm supervisor in milliseconds. Every request gets exactly one reply:
+RLIMIT_AS and RLIMIT_CPU. The deadline is CPU time on Linux, and at most ten times as much
+wall-clock time. A child that misses it gets SIGKILL, and the next one is forked from the warm
+supervisor in milliseconds. Every request gets exactly one reply:
 
     {"answer": str, "reference": str, "deadline_s": float}
-    -> {"equal": bool}                  the comparison ran to its end
+    -> {"equal": bool}                  the comparison completed
     -> {"equal": null}                  the answer would cost too much to evaluate
-    -> {"error": str}                   it did not: crash, memory, an exception
-    -> {"error": str, "late": true}     it did not within the deadline
+    -> {"error": str}                   the comparison failed: crash, memory, an exception
+    -> {"error": str, "late": true}     the comparison missed the deadline
 
-The first line is `{"ready": true}`, or `{"error": str}` when math-verify is not installed. End of
-input ends the supervisor, and the supervisor's end ends the child, so a caller that is killed
-leaves no process behind.
+The first line of output is `{"ready": true}`, or `{"error": str}` if math-verify is not installed.
+The supervisor exits at the end of its input and the child when the supervisor exits, so a caller
+that is killed leaves no process behind.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CHECKS_PER_CHILD = 500
-"""sympy keeps caches, so a child is replaced after this many checks."""
+"""A child is replaced after this many checks, because sympy's caches grow."""
 
 FIRST_WARM_UP = (r"(x-3)^2(x+1)+\frac{1}{2}x", r"x^3-5x^2+3.5x+9")
-"""Compared before the first child is forked: sums, products, powers, fractions of polynomials."""
+"""Compared before the first child is forked: sums, products, powers and quotients."""
 WARM_UP = (
     (
         r"\begin{pmatrix} \frac{1}{2} \\ -3 \end{pmatrix}",
@@ -55,15 +55,15 @@ WARM_UP = (
     (r"3 \pm \sqrt{5}", r"a_1+b_{2}"),
     (r"x=1, 2", r"x_1 = 1 \text{ and } y < 3"),
 )
-"""Compared by an idle supervisor, so that a child forked later finds the parser's tables built:
-the first comparison of such an expression takes four times as long as a later one."""
+"""Compared by an idle supervisor, so that children forked later inherit the parser's tables. The
+first comparison of such an expression takes four times as long as a later one."""
 USES_BEFORE_WARM_UP = 10
 
 Compare = Callable[[str, str], bool | None]
 
 
 def read_lines(fd: int) -> Iterator[bytes]:
-    """Lines of a pipe as they arrive, until its other end is closed."""
+    """Yields the lines of a pipe as they arrive, until its other end is closed."""
     buffer = b""
     while chunk := os.read(fd, 65536):
         buffer += chunk
@@ -91,38 +91,42 @@ _BASE = re.compile(r"[0-9]\s*\}?\s*_")
 
 
 def is_comparable(answer: str, gold: str) -> bool:
-    """Tells whether to ask an algebra system, which drops words, bases and kinds of brackets."""
+    """Returns whether math-verify can judge the pair.
+
+    It ignores words, number bases and the kind of brackets, so pairs in which those matter are not
+    comparable.
+    """
     if re.fullmatch(r"\(?[a-zA-Z]\)?", gold) or _BASE.search(answer) or _BASE.search(gold):
         return False
     answer_kind, gold_kind = list_brackets(answer), list_brackets(gold)
     if answer_kind and gold_kind and answer_kind != gold_kind:
         return False
     if _SIDE_BY_SIDE.search(answer):
-        return False  # would be multiplied or added as a mixed number
+        return False  # would be parsed as a product or as a mixed number
     known = set("ei") | set("".join(re.findall("[a-zA-Z]+", words_of(gold))))
     runs = re.findall(r"[a-zA-Z]+", words_of(answer))
-    if _RELATION.search(answer):  # its variables are its own
+    if _RELATION.search(answer):  # an equation may use other variables
         runs = [run for run in runs if len(run) > 1]
     return known.issuperset("".join(runs))
 
 
 _MATH_WORDS = (
     (re.compile(r"\*\*"), "^"),
-    # sin(pi*x) as programs write it; without a backslash it would be a product of letters
+    # sin(pi*x), as in program code: without a backslash it would be a product of letters
     (re.compile(rf"\\(?:text|mathrm|operatorname)\s*\{{({_NAMES})\}}"), r"\\\1 "),
     (re.compile(rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])"), r"\\\1 "),
     (re.compile("∈"), r"\\in "),
     (re.compile(r"\\sqrt\s*(?=\()"), "sqrt"),
-    (re.compile(r"(?<=[*^])\[([^\[\](),]*)\]"), r"(\1)"),  # e^[2*x], no interval
-    (re.compile(r"\\\\\s*\[[^\]]*(?:pt|e[xm]|[cm]m)\]"), r"\\\\ "),  # the height of a line
-    # a number before it would be added, as in a mixed number
+    (re.compile(r"(?<=[*^])\[([^\[\](),]*)\]"), r"(\1)"),  # e^[2*x] is not an interval
+    (re.compile(r"\\\\\s*\[[^\]]*(?:pt|e[xm]|[cm]m)\]"), r"\\\\ "),  # line spacing
+    # otherwise a number before it would be added, as in a mixed number
     (re.compile(r"(?<=[0-9)}])\s*\\[dt]?binom(?![a-zA-Z])"), r"\\cdot\\binom"),
 )
 _DEGREES = re.compile(r"([0-9.]+)\s*(?:°|\^\s*\{?\s*\\circ\s*\}?)")
 
 
 def for_parser(text: str) -> str:
-    """Written as math-verify's parser reads it."""
+    """Rewrites LaTeX into the form that math-verify's parser understands."""
     for pattern, replacement in _MATH_WORDS:
         text = pattern.sub(replacement, text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
@@ -136,7 +140,10 @@ def words_of(text: str) -> str:
 
 
 def list_brackets(text: str) -> str:
-    """`(]` for a pair of a half-open interval; empty where no brackets hold a whole list."""
+    """Returns the brackets around a list, such as `(]` for a half-open interval.
+
+    Empty if one pair of brackets does not enclose the whole text.
+    """
     text = re.sub(r"\\left|\\right|\\(?=[{}])|\s", "", text).rpartition("=")[2]
     if text[:1] not in tuple(_OPENING) or text[-1:] not in tuple(_CLOSING):
         return ""
@@ -150,7 +157,7 @@ def list_brackets(text: str) -> str:
 
 
 def load_compare() -> Compare:
-    """Import math-verify and run it once, so that forked children find its tables built.
+    """Imports math-verify and runs it once, so that forked children inherit its tables.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -163,14 +170,14 @@ def load_compare() -> Compare:
 
     logging.disable(logging.CRITICAL)
     one_sided = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
-    # Units are the caller's matter: this list of them ends in `c`, `d`, `h`, `s` and `t`.
+    # The caller handles units; math-verify's own would strip the letters c, d, h, s and t.
     normalization = NormalizationConfig(units=False, malformed_operators=True, boxed="last")
     config = (LatexExtractionConfig(normalization_config=normalization),)
 
     def parsed(latex: str) -> list:
-        # Wrapped as one box, the whole text is parsed or nothing is; the default would fall back
-        # to the last number it finds, and "1, 2, 3" would equal 3. No timeout here: math-verify's
-        # own needs the main thread and can't stop C code; the supervisor's SIGKILL can.
+        # Wrapped in one box, the text is parsed as a whole or not at all. The default would fall
+        # back to the last number it finds, and "1, 2, 3" would equal 3. No timeout here:
+        # math-verify's needs the main thread and cannot stop C code; the supervisor's SIGKILL can.
         found = parse(
             "\\boxed{" + latex + "}",
             extraction_config=config,
@@ -183,7 +190,7 @@ def load_compare() -> Compare:
         return found
 
     def prepared(expression: sympy.Basic) -> sympy.Basic:
-        """Settles what math-verify leaves open: `i`, bases of logarithms, joined inequalities."""
+        """Rewrites what math-verify does not: `i`, bases of logarithms, joined inequalities."""
         symbols = expression.free_symbols
         if any(str(symbol) == "i" for symbol in symbols):
             real = {symbol: sympy.Symbol(str(symbol), real=True) for symbol in symbols}
@@ -209,7 +216,7 @@ def load_compare() -> Compare:
         gold: list[Any] = list(map(prepared, parsed(for_parser(reference))))
         if not gold or not prediction:
             return False
-        # What can't be compared is not equal: an answer must not get out of its 0 by an exception.
+        # What cannot be compared is not equal: an answer must not escape a 0 by an exception.
         if verify(gold, prediction, allow_set_relation_comp=True, timeout_seconds=None):
             return True
         return have_same_values(gold[0], prediction[0])
@@ -219,10 +226,10 @@ def load_compare() -> Compare:
 
 
 def have_same_values(gold: object, answer: object) -> bool:
-    """Tells whether two expressions have the same value wherever both are real.
+    """Returns whether two expressions have the same value at eight points, where both are real.
 
-    Tried at some points, some of them positive. An algebra system leaves open what is true of
-    positive numbers alone, such as that sqrt(x^3) is x^(3/2).
+    At least three of the points have to be positive. sympy does not simplify identities that hold
+    only for positive numbers, such as sqrt(x^3) = x^(3/2).
     """
     import sympy
 
@@ -248,17 +255,17 @@ def have_same_values(gold: object, answer: object) -> bool:
 
 
 MAX_BITS = 50_000
-"""Longest number, in bits, that an answer may evaluate to, 15,000 decimal digits."""
+"""Length in bits of the largest number an answer may evaluate to; about 15,000 decimal digits."""
 MAX_TERMS = 300
-"""Most terms an answer may have when its powers are multiplied out."""
+"""Maximum number of terms of an answer after its powers are expanded."""
 
 
 def is_cheap(expression: object) -> bool:
-    """Tells whether an expression as it was parsed, not yet evaluated, may be evaluated.
+    """Returns whether a parsed but unevaluated expression is cheap enough to evaluate.
 
-    Bounds are kept from the leaves up: no power, factorial or binomial coefficient is longer than
-    MAX_BITS, nothing has more than MAX_TERMS terms, and sums, products, integrals and limits, whose
-    cost no such bound tells, are not evaluated at all.
+    Bounds the size from the leaves up: every value has at most MAX_BITS bits and every expression
+    at most MAX_TERMS terms. Sums, products, integrals, derivatives and limits are never evaluated,
+    because their cost cannot be bounded this way.
     """
     import sympy
 
@@ -273,7 +280,7 @@ def is_cheap(expression: object) -> bool:
     )
 
     def size(each: sympy.Basic) -> tuple[float, float]:
-        """Bits of its value, where it has one, and terms. Raises OverflowError above a bound."""
+        """Bounds a value's bits and number of terms; raises OverflowError above the limits."""
         inside = [size(part) for part in each.args if isinstance(part, sympy.Basic)]
         bits, terms = max([4.0, *(bits for bits, _ in inside)]), 1.0
         if isinstance(each, unbounded):
@@ -309,8 +316,8 @@ def is_cheap(expression: object) -> bool:
 
 
 def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int) -> None:
-    """Answer requests until the supervisor closes the pipe or the child has grown old."""
-    if sys.platform == "linux":  # elsewhere the kernel refuses or ignores it
+    """Answers requests until the supervisor closes the pipe or the child is due for replacement."""
+    if sys.platform == "linux":  # other kernels reject or ignore it
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for count, line in enumerate(read_lines(read_fd), start=1):
@@ -324,8 +331,8 @@ def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int
                 "equal": compare(request["answer"], request["reference"]),
                 "recycle": count >= CHECKS_PER_CHILD,
             }
-        # Whatever the algebra system throws is one answer's problem: the caller reports it as a
-        # grader error, and this child is replaced in case its state is damaged.
+        # sympy may raise anything. It concerns one answer only: the caller reports a grader error,
+        # and this child is replaced in case its state is damaged.
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"[:500], "recycle": True}
         send(write_fd, reply)
@@ -334,7 +341,7 @@ def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int
 
 
 class Child:
-    """A forked process that does the comparing, with one pipe to it and one from it."""
+    """A forked process that compares expressions, with one pipe to it and one from it."""
 
     def __init__(self, compare: Compare, memory_bytes: int, close_fds: tuple[int, ...]) -> None:
         child_read, self.write_fd = os.pipe()
@@ -360,7 +367,7 @@ class Child:
         return self.exit_status is None
 
     def kill(self) -> int:
-        """Kill, reap and close; the wait status as `os.waitpid` gives it."""
+        """Kills and reaps the process, closes the pipes and returns the `os.waitpid` status."""
         if self.exit_status is None:
             os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still this child's
             self.exit_status = os.waitpid(self.pid, 0)[1]
@@ -369,13 +376,16 @@ class Child:
         return self.exit_status
 
     def cpu_s(self) -> float:
-        """Processor time the child has used; where that can't be read, the clock's."""
+        """Returns the CPU seconds the child has used; outside Linux, the monotonic clock."""
         if sys.platform != "linux":
             return time.monotonic()
-        return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's name of a process's clock
+        return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's id of a process's CPU clock
 
     def ask(self, line: bytes, deadline_s: float) -> dict[str, object]:
-        """Send one request; the reply, or why there is none (then the child must be killed)."""
+        """Sends one request and returns the reply.
+
+        If there is none, the reply has an `error`, and its `recycle` is True: kill the child.
+        """
         cpu_end = self.cpu_s() + deadline_s
         end = time.monotonic() + 10 * deadline_s
         try:
@@ -423,7 +433,7 @@ def main() -> None:
         reply = child.ask(line, json.loads(line)["deadline_s"])
         if reply.pop("recycle"):
             status = child.kill()
-            # SIGKILL is also how a late child is stopped, so only another signal says more.
+            # kill() itself sends SIGKILL, so only another signal is worth reporting.
             if (
                 "error" in reply
                 and os.WIFSIGNALED(status)

@@ -1,12 +1,12 @@
-"""Rewards for short free-text answers: exact match, token F1 and sub-string match.
+"""Rewards for short free-text answers: exact match, token F1 and substring match.
 
-The normalisation and both scores are SQuAD's (Rajpurkar et al. 2018, "Know What You Don't Know:
-Unanswerable Questions for SQuAD", arXiv:1806.03822): lower case, without ASCII punctuation,
-without the articles a, an, the, white space collapsed, in this order. With several golds the best
-one counts.
+Normalisation, exact match and F1 follow SQuAD (Rajpurkar et al. 2018, "Know What You Don't Know:
+Unanswerable Questions for SQuAD", arXiv:1806.03822): convert to lower case, remove ASCII
+punctuation, remove the articles a, an and the, collapse white space, in this order. With several
+golds, the best match counts.
 
-A question without an answer has no gold (`None`, `[]`, or golds that normalise to nothing); then
-only an empty prediction scores 1.
+For an unanswerable question, with no gold (`None`, `[]`, or golds that normalise to nothing), only
+an empty answer scores 1.
 
     em("The Normans!", ["Normans", "the Norman people"])       # 1.0
     f1("in the 10th century", "10th century")                  # 0.8
@@ -27,28 +27,28 @@ Golds = str | Sequence[str] | None
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD's normal form of an answer."""
+    """Normalises an answer as SQuAD's evaluation does; see the module's docstring."""
     text = _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION))
     return " ".join(text.split())
 
 
 def em(text: str, reference: Golds) -> float:
-    """1.0 if the whole text equals one of the golds after normalisation, else 0.0."""
+    """Returns 1.0 if the whole text equals one of the golds after normalisation, else 0.0."""
     answer = normalize_answer(text)
     return float(any(answer == gold for gold in _normalized(reference)))
 
 
 def f1(text: str, reference: Golds) -> float:
-    """Harmonic mean of token precision and recall against the best gold, 0 to 1."""
+    """Returns the harmonic mean of token precision and recall against the best gold, 0 to 1."""
     answer = normalize_answer(text).split()
     return max(_token_f1(answer, gold.split()) for gold in _normalized(reference))
 
 
 def substring(text: str, reference: Golds) -> float:
-    """1.0 if a gold's tokens stand side by side in the text after normalisation, else 0.0.
+    """Returns 1.0 if the normalised text contains a gold's tokens in sequence, else 0.0.
 
-    Whole tokens, so that "art" is not found in "party". An unanswerable question needs an empty
-    text, as with `em`: the empty gold would be part of every text.
+    Compares whole tokens, so "art" is not found in "party". For an unanswerable question, the text
+    has to be empty, as for `em`.
     """
     answer = normalize_answer(text)
     golds = _normalized(reference)

@@ -1,4 +1,4 @@
-"""Rewards of published recipes that put the math grader together with a rule about the text."""
+"""Rewards of published recipes, built on the math grader."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from agentrl_rewards.style import length
 
 
 def gsm8k_reference(answer: str) -> str:
-    """The number after `####` in a GSM8K row's `answer`.
+    """Returns the number after `####` in a GSM8K row's `answer`.
 
     Raises:
-        DataError: there is none.
+        DataError: `answer` does not end in `#### N`.
     """
     head, marker, tail = answer.rpartition("####")
     if not marker or not tail.strip():
         raise DataError(
             f"GSM8K answer {(head + marker + tail)[-60:]!r} does not end in `#### N`; "
-            "point the label key at the column that does"
+            "set the label key to the column that does"
         )
     return tail.strip()
 
 
 def gsm8k_reward(text: str, answer: str, *, require_marker: bool = True) -> float:
-    """1.0 if the final answer in `text` is the number that ends a GSM8K row's `answer`.
+    """Returns 1.0 if the final answer in `text` is the number that ends a GSM8K row's `answer`.
 
-    Numbers only, so no process is ever started. Cobbe et al. 2021, "Training Verifiers to Solve
-    Math Word Problems", arXiv:2110.14168.
+    Compares numbers only, so it never starts a process. Cobbe et al. 2021, "Training Verifiers to
+    Solve Math Word Problems", arXiv:2110.14168.
 
     Raises:
         DataError: `answer` does not end in `#### N`.
@@ -46,23 +46,27 @@ async def dapo(
     buffer: int = 4_096,
     deadline_s: float = 2.0,
 ) -> dict[str, float]:
-    """+1 for a right final answer, -1 otherwise, plus the soft penalty for overlong texts.
+    """Returns +1 for a right final answer, else -1, plus a soft penalty for overlong texts.
 
-    The recipe's own marker, `Answer: 34` to the end of its line, counts before those of `math` if
-    it stands in the last 300 characters.
+    The recipe's own marker, `Answer: 34` up to the end of the line, takes precedence over those of
+    `math` if it is in the last 300 characters.
 
     Yu et al. 2025, "DAPO", arXiv:2503.14476, section 3.4 and equation 13; the defaults are the
-    paper's, in tokens. `score` is between -2 and 1; `accuracy` and `overlong` are its parts.
+    paper's, in tokens.
 
     Args:
         num_tokens: length of the text in tokens; None counts words instead.
         max_length: see `agentrl_rewards.style.length`.
         buffer: see `agentrl_rewards.style.length`.
 
+    Returns:
+        `score`, between -2 and 1; `accuracy`, 1 for a right answer, else 0; and `overlong`, the
+        penalty, between -1 and 0.
+
     Raises:
-        GraderError: the comparison failed; never scored as wrong.
+        GraderError: the comparison failed; such answers are never scored as wrong.
     """
-    # before the costly part, so that wrong settings show at once
+    # computed first, so that wrong settings fail before the expensive comparison
     penalty = length(text, max_length=max_length, buffer=buffer, num_tokens=num_tokens)
     stated = re.findall(r"(?i)answer\s*:\s*([^\n]+)", text.rpartition("</think>")[2][-300:])
     answer = f"<answer>{stated[-1]}</answer>" if stated else text
@@ -71,13 +75,13 @@ async def dapo(
 
 
 async def deepscaler(text: str, reference: str, *, deadline_s: float = 2.0) -> float:
-    """1.0 for a right final answer after `</think>`, else 0.0.
+    """Returns 1.0 for a right final answer after `</think>`, else 0.0.
 
-    Unlike `math`, a text that never ends its reasoning scores 0, whatever it holds (Luo et al.
-    2025, "DeepScaleR"). The opening tag may stand in the prompt.
+    Unlike with `math`, a text whose reasoning is not closed always scores 0 (Luo et al. 2025,
+    "DeepScaleR"). The opening tag may be part of the prompt.
 
     Raises:
-        GraderError: the comparison failed; never scored 0.
+        GraderError: the comparison failed; such answers are never scored 0.
     """
     head, tag, answer = text.rpartition("</think>")
     if not tag or not head.strip():

@@ -1,8 +1,8 @@
-"""Rewards from a reward model that is served elsewhere over HTTP, and the HTTP call itself.
+"""Rewards from a reward model behind an HTTP server.
 
-The contract: POST `{"prompt": ..., "response": ..., "label": ...}`, answered by a number or by
-`{"reward": number}`. With `batch_size` above 1 the body is a list of such objects and the answer a
-list (or `{"rewards": [...]}`) of as many numbers: calls that come in together travel together.
+The protocol: POST `{"prompt": ..., "response": ..., "label": ...}`; the server answers with a
+number or `{"reward": number}`. With `batch_size` above 1, concurrent calls are sent together: the
+body is a list of such objects, and the answer a list of as many numbers or `{"rewards": [...]}`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from agentrl.types import JSON
 
 MAX_REPLY_BYTES = 8 << 20
 BATCH_WAIT_S = 0.01
-"""How long the first call of a batch waits for more."""
+"""Seconds that the first call of a batch waits for more."""
 FIRST_PAUSE_S = 0.25
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class _Passing(Exception):
-    """A fault that another attempt may get over."""
+    """A temporary failure, after which the request is retried."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """The pause that the server asks for."""
+        """Seconds to wait that the server asked for."""
 
 
 def to_json(body: JSON, url: str) -> bytes:
-    """
+    """Encodes a request body as JSON.
+
     Raises:
-        GraderError: it holds what JSON over UTF-8 can't: half of a surrogate pair, an integer of
-            more than 64 bits.
+        GraderError: the body contains a lone surrogate or an integer of more than 64 bits.
     """
     try:
         return orjson.dumps(body)
@@ -55,18 +55,18 @@ async def post_json(
     timeout_s: float = 30.0,
     num_attempts: int = 4,
 ) -> JSON:
-    """POST `body` and read the JSON answer; repeated with growing, jittered pauses.
+    """POSTs `body` and returns the JSON answer, with retries at growing, jittered intervals.
 
-    Repeated are lost connections, time-outs and the statuses 408, 425, 429 and 5xx; a `Retry-After`
-    in seconds is kept to.
+    Retries after lost connections, timeouts and the statuses 408, 425, 429, 500, 502, 503 and 504,
+    and respects a `Retry-After` in seconds.
 
     Args:
-        body: bytes are sent as they are.
-        timeout_s: seconds per attempt, the reading of the answer included.
+        body: a value to encode as JSON, or bytes to send unchanged.
+        timeout_s: seconds per attempt, including reading the answer.
 
     Raises:
-        GraderError: no attempt was answered, the answer is an error, too long or not JSON, or the
-            body is.
+        GraderError: no attempt got an answer; the answer is an error, too long or not JSON; or the
+            body cannot be encoded as JSON.
     """
     data = body if isinstance(body, bytes) else to_json(body, url)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -87,10 +87,11 @@ async def post_json(
 async def _post_once(
     session: aiohttp.ClientSession, url: str, body: bytes, timeout_s: float
 ) -> JSON:
-    """
+    """Makes one attempt of `post_json`.
+
     Raises:
-        _Passing: see its docstring.
-        GraderError: another attempt would end alike.
+        _Passing: another attempt may succeed.
+        GraderError: another attempt would fail the same way.
     """
     try:
         async with session.post(
@@ -134,7 +135,7 @@ def _parse(data: bytes, url: str) -> JSON:
 
 @dataclass(slots=True)
 class _Batch:
-    """The calls of one event loop that wait to be sent to one server."""
+    """The calls of one event loop that are waiting to be sent to one server."""
 
     waiting: list[tuple[bytes, asyncio.Future[float]]] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
@@ -156,22 +157,22 @@ async def remote_rm(
     timeout_s: float = 30.0,
     num_attempts: int = 4,
 ) -> float:
-    """The reward a remote model gives to `text` as the answer to `prompt`.
+    """Returns the reward that a remote model gives to `text` as the answer to `prompt`.
 
     Args:
-        url: where to POST; see the module's docstring for the contract.
-        prompt: text or messages, sent as they are.
-        batch_size: most calls in one request; 1 sends one object instead of a list.
+        url: the URL to POST to; see the module's docstring for the protocol.
+        prompt: a string or a list of messages, sent unchanged.
+        batch_size: maximum number of calls per request; 1 sends one object instead of a list.
         timeout_s: seconds per attempt.
 
     Raises:
-        GraderError: the server failed, or answered something other than finite numbers.
+        GraderError: the server failed, or its answer is not a finite number.
     """
     item: JSON = {"prompt": prompt, "response": text, "label": reference}
     if batch_size <= 1:
         reply = await post_json(url, item, timeout_s=timeout_s, num_attempts=num_attempts)
         return _reward(reply["reward"] if isinstance(reply, dict) and "reward" in reply else reply)
-    encoded = to_json(item, url)  # here, so that an item that can't be sent fails alone
+    encoded = to_json(item, url)  # encoded here, so that a bad item does not fail the whole batch
     loop = asyncio.get_running_loop()
     settings = (url, batch_size, timeout_s, num_attempts)
     batch = _batches.setdefault(loop, {}).setdefault(settings, _Batch())
@@ -206,8 +207,8 @@ async def _send(
         values = reply.get("rewards") if isinstance(reply, dict) else reply
         if not isinstance(values, list) or len(values) != len(calls):
             raise GraderError(
-                f"POST {url}: the answer to {len(calls)} items is not a list of as many rewards; "
-                "set batch_size to 1 if the server takes one at a time"
+                f"POST {url}: {len(calls)} items were sent, but the answer is not a list of as "
+                "many rewards; set batch_size to 1 if the server takes one item at a time"
             )
     except GraderError as error:
         for _, future in calls:
@@ -225,5 +226,5 @@ async def _send(
 
 def _reward(value: JSON) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise GraderError(f"the reward server answered {value!r} where a finite number belongs")
+        raise GraderError(f"the reward server answered {value!r} instead of a finite number")
     return float(value)

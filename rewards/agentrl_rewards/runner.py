@@ -1,18 +1,18 @@
-"""Run reward functions: find them by name, bound them, and keep their failures apart from 0.
+"""Runs reward functions: loads them by name, limits them, and keeps failures apart from 0 rewards.
 
     runner = RewardRunner(["math", "my_pkg.mod:fn"], weights=[1.0, 0.2])
     result = await runner.score(RewardInput(text="#### 42", reference="42"))
     result.reward, result.components          # 1.2, {"math": 1.0, "my_pkg.mod:fn": 1.0}
 
-A reward function is `fn(text, reference, **options)`, plain or async, and returns a number or a
-dictionary of numbers whose `score` is the reward and whose other entries are logged beside it. If
-it has parameters named `prompt`, `num_tokens`, `metadata` or `turns`, it gets those of the input.
-It may also return a list with a number or dictionary for each turn of the answer. A function whose
-first parameter is named `samples` is a group reward: it gets the inputs of all answers to one
-prompt, `async def fn(samples, **options)`, and returns a list with any of these for each.
+A reward function is `fn(text, reference, **options)`, plain or async. It returns a number, or a
+dictionary of numbers whose `score` is the reward and whose other entries are logged. If it has
+parameters named `prompt`, `num_tokens`, `metadata` or `turns`, it is passed those fields of the
+input. It may also return a list with one number or dictionary per turn of the answer. A function
+whose first parameter is named `samples` is a group reward: it gets the inputs of all answers to one
+prompt, `async def fn(samples, **options)`, and returns a list with one such result per answer.
 
-Whatever a function raises, and a result that is no finite number, is a `GraderError`: that answer
-has no reward. When more than 1% of the recent calls end so, the log says so once, as an error.
+If a function raises, or returns something other than finite numbers, the result is a `GraderError`
+and the answer has no reward. If more than 1% of recent calls fail, one error is logged.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ REWARDS = {
     "llm_judge": "agentrl_rewards.judge:llm_judge",
     "rubric": "agentrl_rewards.judge:rubric",
 }
-"""Name -> where it is. Imported when a run asks for it."""
+"""Name -> `module:function`, imported when a run asks for it."""
 
 Scores = dict[str, float] | list[dict[str, float]]
-"""Of a whole answer, or of each of its turns."""
+"""The scores of a whole answer, or a list with those of each turn."""
 ALARM_FRACTION = 0.01
 WINDOW = 1000
-"""Calls the alarm looks back on."""
+"""Number of recent calls that the alarm considers."""
 MIN_WINDOW = 100
-"""Below this many calls the fraction is taken of this many, so that one failure is no alarm."""
+"""With fewer calls, the fraction is taken of this many, so that one failure raises no alarm."""
 _FROM_INPUT = ("prompt", "num_tokens", "metadata", "turns")
 
 RewardFunction = Callable[..., Any]
-"""A reward function, or a group reward, as the module's docstring says."""
+"""A reward function or a group reward; see the module's docstring."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,17 +74,17 @@ class RewardInput:
     """One answer to be scored."""
 
     text: str
-    """What the policy wrote."""
+    """The policy's text."""
     reference: JSON = None
-    """The task's gold answer, as the function wants it."""
+    """The task's gold answer, in the format that the function expects."""
     prompt: str | list[Message] = ""
-    """What the policy was asked: a text, or messages."""
+    """The prompt that the policy answered: a string, or messages."""
     num_tokens: int | None = None
-    """Tokens the policy sampled for it, in all its turns; None when not known."""
+    """Number of tokens that the policy sampled in all turns; None if unknown."""
     metadata: dict[str, JSON] = field(default_factory=dict)
-    """The task's."""
+    """The task's metadata."""
     turns: Sequence[list[Message]] = ()
-    """Per turn what the policy said, first, and what it was answered."""
+    """One list per turn: the policy's message, then the messages it got in reply."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,11 +94,11 @@ class RewardResult:
     reward: float
     """Weighted sum of the functions' scores, over all turns."""
     components: dict[str, float]
-    """Unweighted: `name` for a function's score, `name/entry` for what else it returned; the sum
-    over the turns where a function rewards turns."""
+    """Unweighted results: `name` for a function's score, `name/entry` for its other entries. For a
+    function that rewards turns, the sum over the turns."""
     turns: Sequence[TurnReward] = ()
-    """What each turn of the input gets, together `reward`. A function that scores the whole answer
-    rewards the last turn."""
+    """The reward of each turn of the input; they add up to `reward`. The score of a function that
+    rewards the whole answer goes to the last turn."""
 
 
 @dataclass(slots=True)
@@ -111,16 +111,16 @@ class TurnReward:
 
 @dataclass(slots=True, frozen=True)
 class RunnerStatus:
-    """The counts of what a runner did since it was made."""
+    """Counts since the runner was made."""
 
     num_calls: int
-    """Calls of a function that have ended."""
+    """Completed calls of reward functions."""
     num_failed: int
-    """Of them those that ended in a `GraderError`."""
+    """Calls that ended in a `GraderError`."""
     failures: dict[str, int]
-    """Failed calls by name of the function."""
+    """Function name -> number of failed calls."""
     alarm: bool
-    """More than ALARM_FRACTION of the last WINDOW calls failed."""
+    """True if more than ALARM_FRACTION of the last WINDOW calls failed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,27 +132,28 @@ class _Resolved:
     from_input: tuple[str, ...]
     is_group: bool
     needs_reference: bool
-    """It takes a reference and has no default for it."""
+    """Whether it has a `reference` parameter without a default."""
     on_thread: bool
-    """A plain function that is not this library's: it may block, so not on the event loop."""
+    """Whether to call it on a thread: a user's plain function may block the event loop."""
 
 
 class RewardRunner:
     """Scores answers with several functions at once. Belongs to one event loop.
 
     Args:
-        functions: names from `REWARDS`, `"pkg.mod:fn"`, or functions.
-        weights: one per function; None weighs each 1.
-        options: keyword arguments by name of the function as given in `functions`.
-        deadline_s: seconds one call may take. A coroutine is cancelled then. A plain function of
-            somebody else cannot be stopped: its thread is left to run out.
-        max_concurrency: calls under way at a time; the others wait, outside their deadline.
+        functions: names from `REWARDS`, `"pkg.mod:fn"` strings, or functions.
+        weights: one per function; None gives each the weight 1.
+        options: function name, as given in `functions` -> keyword arguments.
+        deadline_s: seconds one call may take. A coroutine is then cancelled. A user's plain
+            function cannot be stopped: its thread keeps running until it returns.
+        max_concurrency: maximum number of concurrent calls; waiting does not count towards the
+            deadline.
 
     Attributes:
-        needs_reference: names of the functions that compare with a reference.
+        needs_reference: names of the functions that need a reference.
 
     Raises:
-        ConfigError: a function is not found, or an option is unknown to it or missing.
+        ConfigError: a function is not found, or an option is unknown or missing.
     """
 
     def __init__(
@@ -171,7 +172,9 @@ class RewardRunner:
                 f"reward.weights has {len(weights)} numbers for {len(functions)} functions"
             )
         if not all(map(math.isfinite, weights or ())):
-            raise ConfigError(f"reward.weights {list(weights or ())} are not all finite numbers")
+            raise ConfigError(
+                f"reward.weights is {list(weights or ())}; all of them have to be finite numbers"
+            )
         options = options or {}
         resolved = [
             _prepare(function, weight, options)
@@ -181,7 +184,9 @@ class RewardRunner:
         if len(set(names)) < len(names):
             raise ConfigError(f"reward.functions names a function twice: {', '.join(names)}")
         if unknown := set(options) - set(names):
-            raise ConfigError(f"reward options for {sorted(unknown)}, which no function is named")
+            raise ConfigError(
+                f"reward.options has {sorted(unknown)}, but reward.functions does not list them"
+            )
         self._functions = resolved
         self.needs_reference = [each.name for each in resolved if each.needs_reference]
         self.deadline_s = deadline_s
@@ -192,7 +197,7 @@ class RewardRunner:
         self._alarm = False
 
     async def score(self, answer: RewardInput) -> RewardResult:
-        """Score one answer that is alone in its group.
+        """Scores a single answer, as a group of one.
 
         Raises:
             GraderError: one of the functions failed.
@@ -203,7 +208,11 @@ class RewardRunner:
         return result
 
     async def score_group(self, answers: Sequence[RewardInput]) -> list[RewardResult | GraderError]:
-        """Score all answers to one prompt, in their order; an error where there is no reward."""
+        """Scores all answers to one prompt.
+
+        Returns:
+            One result per answer, in the same order; an error for each answer without a reward.
+        """
         calls = [
             self._call_group(function, answers)
             if function.is_group
@@ -217,7 +226,6 @@ class RewardRunner:
         ]
 
     def status(self) -> RunnerStatus:
-        """The counts so far."""
         return RunnerStatus(
             self._num_calls, self._failures.total(), dict(self._failures), self._alarm
         )
@@ -283,7 +291,7 @@ class RewardRunner:
     async def _guarded(
         self, function: _Resolved, positional: tuple[Any, ...], given: Mapping[str, Any]
     ) -> Any:
-        """Returns what the function returned, or the GraderError that stands for its failure."""
+        """Calls the function within its limits; returns its result, or its failure as an error."""
         arguments = {**given, **function.options}
         async with self._free:
             limit = asyncio.timeout(self.deadline_s)  # its clock starts here
@@ -300,9 +308,9 @@ class RewardRunner:
                 return error
             except ConfigError:
                 raise
-            # The function is the user's, so what it raises can't be foreseen, and one answer's
-            # failure must not end the scoring of the others. A cancellation that nobody asked
-            # this task for comes from inside the function.
+            # A user's function may raise anything, and one answer's failure must not stop the
+            # scoring of the others. If nobody cancelled this task, the cancellation comes from
+            # inside the function.
             except (Exception, asyncio.CancelledError) as error:
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
@@ -333,8 +341,10 @@ class RewardRunner:
 
 
 def resolve(name: str) -> RewardFunction:
-    """The function with a name from `REWARDS`, or the one at `"package.module:function"` or
-    `"path/to/file.py:function"`.
+    """Loads a reward function.
+
+    Args:
+        name: a name from `REWARDS`, `"package.module:function"` or `"path/to/file.py:function"`.
 
     Raises:
         ConfigError: there is no such name, module or function.
@@ -342,7 +352,7 @@ def resolve(name: str) -> RewardFunction:
     reference = REWARDS.get(name, name)
     if ":" not in reference:
         raise ConfigError(
-            f"unknown reward function {name!r}; known are {', '.join(REWARDS)}, or give "
+            f"unknown reward function {name!r}; use one of {', '.join(REWARDS)}, or give "
             '"package.module:function" or "path/to/file.py:function"'
         )
     try:
@@ -350,7 +360,9 @@ def resolve(name: str) -> RewardFunction:
     except (ConfigError, ImportError, SyntaxError) as error:
         raise ConfigError(f"reward function {name!r} cannot be loaded: {error}") from error
     if not callable(function):
-        raise ConfigError(f"reward function {name!r} is a {type(function).__name__}")
+        raise ConfigError(
+            f"reward function {name!r} is not callable; it is a {type(function).__name__}"
+        )
     return function
 
 
@@ -392,7 +404,7 @@ def _prepare(
 
 
 def _read_outcome(name: str, value: Any, num_turns: int) -> Scores | GraderError:
-    """Reads what a function returned for one answer: scores of the whole, or of each turn."""
+    """Validates a function's result for one answer: scores of the whole answer or of each turn."""
     if not isinstance(value, list | tuple):
         return _read_scores(name, value)
     if len(value) != num_turns:
@@ -409,12 +421,12 @@ def _read_scores(name: str, value: Any) -> dict[str, float] | GraderError:
     scores = dict(value) if isinstance(value, Mapping) else {"score": value}
     if "score" not in scores:
         return GraderError(
-            f"reward function {name!r} returned the entries {sorted(map(str, scores))}; one of "
-            "them has to be `score`"
+            f"reward function {name!r} returned the entries {sorted(map(str, scores))}; `score` "
+            "is missing"
         )
     try:
         if any(isinstance(number, str | bytes) for number in scores.values()):
-            raise TypeError("a text is no number")
+            raise TypeError("a string is not a number")
         numbers = {str(entry): float(number) for entry, number in scores.items()}
     except (TypeError, ValueError, OverflowError):
         numbers = {}
@@ -428,7 +440,7 @@ def _read_scores(name: str, value: Any) -> dict[str, float] | GraderError:
 async def _on_thread(
     function: RewardFunction, positional: tuple[Any, ...], arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a plain function on a thread that neither the loop nor the interpreter waits for."""
+    """Calls a plain function on a daemon thread, which does not delay the interpreter's exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
 
@@ -439,7 +451,7 @@ async def _on_thread(
     def work() -> None:
         try:
             outcome = function(*positional, **arguments), None
-        except Exception as error:  # handed over and raised below
+        except Exception as error:  # passed to the event loop and raised below
             outcome = None, error
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, outcome)

@@ -1,13 +1,12 @@
-"""Reward the trajectories of a group with functions of a run file's `[reward]` section.
+"""Rewards the trajectories of a group with the functions of a run file's `[reward]` section.
 
     scorer = GroupScorer(["math", "my_pkg.mod:fn"], weights=[1.0, 0.2])
     await scorer(group.trajectories)
 
-It is the trainer's side of a reward: it runs once per finished group, before any filter, and writes
-into the trajectories. The reference comes from the environment, as `reference` in the `info` of the
-step that ended the episode. `info` goes to the trajectory and its log, never to the policy, which
-is shown observations only; and the episode is over by then. `metadata` (an object) and `answer` (a
-text, or None where none was given) are read from there too.
+The trainer runs it once per finished group, before any filter, and it writes the rewards into the
+trajectories. The reference comes from the environment, as `reference` in the `info` of the step
+that ends an episode; `metadata` (an object) and `answer` (a string, or None if the policy gave
+none) are read from there too. The policy never sees `info`, only observations.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from agentrl.types import (
 from agentrl_rewards.runner import RewardFunction, RewardInput, RewardResult, RewardRunner
 
 _ENDED_BY_ENVIRONMENT = (StopReason.TERMINATED, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
-"""The environment answered the last turn knowing that it was the last. It was not asked where the
-context was full or a deadline passed."""
+"""Stop reasons for which the environment answered the last turn and so filled in `info`. It did not
+if the context was full or a deadline passed."""
 
 
 class GroupScorer:
-    """Awaited with all trajectories of one task; those that carry an error are left as they are.
+    """Scores all trajectories of one task, except those that carry an error.
 
     Args:
-        functions, weights, options, deadline_s, max_concurrency: see `RewardRunner`; no weights
-            weigh each function 1.
-        text: what is scored. `last_turn`: what the policy wrote in its last turn, outside of tool
-            calls, reasoning first and between `<think>` tags. `answer`: the `answer` that the
-            environment read from it; empty if there is none.
+        functions, weights, options, deadline_s, max_concurrency: see `RewardRunner`; an empty
+            `weights` gives each function the weight 1.
+        text: the text to score. `last_turn`: the policy's text in its last turn without tool
+            calls, preceded by its reasoning between `<think>` tags. `answer`: the `answer` that
+            the environment extracted, or "" if there is none.
         add_to_environment: add to the environment's reward instead of replacing it.
 
     Raises:
-        ConfigError: a function is not found, or an option is unknown to it or missing.
+        ConfigError: a function is not found, or an option is unknown or missing.
     """
 
     def __init__(
@@ -69,18 +68,18 @@ class GroupScorer:
         self.add_to_environment = add_to_environment
 
     async def __call__(self, trajectories: list[Trajectory]) -> None:
-        """Set reward, components and the turns' rewards, or the error where a function failed.
+        """Sets each trajectory's reward, components and turn rewards, or its error.
 
         Raises:
-            ConfigError: a function needs a reference, or `text = "answer"` an answer, and the
-                environment reports none; or a component has one name on both sides.
+            ConfigError: a function needs a reference, or `text = "answer"` an answer, but the
+                environment reports none; or a function and the environment both have a component
+                of the same name.
         """
         played = [each for each in trajectories if each.error is None]
         reference = self._reference(played)
         if reference is None and self.runner.needs_reference:
-            # No episode of this task came to its end, so nobody has said what would be right.
             for trajectory in played:
-                message = "no episode of this task ended, so the environment told no reference"
+                message = "no episode of this task ended, so the environment reported no reference"
                 trajectory.error = TrajectoryError("grade", "no_reference", message)
             return
         answers = [self._to_input(each, reference) for each in played]
@@ -92,15 +91,15 @@ class GroupScorer:
                 self._write(trajectory, result)
 
     def _reference(self, played: Sequence[Trajectory]) -> JSON:
-        """Returns the reference of the group's task, as any of its episodes reported it."""
+        """Returns the task's reference from the first trajectory that reports one, else None."""
         told = next((t.info["reference"] for t in played if "reference" in t.info), None)
         ended = any(t.stop_reason in _ENDED_BY_ENVIRONMENT for t in played)
         if told is None and ended and self.runner.needs_reference:
             raise ConfigError(
                 f"reward.functions: {', '.join(self.runner.needs_reference)} compares with a "
-                "reference, and the environment reports none; set env.config.report_reference = "
-                "true if it has that key, or let it put `reference` into the info of the step "
-                "that ends an episode"
+                "reference, but the environment reports none; set env.config.report_reference = "
+                "true if the environment has that key, or make it put `reference` into the info of "
+                "the step that ends an episode"
             )
         return told
 
@@ -130,7 +129,7 @@ class GroupScorer:
             return answer
         if trajectory.stop_reason in _ENDED_BY_ENVIRONMENT and "answer" not in trajectory.info:
             raise ConfigError(
-                "reward.text = 'answer', and the environment puts no `answer` into the info of "
+                "reward.text = 'answer', but the environment puts no `answer` into the info of "
                 "the step that ends an episode; set reward.text = 'last_turn'"
             )
         return ""
@@ -156,7 +155,7 @@ class GroupScorer:
 
 
 def _messages_by_turn(trajectory: Trajectory) -> list[list[Message]]:
-    """Per turn the policy's message and those that follow it, up to its next one."""
+    """Returns one list per turn: the policy's message and those after it, up to its next one."""
     starts = {(turn.branch, turn.message) for turn in trajectory.turns}
     found = []
     for turn in trajectory.turns:

@@ -1,4 +1,4 @@
-"""Rewards for the form of a text: tags, length, repetition, gibberish. All linear in its length."""
+"""Rewards for a text's form: tags, length, repetition, gibberish. All take linear time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _TAGS = re.compile(r"<(/?)(think|search|information|answer)>")
 
 
 def format(text: str, reference: JSON = None, *, style: FormatName = "think_answer") -> float:
-    """1.0 if the text is well formed in `style`, else 0.0.
+    """Returns 1.0 if the text is well formed in the given style, else 0.0.
 
-    `think_answer`: `<think>...</think>` and then `<answer>...</answer>`, each once, neither empty,
-    and nothing but white space around them (DeepSeek-R1, arXiv:2501.12948). A prompt that ends in
-    `<think>` leaves its opening tag out of the text, which is accepted.
+    `think_answer`: one `<think>...</think>` followed by one `<answer>...</answer>`, neither empty,
+    with nothing but white space around them (DeepSeek-R1, arXiv:2501.12948). The opening `<think>`
+    may be missing, because it may be the end of the prompt.
 
-    `search`: Search-R1's dialect (Jin et al. 2025, arXiv:2503.09516). Blocks follow one another
-    with only white space between them: any number of rounds of `<think>`, `<search>` and
-    `<information>`, a `<think>` before each action, and `<answer>` as the last block.
+    `search`: Search-R1's format (Jin et al. 2025, arXiv:2503.09516). Any number of rounds of
+    `<think>`, `<search>` and `<information>`, then `<think>` and `<answer>`, with nothing but white
+    space between the blocks. Only `<information>` may be empty.
     """
     blocks = _read_blocks(text, optional_first=style == "think_answer")
     if blocks is None or not all(content for name, content in blocks if name != "information"):
@@ -36,7 +36,10 @@ _SEARCH_ROUNDS = r"(?:think search information )*think answer"
 
 
 def _read_blocks(text: str, *, optional_first: bool) -> list[tuple[str, str]] | None:
-    """`(tag, stripped content)` of each block; None when tags nest, dangle or leave text out."""
+    """Returns `(tag, stripped content)` per block.
+
+    Returns None if tags are nested or not closed, or if there is text outside of them.
+    """
     if optional_first and not text.lstrip().startswith("<think>"):
         text = "<think>" + text
     blocks: list[tuple[str, str]] = []
@@ -65,17 +68,17 @@ def length(
     buffer: int = 0,
     num_tokens: int | None = None,
 ) -> float:
-    """Soft penalty for length: 0 up to `max_length - buffer`, then linearly down to -1.
+    """Penalises length: 0 up to `max_length - buffer`, then falling linearly to -1.
 
-    Equation 13 of DAPO (Yu et al. 2025, arXiv:2503.14476). With `buffer` 0 it is a step.
+    Equation 13 of DAPO (Yu et al. 2025, arXiv:2503.14476). With `buffer` 0 it is a step function.
 
     Args:
-        max_length: length from which on the penalty is -1 in full.
+        max_length: the length at which the penalty reaches -1.
         buffer: width of the slope below `max_length`.
-        num_tokens: length of the text in tokens; None counts words.
+        num_tokens: length of the text in tokens; None counts words instead.
 
     Raises:
-        ValueError: `buffer` is negative or longer than `max_length`.
+        ValueError: `buffer` is negative or larger than `max_length`.
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer is {buffer}; it must be between 0 and max_length = {max_length}")
@@ -86,9 +89,9 @@ def length(
 
 
 def repetition(text: str, reference: JSON = None, *, n: int = 4) -> float:
-    """Minus the share of n-grams of words that already occurred before, -1 to 0.
+    """Returns minus the fraction of word n-grams that repeat an earlier one, -1 to 0.
 
-    0 means that no sequence of `n` words occurs twice, as in every text of at most `n` words.
+    0 means that no sequence of `n` words occurs twice.
 
     Raises:
         ValueError: `n` is below 1.
@@ -108,13 +111,13 @@ _RUN = re.compile(r"(\S)\1{9,}")
 
 
 def gibberish(text: str, reference: JSON = None) -> float:
-    """Measures how little a text resembles writing: a penalty from -1 (gibberish) to 0 (none seen).
+    """Penalises gibberish: -1 for text that is all gibberish, 0 if there is no sign of it.
 
-    The worst of four signs, each of which is absent from prose, code and mathematics: share of
-    replacement, control and private-use characters; share of one character repeated ten times or
-    more; share of letters in words of more than 30; and how far the entropy of the characters
-    falls below 2 bits (texts of 50 characters or more). A heuristic for collapse of the policy,
-    not a judgement of quality.
+    Returns minus the largest of four measures, which are 0 for prose, code and mathematics: the
+    fraction of replacement, control and private-use characters; the fraction of text in runs of ten
+    or more of the same character; the fraction of letters in words longer than 30; and, for texts
+    of at least 50 characters, how far the entropy of the characters falls below 2 bits. A heuristic
+    that detects a collapsed policy; it does not judge quality.
     """
     if not text.strip():
         return 0.0
@@ -126,7 +129,7 @@ def gibberish(text: str, reference: JSON = None) -> float:
     runs = sum(len(match[0]) for match in _RUN.finditer(text) if match[1] not in "-=_*#.~|")
     words = _WORD.findall(text)
     letters = sum(map(len, words))
-    # Scripts that put no spaces between words have long runs of letters by right.
+    # Long runs of letters are normal in scripts without spaces between words.
     long = sum(len(word) for word in words if len(word) > 30 and word.isascii())
     signs = [odd / size, runs / size, long / letters if letters else 0.0]
     if size >= 50:

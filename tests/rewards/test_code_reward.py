@@ -99,8 +99,8 @@ def test_unreadable_tests_are_no_zero(tests):
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        (["assert f(1) == 1", "assert f(2) =="], "is not Python"),
-        ("def check(candidate):\n    assert candidate(1) == 1", "never call it"),
+        (["assert f(1) == 1", "assert f(2) =="], "is not valid Python"),
+        ("def check(candidate):\n    assert candidate(1) == 1", "check()"),
     ],
 )
 def test_tests_that_would_judge_nothing_are_refused(tests, message):
@@ -432,8 +432,8 @@ def test_a_sandbox_that_cannot_be_set_up_is_a_grader_error(monkeypatch, tmp_path
     broken = tmp_path / "broken.py"
     for program, message in (
         ('print(\'{"error": "unshare: not permitted"}\')', "unshare: not permitted"),
-        ("pass", "died without an answer"),
-        ("import time; time.sleep(30)", "did not end"),
+        ("pass", "without a reply"),
+        ("import time; time.sleep(30)", "did not exit"),
     ):
         broken.write_text(program)
         monkeypatch.setattr("agentrl_rewards.code.SANDBOX_FILE", broken)

@@ -233,11 +233,11 @@ def test_a_rubric_with_a_missing_item_is_no_zero(reply):
     [
         ({}, "items is empty"),
         ({"two words": "x"}, "one word"),
-        ({"score": "x"}, "one word, not score"),
-        ({"a": {"weight": 1}}, "needs a text `criterion`"),
-        ({"a": {"criterion": "x", "wieght": 1}}, "nothing else"),
-        ({"a": {"criterion": "x", "weight": 0}}, "not positive"),
-        ({"a": {"criterion": "x", "weight": "2"}}, "not positive"),
+        ({"score": "x"}, "`score`"),
+        ({"a": {"weight": 1}}, "needs a string `criterion`"),
+        ({"a": {"criterion": "x", "wieght": 1}}, "no other key"),
+        ({"a": {"criterion": "x", "weight": 0}}, "positive number"),
+        ({"a": {"criterion": "x", "weight": "2"}}, "positive number"),
     ],
 )
 def test_a_wrong_rubric_is_named(items, message):
