@@ -1,4 +1,4 @@
-"""Environments of other frameworks played as agentrl environments, and the other way round.
+"""Adapters that use other frameworks' environments as agentrl environments, and vice versa.
 
     gymnasium_env.py     a Gymnasium environment with a text or discrete interface
     reasoning_gym_env.py procedural tasks, graded by their own dataset
@@ -9,5 +9,5 @@
     openenv_server.py    an agentrl environment served to OpenEnv clients
     trl_factory.py       an agentrl environment for TRL's GRPOTrainer(environment_factory=)
 
-Each imports its framework only when it is used. An adapter translates calls and adds nothing.
+Each adapter imports its framework only when it is used, and only translates calls.
 """

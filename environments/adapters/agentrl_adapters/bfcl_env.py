@@ -1,11 +1,11 @@
-"""Rows of the Berkeley Function Calling Leaderboard: call the right functions, in one turn.
+"""Rows of the Berkeley Function Calling Leaderboard: the agent calls functions in a single turn.
 
     agentrl data get bfcl
     agentrl eval RUN.toml --env.id bfcl --env.config.source data/bfcl --eval.split simple_python
 
-The agent is offered the functions of its row, described as the leaderboard describes them to models
-that call tools: `_` for `.` in names, JSON Schema's types, and two remarks. Its calls are not run;
-`agentrl_rewards.bfcl` judges them. Each category is a split.
+The agent is offered the functions of its row. They are described as the leaderboard describes them
+to models with tool calling: `_` for `.` in names, JSON Schema types, and two added remarks. Calls
+are not run; `agentrl_rewards.bfcl` judges them. Each category is a split.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ _SCHEMA_TYPES |= {list: "array", dict: "object"}
 
 
 class BfclConfig(EnvConfig):
-    """The place of the rows."""
+    """Settings of the data."""
 
     source: str = "data/bfcl"
-    """Folder that `agentrl data get bfcl` wrote, a split for each `.jsonl` file in it, or one such
+    """Folder written by `agentrl data get bfcl`, with one split per `.jsonl` file; or a single such
     file."""
     report_reference: bool = False
-    """Put the wanted calls, and the functions, into the info of the step that ends the episode, for
-    the reward functions of a run file. The agent never sees them, but whoever may set this can
+    """Put the wanted calls and the functions into the `info` of the step that ends the episode, for
+    the reward functions of a run file. The agent never sees them, but anyone who can set this can
     read references."""
 
 
 @register("bfcl", max_sessions=4096)
 class BfclEnvironment(Environment):
-    """Calls of the right functions with the right arguments, in one turn."""
+    """Tool calls with the right functions and arguments, in a single turn."""
 
     Config = BfclConfig
 
     @classmethod
     def load_shared(cls, config: BfclConfig) -> dict[str, list[Task]]:
-        """The tasks by split.
+        """Loads the tasks of each split.
 
         Raises:
-            DataError: a file can't be read, or a row is not in the leaderboard's form.
+            DataError: a file cannot be read, or a row is not in the leaderboard's format.
         """
         source = Path(config.source).expanduser()
         files = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
         if not files:
             raise DataError(
-                f"folder {source} holds no .jsonl file; `agentrl data get bfcl` writes them"
+                f"folder {source} contains no .jsonl file; `agentrl data get bfcl` writes them"
             )
         return {
             file.stem: [_to_task(row, where) for where, row in read_rows(file)] for file in files
@@ -82,7 +82,7 @@ class BfclEnvironment(Environment):
         )
 
     def oracle(self) -> list[Action]:
-        """Calls that the row accepts, without the arguments that may be left out."""
+        """Returns calls that the row accepts, without the arguments that may be left out."""
         calls = [
             ToolCall(f"call-{index}", name, arguments)
             for index, (name, arguments) in enumerate(_solution(self._row()))
@@ -97,7 +97,7 @@ class BfclEnvironment(Environment):
 def _solution(row: Any) -> list[tuple[str, dict[str, Any]]]:
     required = {each["name"]: each["parameters"].get("required", ()) for each in row["function"]}
     wanted = row["ground_truth"]
-    if wanted is None:  # any call will do
+    if wanted is None:  # any call is right
         wanted = [{next(iter(required), ""): {}}]
     solved = []
     for ((name, accepted),) in (each.items() for each in wanted):
@@ -107,7 +107,7 @@ def _solution(row: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _first(accepted: dict[str, list[Any]], required: Collection[str] = ()) -> dict[str, Any]:
-    """The first listed value of each key that may not be left out, for which "" stands."""
+    """Returns the first value of each key, without keys whose values include "" (optional)."""
     return {
         key: next((each for each in values if each != ""), "")
         for key, values in accepted.items()
@@ -116,7 +116,7 @@ def _first(accepted: dict[str, list[Any]], required: Collection[str] = ()) -> di
 
 
 def _solve(value: Any) -> Any:
-    """A listed value; objects list values of their own."""
+    """Resolves a listed value: nested objects list values, too, of which the first is taken."""
     if isinstance(value, list):
         return [_first(each) if isinstance(each, dict) else each for each in value]
     return _first(value) if isinstance(value, dict) else value
@@ -125,7 +125,7 @@ def _solve(value: Any) -> Any:
 def _to_task(row: dict[str, Any], where: str) -> Task:
     if absent := sorted({"id", "question", "function", "ground_truth"} - row.keys()):
         raise DataError(
-            f"{where}: there is no column {', '.join(absent)}; `agentrl data get bfcl` writes it"
+            f"{where}: missing column {', '.join(absent)}; `agentrl data get bfcl` writes it"
         )
     category = str(row["id"]).rpartition("_")[0]
     if category.startswith("simple_java"):
@@ -136,7 +136,7 @@ def _to_task(row: dict[str, Any], where: str) -> Task:
             _to_tool(each)
         why_wrong(_solution(row), row)
     except (GraderError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{where}: this is no row of one turn of BFCL: {error!r}") from error
+        raise DataError(f"{where}: not a single-turn row of BFCL: {error!r}") from error
     metadata: dict[str, JSON] = {"category": category, "function": row["function"]}
     return Task(str(row["id"]), messages, {"ground_truth": row["ground_truth"]}, metadata)
 

@@ -1,11 +1,11 @@
-"""Gymnasium environments whose actions an agent can write: `Discrete`, `Text` and plain arrays.
+"""Gymnasium environments whose actions a model can write: `Discrete`, `Text` and plain arrays.
 
     agentrl env serve gymnasium --config id=FrozenLake-v1 --config observe=render
     agentrl env serve gymnasium --config id=FrozenLake-v1 --config observe=picture
 
-One action is one Gymnasium step. A Gymnasium environment has no tasks, only seeds: the task's id
-and the session's seed give the seed of its `reset`, so the splits `train` and `test` are different
-worlds. A task of your own fixes them with the metadata `seed` and `options`.
+One action is one Gymnasium step. A Gymnasium environment has seeds instead of tasks: the seed of
+its `reset` is derived from the task's id and the session's seed, so `train` and `test` get
+different seeds. In your own tasks, set the metadata `seed` and `options` to choose them.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from agentrl_adapters.packages import import_package, to_json
 
 
 class GymnasiumConfig(EnvConfig):
-    """Which environment, and how its observations and actions are written."""
+    """Settings of the environment, its observations and its actions."""
 
     id: str = "FrozenLake-v1"
-    """As in `gymnasium.make`; `module:Name-v0` imports a module first, so whoever may set this can
-    import any module that is installed."""
+    """The id passed to `gymnasium.make`. `module:Name-v0` imports a module first, so anyone who can
+    set this can import any installed module."""
     kwargs: dict[str, Any] = Field(default={})
     """Further arguments of `gymnasium.make`."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Steps until the episode is truncated; None: what the environment was registered with."""
+    """Steps until the episode is truncated; None uses the environment's registered limit."""
     observe: Literal["value", "render", "pixels", "picture"] = "value"
-    """What the agent is shown: `value`, the observation as text (JSON, unless it is a text);
-    `render`, the text that `render_mode="ansi"` draws; `pixels`, the observation as an image, of
-    bytes in shape height x width x 3 (or x 1, or without); `picture`, the image that
+    """What the agent is shown. `value`: the observation, as JSON unless it is a string. `render`:
+    the text that `render_mode="ansi"` draws. `pixels`: the observation as an image; it has to be
+    uint8 of shape (H, W), (H, W, 1) or (H, W, 3). `picture`: the image that
     `render_mode="rgb_array"` draws. Images need Pillow (the extra `images`)."""
     actions: Literal["tool", "text"] = "tool"
-    """The agent acts by the tool `act`, or by its text."""
+    """Whether the agent acts with the tool `act` or with its text."""
     action_tag: str | None = "action"
-    """Text: the action stands in the last `<action>...</action>`; None: it is the whole text."""
+    """For `text`: the action is in the last `<action>...</action>`; None: it is the whole text."""
     action_names: list[str] = Field(default=[])
     """Names for the numbers of a Discrete action space, in order."""
     instruction: str | None = None
-    """First words of the prompt; None: how to act, made from the action space."""
+    """Beginning of the prompt; None explains how to act, based on the action space."""
 
 
 @dataclass(frozen=True)
 class Actions:
-    """The action space, and how an agent writes its members."""
+    """The action space and how a model writes its members."""
 
     space: Any
     names: tuple[str, ...]
@@ -62,10 +62,10 @@ class Actions:
     help: str
 
     def read(self, written: object) -> Any:
-        """A member of the space.
+        """Converts what the agent wrote to a member of the space.
 
         Raises:
-            ValueError: it is none; says what would be.
+            ValueError: it is not a member; the message says what would be.
         """
         if isinstance(written, str) and written.strip() in self.names:
             written = int(self.space.start) + self.names.index(written.strip())
@@ -88,14 +88,17 @@ class Actions:
 
 
 def read_actions(space: Any, names: list[str]) -> Actions:
-    """Returns the ways in which an agent writes the members of an action space.
+    """Returns how a model writes the members of an action space.
 
     Raises:
-        ConfigError: an agent cannot write them, or the names do not fit.
+        ConfigError: a model cannot write them, or `names` does not match the space.
     """
     kind = type(space).__name__
     if names and (kind != "Discrete" or len(names) != space.n):
-        raise ConfigError(f"action_names has {len(names)} names, but the action space is {space}")
+        raise ConfigError(
+            f"action_names has {len(names)} names, but the action space is {space}; give one name "
+            "per action of a Discrete space"
+        )
     if kind == "Discrete":
         low, high = int(space.start), int(space.start + space.n - 1)
         if names:
@@ -110,8 +113,8 @@ def read_actions(space: Any, names: list[str]) -> Actions:
         help = f"numbers as a JSON array of shape {list(space.shape)}, a member of {space}"
         return Actions(space, (), {"type": "array"}, help)
     raise ConfigError(
-        f"an agent cannot write members of the action space {space}; it must be Discrete, Text, "
-        "Box, MultiBinary or MultiDiscrete: wrap the environment"
+        f"a model cannot write members of the action space {space}; wrap the environment so that "
+        "the space is Discrete, Text, Box, MultiBinary or MultiDiscrete"
     )
 
 
@@ -127,29 +130,30 @@ def _is_picture(dtype: Any, shape: Any) -> bool:
 
 
 def _as_image(values: Any) -> Image:
-    """
+    """Converts an array of pixels to an image.
+
     Raises:
-        EnvError: they are not pixels.
+        EnvError: it is not uint8, or its shape is not (H, W), (H, W, 1) or (H, W, 3).
     """
     pixels = numpy.asarray(values)
     if not _is_picture(pixels.dtype, pixels.shape):
         raise EnvError(
-            f"the environment draws {pixels.dtype} in shape {list(pixels.shape)}, and not bytes in "
-            "shape height x width x 3"
+            f"the environment's image is {pixels.dtype} of shape {list(pixels.shape)}; it has to "
+            "be uint8 of shape height x width x 3"
         )
     return read_picture(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
 @register("gymnasium")
 class GymnasiumEnvironment(Environment):
-    """An environment of Gymnasium, its actions given by a tool or as text."""
+    """A Gymnasium environment in which the agent acts with a tool or by text."""
 
     Config = GymnasiumConfig
     gym: Any = None
 
     @classmethod
     def load_shared(cls, config: GymnasiumConfig) -> Actions:
-        """The action space, read from an instance that is closed again."""
+        """Reads the action space from a temporary instance of the environment."""
         gym = cls._make(config)
         try:
             return read_actions(gym.action_space, config.action_names)
@@ -172,8 +176,8 @@ class GymnasiumEnvironment(Environment):
         if config.observe == "pixels" and not _is_picture(space.dtype, space.shape):
             made.close()
             raise ConfigError(
-                f'observe = "pixels": the observations of {config.id} are {space}, and not bytes '
-                'in shape height x width x 3; set observe = "picture" or "value"'
+                f'observe = "pixels", but the observations of {config.id} are {space} instead of '
+                'uint8 of shape height x width x 3; set observe = "picture" or "value"'
             )
         return made
 

@@ -1,12 +1,12 @@
-"""The tools of an MCP server as an environment: the agent calls them, and its last text answers.
+"""An MCP server's tools as an environment: the agent calls them, and its last text is the answer.
 
     agentrl train run.toml --env.id mcp:http://127.0.0.1:9000/mcp --env.config.tasks tasks.jsonl
     agentrl train run.toml --env.id 'mcp:python my_server.py' --env.config.tasks tasks.jsonl
 
-Every episode has a connection of its own, and a process of its own where the server is a command.
-The environment gives no reward: the functions under `[reward]` of the run file do, which find the
-task's reference in `info`. A row of the file of tasks has `prompt`, and may have `id` and
-`reference`; its other columns are the task's metadata.
+Each episode opens its own connection and, if the server is a command, starts its own process. The
+environment gives no reward; the functions in `[reward]` of the run file do, based on the task's
+reference in `info`. A row of the task file has `prompt` and optionally `id` and `reference`; its
+other columns become the task's metadata.
 """
 
 from __future__ import annotations
@@ -35,53 +35,53 @@ if TYPE_CHECKING:
 
 
 class McpConfig(EnvConfig):
-    """Which server, and what to do with its tools."""
+    """Settings of the server, its tools and the tasks."""
 
     server: str = ""
     """A URL (streamable HTTP), or a command that speaks MCP on its standard input and output.
-    Whoever may set it decides what this process starts or connects to."""
+    Anyone who can set this decides what this process starts or connects to."""
     tasks: str | None = None
-    """File of the tasks to train on, `.jsonl` or `.parquet`."""
+    """File with the training tasks, `.jsonl` or `.parquet`."""
     test: str | None = None
-    """File of the tasks to test on."""
+    """File with the test tasks."""
     tools: list[str] = Field(default=[])
-    """Names of the tools that the agent is offered; empty: all."""
+    """Names of the tools to offer to the agent; empty for all."""
     system_prompt: str | None = None
-    """Put before every prompt."""
+    """System prompt of every episode."""
     token: Secret | None = None
-    """Of a server behind a URL: sent as `Authorization: Bearer ...`."""
+    """Token for a server behind a URL, sent as `Authorization: Bearer ...`."""
     variables: dict[str, str] = Field(default={})
-    """Environment variables of a command; it inherits PATH, HOME and the like, and nothing else."""
+    """Environment variables for a command. It inherits only PATH, HOME and the like."""
     show_images: bool = False
-    """Show the PNG and JPEG images in answers of tools, for models that see; otherwise, and in
-    place of other kinds, a text like `[image image/png]` says that there was one."""
+    """Show PNG and JPEG images in tool results, for vision-language models. Without it, and for
+    other formats, the agent sees a text such as `[image image/png]` instead."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a connection may take, with the start of a command."""
+    """Seconds that connecting may take, including the start of a command."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The objects that all sessions of a configuration use."""
+    """The tools and tasks that all sessions of a configuration use."""
 
     tools: list[ToolSpec]
     tasks: dict[str, list[Task]]
-    """By split."""
+    """Split -> tasks."""
 
 
 class ToolFailed(Exception):
-    """A tool answered with an error."""
+    """A tool call returned an error."""
 
 
 @register("mcp")
 class McpEnvironment(Environment):
-    """Tools of an MCP server, with tasks from a file."""
+    """The tools of an MCP server, with tasks from a file."""
 
     Config = McpConfig
     connection: Connection | None = None
 
     @classmethod
     def for_target(cls, target: str) -> type[Environment]:
-        """The environment that `mcp:TARGET` names."""
+        """Returns the environment class for the id `mcp:TARGET`."""
         return _for_target(cls, target)
 
     @classmethod
@@ -97,7 +97,9 @@ class McpEnvironment(Environment):
             await connection.close()
         missing = set(config.tools) - {tool["function"]["name"] for tool in tools}  # type: ignore[index]
         if missing:
-            raise ConfigError(f"{config.server} has no tool {', '.join(sorted(missing))}")
+            raise ConfigError(
+                f"tools: the server {config.server} has no tool {', '.join(sorted(missing))}"
+            )
         wanted = config.tools
         tools = [t for t in tools if not wanted or t["function"]["name"] in wanted]  # type: ignore[index]
         return Shared(tools, tasks)
@@ -143,7 +145,7 @@ def _for_target(base: type[McpEnvironment], target: str) -> type[Environment]:
     class Config(McpConfig):
         server: str = target
 
-    # Of this module, where `_for_target` finds it again.
+    # type() gives the class this module, in which `_for_target` can find it again.
     return type("McpEnvironment", (base,), {"Config": Config, "__doc__": base.__doc__, "id": "mcp"})
 
 
@@ -152,7 +154,7 @@ def _read_tasks(split: str, path: Path) -> list[Task]:
     for number, (place, row) in enumerate(read_rows(path)):
         prompt = row.pop("prompt", None)
         if not isinstance(prompt, str | list) or not prompt:
-            raise DataError(f"{place}: needs `prompt`, a text or messages")
+            raise DataError(f"{place}: `prompt` is missing; give a string or messages")
         identifier = str(row.pop("id", f"{split}/{number}"))
         reference: Any = to_json(row.pop("reference", None))
         metadata: Any = to_json(row)
@@ -163,26 +165,32 @@ def _read_tasks(split: str, path: Path) -> list[Task]:
 
 
 class Connection:
-    """A connection to an MCP server. The package wants to be entered and left by one task, which
-    this class keeps; its calls may come from any."""
+    """A connection to an MCP server, usable from any asyncio task.
+
+    The `mcp` client has to be opened and closed by the same task, so this class keeps one for it.
+    """
 
     def __init__(self, config: McpConfig) -> None:
         """
         Raises:
-            ConfigError: the configuration names no server, or the package is not installed.
+            ConfigError: `config` names no server, or the package `mcp` is not installed.
         """
         if not config.server:
-            raise ConfigError("name a server: --env.id mcp:URL, mcp:COMMAND, or env.config.server")
+            raise ConfigError(
+                "no MCP server is given: set --env.id mcp:URL, --env.id mcp:COMMAND or "
+                "env.config.server"
+            )
         import_package("mcp", "mcp")
         self._config = config
         self._end = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
     async def open(self) -> Connection:
-        """
+        """Connects to the server, which it starts if it is a command.
+
         Raises:
             ConfigError: the command could not be started.
-            EnvUnavailable: the server could not be reached, or ended at once.
+            EnvUnavailable: the server could not be reached or exited immediately.
         """
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep())
@@ -195,7 +203,9 @@ class Connection:
             ended = self._keeper.done() and not self._keeper.cancelled()
             error = _innermost(self._keeper.exception()) if ended else None
             await self.close()
-            message = f"MCP server {self._config.server}: {error or 'no answer in time'}"
+            timeout_s = self._config.connect_timeout_s
+            reason = error or f"no answer within {timeout_s:g} s (connect_timeout_s)"
+            message = f"MCP server {self._config.server}: {reason}"
             if isinstance(error, FileNotFoundError | PermissionError):
                 raise ConfigError(f"{message}; it is neither a URL nor a command") from error
             raise EnvUnavailable(message) from error
@@ -217,7 +227,7 @@ class Connection:
             return StdioServerParameters(command=command, args=arguments, env=config.variables)
         if config.token is None:
             return config.server
-        import httpx2  # pyright: ignore  # the package's own
+        import httpx2  # pyright: ignore  # the one that mcp uses
         from mcp.client.streamable_http import streamable_http_client  # pyright: ignore
 
         client = httpx2.AsyncClient(
@@ -227,7 +237,7 @@ class Connection:
         return streamable_http_client(config.server, http_client=client)
 
     async def tools(self) -> list[ToolSpec]:
-        """The server's tools, as functions."""
+        """Returns the server's tools as function specifications."""
         client, specs, cursor = self._client.result(), [], None
         while True:
             listed = await client.list_tools(cursor=cursor)
@@ -243,18 +253,18 @@ class Connection:
                 return specs
 
     async def call(self, name: str, arguments: dict[str, JSON]) -> Content:
-        """A tool's answer as text, or as texts and images.
+        """Calls a tool and returns its result as text, or as text and images.
 
         Raises:
-            ToolFailed: it answered with an error.
-            SessionLost: the connection is gone, and the server's state with it.
+            ToolFailed: the tool returned an error.
+            SessionLost: the connection was lost, and with it the server's state.
         """
         from mcp.shared.exceptions import MCPError  # pyright: ignore
 
         assert self._keeper is not None
         calling = asyncio.ensure_future(self._client.result().call_tool(name, arguments))
         try:
-            # A server that is gone ends the keeper; the call alone might wait for ever.
+            # If the server exits, the keeper ends; the call alone might wait forever.
             await asyncio.wait((calling, self._keeper), return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
                 raise SessionLost(f"the connection to MCP server {self._config.server} was lost")
@@ -279,14 +289,14 @@ class Connection:
         )
 
     async def close(self) -> None:
-        """End the connection, and the process where there is one."""
+        """Closes the connection and ends the server's process if this class started it."""
         self._end.set()
         if self._keeper is not None:
             await asyncio.wait((self._keeper,), timeout=_CLOSE_S)
             self._keeper.cancel()
             await asyncio.wait((self._keeper,), timeout=_CLOSE_S)
             if self._keeper.done() and not self._keeper.cancelled():
-                self._keeper.exception()  # of a connection that nobody needs any more
+                self._keeper.exception()  # retrieved, so that asyncio does not log it
 
 
 _CLOSE_S = 5.0
@@ -298,7 +308,7 @@ def _is_image(block: Any) -> bool:
 
 
 def _text_of(block: Any) -> str:
-    """A block of a tool's answer as text."""
+    """Returns a block of a tool's result as text."""
     if block.type == "text":
         return block.text
     resource = getattr(block, "resource", None)

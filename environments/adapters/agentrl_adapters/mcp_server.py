@@ -1,11 +1,11 @@
-"""An agentrl environment as an MCP server, for any client that speaks MCP.
+"""Serves an agentrl environment as an MCP server, for any MCP client.
 
     python -m agentrl_adapters.mcp_server math        # on standard input and output
     uvicorn.run(make_mcp_app("math"), port=8000)      # at http://127.0.0.1:8000/mcp
 
-The newer protocol has no sessions, so an episode has an id, which `start_episode` gives and every
-other tool takes. `say` is a turn of plain text. The client sees what an agent sees, which is no
-reward, unless `show_reward` is set.
+The current protocol has no sessions, so every episode has an id: `start_episode` returns it, and
+every other tool takes it. `say` is a turn of plain text. The client sees what an agent sees, so
+it sees no rewards unless `show_reward` is set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl_adapters.packages import import_package
 
 STEP_TIMEOUT_S = 600.0
 MAX_EPISODES = 64
-"""Open episodes; the one that was used longest ago is closed for another."""
+"""Maximum number of open episodes; beyond it, the least recently used one is closed."""
 _EPISODE = {"type": "string", "description": "the id that start_episode gave"}
 
 
@@ -47,7 +47,7 @@ class Episodes:
         self._listed: list[dict[str, Any]] | None = None
 
     async def tools(self) -> list[dict[str, Any]]:
-        """The functions that the client may call."""
+        """Returns the functions that the client may call."""
         if self._listed is None:
             info = await self._client.info(self._id)
             splits = ", ".join(
@@ -79,10 +79,11 @@ class Episodes:
         return self._listed
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Content:
-        """Makes a call and returns what the client is shown.
+        """Runs a call and returns the result to show to the client.
 
         Raises:
             EnvError: there is no such episode, or the environment failed.
+            TypeError: the function does not take these arguments.
         """
         arguments = dict(arguments)
         if name == "start_episode":
@@ -145,12 +146,12 @@ def make_mcp_server(
     config: Mapping[str, JSON] | None = None,
     show_reward: bool = False,
 ) -> Any:
-    """An `mcp.server.lowlevel.Server` for one environment.
+    """Makes an `mcp.server.lowlevel.Server` for one environment.
 
     Args:
         environment: a class, or a name for `agentrl.env.registry.resolve`.
-        config: what every episode's configuration starts from.
-        show_reward: tell the client the reward at the end of an episode.
+        config: the environment's configuration.
+        show_reward: whether to show the client the last reward at the end of an episode.
 
     Raises:
         ConfigError: the environment cannot be found, or the package `mcp` is not installed.
@@ -177,7 +178,7 @@ def make_mcp_server(
     async def call_tool(_context: Any, params: Any) -> Any:
         try:
             shown, failed = await episodes.call(params.name, params.arguments or {}), False
-        except (EnvError, TypeError) as error:  # TypeError: arguments that a call does not take
+        except (EnvError, TypeError) as error:  # TypeError: unknown or missing arguments
             shown, failed = str(error), True
         return types.CallToolResult(content=mcp_blocks(content_parts(shown)), is_error=failed)
 
@@ -193,19 +194,20 @@ def make_mcp_app(
     token: str | None = None,
     show_reward: bool = False,
 ) -> Any:
-    """An ASGI application that answers MCP at `/mcp`, over streamable HTTP.
+    """Makes an ASGI application that serves MCP at `/mcp`, over streamable HTTP.
 
     Args:
-        token: what clients must present as `Authorization: Bearer`; None, or an empty one, asks for
-            nothing, and answers only on loopback addresses, and no page of another origin.
+        token: the token that clients have to send as `Authorization: Bearer`. None or "" requires
+            no token, but only accepts requests on loopback addresses and not from web pages of
+            other origins.
 
     Raises:
-        ConfigError: as `make_mcp_server`.
+        ConfigError: see `make_mcp_server`.
     """
     server = make_mcp_server(environment, config=config, show_reward=show_reward)
     token = usable_token(token)
     access = Access(token, loopback_only=token is None)
-    # The package's own check of hosts would refuse every name but localhost; `access` does better.
+    # The package's own host check rejects every name but localhost; `access` checks hosts instead.
     security = import_package("mcp.server.transport_security", "mcp")
     unchecked = security.TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(
@@ -228,7 +230,7 @@ def make_mcp_app(
 
 
 def main() -> None:
-    """Serve an environment on standard input and output."""
+    """Serves an environment on standard input and output."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("id", help="an environment's id, or module:Class")
     parser.add_argument("--config", default="{}", help="its configuration, as JSON")

@@ -1,10 +1,11 @@
-"""An OpenEnv server played as an agentrl environment, over its WebSocket dialect.
+"""Uses an OpenEnv server as an agentrl environment, over its WebSocket protocol.
 
     agentrl env serve openenv --config url=http://127.0.0.1:8000
 
-A session holds one WebSocket, which is one environment over there. If it is lost, so is what
-happened in it: the session ends with `session_lost` and is never continued on a fresh one. Needs
-no OpenEnv package here. Whoever may set the configuration decides where this process connects to.
+Each session has one WebSocket, which is one environment on the server. If the connection is lost,
+the environment's state is lost with it: the session ends with `session_lost` and is never continued
+on a new connection. The OpenEnv package is not needed. Anyone who can set the configuration decides
+which address this process connects to.
 """
 
 from __future__ import annotations
@@ -29,37 +30,38 @@ _MAX_MESSAGE_BYTES = 100 * 2**20
 
 
 class OpenEnvConfig(EnvConfig):
-    """The address of a server, and the form of its observations and actions."""
+    """Settings of the server, its observations and its actions."""
 
     url: str = "http://127.0.0.1:8000"
     headers: dict[str, str] = Field(default={})
-    """Sent with every connection, such as `Authorization`."""
+    """HTTP headers sent with every connection, such as `Authorization`."""
     actions: Literal["tool", "mcp", "text"] = "tool"
-    """The agent acts by the tool `act` with the fields of the server's action schema; by the
-    server's own MCP tools; or by text, which becomes one field of the action."""
+    """How the agent acts. `tool`: with the tool `act`, whose arguments are the fields of the
+    server's action schema. `mcp`: with the server's own MCP tools. `text`: with its text, which
+    becomes one field of the action."""
     text_field: str = "message"
-    """Text: the field of the action that the agent's text becomes."""
+    """For `text`: the field of the action that gets the agent's text."""
     fixed_fields: dict[str, Any] = Field(default={})
-    """Tool, text: further fields of every action, which the agent does not see."""
+    """For `tool` and `text`: further fields of every action, which the agent does not see."""
     observation_field: str | None = None
-    """The field of the observation that the agent is shown, dots for a field in a field; None
-    shows all of it as JSON."""
+    """The field of the observation to show to the agent, with dots for nested fields; None shows
+    the whole observation as JSON."""
     prompt: str = ""
-    """First words of the prompt; the first observation follows."""
+    """Beginning of the prompt; the first observation follows."""
     reset: dict[str, Any] = Field(default={})
-    """Arguments of every reset, beside `seed`; a task's metadata `reset` adds to them."""
+    """Arguments of every reset besides `seed`; a task's metadata `reset` adds to them."""
     index_field: str | None = None
     """The argument of reset that gets the task's index."""
     num_tasks: int | None = Field(default=None, ge=1)
-    """Size of the split `train`; None: without end."""
+    """Size of the split `train`; None for unlimited."""
     missing_reward: float | None = None
-    """What an episode gives that ends without a number (OpenEnv sends null for NaN as well); None
-    is a `grader_error`."""
+    """Reward if the episode's last step has none (OpenEnv sends null, also for NaN); None makes it
+    a `grader_error`."""
     connect_timeout_s: float = Field(default=10.0, gt=0)
 
 
 class Refused(EnvError):
-    """The server answered with an error message of its own code."""
+    """The server answered with an error."""
 
     def __init__(self, problem: dict[str, Any]) -> None:
         self.reason = problem.get("code", "UNKNOWN")
@@ -70,7 +72,7 @@ class Refused(EnvError):
 
 
 class Connection:
-    """One WebSocket: one environment at the server."""
+    """One WebSocket, which is one environment on the server."""
 
     def __init__(self, config: OpenEnvConfig) -> None:
         self._url = config.url.rstrip("/")
@@ -78,7 +80,7 @@ class Connection:
         self._stack = contextlib.AsyncExitStack()
 
     async def open(self) -> Connection:
-        """Connect.
+        """Connects to the server.
 
         Raises:
             EnvUnavailable: the server cannot be reached.
@@ -92,26 +94,26 @@ class Connection:
         except (aiohttp.ClientError, TimeoutError) as error:
             await self.close()
             raise _unreachable(self._config, error) from error
-        # There is always a call that reads: it answers the server's pings while the agent thinks.
-        # None are sent: a server that is busy with a step may answer late; steps have deadlines.
+        # A receive() is always pending, so that the server's pings are answered between steps. We
+        # send none ourselves: a server busy with a step may answer late, and steps have deadlines.
         self._next = asyncio.create_task(self._socket.receive())
         return self
 
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Send one message and return the data of its reply.
+        """Sends one message and returns the data of its reply.
 
         Raises:
-            EnvUnavailable: the server is full.
-            Refused: it answered with another error.
-            EnvError: `session_lost`, the connection is gone.
+            EnvUnavailable: the server is at capacity.
+            Refused: the server answered with another error.
+            EnvError: code `session_lost`; the connection was lost.
         """
-        with contextlib.suppress(aiohttp.ClientError):  # what it said before it hung up is read
+        with contextlib.suppress(aiohttp.ClientError):  # its last message can still be read below
             await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
         received = await self._next
         if received.type is not aiohttp.WSMsgType.TEXT:
             raise EnvError(
-                f"the connection to the OpenEnv server {self._url} was lost, and its environment "
-                "with it",
+                f"the connection to the OpenEnv server {self._url} was lost, and with it the "
+                "environment's state",
                 code="session_lost",
                 status=410,
             )
@@ -138,14 +140,14 @@ async def _action_schema(config: OpenEnvConfig) -> dict[str, Any]:
     try:
         async with aiohttp.request("GET", url, headers=config.headers, timeout=timeout) as reply:
             if reply.status != 200:
-                raise ConfigError(f"{url} answered {reply.status}: is this OpenEnv?")
+                raise ConfigError(f"{url} answered {reply.status}; is url an OpenEnv server?")
             return orjson.loads(await reply.read())["action"]
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(config, error) from error
 
 
 async def read_tools(config: OpenEnvConfig) -> list[ToolSpec]:
-    """Asks the server which tools the agent may call."""
+    """Returns the tools that the agent may call, read from the server."""
     if config.actions == "text":
         return []
     if config.actions == "mcp":
@@ -171,7 +173,7 @@ def _spec(name: str, description: str, parameters: dict[str, Any]) -> ToolSpec:
 
 @register("openenv")
 class OpenEnvEnvironment(Environment):
-    """An environment that an OpenEnv server plays."""
+    """An environment on an OpenEnv server."""
 
     Config = OpenEnvConfig
     connection: Connection | None = None
@@ -194,7 +196,7 @@ class OpenEnvEnvironment(Environment):
     async def reset(self, task: Task, *, seed: int) -> list[Message]:
         self.connection = await Connection(self.config).open()
         arguments: Any = task.metadata.get("reset") or {}
-        # Tasks without arguments of their own are told apart by the seed.
+        # Tasks without reset arguments differ by their seed only.
         own_seed = seed if arguments else random.Random(f"{task.id} {seed}").randrange(2**31)
         data = {"seed": own_seed} | self.config.reset | arguments
         reply = await self.connection.ask("reset", data)
@@ -238,7 +240,10 @@ class OpenEnvEnvironment(Environment):
             self._result.terminated = True
             number = self.config.missing_reward if number is None else number
             if number is None:
-                raise GraderError("the OpenEnv server ended the episode with the reward null")
+                raise GraderError(
+                    "the OpenEnv server ended the episode with the reward null; set missing_reward "
+                    "to give such episodes a reward"
+                )
         self._result.reward += float(number or 0.0)
         return self._show(reply.get("observation") or {})
 

@@ -1,13 +1,13 @@
-"""An agentrl environment served to OpenEnv's own clients: its WebSocket dialect, and no package.
+"""Serves an agentrl environment to OpenEnv clients over WebSockets, without OpenEnv's package.
 
     uvicorn.run(make_openenv_app("math"), port=8000)      # GenericEnvClient("http://127.0.0.1:8000")
 
-A WebSocket is an environment: closing it closes the session. An action is `{"text": ...}`,
+Each WebSocket is one environment; closing it closes the session. An action is `{"text": ...}`,
 `{"tool_calls": [{"name", "arguments"}]}`, or OpenEnv's `{"type": "call_tool", "tool_name",
 "arguments"}`; `{"type": "list_tools"}` lists the tools at any time. `reset` takes `split`, `index`,
-`seed` and `config`; without `index` the seed chooses the task, and without a seed the next one is
-taken. Steps before a reset, and after the end, are errors. OpenEnv's `POST /reset` and `/step`,
-which play a new environment each, are left out, and so is its `/mcp`.
+`seed` and `config`; without `index`, the seed chooses the task, and without a seed, the next task
+is taken. Steps before a reset or after the end are errors. OpenEnv's `POST /reset` and `/step`,
+each of which uses a new environment, and its `/mcp` are not supported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl.images import content_text
 from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
 
 STEP_TIMEOUT_S = 600.0
-"""OpenEnv's clients name no deadline the server hears of; an environment may have a shorter one."""
+"""Deadline of a step; OpenEnv's clients do not send one. The environment may set a shorter one."""
 
 ACTION_SCHEMA: JSON = {
     "type": "object",
@@ -43,7 +43,7 @@ ANYTHING: JSON = {"type": "object"}
 
 
 class Invalid(Exception):
-    """The client sent something that does not have the form of an action or a reset."""
+    """The client sent something that is not a valid action or reset."""
 
 
 def make_openenv_app(
@@ -53,14 +53,15 @@ def make_openenv_app(
     token: str | None = None,
     max_sessions: int | None = None,
 ) -> FastAPI:
-    """An application for one environment.
+    """Makes an application that serves one environment.
 
     Args:
         environment: a class, or a name for `agentrl.env.registry.resolve`.
-        config: what every session's configuration starts from.
-        token: what clients must present as `Authorization: Bearer`; None, or an empty one, asks for
-            nothing, and answers only on loopback addresses, and no page of another origin.
-        max_sessions: WebSockets with a session at a time.
+        config: the environment's configuration, which a reset's `config` adds to.
+        token: the token that clients have to send as `Authorization: Bearer`. None or "" requires
+            no token, but only accepts requests on loopback addresses and not from web pages of
+            other origins.
+        max_sessions: maximum number of WebSockets with a session at the same time.
 
     Raises:
         ConfigError: the environment cannot be found.
@@ -117,19 +118,19 @@ def make_openenv_app(
 
 @dataclass
 class Shared:
-    """The objects that the WebSockets of one application share."""
+    """State that the WebSockets of one application share."""
 
     client: EnvClient
     env_id: str
     max_sessions: int
     playing: set[Player] = field(default_factory=set)
-    """Those with a session."""
+    """Players with a session."""
     resets: itertools.count[int] = field(default_factory=itertools.count)
-    """Counts those without a seed or an index."""
+    """Index of the task for the next reset without a seed or an index."""
 
 
 class Player:
-    """The episodes that one WebSocket plays."""
+    """Plays the episodes of one WebSocket."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -137,13 +138,13 @@ class Player:
         self._num_steps = 0
 
     async def answer(self, text: str) -> dict[str, Any] | None:
-        """The reply to a message; None for `close`."""
+        """Returns the reply to a message; None for `close`."""
         try:
             message = orjson.loads(text)
             kind = message.get("type") if isinstance(message, dict) else None
             data = message.get("data") or {} if isinstance(message, dict) else {}
             if not isinstance(data, dict):
-                raise Invalid("data must be an object")
+                raise Invalid("data has to be an object")
             if kind == "close":
                 return None
             if kind == "state":
@@ -180,9 +181,9 @@ class Player:
             raise Invalid(f"there is no split '{split}'; there are {', '.join(splits) or 'none'}")
         index = data.get("index")
         if not all(each is None or isinstance(each, int) for each in (seed, index)):
-            raise Invalid("seed and index must be whole numbers")
+            raise Invalid("seed and index have to be whole numbers")
         if not isinstance(config, dict):
-            raise Invalid("config must be an object")
+            raise Invalid("config has to be an object")
         if index is None:
             index = (next(shared.resets) if seed is None else seed) % (splits[split] or 2**31)
         if len(shared.playing) >= shared.max_sessions:
@@ -223,10 +224,10 @@ class Player:
 
 
 def read_action(data: dict[str, Any]) -> Action:
-    """An action from what an OpenEnv client sent.
+    """Parses an action that an OpenEnv client sent.
 
     Raises:
-        Invalid: it has none of the forms.
+        Invalid: the data is in none of the supported forms.
     """
     if data.get("type") == "call_tool":
         calls = [{"name": data.get("tool_name"), "arguments": data.get("arguments") or {}}]
@@ -234,18 +235,18 @@ def read_action(data: dict[str, Any]) -> Action:
         calls = data.get("tool_calls") or []
     text = data.get("text", "")
     if not isinstance(text, str) or not (calls or "text" in data):
-        raise Invalid("an action has a text, tool_calls, or the type call_tool")
+        raise Invalid("an action needs `text`, `tool_calls` or the type `call_tool`")
     parsed: list[ToolCall] = []
     for number, call in enumerate(calls):
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not isinstance(call.get("arguments", {}), dict):
-            raise Invalid("a tool call needs a name, and arguments that are an object")
+            raise Invalid("a tool call needs a `name`, and its `arguments` have to be an object")
         parsed.append(ToolCall(f"call-{number}", name, call.get("arguments", {})))
     return Action(text, tuple(parsed))
 
 
 def _observation(messages: list[Message]) -> dict[str, Any]:
-    """The messages hold the images, for which `[image]` stands in the text."""
+    """Returns messages as an observation; in its `text`, images are replaced by `[image]`."""
     text = "\n\n".join(content_text(each["content"], "[image]") for each in messages)
     return {"text": text, "messages": messages}
 

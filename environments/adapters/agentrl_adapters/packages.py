@@ -1,4 +1,4 @@
-"""Helpers for all adapters: imports of packages that may be missing, and JSON."""
+"""Helpers for the adapters: imports optional packages and converts values to JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from agentrl.types import JSON
 
 
 def import_package(module: str, extra: str) -> ModuleType:
-    """Import a framework's module.
+    """Imports a framework's module.
 
     Raises:
-        ConfigError: it is not installed; names the extra that brings it.
+        ConfigError: its package is not installed; the message names the extra to install.
     """
     package = module.partition(".")[0]
     try:
@@ -30,8 +30,10 @@ def import_package(module: str, extra: str) -> ModuleType:
 
 
 def to_json(value: object) -> JSON:
-    """A value of another framework as JSON: arrays as lists, NaN and infinity as null, what JSON
-    cannot carry as its `repr`."""
+    """Converts another framework's value to JSON.
+
+    Arrays become lists, NaN and infinity become null, and other unsupported values their `repr`.
+    """
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     return orjson.loads(orjson.dumps(value, default=_plain, option=options))
 

@@ -1,13 +1,13 @@
-"""Procedural tasks of reasoning-gym, graded by their own dataset.
+"""Procedural tasks of reasoning-gym, graded by their datasets.
 
     agentrl env serve reasoning-gym --config datasets=leg_counting --config train_size=5000
 
-Task `i` of a split comes from dataset `i % n` of the `n` configured ones. Both splits are
-generated from the seed, `test` from one far away.
+Task `i` of a split comes from dataset `i % n` of the `n` configured ones. `train` is generated from
+`seed` and `test` from a seed far away from it.
 
-Some of the package's graders pass the agent's answer to Python's `eval` or sympy's parser, which
-evaluates it too: whoever writes answers runs code in this process. Those datasets are refused
-unless `trust_answers` is set.
+Some of the package's graders pass the agent's answer to Python's `eval` or to sympy's parser, which
+also evaluates it, so an answer can run code in this process. Those datasets are refused unless
+`trust_answers` is set.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ from agentrl_adapters.packages import import_package, to_json
 logger = logging.getLogger("agentrl.adapters")
 
 _TEST_SEED_OFFSET = 2**30
-"""Most datasets seed task `i` with `seed + i`, so seeds close together share tasks."""
+"""Most datasets seed task `i` with `seed + i`, so datasets with close seeds share tasks."""
 _EVALUATING = re.compile(r"\b(?:eval|exec|parse_expr|sympify|parse_latex)\b(?=\()")
 
 
 class ReasoningGymConfig(EnvConfig):
-    """Which datasets, how many tasks, how answers are given."""
+    """Settings of the datasets, their sizes and how the agent answers."""
 
     datasets: str | list[str] | dict[str, dict[str, Any]] = "leg_counting"
-    """A dataset's name, several, or a table from names to their own settings."""
+    """A dataset's name, a list of names, or a table from names to the datasets' settings."""
     train_size: int = Field(default=10_000, ge=1, lt=_TEST_SEED_OFFSET)
-    """Tasks of the `train` split, over all datasets."""
+    """Number of tasks in the `train` split, over all datasets."""
     test_size: int = Field(default=200, ge=1, lt=_TEST_SEED_OFFSET)
-    """Tasks of the `test` split, over all datasets."""
+    """Number of tasks in the `test` split, over all datasets."""
     seed: int = Field(default=0, ge=0, lt=_TEST_SEED_OFFSET)
     answer: Literal["tags", "tool"] = "tags"
-    """The answer stands in the last `<answer>...</answer>`, or is given to the tool `answer`."""
+    """`tags`: the answer is in the last `<answer>...</answer>`. `tool`: the agent passes it to the
+    tool `answer`."""
     instruction: str | None = None
-    """Put under every question; None: how to give the answer."""
+    """Text put below every question; None explains how to give the answer."""
     trust_answers: bool = False
     """Allow datasets whose grader evaluates the answer as code."""
 
 
 @dataclass
 class Datasets:
-    """The datasets by split, in the order of the configuration."""
+    """The datasets of each split, in the configured order."""
 
     names: list[str]
     by_split: dict[str, list[Any]]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Some generators use random numbers of the whole process."""
+    """Held while generating tasks, because some generators use the process-wide random state."""
 
     def entry(self, split: str, index: int) -> tuple[str, Any, dict[str, Any]]:
-        """Name, dataset and entry of a task."""
+        """Returns a task's dataset name, dataset and entry."""
         which, row = index % len(self.names), index // len(self.names)
         dataset = self.by_split[split][which]
         with self.lock:
@@ -72,17 +73,18 @@ class Datasets:
 
 @register("reasoning-gym", max_sessions=4096)
 class ReasoningGymEnvironment(Environment):
-    """Procedural reasoning tasks with one answer, scored from 0 to 1 by their dataset."""
+    """Procedural reasoning tasks with one answer, scored from 0 to 1 by their dataset's grader."""
 
     Config = ReasoningGymConfig
 
     @classmethod
     def load_shared(cls, config: ReasoningGymConfig) -> Datasets:
-        """The datasets of a configuration.
+        """Makes the datasets.
 
         Raises:
-            ConfigError: there is none of that name, it does not take its settings, its tasks
-                change from call to call, or it evaluates answers without `trust_answers`.
+            ConfigError: there is no dataset of that name, it rejects its settings, its tasks
+                change from call to call, or its grader evaluates answers and `trust_answers` is
+                off.
         """
         package = import_package("reasoning_gym", "reasoning-gym")
         settings = config.datasets
@@ -91,7 +93,7 @@ class ReasoningGymEnvironment(Environment):
         if isinstance(settings, list):
             settings = {name: {} for name in settings}
         if not settings:
-            raise ConfigError("datasets is empty: name at least one")
+            raise ConfigError("datasets is empty; name at least one")
         starts = {"train": (config.seed, config.train_size)}
         starts["test"] = (config.seed + _TEST_SEED_OFFSET, config.test_size)
         by_split: dict[str, list[Any]] = {}
@@ -104,15 +106,15 @@ class ReasoningGymEnvironment(Environment):
         for name, dataset in zip(settings, by_split["train"], strict=True):
             if dataset[0]["question"] != dataset[0]["question"]:
                 raise ConfigError(
-                    f"reasoning-gym's '{name}' makes another task each time it is asked for the "
-                    "same one, so it cannot be graded; leave it out"
+                    f"reasoning-gym's dataset '{name}' returns a different task each time it is "
+                    "asked for the same one, so it cannot be graded; remove it from datasets"
                 )
             called = "" if config.trust_answers else evaluates_answers(dataset)
             if called:
                 raise ConfigError(
-                    f"the grader of reasoning-gym's '{name}' may run the agent's answer as "
-                    f"code ({called}); leave it out, or set trust_answers where that does "
-                    "no harm"
+                    f"the grader of reasoning-gym's dataset '{name}' may run the agent's answer as "
+                    f"code ({called}); remove it from datasets, or set trust_answers where that "
+                    "is harmless"
                 )
         return Datasets(list(settings), by_split)
 
@@ -137,7 +139,10 @@ class ReasoningGymEnvironment(Environment):
         split, index = task.metadata.get("split"), task.metadata.get("index")
         sizes = self.splits()
         if split not in sizes or not isinstance(index, int) or not 0 <= index < sizes[split]:
-            raise DataError(f"task {task.id} is none of reasoning-gym's own: name split and index")
+            raise DataError(
+                f"task {task.id} is not a reasoning-gym task: its metadata needs a valid `split` "
+                "and `index`"
+            )
         self._dataset, self._entry = self.shared.entry(split, index)[1:]
         self._answer: str | None = None
         return task.prompt
@@ -165,13 +170,14 @@ class ReasoningGymEnvironment(Environment):
 
     @reward(timeout_s=30.0)
     def score(self, episode: Episode) -> float:
-        """Returns the dataset's score of the answer; 0 if there is none, or one it cannot read."""
+        """Returns the dataset's score of the answer; 0 without an answer or if it is unreadable."""
         if self._answer is None:
             return 0.0
         try:
             return float(self._dataset.score_answer(self._answer, self._entry))
-        # Graders of the package raise what their parsing raises, for answers of the wrong form.
-        # Their own answer they can read: where that fails too, it is the grader that is broken.
+        # For a malformed answer, the package's graders raise whatever their parsing raises. If
+        # grading the dataset's own answer fails as well, the grader is broken and the error is
+        # raised.
         except Exception as error:
             self._dataset.score_answer(str(self._entry["answer"]), self._entry)
             self.metrics["unreadable_answer"] = 1.0
@@ -187,8 +193,11 @@ def _make_dataset(package: Any, name: str, settings: dict[str, Any]) -> Any:
 
 
 def evaluates_answers(dataset: Any) -> str:
-    """Which evaluating calls stand in the dataset's grader or in what it calls of its module;
-    empty where none does. What they are given is not looked at."""
+    """Returns the calls in a dataset's grader that evaluate code, joined by commas.
+
+    Searches the source of `score_answer` and of the functions of its module that it calls,
+    whatever their arguments. Returns "" if there are none.
+    """
     module = vars(inspect.getmodule(type(dataset)))
     read: dict[str, str] = {}
     waiting = {"score_answer"}

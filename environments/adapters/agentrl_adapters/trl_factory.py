@@ -9,11 +9,11 @@
         reward_funcs=episode_reward,
     )
 
-TRL calls `reset(**row)` before each generation and appends the text that it returns to the prompt,
-and it takes the public methods of the class for tools: here one for each tool of the environment,
-with the signature and docstring from which TRL makes its schema again. What the model writes
-without calling a tool TRL shows to reward functions only, so `episode_reward` gives it to the
-environment as the last turn, and returns the reward of the whole episode.
+TRL calls `reset(**row)` before each generation and appends the returned text to the prompt. It
+offers the class's public methods as tools: here one per tool of the environment, with a signature
+and docstring from which TRL derives the same schema. TRL passes text without a tool call to reward
+functions only, so `episode_reward` gives it to the environment as the last turn and returns the
+reward of the whole episode.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from agentrl.types import JSON, Action, Message, StepResult, ToolCall, ToolSpec
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "object": dict}
 _TYPES |= {"null": type(None), "array": list}
 _TOLD = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
-"""What a type hint cannot say stands in the description."""
+"""Limits that a type hint cannot express, which are added to the description."""
 
 
 def make_trl_rows(split: str, stop: int, start: int = 0) -> list[dict[str, Any]]:
-    """Rows of a dataset for TRL, one for each task; the environment's first prompt is added to the
-    empty message. The rollouts of one row share its task and seed."""
+    """Makes the rows of a dataset for TRL, one per task from `start` up to, not including, `stop`.
+
+    TRL appends the environment's prompt to the row's empty message. All rollouts of a row share its
+    task and seed.
+    """
     prompt = [{"role": "user", "content": ""}]
     return [
         {"prompt": prompt, "split": split, "index": index, "seed": index}
@@ -57,15 +60,15 @@ def make_trl_factory(
     config: Mapping[str, JSON] | None = None,
     timeout_s: float = 600.0,
 ) -> Callable[[], TrlEnvironment]:
-    """Makes the value that TRL's `environment_factory` takes.
+    """Makes a class for TRL's argument `environment_factory`.
 
     Args:
-        environment: a class, or a name for `agentrl.env.registry.resolve`; with `url` the id of an
-            environment served there.
-        url: an environment server, or several, comma-separated; None plays in this process.
-        token: what the server asks for.
-        config: of every session.
-        timeout_s: deadline of one step.
+        environment: a class, or a name for `agentrl.env.registry.resolve`; with `url`, the id of
+            an environment on that server.
+        url: an environment server, or several, comma-separated; None runs it in this process.
+        token: the server's token.
+        config: configuration of every session.
+        timeout_s: deadline of one step, in seconds.
 
     Raises:
         ConfigError: TRL cannot offer one of the tools.
@@ -86,8 +89,10 @@ def make_trl_factory(
 
 
 class TrlEnvironment:
-    """One rollout's environment, reset for each. Public methods are tools, so there are no others
-    than `reset`."""
+    """The environment of one rollout at a time; `reset` starts the next.
+
+    TRL treats public methods as tools, so there are none besides `reset` and the tools.
+    """
 
     _client: EnvClient
     _env_id: str
@@ -100,9 +105,9 @@ class TrlEnvironment:
     _error: EnvError | None = None
 
     def reset(self, **row: Any) -> str | list[dict[str, Any]]:
-        """Start the episode of a row of `make_trl_rows` and return its first prompt."""
+        """Starts the episode of a row of `make_trl_rows` and returns its first prompt."""
         if row.get("split") is None or row.get("index") is None:
-            raise ConfigError("a row needs 'split' and 'index': make them with make_trl_rows()")
+            raise ConfigError("a row needs 'split' and 'index'; make rows with make_trl_rows()")
         self._wait(self._close())
         self._reward, self._ended, self._error = 0.0, False, None
         opening = self._client.session(
@@ -134,12 +139,12 @@ class TrlEnvironment:
         return result
 
     async def _finish(self, completion: Any) -> float | None:
-        """The episode's reward after its last text; None where the environment or grader failed."""
+        """Ends the episode with the last text and returns its reward; None after a failure."""
         try:
             if not self._ended:
                 await self._step(Action(text=_last_text(completion)), last=True)
         except EnvError:
-            pass  # kept in _error; to TRL None is a completion that cannot be scored
+            pass  # kept in _error; for TRL, None is a completion that cannot be scored
         await self._close()
         return None if self._error is not None else self._reward
 
@@ -152,7 +157,7 @@ class TrlEnvironment:
 def episode_reward(
     completions: Sequence[Any], environments: Sequence[TrlEnvironment], **_: object
 ) -> list[float | None]:
-    """TRL's reward function: ends every episode and returns its reward."""
+    """Ends all episodes and returns their rewards. Pass it to TRL as a reward function."""
 
     async def finish_all() -> list[float | None]:
         pairs = zip(environments, completions, strict=True)
@@ -162,7 +167,7 @@ def episode_reward(
 
 
 def _shown(messages: list[Message]) -> str | list[dict[str, Any]]:
-    """One text, or TRL's list of texts and pictures where there are images."""
+    """Returns the messages as one string, or, with images, as TRL's list of texts and images."""
     content = join_contents((message["content"] for message in messages), "\n\n")
     if isinstance(content, str):
         return content
@@ -175,7 +180,7 @@ def _shown(messages: list[Message]) -> str | list[dict[str, Any]]:
 
 
 def _last_text(completion: Any) -> str:
-    """Returns the model's last text, unless a tool's answer came after it."""
+    """Returns the model's last text, or "" if a tool result came after it."""
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
@@ -186,12 +191,15 @@ def _name(tool: ToolSpec) -> str:
     function: Any = tool["function"]
     name = function["name"]
     if name in ("reset", "get_reward") or name.startswith("_") or not name.isidentifier():
-        raise ConfigError(f"TRL cannot offer a tool named '{name}'; rename it")
+        raise ConfigError(
+            f"TRL cannot offer a tool named '{name}'; rename it to a public Python identifier, but "
+            "not to reset or get_reward"
+        )
     return name
 
 
 def _method(tool: ToolSpec) -> Callable[..., Any]:
-    """A method with the signature and docstring of a tool's specification."""
+    """Makes a method with the signature and docstring that match a tool's specification."""
     function: Any = tool["function"]
     name, schema = function["name"], function["parameters"]
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -199,7 +207,9 @@ def _method(tool: ToolSpec) -> Callable[..., Any]:
     hints: dict[str, Any] = {}
     for key, each in schema.get("properties", {}).items():
         if not key.isidentifier():
-            raise ConfigError(f"TRL cannot offer tool {name}: its argument '{key}' is no name")
+            raise ConfigError(
+                f"TRL cannot offer tool {name}: its argument '{key}' is not a Python identifier"
+            )
         default = each.get("default")
         if key in schema.get("required", ()):
             default = inspect.Parameter.empty
@@ -224,7 +234,7 @@ def _method(tool: ToolSpec) -> Callable[..., Any]:
 
 
 def _hint(schema: Mapping[str, Any]) -> Any:
-    """The type hint from which transformers makes this JSON schema again."""
+    """Returns the type hint for which transformers generates this JSON schema."""
     if "enum" in schema:
         return Literal[tuple(schema["enum"])]
     if "anyOf" in schema:

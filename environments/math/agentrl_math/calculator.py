@@ -1,4 +1,4 @@
-"""Exact arithmetic on text an agent wrote: parsed, walked, bounded, never run by Python."""
+"""Evaluates an agent's arithmetic exactly and within limits, without running it as Python."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agentrl.python_source import parse_expression
 MAX_CHARS = 300
 MAX_DEPTH = 40
 MAX_BITS = 4096
-"""Largest numerator or denominator of any intermediate result, 1,233 digits."""
+"""Limit on the numerator and denominator of every intermediate result; 1,233 digits."""
 MAX_LITERAL_EXPONENT = 1000
 
 
 class CalculatorError(ValueError):
-    """The expression can't be calculated; the message tells the agent why."""
+    """The expression cannot be calculated; the message tells the agent why."""
 
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -36,14 +36,14 @@ _NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE](?P<exponent>[-+]?
 
 
 def calculate(expression: str) -> Fraction:
-    """The exact value of an arithmetic expression.
+    """Returns the exact value of an arithmetic expression.
 
-    Numbers (`12`, `1,000`, `0.5`, `1.5e3`), parentheses, `+ - * / // %`, powers as `**` or `^`,
-    unary signs; Python's precedence, `/` without rounding, `//` and `%` rounding down. The signs
-    `×`, `÷`, `·` and `−` and a trailing `=` or `=?` are understood.
+    Supports numbers (`12`, `1,000`, `0.5`, `1.5e3`), parentheses, `+ - * / // %`, powers as `**` or
+    `^`, and unary signs, with Python's precedence. `/` does not round; `//` and `%` round down.
+    Also accepts the signs `×`, `÷`, `·` and `−`, and ignores a trailing `=` or `=?`.
 
     Raises:
-        CalculatorError: it is no such expression, divides by zero or leaves the limits above.
+        CalculatorError: the text is not such an expression, divides by zero or exceeds a limit.
     """
     text = _plain(expression)
     depth = 0
@@ -62,7 +62,7 @@ def calculate(expression: str) -> Fraction:
 
 
 def show(value: Fraction) -> str:
-    """Digits as far as they are exact: `6`, `0.25`, `1/3 (about 0.333333)`."""
+    """Formats an exact value: `6`, `0.25`, `1/3 (about 0.333333)`."""
     if value.denominator == 1:
         return str(value.numerator)
     rest, twos, fives = value.denominator, 0, 0
@@ -88,7 +88,7 @@ def _plain(expression: str) -> str:
     text = expression.translate(str.maketrans("×·÷−", "**/-")).replace("^", "**")
     text = " ".join(text.split()).removesuffix("?").rstrip().removesuffix("=").rstrip()
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"(?<![0-9.])0+(?=[0-9])", "", text)  # Python refuses 007
+    text = re.sub(r"(?<![0-9.])0+(?=[0-9])", "", text)  # Python rejects 007
     if not text:
         raise CalculatorError("the expression is empty")
     if odd := re.search(r"[^0-9eE.+\-*/%() ]", text):
@@ -120,7 +120,7 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
 
 
 def _number(literal: str) -> Fraction:
-    # Read from the text, not from the parsed constant: 0.1 must be one tenth, not a float.
+    # Parse the text, not the constant: 0.1 has to be one tenth, not a float.
     match = _NUMBER.fullmatch(literal)
     if match is None:
         raise CalculatorError(f"{literal!r} is not a number")
@@ -134,7 +134,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise CalculatorError("only whole exponents can be calculated exactly")
     if base == 0 and exponent < 0:
         raise CalculatorError("division by zero")
-    # Before the multiplication, not after it: the result could fill the memory.
+    # Checked beforehand, because the result could exhaust memory.
     if _bits(base) > 1 and _bits(base) * abs(int(exponent)) > 2 * MAX_BITS:
         raise CalculatorError("the power is too large")
     return _bounded(base ** int(exponent))

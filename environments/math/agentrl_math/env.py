@@ -1,8 +1,8 @@
 """Math problems with one final answer, in a single turn or with a calculator.
 
-The task sets, the calculator and the grader stand in modules of their own; this one says how an
-episode goes. An agent's turn without a tool call is its final answer: it is graded and the episode
-ends. References are read by the grader only and never shown.
+Task sets, calculator and grader are in other modules; this one runs the episodes. A turn without a
+tool call is the agent's final answer: it is graded, and the episode ends. Only the grader reads the
+reference; the agent never sees it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ DEFAULT_INSTRUCTION = "Put the final answer on the last line, after `####`."
 
 
 class MathConfig(EnvConfig):
-    """Settings of the source of tasks, of their wording and of how answers are judged."""
+    """Settings of the tasks, the prompt and the grading."""
 
     source: str | dict[str, str] = "arithmetic"
     """`arithmetic` (generated), `sample` (ten word problems), a .jsonl or .parquet file, a folder
     of them (one split per file), a table from split to file, or a Hugging Face name such as
     `openai/gsm8k`."""
     subset: str | None = None
-    """Configuration of a Hugging Face dataset; `main` for openai/gsm8k."""
+    """Configuration of a Hugging Face dataset; None uses `main` for openai/gsm8k."""
     input_key: str = "question"
-    """Column with the question: a text, or chat messages that end with the user's."""
+    """Column with the question: a string, or chat messages that end with the user's."""
     label_key: str = "answer"
     """Column with the reference: bare, after `####`, or in `\\boxed{}`."""
     metadata_key: str | None = None
@@ -46,67 +46,71 @@ class MathConfig(EnvConfig):
     operators: str = "+-*"
     """Arithmetic: any of `+`, `-` and `*`."""
     min_digits: int = Field(default=1, ge=1, le=50)
-    """Arithmetic: fewest digits of a number."""
+    """Arithmetic: minimum number of digits of a number."""
     digits: int = Field(default=2, ge=1, le=50)
-    """Arithmetic: each number has `min_digits` to `digits` digits, every length equally often."""
+    """Arithmetic: maximum number of digits. All lengths from `min_digits` are equally likely."""
     num_tasks: int | None = Field(default=None, ge=1)
-    """Arithmetic: size of the `train` split; None is endless."""
+    """Arithmetic: size of the `train` split; None for unlimited."""
     num_test_tasks: int = Field(default=200, ge=1)
     """Arithmetic: size of the `test` split."""
     seed: int = 0
-    """Arithmetic: another seed draws other tasks, of the same disjoint splits."""
+    """Arithmetic: seed of the tasks. The splits are disjoint for every pair of seeds."""
 
     instruction: str = DEFAULT_INSTRUCTION
-    """Put under every question, after an empty line; an empty text leaves the bare question."""
+    """Text put below every question, after an empty line; "" adds nothing."""
     system_prompt: str | None = None
-    """Put first, unless the task is a chat that has one."""
+    """System prompt, unless the task is a chat that has its own."""
 
     tools: bool = False
-    """Offer a calculator; the agent may then use several turns."""
+    """Offer a calculator; the agent may then take several turns."""
     max_tool_calls: int = Field(default=8, ge=1)
-    """Further calls are answered by a request for the final answer."""
+    """Tool calls per episode; further calls are not run but answered with a request for the final
+    answer."""
 
     equivalence: Equivalence | None = None
-    """What equals the reference: `literal`, `numeric` or `symbolic` (see agentrl_rewards.math).
-    None: literal for arithmetic, so that the question is no answer; numeric for `sample` and
-    openai/gsm8k; else symbolic."""
+    """How an answer may express the reference: `literal`, `numeric` or `symbolic` (see
+    agentrl_rewards.math). None: literal for arithmetic, so that repeating the question is not an
+    answer; numeric for `sample` and openai/gsm8k; otherwise symbolic."""
     require_marker: bool = True
-    """False judges the whole text where it holds no `####`, `\\boxed{}` or `<answer>`."""
+    """False judges the whole text if it contains no `####`, `\\boxed{}` or `<answer>`."""
     format_weight: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Reward for a marked answer, right or wrong; 1.0 is the reward for a right one."""
+    """Extra reward for a marked answer, right or wrong. A right answer's reward is 1.0."""
     grade_timeout_s: float = Field(default=2.0, gt=0, le=30)
-    """Deadline of one symbolic comparison."""
+    """CPU seconds that one symbolic comparison may take."""
     report_reference: bool = False
-    """Put the reference into the info of the step that ends the episode, for the reward functions
-    of a run file. The agent never sees it, but whoever may set this can read references."""
+    """Put the reference into the `info` of the step that ends the episode, for the reward functions
+    of a run file. The agent never sees it, but anyone who can set this can read references."""
 
     @field_validator("operators")
     @classmethod
     def _known_operators(cls, operators: str) -> str:
         if not operators or set(operators) - set("+-*"):
-            raise ValueError(f"'{operators}' must be one or more of + - *")
+            raise ValueError(f"operators is '{operators}'; give one or more of + - *")
         return operators
 
     @model_validator(mode="after")
     def _digits_in_order(self) -> MathConfig:
         if self.min_digits > self.digits:
-            raise ValueError(f"min_digits {self.min_digits} is above digits {self.digits}")
+            raise ValueError(
+                f"min_digits = {self.min_digits} is larger than digits = {self.digits}"
+            )
         return self
 
 
 @register("math", max_sessions=4096)
 class MathEnvironment(Environment):
-    """Math problems with one final answer, which is graded; with `tools`, a calculator first."""
+    """Math problems with one final answer, optionally with a calculator as a tool."""
 
     Config = MathConfig
 
     @classmethod
     def load_shared(cls, config: MathConfig) -> TaskSet:
-        """The task set of a configuration.
+        """Loads the task set.
 
         Raises:
-            ConfigError: a package that grading or loading needs is missing, or the source is odd.
-            DataError: the source can't be read or breaks the row format.
+            ConfigError: a package needed for grading or loading is missing, or `source` is not
+                valid.
+            DataError: the source cannot be read, or a row is not in the expected format.
         """
         if equivalence_of(config) == "symbolic" and not importlib.util.find_spec("math_verify"):
             raise ConfigError(
@@ -136,7 +140,7 @@ class MathEnvironment(Environment):
 
     async def reset(self, task: Task, *, seed: int) -> list[Message]:
         if isinstance(task.reference, bool) or not isinstance(task.reference, str | int | float):
-            raise DataError(f"task {task.id} needs a reference answer: a text or a number")
+            raise DataError(f"task {task.id}: the reference has to be a string or a number")
         self._num_calls = 0
         self.system_prompt = self.config.system_prompt
         if isinstance(task.prompt, str):
@@ -161,7 +165,7 @@ class MathEnvironment(Environment):
         if not (self.config.tools and calls_a_tool):
             return await self._judge(action.text)
         observation = await self._calculate(action)
-        if self.episode.last_turn:  # no answer was given, which counts as a wrong one
+        if self.episode.last_turn:  # no answer counts as a wrong one
             return StepResult(
                 observation,
                 truncated=True,
@@ -171,11 +175,11 @@ class MathEnvironment(Environment):
         return StepResult(observation)
 
     def oracle(self) -> list[Action]:
-        """The reference, marked as a final answer."""
+        """Returns the reference, marked as a final answer."""
         return [Action(text=f"#### {self.task.reference}")]
 
     async def _calculate(self, action: Action) -> list[Message]:
-        """Run the calls that `max_tool_calls` still allows, and refuse the others."""
+        """Runs the calls that `max_tool_calls` still allows and refuses the others."""
         left = max(self.config.max_tool_calls - self._num_calls, 0)
         num_calls = max(len(action.tool_calls), 1)  # an unreadable call counts too
         self._num_calls += num_calls
@@ -203,7 +207,7 @@ class MathEnvironment(Environment):
         return {"reference": str(self.task.reference), "metadata": self.task.metadata}
 
     async def _judge(self, text: str) -> StepResult:
-        """Grade the final answer and end the episode.
+        """Grades the final answer and ends the episode.
 
         Raises:
             GraderError: the grader failed; the episode has no reward.

@@ -1,6 +1,6 @@
-"""Sources of math tasks: generated arithmetic, JSONL or parquet files, Hugging Face data.
+"""Sources of math tasks: generated arithmetic, JSONL or parquet files, Hugging Face datasets.
 
-A task set answers `splits()` and `get(split, index)`; the same arguments give the same task.
+A task set has `splits()` and `get(split, index)`; the same arguments always give the same task.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TaskSet(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Arithmetic:
-    """Sums, differences and products of two whole numbers, `347*28=?`, made on demand.
+    """Sums, differences and products of two whole numbers, such as `347*28=?`, made on demand.
 
-    Task `index` of a split is drawn from a generator seeded with (seed, split, index). Which split
-    a problem belongs to follows from the problem itself, so `train` and `test` share none whatever
-    the seed and the sizes; a+b and b+a count as one problem.
+    Task `index` of a split is drawn with a generator seeded with (seed, split, index). A problem's
+    split depends only on the problem itself, so `train` and `test` never share one, whatever the
+    seed and the sizes; a+b and b+a count as the same problem.
     """
 
     operators: str
@@ -73,7 +73,7 @@ class Arithmetic:
 
 
 def is_test_problem(left: int, operator: str, right: int) -> bool:
-    """One problem in ten, by a checksum that no seed moves."""
+    """Returns whether a problem belongs to `test`: one in ten, by a checksum of the problem."""
     if operator in "+*":
         left, right = sorted((left, right))
     return zlib.crc32(f"{left}{operator}{right}".encode()) % 10 == 0
@@ -81,7 +81,7 @@ def is_test_problem(left: int, operator: str, right: int) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Rows:
-    """Tasks read from files or a Hugging Face dataset, in their order."""
+    """Tasks read from files or a Hugging Face dataset, in their original order."""
 
     tasks: dict[str, list[Task]]
 
@@ -94,7 +94,7 @@ class Rows:
 
 @dataclass(slots=True, frozen=True)
 class Keys:
-    """Which columns of a row hold what."""
+    """Names of the columns with the question, the reference and the metadata."""
 
     input_key: str
     label_key: str
@@ -102,7 +102,7 @@ class Keys:
 
 
 def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> Rows:
-    """Load every task of a source.
+    """Loads all tasks of a source.
 
     Args:
         source: `sample`; a `.jsonl` or `.parquet` file (split `train`); a folder of such files,
@@ -112,8 +112,8 @@ def load_rows(source: str | dict[str, str], subset: str | None, keys: Keys) -> R
 
     Raises:
         ConfigError: `source` is none of these, or a package it needs is not installed.
-        DataError: a file or dataset can't be read, is empty, or a row lacks a column; the message
-            names the file and the line.
+        DataError: a file or dataset cannot be read or is empty, or a row lacks a column; the
+            message names the file and the line.
     """
     if source == "sample":
         return Rows({"train": _read_file(SAMPLE_FILE, "train", keys)})
@@ -144,12 +144,12 @@ def _read_folder(folder: Path, keys: Keys) -> Rows:
         split = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
         if suffixes.setdefault(split, path.suffix) != path.suffix:
             raise DataError(
-                f"{folder} holds split '{split}' as .jsonl and as .parquet; remove one of them"
+                f"{folder} has split '{split}' as .jsonl and as .parquet; remove one of them"
             )
         tasks[split] = tasks.get(split, [])
         tasks[split] += _read_file(path, split, keys, first_index=len(tasks[split]))
     if not tasks:
-        raise DataError(f"folder {folder} holds no .jsonl or .parquet file, such as train.jsonl")
+        raise DataError(f"folder {folder} contains no .jsonl or .parquet file such as train.jsonl")
     return Rows(tasks)
 
 
@@ -185,7 +185,7 @@ def _to_tasks(
         for index, (place, row) in enumerate(rows, start=first_index)
     ]
     if not tasks:
-        raise DataError(f"{where} holds no tasks")
+        raise DataError(f"{where} contains no tasks")
     return tasks
 
 
@@ -209,8 +209,8 @@ def _prompt(row: dict[str, Any], where: str, keys: Keys) -> Any:
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     raise DataError(
-        f"{where}: column '{keys.input_key}' must be a text, or chat messages that end with the "
-        f"user's, not {str(prompt)[:80]!r}"
+        f"{where}: column '{keys.input_key}' has to be a string, or chat messages that end with "
+        f"the user's, not {str(prompt)[:80]!r}"
     )
 
 
@@ -218,13 +218,13 @@ def _reference(row: dict[str, Any], where: str, keys: Keys) -> str:
     label = _column(row, keys.label_key, "label_key", where)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(
-            f"{where}: column '{keys.label_key}' must be a text or a number, not "
+            f"{where}: column '{keys.label_key}' has to be a string or a number, not "
             f"{str(label)[:80]!r}"
         )
     reference = extract_answer(str(label)) or str(label).strip()
     if not 0 < len(reference) <= MAX_REFERENCE_CHARS:
         raise DataError(
-            f"{where}: column '{keys.label_key}' must state a final answer (bare, or after ####, "
+            f"{where}: column '{keys.label_key}' has to contain a final answer (bare, after #### "
             f"or in \\boxed{{}}) of at most {MAX_REFERENCE_CHARS} characters"
         )
     return reference

@@ -1,4 +1,4 @@
-"""`python -m agentrl_search index|query|serve`, the same as `agentrl search`."""
+"""Runs `python -m agentrl_search index|query|serve`, the same commands as `agentrl search`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""BM25 over tantivy: an inverted index in memory-mapped segments on disk.
+"""BM25 with tantivy: an inverted index in memory-mapped segments on disk.
 
-Words are lower-cased, freed of accents and, by default, stemmed as English; k1 is 1.2 and b 0.75,
-which tantivy fixes. A query is its words, joined by OR; it has no syntax, so nothing an agent
-writes can be anything but words.
+Words are lower-cased, stripped of accents and, by default, stemmed as English. tantivy fixes k1 at
+1.2 and b at 0.75. A query is its words, joined by OR. There is no query syntax, so an agent's query
+is never interpreted as operators.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from agentrl.errors import ConfigError, DataError
 
 MAX_QUERY_WORDS = 64
-"""Further words of a query are not looked at."""
+"""Words of a query beyond this many are ignored."""
 _HEAP_BYTES = 256 << 20
 
 
 def _remove(view: Path) -> None:
-    """Delete the links. Until its thread has ended, tantivy may put a lock back among them."""
+    """Deletes a folder of links; retries, because tantivy's thread may recreate its lock there."""
     for _ in range(100):
         shutil.rmtree(view, ignore_errors=True)
         if not view.exists():
@@ -33,7 +33,7 @@ def _remove(view: Path) -> None:
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
-    """tantivy reports a full disk as a ValueError."""
+    """Turns tantivy's ValueErrors into OSErrors; it reports a full disk as a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -68,12 +68,12 @@ def _analyzer(tantivy: Any, stemmer: str | None) -> Any:
         try:
             builder = builder.filter(tantivy.Filter.stemmer(stemmer))
         except ValueError as error:
-            raise ConfigError(f"there is no stemmer for '{stemmer}': {error}") from error
+            raise ConfigError(f"tantivy has no stemmer for '{stemmer}': {error}") from error
     return builder.build()
 
 
 class BM25Writer:
-    """Adds passages to an index that holds `num_passages` already."""
+    """Adds passages to an index that already contains `num_passages`."""
 
     def __init__(self, directory: Path, num_passages: int, stemmer: str | None) -> None:
         self._tantivy = _tantivy()
@@ -81,7 +81,7 @@ class BM25Writer:
         schema = _schema(self._tantivy)
         index = self._tantivy.Index(schema, path=str(directory))
         index.register_tokenizer("words", _analyzer(self._tantivy, stemmer))
-        # One thread: the same corpus then makes the same segments, and ties the same order.
+        # One thread, so that the same corpus gives the same segments and the same order of ties.
         self._writer = index.writer(heap_size=_HEAP_BYTES, num_threads=1)
         if index.searcher().num_docs > num_passages:  # left from an interrupted addition
             field_type = self._tantivy.FieldType.Unsigned
@@ -112,14 +112,15 @@ class BM25:
         """
         Raises:
             ConfigError: tantivy is not installed.
-            DataError: the index can't be read or holds other passages than it should.
+            DataError: the index cannot be read or does not contain `num_passages` passages.
         """
         self._tantivy = tantivy = _tantivy()
         self._analyzer = _analyzer(tantivy, stemmer)
         try:
             files = [path for path in directory.iterdir() if not path.name.startswith(".")]
-            # tantivy puts a lock beside what it opens. Links elsewhere stand in for the directory,
-            # which may be read-only; once the segments are mapped nothing is opened by name again.
+            # tantivy writes a lock file into the directory it opens, which may be read-only. So it
+            # opens a temporary directory of links, which is not needed once the segments are
+            # mapped.
             view = Path(tempfile.mkdtemp(prefix="agentrl-search-"))
             try:
                 for path in files:
@@ -130,15 +131,16 @@ class BM25:
             finally:
                 _remove(view)
         except (OSError, ValueError) as error:
-            raise DataError(f"index {directory} can't be opened: {error}") from error
+            raise DataError(f"index {directory} cannot be opened: {error}") from error
         if self._searcher.num_docs != num_passages:
             raise DataError(
-                f"index {directory} holds {self._searcher.num_docs:,} passages instead of "
-                f"{num_passages:,}: an addition to it is running or was interrupted; repeat that"
+                f"index {directory} contains {self._searcher.num_docs:,} passages instead of "
+                f"{num_passages:,}: an addition is running or was interrupted; wait for it, or "
+                "repeat it"
             )
 
     def rank(self, queries: list[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query the numbers and scores of at most k passages, best first."""
+        """Returns, per query, `(row, score)` of at most k passages, best first."""
         return [self._rank(query, k) for query in queries]
 
     def _rank(self, query: str, k: int) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""`agentrl search ...`: build, ask and serve an index. Handlers import what they need."""
+"""`agentrl search ...`: builds, queries and serves an index. Handlers import what they need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_search_commands(commands: argparse._SubParsersAction) -> None:
-    """Add `search` and its subcommands. Each sets `handler`, which returns an exit status."""
+    """Adds `search` and its subcommands, each with a `handler` that returns an exit status."""
     search = commands.add_parser(
         "search",
         help="build, query and serve a search index",
@@ -23,16 +23,17 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         "index",
         help="index a corpus",
         description="Index the passages of a .jsonl, .parquet, .txt, .md or SQuAD .json file, or "
-        "of a folder of them.",
+        "of a folder of such files.",
     )
     index.add_argument("corpus", type=Path, metavar="CORPUS")
-    index.add_argument("--out", type=Path, required=True, metavar="DIR", help="the index")
-    index.add_argument("--add", action="store_true", help="add to the index that is there")
+    index.add_argument("--out", type=Path, required=True, metavar="DIR", help="index directory")
+    index.add_argument("--add", action="store_true", help="add to an existing index")
     index.add_argument(
         "--retrieval",
         choices=["bm25", "dense", "hybrid"],
         default="bm25",
-        help="what the index is for; dense and hybrid need --model (default: %(default)s)",
+        help="retrieval that the index supports; dense and hybrid need --model (default: "
+        "%(default)s)",
     )
     index.add_argument(
         "--model",
@@ -40,53 +41,55 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         help="embedding model: a sentence-transformers directory, or an embedding server as "
         "http://host:port/v1/embeddings#model-name",
     )
-    index.add_argument("--query-prefix", default="", help="what the model wants before a query")
-    index.add_argument("--passage-prefix", default="", help="and before a passage")
+    index.add_argument("--query-prefix", default="", help="text the model needs before a query")
+    index.add_argument("--passage-prefix", default="", help="text the model needs before a passage")
     index.add_argument(
         "--stemmer",
         default="english",
         metavar="LANGUAGE",
-        help="of BM25's words, or `none` (default: %(default)s)",
+        help="language of BM25's stemmer, or `none` (default: %(default)s)",
     )
     _add_private(index)
     index.set_defaults(handler=_index)
 
     query = subcommands.add_parser(
-        "query", help="show what a query finds", description="Show what a query finds."
+        "query", help="show the results of a query", description="Show the results of a query."
     )
     _add_index(query)
     query.add_argument("query", metavar="QUERY")
-    query.add_argument("-k", type=int, default=3, help="passages (default: %(default)s)")
+    query.add_argument("-k", type=int, default=3, help="number of passages (default: %(default)s)")
     query.add_argument("--json", action="store_true", help="print one JSON object per passage")
     query.set_defaults(handler=_query)
 
     serve = subcommands.add_parser(
         "serve",
         help="serve an index over HTTP",
-        description="Serve an index with Search-R1's contract, POST /retrieve, which asks for no "
-        "token: let only machines you trust reach it.",
+        description="Serve an index with Search-R1's protocol, POST /retrieve. There is no "
+        "authentication: make it reachable only from machines that you trust.",
     )
     _add_index(serve)
     serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     serve.add_argument(
-        "--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)"
+        "--port", type=int, default=8000, help="0 picks a free port (default: %(default)s)"
     )
     serve.add_argument(
         "--topk",
         type=int,
         default=3,
-        help="passages where a request names no number (default: %(default)s)",
+        help="passages per query if a request does not set topk (default: %(default)s)",
     )
-    serve.add_argument("--threads", type=int, default=4, help="(default: %(default)s)")
+    serve.add_argument(
+        "--threads", type=int, default=4, help="search threads (default: %(default)s)"
+    )
     serve.set_defaults(handler=_serve)
 
 
 def _add_index(command: argparse.ArgumentParser) -> None:
-    command.add_argument("dir", type=Path, metavar="DIR", help="an index")
+    command.add_argument("dir", type=Path, metavar="DIR", help="index directory")
     command.add_argument(
         "--retrieval",
         choices=["bm25", "dense", "hybrid"],
-        help="(default: all the index has)",
+        help="(default: everything the index supports)",
     )
     _add_private(command)
 
@@ -95,7 +98,7 @@ def _add_private(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--allow-private",
         action="store_true",
-        help="an embedding server may have a private address",
+        help="allow an embedding server at a private address",
     )
 
 
@@ -125,7 +128,10 @@ def _index(arguments: argparse.Namespace) -> int:
 
         if arguments.add:
             if arguments.model or arguments.retrieval != "bm25":
-                raise ConfigError("--add takes retrieval and model from the index that is there")
+                raise ConfigError(
+                    "--add uses the retrieval and model of the existing index; leave out "
+                    "--retrieval and --model"
+                )
             info = add_to_index(
                 passages, arguments.out, allow_private=arguments.allow_private, progress=report
             )
@@ -152,7 +158,7 @@ def _query(arguments: argparse.Namespace) -> int:
     from agentrl_search.index import open_index
 
     if arguments.k < 1:
-        raise ConfigError(f"-k {arguments.k} is not positive")
+        raise ConfigError(f"-k is {arguments.k}; it has to be at least 1")
     retriever = open_index(
         arguments.dir, arguments.retrieval, allow_private=arguments.allow_private
     )

@@ -17,7 +17,7 @@ logger = logging.getLogger("agentrl.search")
 
 TEXT_SUFFIXES = (".txt", ".md")
 TEXT_PASSAGE_CHARS = 1000
-"""Paragraphs of a text file are joined up to this length, so that a passage holds a thought."""
+"""Paragraphs of a text file are joined into passages of up to this length."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,21 +28,22 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """The quoted title on a line of its own, then the text; what Search-R1's corpora hold."""
+        """The quoted title on a separate line, then the text, as in Search-R1's corpora."""
         return f'"{self.title}"\n{self.text}' if self.title else self.text
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """The passages of a file, or of all files of a folder in the order of their names.
+    """Yields the passages of a file, or of all files in a folder, sorted by path.
 
-    * `.jsonl` and `.parquet`: one passage per row: `text` and optionally `title`, or `contents`
-      (a first line in quotes is the title). Its id is `id` (or `_id`), else file and row.
+    * `.jsonl` and `.parquet`: one passage per row, from `text` and an optional `title`, or from
+      `contents` (a first line in quotes is the title). The id is `id` or `_id`, else file and row.
     * `.txt` and `.md`: paragraphs, joined up to 1,000 characters; the title is the file's name.
-    * `.json`: SQuAD's layout; one passage per paragraph.
+    * `.json`: SQuAD's layout, one passage per paragraph.
+
+    Skips rows with an empty text and logs how many there were.
 
     Raises:
-        DataError: a file can't be read, a row has no column with a text, or there is no passage at
-            all. Rows whose text is empty are left out, and the log says how many.
+        DataError: a file cannot be read, a row has no column with a text, or there are no passages.
     """
     if path.is_dir():
         suffixes = (*ROW_SUFFIXES, *TEXT_SUFFIXES, ".json")
@@ -59,24 +60,24 @@ def read_corpus(path: Path) -> Iterator[Passage]:
             number += 1
             yield passage
     if num_empty:
-        logger.warning("corpus %s: %d passages without a text were left out", path, num_empty)
+        logger.warning("corpus %s: skipped %d passages without text", path, num_empty)
     if not number:
         raise DataError(
-            f"corpus {path} holds no passages; it should be a .jsonl, .parquet, .txt or .md file, "
-            "a SQuAD .json file, or a folder of them"
+            f"corpus {path} contains no passages; it has to be a .jsonl, .parquet, .txt or .md "
+            "file, a SQuAD .json file, or a folder of such files"
         )
 
 
 def squad_paragraphs(path: Path) -> Iterator[tuple[Passage, list[dict[str, Any]]]]:
-    """Each paragraph of a file in SQuAD's layout as a passage, with its questions.
+    """Yields each paragraph of a file in SQuAD's layout as a passage, with its questions.
 
     Raises:
-        DataError: the file can't be read or is laid out otherwise.
+        DataError: the file cannot be read or is not in SQuAD's layout.
     """
     try:
         content = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
-        raise DataError(f"{path} can't be read as JSON: {error}") from error
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
     try:
         for article in content["data"]:
             title = article["title"]
@@ -112,12 +113,12 @@ def _row_passage(row: dict[str, Any], place: str, default_id: str) -> Passage:
         if isinstance(text, str) and not title:
             title, text = split_contents(text)
     if not isinstance(text, str) or not isinstance(title, str):
-        raise DataError(f"{place}: a passage needs a column 'text' or 'contents' with a text")
+        raise DataError(f"{place}: a passage needs a column 'text' or 'contents' with a string")
     return Passage(passage_id, title, text)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of `"Title"\\ntext`; the title is empty where there is none."""
+    """Splits `"Title"\\ntext` into title and text; without a quoted first line the title is ""."""
     first, newline, rest = contents.partition("\n")
     if newline and len(first) > 2 and first.startswith('"') and first.endswith('"'):
         return first[1:-1], rest
@@ -147,6 +148,6 @@ def _paragraphs(path: Path) -> Iterator[str]:
                     yield "\n".join(lines)
                     lines = []
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as UTF-8 text: {error}") from error
+        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
     if lines:
         yield "\n".join(lines)

@@ -1,8 +1,8 @@
 """Dense retrieval: one vector per passage in a memory-mapped file, searched exactly with numpy.
 
-Vectors come from a local model directory in sentence-transformers' layout (read with transformers,
-no other package) or from a server with OpenAI's embeddings call. They are scaled to length 1, so
-that the scores are cosines.
+Vectors come from a local model directory in sentence-transformers' layout (loaded with transformers
+alone) or from a server with OpenAI's embeddings API. They are scaled to length 1, so that scores
+are cosine similarities.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from agentrl.errors import ConfigError, DataError, EnvError
 from agentrl_search.outgoing import post_json
 
 BATCH = 64
-"""Texts that go through the model at once."""
+"""Texts per batch of the model."""
 BLOCK = 65_536
-"""Vectors scored at once: 100 MB at 384 dimensions."""
+"""Vectors scored at a time: 100 MB at 384 dimensions."""
 
 
 class Encoder(Protocol):
     def encode(self, texts: list[str]) -> np.ndarray:
-        """(len(texts), dimension) float32, rows of length 1. Safe from several threads."""
+        """Returns (len(texts), dimension) float32 with rows of norm 1. Has to be thread-safe."""
         ...
 
 
 def make_encoder(model: str, *, allow_private: bool = False) -> Encoder:
-    """The encoder behind a model directory, or behind `http(s)://host/v1/embeddings#model-name`.
+    """Makes an encoder.
+
+    Args:
+        model: a model directory, or a server as `http(s)://host/v1/embeddings#model-name`.
+        allow_private: whether the server may have a private address.
 
     Raises:
-        ConfigError: it is neither, its layout is not supported, or transformers is missing.
+        ConfigError: `model` is neither, its layout is not supported, or transformers is missing.
     """
     if model.startswith(("http://", "https://")):
         return ServerEncoder(model, allow_private=allow_private)
@@ -42,13 +46,13 @@ def make_encoder(model: str, *, allow_private: bool = False) -> Encoder:
 
 
 class LocalEncoder:
-    """A transformer with mean or first-token pooling, on the CPU or, if there is one, a GPU."""
+    """A transformer with mean or first-token pooling, on a GPU if there is one, else on the CPU."""
 
     def __init__(self, directory: Path) -> None:
         if not (directory / "config.json").is_file():
             raise ConfigError(
-                f"embedding model {directory} is no model directory (it has no config.json); give "
-                "a sentence-transformers directory, or the URL of an embedding server"
+                f"embedding model {directory} is not a model directory (it has no config.json); "
+                "give a sentence-transformers directory, or the URL of an embedding server"
             )
         self._pooling = _read_pooling(directory)
         try:
@@ -64,7 +68,7 @@ class LocalEncoder:
         model: Any = AutoModel.from_pretrained(directory, local_files_only=True)
         self._model = model.float().to(self._device).eval()
         self._max_tokens = _max_tokens(directory, self._model.config)
-        # A fast tokenizer may not pad on two threads at once.
+        # A fast tokenizer must not be used for padding by two threads at once.
         self._lock = threading.Lock()
 
     def encode(self, texts: list[str]) -> np.ndarray:
@@ -97,13 +101,13 @@ class LocalEncoder:
 
 
 class ServerEncoder:
-    """A server with OpenAI's `POST /v1/embeddings`."""
+    """An encoder that calls a server's OpenAI-compatible `POST /v1/embeddings`."""
 
     def __init__(self, url: str, *, allow_private: bool) -> None:
         self._url, _, self._name = url.partition("#")
         if not self._name:
             raise ConfigError(
-                f"embedding server {url}: name the model behind a #, as in "
+                f"embedding server {url}: add # and the model's name, as in "
                 "https://host/v1/embeddings#model-name"
             )
         self._allow_private = allow_private
@@ -124,17 +128,23 @@ class ServerEncoder:
             if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
                 raise ValueError(f"vectors of shape {vectors.shape} for {len(texts)} texts")
         except (KeyError, TypeError, ValueError) as error:
-            raise EnvError(f"embedding server {self._url} sent no embeddings: {error!r}") from error
+            raise EnvError(
+                f"embedding server {self._url} sent no valid embeddings: {error!r}"
+            ) from error
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 class DenseWriter:
-    """Appends vectors to a file that holds `num_passages` already."""
+    """Appends vectors to a file that already contains `num_passages`."""
 
     def __init__(
         self, path: Path, num_passages: int, dimension: int | None, encoder: Encoder, prefix: str
     ) -> None:
-        """`dimension` is that of the vectors in the file, None if there are none."""
+        """
+        Args:
+            dimension: of the vectors in the file; None if there are none yet.
+            prefix: text the model needs before every passage.
+        """
         self._encoder = encoder
         self._prefix = prefix
         self.dimension = dimension
@@ -148,8 +158,8 @@ class DenseWriter:
         self.dimension = self.dimension or vectors.shape[1]
         if vectors.shape[1] != self.dimension:
             raise DataError(
-                f"the encoder makes vectors of {vectors.shape[1]} numbers, the index holds "
-                f"{self.dimension}: use the model the index was built with"
+                f"the encoder's vectors have dimension {vectors.shape[1]}, but those of the index "
+                f"have {self.dimension}; use the model that the index was built with"
             )
         self._file.write(vectors.astype("<f4").tobytes())
 
@@ -162,14 +172,14 @@ class DenseWriter:
 
 
 class Dense:
-    """Ranks passages by cosine. Safe to use from several threads."""
+    """Ranks passages by cosine similarity. Thread-safe."""
 
     def __init__(
         self, path: Path, num_passages: int, dimension: int, encoder: Encoder, prefix: str
     ) -> None:
         """
         Args:
-            prefix: put before every query; some models want `query: ` there.
+            prefix: text the model needs before every query, such as `query: `.
 
         Raises:
             DataError: the file is missing or too short.
@@ -180,10 +190,10 @@ class Dense:
             vectors = np.memmap(path, "<f4", "r")[: num_passages * dimension]
             self._vectors = vectors.reshape(num_passages, dimension)
         except (OSError, ValueError) as error:
-            raise DataError(f"vectors {path} are damaged ({error}); build them again") from error
+            raise DataError(f"vectors {path} are damaged ({error}); rebuild the index") from error
 
     def rank(self, queries: list[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query the numbers and cosines of the k nearest passages, best first."""
+        """Returns, per query, `(row, cosine)` of the k nearest passages, best first."""
         if not queries:
             return []
         encoded = self._encoder.encode([self._prefix + query for query in queries])  # (Q, D)
@@ -207,10 +217,10 @@ class Dense:
 
 
 def _read_pooling(directory: Path) -> str:
-    """`mean` or `cls`, from sentence-transformers' files; `mean` where there are none.
+    """Returns `mean` or `cls` according to sentence-transformers' files; `mean` without them.
 
     Raises:
-        ConfigError: the model has another pooling or further layers.
+        ConfigError: the model uses another pooling or has unsupported layers.
     """
     modules = directory / "modules.json"
     if not modules.is_file():
@@ -220,8 +230,8 @@ def _read_pooling(directory: Path) -> str:
         kind = module["type"].rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
-                f"embedding model {directory} has a layer '{kind}', which is not supported; serve "
-                "the model and give the server's URL"
+                f"embedding model {directory} has an unsupported layer '{kind}'; run the model in "
+                "an embedding server and give its URL"
             )
         if kind == "Pooling":
             config = orjson.loads((directory / module["path"] / "config.json").read_bytes())
@@ -233,8 +243,9 @@ def _read_pooling(directory: Path) -> str:
             known = {"mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
             if len(modes) != 1 or not modes <= set(known):
                 raise ConfigError(
-                    f"embedding model {directory} pools by {', '.join(sorted(modes))}; only the "
-                    "mean and the first token are supported; serve the model and give its URL"
+                    f"embedding model {directory} uses the pooling {', '.join(sorted(modes))}, but "
+                    "only mean and cls are supported; run the model in an embedding server and "
+                    "give its URL"
                 )
             pooling = known[modes.pop()]
     return pooling

@@ -1,9 +1,9 @@
 """Search-R1's tags: `<think>`, `<search>`, `<information>`, `<answer>`, in plain text.
 
-A turn ends with its first `</search>` or `</answer>`, whatever was written behind it, as if the
-engine had stopped there; the pair that this tag closes is the action. That is how Search-R1 reads a
-turn (Jin et al., "Search-R1", 2025, section 3), whose models and recipes thereby run as they are.
-Nothing here takes more than linear time, whatever was written.
+A turn ends with its first `</search>` or `</answer>`, as if the engine had stopped there; text
+after it is ignored. The pair that this tag closes is the action. Search-R1 reads turns the same way
+(Jin et al., "Search-R1", 2025, section 3), so its models and recipes work unchanged. Everything
+here takes linear time, whatever the policy writes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ class TagAction:
 
 
 def cut_turn(text: str) -> str:
-    """The turn up to its first `</search>` or `</answer>`; all of it where there is none."""
+    """Returns the turn up to its first `</search>` or `</answer>`, or all of it without one."""
     end = _END.search(text)
     return text if end is None else text[: end.end()]
 
 
 def read_action(text: str) -> TagAction | None:
-    """Returns the action that the turn's first closing tag closes; None if there is no such tag, or
-    nothing was opened."""
+    """Returns the action that ends with the turn's first `</search>` or `</answer>`.
+
+    Returns None if there is no such tag, or no opening tag before it.
+    """
     end = _END.search(text)
     if end is None:
         return None
@@ -44,10 +46,10 @@ def read_action(text: str) -> TagAction | None:
 
 
 def is_well_formed(text: str, *, require_think: bool) -> bool:
-    """Tells whether a turn is a thought (unless none is required), then one action, and nothing
-    before it.
+    """Returns whether a turn consists of a thought and one action.
 
-    The opening `<think>` may be missing, because many chat templates write it themselves.
+    The thought may be missing unless `require_think`. The opening `<think>` may always be missing,
+    because many chat templates write it themselves. Text after the action is ignored.
     """
     before, thought, rest = cut_turn(text).strip().partition("</think>")
     if thought:
@@ -65,10 +67,9 @@ def is_well_formed(text: str, *, require_think: bool) -> bool:
 
 
 def without_tags(text: str) -> str:
-    """Text of a passage, which must not speak in the agent's or the environment's name.
+    """Removes the dialect's tags from a passage, so that it cannot imitate agent or environment.
 
-    What the removal of a tag puts together is looked at again: `</infor</think>mation>` leaves
-    nothing.
+    Removes tags that the removal of another tag creates, too: `</infor</think>mation>` becomes "".
     """
     kept: list[str] = []
     for part in re.split("(?<=>)", text):

@@ -1,8 +1,8 @@
-"""Questions that are answered by searching a corpus, over several turns.
+"""Questions that the agent answers by searching a corpus, over several turns.
 
-With `dialect = "tools"` the agent calls `search`, `open` and, to end, `answer`. With `"tags"` it
-writes plain text in Search-R1's dialect (see `dialect.py`). Both share passages, limits and reward.
-References are read by the reward only; what the agent is shown comes from the corpus.
+With `dialect = "tools"` the agent calls `search` and `open`, and finally `answer`. With `"tags"` it
+writes plain text in Search-R1's dialect (see `dialect.py`). Both use the same passages, limits and
+rewards. The agent sees text from the corpus only; just the reward reads the reference.
 """
 
 from __future__ import annotations
@@ -53,65 +53,68 @@ CUT = " ... (cut)"
 
 
 class Weights(EnvConfig):
-    """Share of each component in the reward. All are reported, whatever their weight."""
+    """Weights of the reward's components. All components are reported, even with weight 0."""
 
     em: float = 1.0
-    """The answer equals a reference after SQuAD's normalisation."""
+    """1 if the answer equals a reference after SQuAD's normalisation, else 0."""
     f1: float = 0.0
-    """Overlap of words with the best reference."""
+    """Token F1 with the best reference."""
     substring: float = 0.0
-    """A reference stands in the answer."""
+    """1 if the answer contains a reference, else 0."""
     format: float = 0.0
-    """Share of turns that keep to the dialect."""
+    """Fraction of turns that follow the dialect's format."""
     retrieval: float = 0.0
-    """A gold passage was shown; where none is named, one that holds a reference."""
+    """1 if the agent was shown a gold passage, else 0. If the task names no gold passages, any text
+    that contains a reference counts."""
 
 
 class SearchConfig(EnvConfig):
-    """Settings of questions and passages, of the agent's dialect and of the reward."""
+    """Settings of the questions, the passages, the dialect and the reward."""
 
     source: str | dict[str, str] = "sample"
     """`sample` (twelve questions), a .jsonl or .parquet file of rows, a SQuAD .json file, a folder
     of such files (one split per file), or a table from split to file."""
     input_key: str | None = None
-    """Column with the question. None: `prompt` if it holds chat messages, else `question`."""
+    """Column with the question. None: `prompt` if it contains chat messages, else `question`."""
     label_key: str | None = None
     """Column with the answers. None: `answers`, `golden_answers`, `answer` or `reward_model`."""
     metadata_key: str | None = None
-    """Column with an object, or its JSON text, that joins the task's metadata."""
+    """Column with an object, or its JSON text, to merge into the task's metadata."""
     unanswerable: bool = False
-    """Keep SQuAD 2.0's questions without an answer; `unanswerable` is the right answer then."""
+    """Keep SQuAD 2.0's unanswerable questions, for which `unanswerable` is the right answer."""
 
     index: str | None = None
     """Directory made by `agentrl search index`."""
     corpus: str | None = None
-    """File or folder of passages, indexed when the environment is loaded: for small ones."""
+    """File or folder of passages, which is indexed when the environment is loaded. Suited to small
+    corpora."""
     retriever_url: str | None = None
-    """Server with Search-R1's contract, such as `agentrl search serve`: http://host:port/retrieve.
-    Without any of the three the corpus is that of `sample`, or the SQuAD file's paragraphs."""
+    """Server with Search-R1's protocol, such as `agentrl search serve`: http://host:port/retrieve.
+    If none of `index`, `corpus` and `retriever_url` is set, the corpus is that of `sample`, or the
+    paragraphs of the SQuAD file."""
     retrieval: Retrieval | None = None
-    """`bm25`, `dense` or `hybrid`; None takes all the index has."""
+    """`bm25`, `dense` or `hybrid`; None uses everything the index supports."""
     allow_private: bool = False
-    """`retriever_url` and an index's embedding server may lead to this machine or a private
-    network. Whoever may set a configuration may set this."""
+    """Whether `retriever_url` and an index's embedding server may be on this machine or a private
+    network. Anyone who can set the environment's config can set this."""
     retriever_timeout_s: float = Field(default=10.0, gt=0, le=15)
-    """Deadline of one of the three attempts to reach the retriever."""
+    """Seconds that the retriever has to answer a search, over all three attempts."""
 
     dialect: Literal["tools", "tags"] = "tools"
-    """`tags` is plain text with Search-R1's tags."""
+    """`tools` for tool calls, `tags` for plain text with Search-R1's tags."""
     require_think: bool = True
-    """Tags: a turn without `<think>` breaks the format."""
+    """With `tags`, count a turn without `<think>` as badly formatted."""
     instruction: str | None = None
-    """Put under a question, after an empty line; None: one that fits the dialect; an empty text
-    leaves the bare question. Prompts that are chat messages get none unless it is set."""
+    """Text put below a question, after an empty line. None uses a default for the dialect, "" adds
+    nothing. A prompt of chat messages gets an instruction only if this is set."""
     system_prompt: str | None = None
 
     top_k: int = Field(default=3, ge=1, le=10)
-    """Passages per search, where the agent asks for no other number."""
+    """Passages per search, unless the agent asks for another number."""
     max_passage_chars: int = Field(default=2000, ge=50)
-    """A passage in the results of a search is cut to this length."""
+    """Maximum length of a passage in search results; longer ones are cut."""
     max_observation_chars: int = Field(default=8000, ge=200)
-    """So is everything a tool shows at once."""
+    """Maximum length of everything that one tool call returns."""
     weights: Weights = Weights()
     report_reference: bool = False
     """Put the right answers and the task's metadata into the `info` of the step that ends the
@@ -123,9 +126,9 @@ class SearchConfig(EnvConfig):
             name for name in ("index", "corpus", "retriever_url") if getattr(self, name) is not None
         ]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other")
+            raise ValueError(f"set only one of {' and '.join(given)}")
         if self.retrieval is not None and self.index is None:
-            raise ValueError("retrieval chooses among what an index holds; set index too")
+            raise ValueError("retrieval applies to an index only; set index, or leave it out")
         return self
 
 
@@ -138,16 +141,16 @@ class Shared:
 @register("search", max_sessions=1024)
 class SearchEnvironment(Environment):
     Config = SearchConfig
-    # Longer than three attempts to reach a remote retriever take.
+    # Leaves a remote retriever enough time for its three attempts.
     step_timeout_s = 120.0
 
     @classmethod
     def load_shared(cls, config: SearchConfig) -> Shared:
-        """Questions and retriever of a configuration.
+        """Loads the questions and opens the retriever.
 
         Raises:
-            ConfigError: the configuration names nothing that can be used, or a package is missing.
-            DataError: a file can't be read.
+            ConfigError: the config names no usable source or retriever, or a package is missing.
+            DataError: a file cannot be read.
         """
         questions = load_questions(
             config.source,
@@ -171,7 +174,7 @@ class SearchEnvironment(Environment):
     def offered_tools(self) -> list[str]:
         if self.config.dialect == "tags":
             return []
-        # The contract of a remote retriever has no call for one passage.
+        # The protocol of remote retrievers has no request for a single passage.
         return ["search", "answer"] if self.config.retriever_url else ["search", "open", "answer"]
 
     async def reset(self, task: Task, *, seed: int) -> list[Message]:
@@ -238,7 +241,7 @@ class SearchEnvironment(Environment):
         result = StepResult(observation, terminated=answered)
         if not (answered or self.episode.last_turn):
             return result
-        result.truncated = not answered  # without an answer, which counts as a wrong one
+        result.truncated = not answered  # no answer counts as a wrong one
         result.reward_components = self._components()
         weights: Weights = self.config.weights
         result.reward = sum(
@@ -276,7 +279,7 @@ class SearchEnvironment(Environment):
         return [_information_message(found)]
 
     def _find_for_tags(self, query: str) -> str:
-        """Search results as Search-R1 writes them."""
+        """Returns the search results in Search-R1's format."""
         hits = self._search(query, self.config.top_k)
         texts = [
             f'Doc {number}(Title: "{without_tags(hit.passage.title)}") '
@@ -292,7 +295,7 @@ class SearchEnvironment(Environment):
         return hits
 
     def _show(self, hits: list[Hit], texts: list[str]) -> str:
-        """The hits' texts up to the limit; notes whether a gold passage is among them."""
+        """Joins the hits' texts up to the length limit, and records a gold passage among them."""
         shown, room = "", self.config.max_observation_chars
         for hit, text in zip(hits, texts, strict=True):
             text = _cut(text, room - len(shown))
@@ -315,13 +318,13 @@ class SearchEnvironment(Environment):
     def _components(self) -> dict[str, float]:
         text = self._answer or ""
         if self._is_unanswerable() and em(text, NO_ANSWER):
-            text = ""  # what SQuAD's evaluation expects
+            text = ""  # SQuAD's evaluation expects an empty answer
         scores = {
             "em": em(text, self._golds),
             "f1": f1(text, self._golds),
             "substring": substring(text, self._golds),
         }
-        if self._answer is None:  # an episode cut short did not say that there is no answer
+        if self._answer is None:  # a truncated episode did not claim that there is no answer
             scores = dict.fromkeys(scores, 0.0)
         return scores | {
             "format": self._num_well_formed / self._num_turns,
@@ -342,7 +345,7 @@ class SearchEnvironment(Environment):
 
 
 class _TemporaryIndex:
-    """An index of a small corpus that lives as long as the process needs it."""
+    """An index of a small corpus in a temporary directory, which `close` deletes."""
 
     def __init__(self, corpus: Path) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="agentrl-search-")
@@ -378,20 +381,25 @@ def _open_retriever(config: SearchConfig) -> Retriever:
     if config.corpus is not None:
         corpus = Path(config.corpus).expanduser()
         if not corpus.exists():
-            raise ConfigError(f"corpus {corpus} does not exist; it is relative to {Path.cwd()}")
+            raise ConfigError(
+                f"corpus {corpus} does not exist; relative paths start at {Path.cwd()}"
+            )
         return _TemporaryIndex(corpus)
     if config.source == "sample":
         return _TemporaryIndex(SAMPLE_DIR / "passages.jsonl")
     if isinstance(config.source, str) and config.source.endswith(".json"):
         return _TemporaryIndex(Path(config.source).expanduser())
     raise ConfigError(
-        "what should be searched? Set index (a directory made by `agentrl search index`), corpus "
-        "(a small file or folder) or retriever_url"
+        "there is no corpus to search: set index (a directory made by `agentrl search index`), "
+        "corpus (a small file or folder) or retriever_url"
     )
 
 
 def _information_message(text: str) -> Message:
-    """Named, so that a chat template can let it go on in the assistant's turn."""
+    """Makes the message with search results.
+
+    It has a name, so that a chat template can continue the assistant's turn with it.
+    """
     return {"role": "user", "name": "information", "content": as_information(text)}
 
 
@@ -399,7 +407,9 @@ def _golds(task: Task) -> list[str]:
     reference = task.reference if isinstance(task.reference, list) else [task.reference]
     golds = [gold for gold in reference if isinstance(gold, str) and gold.strip()]
     if len(golds) < len(reference) or not (golds or task.metadata.get("unanswerable")):
-        raise DataError(f"task {task.id} needs a reference: a right answer or a list of them")
+        raise DataError(
+            f"task {task.id}: the reference has to be a right answer or a non-empty list of them"
+        )
     return golds
 
 

@@ -1,13 +1,14 @@
-"""An index directory: built from a corpus, added to, opened.
+"""Builds, extends and opens an index directory.
 
-    index.json     what the directory holds; written last, in one move
+    index.json     description of the index; written last, atomically
     passages.bin, ends.u64, ids-N.u64      the passages (store.py)
     bm25/          tantivy's segments (bm25.py)
     vectors.f32    one vector per passage (dense.py)
 
-A new index is built beside its place and moved there when it is whole. An addition only appends,
-and counts once `index.json` says so: interrupted, it leaves the index as it was, or one that says
-that the addition must be repeated.
+A new index is built in a temporary directory beside its destination and moved there when complete.
+An addition only appends to the files and takes effect with the new `index.json`. If it is
+interrupted, the index either still works as before, or reports that the addition has to be
+repeated.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CHUNK = 1024
 
 class DenseInfo(msgspec.Struct, frozen=True):
     model: str
-    """A model directory or an embedding server, see `make_encoder`."""
+    """A model directory or an embedding server; see `make_encoder`."""
     dimension: int | None
     query_prefix: str
     passage_prefix: str
@@ -66,29 +67,32 @@ def build_index(
     allow_private: bool = False,
     progress: Callable[[int], None] = lambda num_passages: None,
 ) -> IndexInfo:
-    """Build an index in a new directory. Passages are streamed: beside a buffer of 256 MB
-    memory grows by some 40 bytes each.
+    """Builds an index in a new directory.
+
+    Passages are streamed; memory use is a buffer of 256 MB plus about 40 bytes per passage.
 
     Args:
-        stemmer: language of BM25's stemmer, in English; None for none.
-        model: for dense and hybrid retrieval, see `make_encoder`.
-        query_prefix: what the model wants before a query.
-        passage_prefix: what the model wants before a passage.
-        allow_private: an embedding server may have a private address.
+        stemmer: English name of the language of BM25's stemmer; None to not stem.
+        model: embedding model for dense and hybrid retrieval; see `make_encoder`.
+        query_prefix: text the model needs before a query.
+        passage_prefix: text the model needs before a passage.
+        allow_private: whether an embedding server may have a private address.
         progress: called with the number of passages so far.
 
     Raises:
-        ConfigError: the directory holds something, or options contradict each other.
-        DataError: a passage is broken, two have one id, or the directory can't be written, as on
-            a full disk.
+        ConfigError: the directory is not empty, or the options contradict each other.
+        DataError: a passage is invalid, an id occurs twice, or the directory cannot be written,
+            as on a full disk.
     """
     if (retrieval == "bm25") != (model is None):
         raise ConfigError(
             f"retrieval '{retrieval}' "
-            + ("has no use for a model" if model else "needs a model to make vectors with")
+            + ("does not use a model; leave it out" if model else "needs an embedding model")
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists; choose another place, or add to the index there")
+        raise ConfigError(
+            f"{directory} already exists; choose another directory, or add to the index in it"
+        )
     dense = None
     if model is not None:
         if not model.startswith(("http://", "https://")):
@@ -116,10 +120,10 @@ def add_to_index(
     allow_private: bool = False,
     progress: Callable[[int], None] = lambda num_passages: None,
 ) -> IndexInfo:
-    """Append passages to an index; who has it open keeps the old state until it is opened again.
+    """Appends passages to an index. Open retrievers do not see them until they reopen the index.
 
     Raises:
-        DataError: there is no index, a passage is broken, or an id is there already.
+        DataError: there is no index, a passage is invalid, or its id is already in the index.
     """
     with _locked(directory), _writing(directory):
         return _append(passages, directory, read_info(directory), allow_private, progress)
@@ -128,13 +132,13 @@ def add_to_index(
 def open_index(
     directory: Path, retrieval: Retrieval | None = None, *, allow_private: bool = False
 ) -> LocalRetriever:
-    """Open an index for reading; everything but an encoder is memory-mapped.
+    """Opens an index for reading. Everything except an embedding model is memory-mapped.
 
     Args:
-        retrieval: None takes all the index has: hybrid where it holds words and vectors.
+        retrieval: None uses everything the index supports: hybrid if it has BM25 and vectors.
 
     Raises:
-        ConfigError: the index lacks what `retrieval` needs, or a package is missing.
+        ConfigError: the index does not support `retrieval`, or a package is missing.
         DataError: there is no index, or it is damaged.
     """
     info = read_info(directory)
@@ -152,29 +156,32 @@ def open_index(
             )
         )
     if not rankers or (retrieval == "hybrid" and len(rankers) < 2):
-        held = "words" if info.bm25 else "vectors"
-        raise ConfigError(f"index {directory} holds {held} only; it can't do '{retrieval}'")
+        supported = "bm25" if info.bm25 else "dense"
+        raise ConfigError(
+            f"index {directory} supports '{supported}' only, not '{retrieval}'; set retrieval to "
+            f"'{supported}', or build the index for '{retrieval}'"
+        )
     store = PassageStore(directory, info.num_passages)
     return LocalRetriever(store, rankers[0] if len(rankers) == 1 else Hybrid(rankers))
 
 
 def read_info(directory: Path) -> IndexInfo:
-    """Reads what an index directory holds.
+    """Reads the `index.json` of an index directory.
 
     Raises:
-        DataError: it is no index, or one of another version.
+        DataError: the directory is not an index, or its format has another version.
     """
     try:
         info = msgspec.json.decode((directory / "index.json").read_bytes(), type=IndexInfo)
     except OSError as error:
         raise DataError(
-            f"{directory} is no index ({error.strerror}); build one with "
+            f"{directory} is not an index ({error.strerror}); build one with "
             "`agentrl search index CORPUS --out DIR`"
         ) from error
     except msgspec.DecodeError as error:
         raise DataError(f"{directory / 'index.json'} is damaged: {error}") from error
     if info.format != FORMAT:
-        raise DataError(f"index {directory} has format {info.format}, not {FORMAT}; build it again")
+        raise DataError(f"index {directory} has format {info.format}, not {FORMAT}; rebuild it")
     return info
 
 
@@ -210,8 +217,8 @@ def _append(
                 vectors.add([passage.contents for passage in chunk])
             progress(store.num_passages)
         if store.num_passages == info.num_passages:
-            raise DataError("there is no passage to index")
-        # The store checks the ids, so it must come before what can't be taken back.
+            raise DataError("there are no passages to index")
+        # First, because it checks the ids: the commits below cannot be undone.
         store.commit()
         dense = info.dense
         if vectors is not None and dense is not None:
@@ -221,7 +228,7 @@ def _append(
             words.commit()
         info = msgspec.structs.replace(info, num_passages=store.num_passages, dense=dense)
         _write_info(directory, info)
-    # tantivy makes some files for their owner alone; a server may run as another user.
+    # tantivy makes some files readable by their owner only; a server may run as another user.
     mode = (directory / "index.json").stat().st_mode
     for path in (directory / "bm25").glob("*"):
         path.chmod(mode)
@@ -250,7 +257,7 @@ def _writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"index {directory} can't be written ({error}); free space there, then repeat it"
+            f"index {directory} cannot be written ({error}); free disk space and try again"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""POST of JSON to a retriever or embedding server, never to a private address unless allowed.
+"""POSTs JSON to a retriever or embedding server, and to private addresses only if allowed.
 
-Names are resolved once per connection, every address is checked, and the connection goes to a
-checked address, so that a name cannot change its meaning in between. Redirects are not followed
-and proxies not used.
+Host names are resolved once per connection, every address is checked, and the connection is made to
+a checked address, so that DNS cannot change between check and use. Redirects are not followed, and
+proxies are not used.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def check_url(url: str, *, allow_private: bool) -> SplitResult:
-    """The parts of an http(s) URL that may be called.
+    """Parses an http(s) URL and checks that requests to it are allowed.
 
     Raises:
-        ConfigError: it is no such URL, or its host is a private address.
+        ConfigError: it is not a valid http(s) URL, or its host has a private address that is not
+            allowed.
     """
     parts = urlsplit(url)
     try:
@@ -38,22 +39,24 @@ def check_url(url: str, *, allow_private: bool) -> SplitResult:
     except ValueError as error:
         raise ConfigError(f"'{url}': {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-        raise ConfigError(f"'{url}' must be an http:// or https:// URL without a user name")
-    # A name that is unknown now may be known later; every call checks again.
+        raise ConfigError(f"'{url}' has to be an http:// or https:// URL without a user name")
+    # A name that cannot be resolved now may be resolved later; every request checks again.
     with contextlib.suppress(socket.gaierror):
         _checked_addresses(parts.hostname, port or 0, allow_private)
     return parts
 
 
 def post_json(url: str, body: object, *, allow_private: bool, timeout_s: float = 10.0) -> Any:
-    """The JSON answer of a server; three attempts where it can't be reached or answers 5xx.
+    """POSTs `body` as JSON and returns the JSON answer.
+
+    Makes up to three attempts if the server cannot be reached or answers 429 or 5xx.
 
     Args:
-        timeout_s: of all attempts together, to the last byte of the answer.
+        timeout_s: limit on all attempts together, up to the last byte of the answer.
 
     Raises:
-        ConfigError: the URL is odd, or leads to a private address that is not allowed.
-        EnvError: no attempt brought a JSON answer.
+        ConfigError: the URL is not valid, or leads to a private address that is not allowed.
+        EnvError: no attempt returned a JSON answer.
     """
     parts = check_url(url, allow_private=allow_private)
     data = orjson.dumps(body)
@@ -75,11 +78,11 @@ def post_json(url: str, body: object, *, allow_private: bool, timeout_s: float =
             try:
                 return orjson.loads(reply)
             except orjson.JSONDecodeError as error:
-                raise EnvError(f"{url} answered no JSON: {error}") from error
+                raise EnvError(f"the answer of {url} is not JSON: {error}") from error
         problem = f"status {status}: {reply[:200].decode(errors='replace')}"
         if status < 500 and status != 429:
             break
-    raise EnvError(f"{url} can't be used ({problem}); check that the server runs there")
+    raise EnvError(f"POST {url} failed ({problem}); check that the server is running")
 
 
 def _post(
@@ -90,7 +93,7 @@ def _post(
     address = _checked_addresses(host, port, allow_private)[0]
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     connected = socket.create_connection((address, port), timeout_s)
-    # A timeout of the socket bounds each wait only, and a server can send a byte at a time.
+    # The socket's timeout limits each read only, and a server may send one byte at a time.
     too_late = threading.Event()
 
     def give_up() -> None:
@@ -116,7 +119,7 @@ def _post(
     if too_late.is_set():
         raise TimeoutError("the answer was not complete in time")
     if len(reply) > MAX_REPLY_BYTES:
-        raise EnvError(f"{host} answered more than {MAX_REPLY_BYTES >> 20} MB")
+        raise EnvError(f"the answer of {host} is longer than {MAX_REPLY_BYTES >> 20} MB")
     return response.status, reply
 
 
@@ -127,8 +130,8 @@ def _checked_addresses(host: str, port: int, allow_private: bool) -> list[str]:
         for address in addresses:
             if not _is_public(address):
                 raise ConfigError(
-                    f"{host} is the private address {address}; set allow_private to true if this "
-                    "server is yours"
+                    f"{host} has the private address {address}; set allow_private to true if you "
+                    "trust this server"
                 )
     return addresses
 

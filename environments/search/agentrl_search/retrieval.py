@@ -1,4 +1,4 @@
-"""Retrievers: what answers a query with passages. One Protocol, local and remote ones."""
+"""Local and remote retrievers, which return the passages that match a query."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ RRF_DEPTH = 50
 class Hit:
     passage: Passage
     score: float
-    """Higher is better; comparable within one answer only."""
+    """Higher is better. Comparable only within the results of one query."""
 
 
 class Retriever(Protocol):
-    """Safe to use from several threads."""
+    """Finds passages. Has to be thread-safe."""
 
     def search(self, queries: list[str], k: int) -> list[list[Hit]]:
-        """For each query at most k passages, best first.
+        """Returns at most k passages per query, best first; an empty list if nothing matches.
 
         Raises:
-            EnvError: the retriever is out of order. That nothing was found is no error.
+            EnvError: the retriever failed.
         """
         ...
 
     def find(self, passage_id: str) -> Passage | None:
-        """The passage with an id."""
+        """Returns the passage with this id, or None if there is none."""
         ...
 
     def close(self) -> None: ...
@@ -41,7 +41,7 @@ class Retriever(Protocol):
 
 class Ranker(Protocol):
     def rank(self, queries: list[str], k: int) -> list[list[tuple[int, float]]]:
-        """For each query the numbers and scores of at most k passages, best first."""
+        """Returns, per query, `(row, score)` of at most k passages, best first."""
         ...
 
 
@@ -49,7 +49,7 @@ class Hybrid:
     """Reciprocal rank fusion: a passage scores the sum of 1/(60 + rank) over the rankers.
 
     Cormack, Clarke and Büttcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
-    Learning Methods", SIGIR 2009. The first 50 passages (or k, if more) of each ranker take part.
+    Learning Methods", SIGIR 2009. Uses the first 50 passages of each ranker, or k if that is more.
     """
 
     def __init__(self, rankers: list[Ranker]) -> None:
@@ -65,7 +65,7 @@ class Hybrid:
 
 
 class LocalRetriever:
-    """Passages on this machine's disk and something that ranks them."""
+    """A retriever over passages on this machine's disk."""
 
     def __init__(self, store: PassageStore, ranker: Ranker) -> None:
         self._store = store
@@ -85,18 +85,19 @@ class LocalRetriever:
 
 
 class RemoteRetriever:
-    """A server with Search-R1's contract.
+    """A retriever that queries a server with Search-R1's protocol.
 
         POST {"queries": [...], "topk": k, "return_scores": true}
         -> {"result": [[{"document": {"id"?, "title"?, "contents"}, "score"}]]}
 
-    The contract has no call for one passage: `find` knows none.
+    The protocol has no request for a single passage, so `find` always returns None.
     """
 
     def __init__(self, url: str, *, allow_private: bool = False, timeout_s: float = 10.0) -> None:
         """
         Raises:
-            ConfigError: the URL is odd, or its host is a private address that is not allowed.
+            ConfigError: the URL is not valid, or its host has a private address that is not
+                allowed.
         """
         check_url(url, allow_private=allow_private)
         self._url = url
@@ -119,7 +120,7 @@ class RemoteRetriever:
             return [[_to_hit(entry) for entry in result[:k]] for result in results]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EnvError(
-                f"retriever {self._url} does not keep to the contract of /retrieve: {error!r}"
+                f"the answer of retriever {self._url} is not in the format of /retrieve: {error!r}"
             ) from error
 
     def find(self, passage_id: str) -> Passage | None:

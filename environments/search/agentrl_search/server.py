@@ -1,9 +1,9 @@
-"""Serve an index over HTTP with Search-R1's retriever contract, for this and other trainers.
+"""Serves an index over HTTP with Search-R1's retriever protocol, for this and other trainers.
 
     POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}
     -> {"result": [[{"document": {"id", "title", "contents"}, "score"}]]}
 
-Without `return_scores` the documents stand in the lists themselves.
+Without `return_scores`, the inner lists contain the documents directly.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class RetrieveRequest(msgspec.Struct):
 
 
 def make_app(retriever: Retriever, *, topk: int = 3, num_threads: int = 4) -> web.Application:
-    """An application that answers `POST /retrieve` and `GET /healthz`.
+    """Makes an application that answers `POST /retrieve` and `GET /healthz`.
 
     Args:
-        topk: passages per query where the request names no number.
-        num_threads: threads that search; a large request is spread over them.
+        topk: passages per query if a request does not set `topk`.
+        num_threads: search threads; the queries of a large request are spread over them.
     """
     pool = concurrent.futures.ThreadPoolExecutor(num_threads, "search")
 
@@ -46,9 +46,9 @@ def make_app(retriever: Retriever, *, topk: int = 3, num_threads: int = 4) -> we
             return _refuse(f"the body must be {{queries, topk?, return_scores?}}: {error}")
         k = topk if asked.topk is None else asked.topk
         if not 1 <= k <= MAX_TOPK:
-            return _refuse(f"topk must be from 1 to {MAX_TOPK}, not {k}")
+            return _refuse(f"topk has to be from 1 to {MAX_TOPK}, not {k}")
         if len(asked.queries) > MAX_QUERIES:
-            return _refuse(f"at most {MAX_QUERIES} queries in one request")
+            return _refuse(f"a request may have at most {MAX_QUERIES} queries")
         loop = asyncio.get_running_loop()
         blocks = await asyncio.gather(
             *(
@@ -81,7 +81,7 @@ def make_app(retriever: Retriever, *, topk: int = 3, num_threads: int = 4) -> we
 
 
 def serve(retriever: Retriever, listener: socket.socket, *, topk: int, num_threads: int) -> None:
-    """Serve until interrupted or terminated."""
+    """Serves until the process is interrupted or terminated."""
     app = make_app(retriever, topk=topk, num_threads=num_threads)
     web.run_app(app, sock=listener, print=None, shutdown_timeout=5)
 

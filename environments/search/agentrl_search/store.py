@@ -1,10 +1,10 @@
-"""Passages on disk, read by number or by id through memory maps.
+"""Passages on disk, read by row number or by id through memory maps.
 
-Two files only grow: `passages.bin`, one JSON array `[id, title, text]` after the other, and
-`ends.u64`, the position behind each. `ids-N.u64` finds the number of an id among the first N
-passages: N sorted 64-bit hashes, then the N passage numbers in that order. What counts is what the
-index's own file names; bytes behind it are left from an addition that was interrupted, and the
-next one cuts them off.
+Two files are append-only: `passages.bin` has one JSON array `[id, title, text]` after the other,
+and `ends.u64` the position after each. `ids-N.u64` maps ids to row numbers for the first N
+passages: N sorted 64-bit hashes of ids, then the N row numbers in the same order. `index.json` says
+how many passages are valid. Bytes beyond them are from an interrupted addition, and the next
+addition truncates them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StoreWriter:
-    """Appends passages to a directory that holds `num_passages` already."""
+    """Appends passages to a directory that already contains `num_passages`."""
 
     def __init__(self, directory: Path, num_passages: int) -> None:
         self._directory = directory
@@ -47,11 +47,11 @@ class StoreWriter:
         return self._first + len(self._hashes)
 
     def add(self, passage: Passage) -> int:
-        """Append; returns the passage's number.
+        """Appends a passage and returns its row number.
 
         Raises:
-            DataError: two passages have one id. It is looked for whenever the corpus has doubled,
-                so what is repeated early is known early, at twice the cost of one look at the end.
+            DataError: two passages have the same id. This is checked whenever the number of new
+                passages has doubled, to fail early at about twice the cost of a single check.
         """
         if len(self._hashes) == self._next_check:
             self._next_check *= 2
@@ -66,10 +66,10 @@ class StoreWriter:
         return row
 
     def commit(self) -> None:
-        """Write everything out.
+        """Writes everything to disk.
 
         Raises:
-            DataError: two passages have one id.
+            DataError: two passages have the same id.
         """
         self._flush()
         for file in (self._passages, self._ends):
@@ -84,7 +84,7 @@ class StoreWriter:
         partial.replace(path)
 
     def close(self) -> None:
-        # What could not be written out was said when it was tried.
+        # commit() has reported data that could not be written.
         for file in (self._passages, self._ends):
             with contextlib.suppress(OSError):
                 file.close()
@@ -94,7 +94,7 @@ class StoreWriter:
         self._ends.flush()
 
     def _sorted_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes in their order, and the passages they are of. Raises DataError as `add`."""
+        """Returns the sorted hashes and their row numbers; raises DataError for repeated ids."""
         hashes = np.array(self._hashes, np.uint64)
         rows = np.arange(self._first, self.num_passages, dtype=np.uint64)
         if self._first:
@@ -119,12 +119,12 @@ class StoreWriter:
                     ids.append(_decode(file.read(int(ends[row]) - start))[0])
                 if ids[0] == ids[1]:
                     raise DataError(
-                        f"two passages have the id '{ids[0]}': ids must be unique over the corpus"
+                        f"two passages have the id '{ids[0]}'; ids have to be unique in a corpus"
                     )
 
 
 class PassageStore:
-    """Reads what `StoreWriter` wrote. Safe to use from several threads."""
+    """Reads the files that `StoreWriter` writes. Thread-safe."""
 
     def __init__(self, directory: Path, num_passages: int) -> None:
         """
@@ -139,15 +139,15 @@ class PassageStore:
             with (directory / PASSAGES).open("rb") as file:
                 self._passages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise DataError(f"index {directory} is damaged ({error}); build it again") from error
+            raise DataError(f"index {directory} is damaged ({error}); rebuild it") from error
         if len(self._ends) < num_passages or len(self._passages) < self._ends[-1]:
-            raise DataError(f"index {directory} is damaged (cut off); build it again")
+            raise DataError(f"index {directory} is damaged (a file is too short); rebuild it")
 
     def __len__(self) -> int:
         return self._num_passages
 
     def read(self, row: int) -> Passage:
-        """Passage number `row`, from 0."""
+        """Returns the passage with this row number, counting from 0."""
         start = int(self._ends[row - 1]) if row else 0
         return Passage(*_decode(self._passages[start : int(self._ends[row])]))
 
@@ -166,7 +166,7 @@ class PassageStore:
 
 
 def remove_old_ids(directory: Path, num_passages: int) -> None:
-    """Delete the id tables of earlier additions."""
+    """Deletes the id tables of earlier states of the index."""
     for path in directory.glob("ids-*.u64"):
         if path.name != _ids_name(num_passages):
             path.unlink()
@@ -182,7 +182,7 @@ def _hash(passage_id: str) -> int:
 
 
 def _open_at(path: Path, size: int):
-    """Open for appending after the first `size` bytes; whatever stands behind them is cut off."""
+    """Opens a file for appending after its first `size` bytes and truncates the rest."""
     file = path.open("r+b" if path.exists() else "w+b", buffering=1 << 20)
     file.truncate(size)
     file.seek(size)

@@ -1,8 +1,8 @@
-"""Questions with answers: SQuAD's layout, and rows as NQ, HotpotQA, TriviaQA and others have them.
+"""Loads questions with answers from SQuAD files and from rows like those of NQ, HotpotQA, TriviaQA.
 
-A task's reference is the list of right answers; it is empty where there is none, and the metadata
-then says `unanswerable`. Else it may say which passages hold one: `gold_ids` (SQuAD: the paragraph
-the question was asked about) or `gold_titles` (HotpotQA: the supporting facts).
+A task's reference is the list of right answers. For an unanswerable question it is empty, and the
+metadata has `unanswerable`. Otherwise the metadata may name the passages that contain an answer:
+`gold_ids` (SQuAD: the question's paragraph) or `gold_titles` (HotpotQA: the supporting facts).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from agentrl_search.corpus import squad_paragraphs
 SAMPLE_DIR = Path(__file__).with_name("sample")
 ANSWER_COLUMNS = ("answers", "golden_answers", "answer", "reward_model")
 NO_ANSWER = "unanswerable"
-"""What an agent answers to a question that the corpus does not answer."""
+"""The right answer to a question that the corpus does not answer."""
 
 
 @dataclass(slots=True, frozen=True)
 class QuestionSet:
-    """Tasks in the order of their files."""
+    """The tasks of each split, in file order."""
 
     tasks: dict[str, list[Task]]
 
@@ -45,24 +45,23 @@ def load_questions(
     metadata_key: str | None = None,
     unanswerable: bool = False,
 ) -> QuestionSet:
-    """Load every task of a source.
+    """Loads all tasks of a source.
 
     Args:
         source: `sample`; a `.jsonl` or `.parquet` file of rows or a SQuAD `.json` file (split
             `train`); a folder of such files, one split per file name; or a table from split to
             file.
-        input_key: column with the question; None: `prompt` if it holds chat messages (Search-R1's
-            own data), else `question`.
-        label_key: column with the answers; None: the first of `answers`, `golden_answers`,
-            `answer` and `reward_model` that is there. Its value is a text, a list of texts, or an
-            object that holds them as TriviaQA's (`value`, `aliases`) and Search-R1's
-            (`ground_truth.target`) do.
-        metadata_key: column with an object, or its JSON text, that joins the task's metadata.
-        unanswerable: keep SQuAD 2.0's questions without an answer.
+        input_key: column with the question; None uses `prompt` if it contains chat messages, as
+            in Search-R1's data, else `question`.
+        label_key: column with the answers; None uses the first of `answers`, `golden_answers`,
+            `answer` and `reward_model` that a row has. The value is a string, a list of strings, or
+            an object as in TriviaQA (`value`, `aliases`) or Search-R1 (`ground_truth.target`).
+        metadata_key: column with an object, or its JSON text, to merge into the task's metadata.
+        unanswerable: keep SQuAD 2.0's unanswerable questions.
 
     Raises:
         ConfigError: `source` is none of these.
-        DataError: a file can't be read, holds no task, or a row lacks a column.
+        DataError: a file cannot be read or contains no tasks, or a row lacks a column.
     """
     if source == "sample":
         files = {"train": SAMPLE_DIR / "questions.jsonl"}
@@ -75,7 +74,10 @@ def load_questions(
             found = [file for file in sorted(path.iterdir()) if file.suffix in suffixes]
             files = {file.stem: file for file in found}
             if len(files) < len(found):
-                raise DataError(f"folder {path} holds one split in two files; remove one of them")
+                raise DataError(
+                    f"folder {path} has two files of the same name but different suffix; each file "
+                    "name is a split, so remove one of them"
+                )
         else:
             if how := how_to_get(path):
                 raise DataError(f"folder {path} does not exist{how}")
@@ -92,7 +94,7 @@ def load_questions(
         else:
             tasks[split] = list(_row_tasks(file, split, input_key, label_key, metadata_key))
         if not tasks[split]:
-            raise DataError(f"{file} holds no questions with an answer")
+            raise DataError(f"{file} contains no questions with an answer")
     return QuestionSet(tasks)
 
 
@@ -134,7 +136,7 @@ def _row_tasks(
         golds = _texts(row[label])
         if not golds or any(not gold.strip() for gold in golds):
             raise DataError(
-                f"{place}: column '{label}' must hold an answer or a list of answers, not "
+                f"{place}: column '{label}' has to be an answer or a list of answers, not "
                 f"{str(row[label])[:80]!r}"
             )
         yield Task(
@@ -146,7 +148,7 @@ def _row_tasks(
 
 
 def _texts(value: Any) -> list[str]:
-    """The answers in a column's value, however they are wrapped."""
+    """Returns the answers in a column's value, however they are nested."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -175,8 +177,8 @@ def _prompt(row: dict[str, Any], input_key: str | None, place: str) -> str | lis
     if isinstance(prompt, list) and is_chat and prompt and prompt[-1]["role"] == "user":
         return [{"role": message["role"], "content": message["content"]} for message in prompt]
     raise DataError(
-        f"{place}: column '{key}' must be a text, or chat messages that end with the user's; set "
-        f"input_key to one of: {', '.join(row) or 'none'}"
+        f"{place}: column '{key}' has to be a string, or chat messages that end with the user's; "
+        f"set input_key to one of: {', '.join(row) or 'none'}"
     )
 
 

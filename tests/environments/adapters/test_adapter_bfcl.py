@@ -128,16 +128,16 @@ def test_what_cannot_be_judged_is_refused_in_words(package, source, tmp_path):
     odd_type = FUNCTION | {"parameters": {"type": "dict", "properties": {"a": {"type": "String"}}}}
     for change, message in [
         ({"id": "simple_javascript_3"}, said),
-        ({"function": [odd_type]}, "no row of one turn of BFCL: KeyError.'String'"),
-        ({"question": good["question"] * 2}, "no row of one turn of BFCL"),
-        ({"ground_truth": [["cd(folder='x')"]]}, "no row of one turn of BFCL"),
+        ({"function": [odd_type]}, "not a single-turn row of BFCL: KeyError.'String'"),
+        ({"question": good["question"] * 2}, "not a single-turn row of BFCL"),
+        ({"ground_truth": [["cd(folder='x')"]]}, "not a single-turn row of BFCL"),
     ]:
         file = tmp_path / "one.jsonl"
         file.write_text(json.dumps(good | change))
         with pytest.raises(DataError, match=f"one.jsonl, line 1: .*{message}"):
             BfclEnvironment.load_shared(BfclConfig(source=str(file)))
     file.write_text(json.dumps(row("multiple")))
-    with pytest.raises(DataError, match="no column ground_truth; `agentrl data get bfcl` writes"):
+    with pytest.raises(DataError, match="missing column ground_truth; `agentrl data get bfcl`"):
         BfclEnvironment.load_shared(BfclConfig(source=str(file)))
 
 

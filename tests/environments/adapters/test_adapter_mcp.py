@@ -129,7 +129,7 @@ def test_a_server_that_dies_loses_the_session_and_no_process_is_left(shelf):
     [
         ("mcp:http://127.0.0.1:9/mcp", {}, "MCP server http://127.0.0.1:9/mcp"),
         ("mcp:no-such-program-7391", {}, "no-such-program-7391"),
-        ("mcp", {}, "name a server"),
+        ("mcp", {}, "no MCP server is given"),
         (None, {"tasks": "missing.jsonl"}, "missing.jsonl"),
         (None, {"tools": ["fly"]}, "has no tool fly"),
     ],

@@ -256,7 +256,7 @@ def test_gsm8k_is_loaded_whole():
         ({"operators": "+/"}, r"operators.*one or more of \+ - \*"),
         ({"operators": ""}, "operators"),
         ({"digits": 0}, "digits"),
-        ({"digits": 2, "min_digits": 3}, "min_digits 3 is above digits 2"),
+        ({"digits": 2, "min_digits": 3}, "min_digits = 3 is larger than digits = 2"),
         ({"equivalence": "loose"}, "equivalence"),
         ({"format_weight": 2.0}, "format_weight"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
@@ -278,16 +278,24 @@ def test_an_unknown_source_lists_what_there_is(source):
     [
         (['{"question": "q", "answer": "1"}', "{oops"], {}, r"line 2: not JSON"),
         (["[1]"], {}, r"line 1: a list; every line must be one JSON object"),
-        ([], {}, "holds no tasks"),
-        (["", " "], {}, "holds no tasks"),
+        ([], {}, "contains no tasks"),
+        (["", " "], {}, "contains no tasks"),
         (['{"q": "x", "answer": "1"}'], {}, "line 1: there is no column 'question'.*input_key.*q"),
         (['{"question": "x", "a": "1"}'], {}, "no column 'answer'; set label_key to one of: quest"),
         (['{"question": null, "answer": "1"}'], {}, "column 'question' is empty"),
-        (['{"question": " ", "answer": "1"}'], {}, "column 'question' must be a text"),
-        (['{"question": [1], "answer": "1"}'], {}, "column 'question' must be a text, or chat"),
-        (['{"question": "x", "answer": [1]}'], {}, "column 'answer' must be a text or a number"),
-        (['{"question": "x", "answer": true}'], {}, "column 'answer' must be a text or a number"),
-        (['{"question": "x", "answer": " "}'], {}, "column 'answer' must state a final answer"),
+        (['{"question": " ", "answer": "1"}'], {}, "column 'question' has to be a string"),
+        (['{"question": [1], "answer": "1"}'], {}, "column 'question' has to be a string, or chat"),
+        (
+            ['{"question": "x", "answer": [1]}'],
+            {},
+            "column 'answer' has to be a string or a number",
+        ),
+        (
+            ['{"question": "x", "answer": true}'],
+            {},
+            "column 'answer' has to be a string or a number",
+        ),
+        (['{"question": "x", "answer": " "}'], {}, "column 'answer' has to contain a final answer"),
         (
             ['{"question": "x", "answer": "1", "m": "{"}'],
             {"metadata_key": "m"},
@@ -336,7 +344,7 @@ def test_symbolic_grading_without_math_verify_says_how_to_get_it(tmp_path, monke
 
 @pytest.mark.parametrize("reference", [None, True, ["1"]])
 def test_a_task_without_a_usable_reference_is_refused(reference):
-    with pytest.raises(EnvError, match="needs a reference"):
+    with pytest.raises(EnvError, match="the reference has to be"):
         play([], task=Task("inline", "1+1=?", reference=reference))
 
 
@@ -370,7 +378,7 @@ def serve_math():
         ({"digitz": 3}, "there is no key 'digitz'; did you mean digits?"),
         ({"digits": 0}, "digits: Input should be greater than or equal to 1"),
         ({"source": "rows.jsonl", "input_key": "quest"}, "line 1: there is no column 'quest'"),
-        ({"source": "empty.jsonl"}, "holds no tasks"),
+        ({"source": "empty.jsonl"}, "contains no tasks"),
         ({"source": "missing.jsonl"}, "missing.jsonl does not exist"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_folder_holds_text_and_squad_files_too(tmp_path):
         ("c.jsonl", '{"text": "a"}\n[1]', "line 2: a list"),
         ("c.jsonl", '{"body": "a"}', "line 1: a passage needs a column 'text' or 'contents'"),
         ("c.jsonl", '{"text": 5}', "needs a column 'text'"),
-        ("c.jsonl", "", "holds no passages"),
+        ("c.jsonl", "", "contains no passages"),
         ("c.json", "{}", "not in SQuAD's layout"),
         ("c.parquet", "not parquet", "can't be read as parquet"),
         ("c.csv", "a,b", "must end in .jsonl or .parquet"),
@@ -191,4 +191,4 @@ def test_passages_without_a_text_are_left_out_and_counted(tmp_path, caplog):
     rows = [{"text": "one"}, {"text": ""}, {"contents": " \n"}, {"text": "two"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [passage.text for passage in read_corpus(path)] == ["one", "two"]
-    assert "2 passages without a text were left out" in caplog.text
+    assert "skipped 2 passages without text" in caplog.text

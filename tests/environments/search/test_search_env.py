@@ -277,9 +277,9 @@ def test_one_index_serves_all_sessions_and_goes_away(monkeypatch):
     [
         ({"source": "x.jsonl"}, "x.jsonl does not exist"),
         ({"corpus": "nowhere"}, "corpus nowhere does not exist"),
-        ({"index": "nowhere"}, "is no index"),
-        ({"index": "a", "corpus": "b"}, "index and corpus exclude each other"),
-        ({"retrieval": "dense"}, "set index too"),
+        ({"index": "nowhere"}, "is not an index"),
+        ({"index": "a", "corpus": "b"}, "set only one of index and corpus"),
+        ({"retrieval": "dense"}, "set index, or leave it out"),
         ({"retriever_url": "http://127.0.0.1:9/retrieve"}, "set allow_private to true"),
         ({"weights": {"emm": 1}}, "weights.emm"),
     ],
@@ -291,13 +291,13 @@ def test_wrong_configurations_say_what_to_do(config, message):
 
 def test_questions_without_a_corpus_are_an_error(tmp_path):
     rows = write_passages(tmp_path / "q.jsonl", [{"question": "q", "answer": "a"}])
-    with pytest.raises(ConfigError, match="what should be searched"):
+    with pytest.raises(ConfigError, match="there is no corpus to search"):
         SearchEnvironment({"source": rows}).shared  # noqa: B018
 
 
 @pytest.mark.parametrize("reference", [None, [], [""], 5, ["a", 5]])
 def test_a_task_without_a_reference_is_refused(reference):
-    with pytest.raises(EnvError, match="needs a reference"):
+    with pytest.raises(EnvError, match="the reference has to be"):
         play([], task=Task("t", "q?", reference=reference))
 
 

@@ -137,7 +137,7 @@ def test_an_addition_that_fails_or_is_cut_short_can_be_repeated(tmp_path):
     writer.add(2, "lost gamma")
     writer.commit()
     writer.close()
-    with pytest.raises(DataError, match="interrupted; repeat that"):
+    with pytest.raises(DataError, match=r"was interrupted; .*repeat it"):
         open_index(directory)
     add_to_index([Passage("new", "", "delta")], directory)
     retriever = open_index(directory)
@@ -152,17 +152,17 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
 
     with pytest.raises(DataError, match="line 2"):
         build_index(broken(), tmp_path / "index")
-    with pytest.raises(DataError, match="no passage to index"):
+    with pytest.raises(DataError, match="no passages to index"):
         build_index([], tmp_path / "index")
     assert [path.name for path in tmp_path.iterdir()] == [".index.lock"]
-    with pytest.raises(DataError, match="is no index"):
+    with pytest.raises(DataError, match="is not an index"):
         open_index(tmp_path / "index")
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="choose another place"):
+    with pytest.raises(ConfigError, match="choose another directory"):
         build_index(passages_of(["a"]), tmp_path / "index")
 
 
@@ -205,7 +205,7 @@ def test_an_index_whose_files_are_cut_short_is_not_opened(tmp_path, monkeypatch)
         content = file.read_bytes()
         for size in (0, len(content) // 2, len(content) - 1):
             file.write_bytes(content[:size])
-            with pytest.raises(DataError, match=r"damaged|can't be opened"):
+            with pytest.raises(DataError, match=r"damaged|cannot be opened"):
                 open_index(directory)
         file.write_bytes(content)
     assert open_index(directory).search(["alpha beta"], 1)[0]
@@ -293,11 +293,11 @@ def test_dense_and_hybrid_indexes(tmp_path, monkeypatch):
     assert info.dense is not None and info.dense.dimension == 26 and info.bm25
     assert Path(info.dense.model).is_absolute()
     assert ids(open_index(tmp_path / "hybrid", "bm25").search(["cccc"], 3)[0]) == ["p2"]
-    with pytest.raises(ConfigError, match="holds vectors only"):
+    with pytest.raises(ConfigError, match="supports 'dense' only"):
         open_index(tmp_path / "dense", "hybrid")
-    with pytest.raises(ConfigError, match="needs a model"):
+    with pytest.raises(ConfigError, match="needs an embedding model"):
         build_index(passages_of(texts), tmp_path / "x", retrieval="dense")
-    with pytest.raises(ConfigError, match="no use for a model"):
+    with pytest.raises(ConfigError, match="does not use a model"):
         build_index(passages_of(texts), tmp_path / "x", model="m")
 
 
@@ -352,7 +352,7 @@ def test_a_local_model_pools_as_its_files_say_whatever_the_padding(tiny_encoder_
             expected = (pooled / pooled.norm()).numpy()
             assert vector == pytest.approx(expected, abs=1e-5)
     set_pooling(tiny_encoder_dir, "max")
-    with pytest.raises(ConfigError, match="pools by max"):
+    with pytest.raises(ConfigError, match="uses the pooling max"):
         LocalEncoder(tiny_encoder_dir)
     set_pooling(tiny_encoder_dir, "mean_tokens")
 
@@ -368,9 +368,9 @@ def test_a_dense_index_with_a_local_model(tiny_encoder_dir, tmp_path):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no model directory"):
+    with pytest.raises(ConfigError, match="is not a model directory"):
         make_encoder(str(tmp_path))
-    with pytest.raises(ConfigError, match="name the model behind a #"):
+    with pytest.raises(ConfigError, match="add # and the model's name"):
         make_encoder("https://192.0.2.1/v1/embeddings")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -134,7 +135,7 @@ def test_a_retriever_that_breaks_the_contract_is_an_error(reply):
     async def handler(_: web.Request) -> web.Response:
         return web.json_response(reply)
 
-    with answering(handler) as url, pytest.raises(EnvError, match="does not keep to the contract"):
+    with answering(handler) as url, pytest.raises(EnvError, match="not in the format of /retrieve"):
         RemoteRetriever(url, allow_private=True).search(["q"], 1)
 
 
@@ -156,7 +157,7 @@ def test_failures_are_repeated_where_that_can_help(monkeypatch):
         with pytest.raises(EnvError, match="status 500"):
             post_json(url, {}, allow_private=True)
         assert len(seen) == 3
-    with pytest.raises(EnvError, match="can't be used"):
+    with pytest.raises(EnvError, match="check that the server is running"):
         post_json(url, {}, allow_private=True)
 
 
@@ -170,7 +171,7 @@ def test_redirects_are_not_followed_and_replies_are_bounded(monkeypatch):
     with answering(handler) as url:
         with pytest.raises(EnvError, match="status 302"):
             post_json(f"{url}/redirect", {}, allow_private=True)
-        with pytest.raises(EnvError, match="more than"):
+        with pytest.raises(EnvError, match="longer than"):
             post_json(f"{url}/json", {}, allow_private=True)
 
 
@@ -193,7 +194,7 @@ def test_a_name_that_turns_private_is_refused_at_the_call(monkeypatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), port))]
 
     monkeypatch.setattr(outgoing.socket, "getaddrinfo", resolve)
-    with pytest.raises(ConfigError, match=r"example\.org is the private address"):
+    with pytest.raises(ConfigError, match=r"example\.org has the private address"):
         post_json("http://example.org/retrieve", {}, allow_private=False)
 
 
@@ -224,7 +225,7 @@ def test_an_embedding_server():
         assert encoded.shape == (149, 2)
         assert (encoded**2).sum(1) == pytest.approx(1.0)
         assert (encoded[:, 0] / encoded[:, 1]).tolist() == pytest.approx(list(range(1, 150)), 1e-4)
-    with answering(broken) as url, pytest.raises(EnvError, match="sent no embeddings"):
+    with answering(broken) as url, pytest.raises(EnvError, match="sent no valid embeddings"):
         ServerEncoder(f"{url}/v1/embeddings#m", allow_private=True).encode(["a", "b"])
 
 
@@ -250,8 +251,8 @@ def test_index_add_and_query(tmp_path, capsys):
     ("command", "message"),
     [
         (["index", "nowhere", "--out", "x"], "corpus nowhere does not exist"),
-        (["query", "nowhere", "q"], "nowhere is no index"),
-        (["serve", "nowhere"], "nowhere is no index"),
+        (["query", "nowhere", "q"], "nowhere is not an index"),
+        (["serve", "nowhere"], "nowhere is not an index"),
     ],
 )
 def test_errors_are_one_line(command, message, capsys):
@@ -312,4 +313,4 @@ def test_the_timeout_bounds_a_server_that_sends_a_byte_at_a_time(drip):
         done.set()
         thread.join()
         assert [type(error) for error in outcome] == [EnvError]
-        assert "in time" in str(outcome[0])
+        assert re.search("in time|no answer within", str(outcome[0]))

@@ -98,7 +98,7 @@ def test_sources(tmp_path):
     assert load_questions({"x": one, "y": two}, **keys).splits() == {"x": 3, "y": 1}
     assert load_questions("sample").splits() == {"train": 12}
     (tmp_path / "test.json").write_text("{}")
-    with pytest.raises(DataError, match="one split in two files"):
+    with pytest.raises(DataError, match="each file name is a split"):
         load_questions(str(tmp_path), **keys)
     for source in ("owner/name", {}, "rows.csv"):
         with pytest.raises(ConfigError, match="neither 'sample' nor"):
@@ -122,11 +122,11 @@ def test_metadata_of_a_column_as_an_object_or_its_json_text(tmp_path):
     ("row", "message"),
     [
         ({"question": "q"}, "line 1: there is no column 'answers'; set label_key to one of: q"),
-        ({"question": "q", "answer": [""]}, "must hold an answer"),
-        ({"question": "q", "answer": []}, "must hold an answer"),
-        ({"question": "q", "answer": {"odd": 1}}, "must hold an answer"),
-        ({"query": "q", "answer": "a"}, "'question' must be a text"),
-        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"}, "'prompt' must be"),
+        ({"question": "q", "answer": [""]}, "has to be an answer"),
+        ({"question": "q", "answer": []}, "has to be an answer"),
+        ({"question": "q", "answer": {"odd": 1}}, "has to be an answer"),
+        ({"query": "q", "answer": "a"}, "'question' has to be a string"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"}, "'prompt' has to be"),
     ],
 )
 def test_broken_rows_name_line_and_column(tmp_path, row, message):
