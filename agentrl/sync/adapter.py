@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA) of a model, under the names and in the layout of the PEFT library.
+"""Reads and writes low-rank adapters (LoRA) in the PEFT library's format.
 
-A folder with `adapter_model.safetensors` and `adapter_config.json` is what PEFT, transformers and
-vLLM load beside the base model that the latter file names. Hu et al., "LoRA: Low-Rank Adaptation of
-Large Language Models", 2021, https://arxiv.org/abs/2106.09685.
+PEFT, transformers and vLLM load a folder with `adapter_model.safetensors` and
+`adapter_config.json`, which names the base model. Hu et al., "LoRA: Low-Rank Adaptation of Large
+Language Models", 2021, https://arxiv.org/abs/2106.09685.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.distributed.tensor import DTensor
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 ADAPTER_FOLDER = "adapter"
-"""In a run's weight directory. Servers are started with the adapter there, and come back to it."""
+"""Folder in a run's weight directory from which servers load the adapter, also when restarted."""
 _NAME = "default"
-"""PEFT's own name for the only adapter of a model; it stands in the parameters' names."""
+"""PEFT's name for a model's only adapter; part of the parameters' names."""
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Tells whether only an adapter of this model is trained."""
+    """Returns whether only an adapter of this model is trained."""
     return _NAME in (getattr(model, "peft_config", None) or {})
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's parameters by their names in `adapter_model.safetensors`; memory is shared."""
+    """Returns the adapter's parameters (not copies) by name in `adapter_model.safetensors`."""
     marker = f".{_NAME}."
     return {
         f"base_model.model.{name.replace(marker, '.')}": parameter
@@ -40,17 +40,17 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(model: nn.Module) -> str:
-    """The text of `adapter_config.json`."""
+    """Returns the text of `adapter_config.json`."""
     configs: Any = model.peft_config
     values = configs[_NAME].to_dict() | {"inference_mode": True}
     return json.dumps(values, indent=1, sort_keys=True, default=_as_list) + "\n"
 
 
 def write_adapter(model: nn.Module, folder: Path) -> Path:
-    """Write the adapter into its folder; whoever reads it there finds the old one or the new one.
+    """Writes the adapter to its folder atomically: a reader sees either the old or the new one.
 
     Returns:
-        The file of its weights.
+        The path of the weight file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -59,7 +59,7 @@ def write_adapter(model: nn.Module, folder: Path) -> Path:
     tensors = {
         name: _whole(tensor).cpu().contiguous() for name, tensor in adapter_tensors(model).items()
     }
-    # The configuration is the same every time, so one rename is the whole change.
+    # The configuration never changes, so the rename of the weight file is the whole update.
     for name, content in (
         (CONFIG_FILE, adapter_config(model).encode()),
         (WEIGHTS_FILE, save(tensors, metadata={"format": "pt"})),
@@ -79,7 +79,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _as_list(value: object) -> list:
-    """PEFT keeps names of modules in a set, whose order changes from run to run."""
+    """Sorts PEFT's sets of module names, whose order changes from run to run."""
     if isinstance(value, set):
         return sorted(value)
     raise TypeError(f"{value!r} of the adapter's configuration is not JSON")

@@ -1,4 +1,4 @@
-"""The interface through which the training loop brings its weights to the inference engine."""
+"""The interface through which the training loop sends its weights to the inference engine."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from transformers import PreTrainedModel
 
 class WeightSync(Protocol):
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
-        """Make every server within reach sample from `model` as it is now, labelled `version`.
+        """Updates all reachable servers to the current weights of `model`, labelled `version`.
 
-        The model must not change before this returns; afterwards it may, the servers hold a copy.
-        When cancelled, no server is left paused.
+        The model must not change before this returns; afterwards the servers have their own copy.
+        If it is cancelled, no server stays paused.
 
         Returns:
-            Metrics: `sync/seconds` all in all, `sync/write_s` for the snapshot, `sync/paused_s`
-            the longest time a server produced nothing, `sync/probe_logprob_diff_max` the largest
-            |difference| between a server's log-probabilities and the model's on a fixed prompt.
+            Metrics: `sync/seconds`, the total time; `sync/write_s`, the time to copy the weights;
+            `sync/paused_s`, the longest pause of a server; `sync/probe_logprob_diff_max`, the
+            largest absolute difference between a server's log-probabilities and the model's on a
+            fixed prompt; and `sync/servers_missed`, the number of servers that were not reached.
 
         Raises:
-            WeightSyncError: a server refused, failed, or computes something else than the model.
+            WeightSyncError: a server refused the update, failed, or its log-probabilities differ
+                from the model's.
         """
         ...
 
     async def push_to(self, url: str) -> None:
-        """Give the weights of the last push to one server, which was restarted.
+        """Sends the weights of the last push to one server that was restarted.
 
         Raises:
-            WeightSyncError: as for `push`, or nothing was pushed yet.
+            WeightSyncError: see `push`; or nothing was pushed yet.
         """
         ...
 
     async def aclose(self) -> None:
-        """Remove what the last push left for `push_to`."""
+        """Deletes the copy of the weights that was kept for `push_to`."""
         ...

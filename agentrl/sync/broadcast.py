@@ -1,17 +1,17 @@
 """Sends weights from the trainer's GPU to the servers' GPUs, without a file.
 
     trainer, rank 0                    workers of one server, ranks 1 to N
-    where to meet, over HTTP       ->  all join one group
+    rendezvous address, over HTTP  ->  all join one group
     names, dtypes, shapes, over HTTP
-    broadcast, tensor by tensor    ->  each is loaded as it comes
+    broadcast, tensor by tensor    ->  each is loaded as it arrives
 
-`agentrl.sync.nccl` does it with vLLM's servers, `agentrl.sync.sglang` with SGLang's.
+`agentrl.sync.nccl` implements it for vLLM servers, `agentrl.sync.sglang` for SGLang servers.
 
-Every server has a group of its own, so that one that dies takes no other with it: a collective
-waits for all of its ranks, NCCL's without a deadline. What fails here is aborted, which is the only
-way out of a call that waits, and the next update begins with a new group.
+Each server has its own group, so that a server that dies does not affect the others: a collective
+waits for all of its ranks, and NCCL's has no timeout. If a transfer fails, the group is aborted,
+which is the only way to end a blocked call, and the next update makes a new group.
 
-Trainer and servers need different GPUs: NCCL takes no two ranks on one.
+Trainer and servers need different GPUs: NCCL does not allow two ranks on the same GPU.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from agentrl.types import JSON
 Result = TypeVar("Result")
 
 REASON_S = 5.0
-"""The time that a server has to say why a transfer broke."""
+"""Seconds to wait for a server's error message after a transfer failed."""
 REST_S = 60.0
-"""The time that the trainer's part has to end after the server's has."""
+"""Seconds that the trainer may take to finish a transfer after the server has finished."""
 DTYPES = (
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
 )
-"""The dtypes that every library can send."""
+"""The dtypes that both NCCL and gloo can send."""
 
 
 class NCCLError(WeightSyncError):
-    """The library refused a call, or a rank was lost."""
+    """The communication library returned an error, or a rank was lost."""
 
 
 class Group(Protocol):
-    """Rank 0 of a group whose other ranks are the workers of one server."""
+    """Rank 0 of a communication group whose other ranks are the workers of one server."""
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send tensors of the device or of host memory, and wait until all have left.
+        """Sends tensors from the device or host memory and waits until all have been sent.
 
         Raises:
             NCCLError: a rank was lost, or `abort` was called.
@@ -62,35 +62,36 @@ class Group(Protocol):
         ...
 
     def abort(self) -> None:
-        """End it, from any thread: calls that wait for other ranks return with an error."""
+        """Ends the group, from any thread; calls that wait for other ranks raise NCCLError."""
         ...
 
 
 class BroadcastTransfer(Transfer):
-    """Sends the model's own tensors and, where ranks hold shards of them, a copy in host memory.
+    """Sends the model's tensors or, if they are sharded over ranks, a copy in host memory.
 
-    The copy is made of every version, for servers that are restarted between two updates. On the
-    device there is never more of it than the tensors that are on their way."""
+    The copy is made for every version, also for servers that are restarted between two updates. The
+    device holds only those of its tensors that are currently being sent.
+    """
 
     backend = "nccl"
 
     def __init__(self) -> None:
         self._live: dict[str, torch.Tensor] = {}
-        """The model's own tensors, until the push is over; of shards there are none."""
+        """The model's own tensors during a push; empty for sharded models."""
         self._weights: dict[str, torch.Tensor] = {}
-        """The copy."""
+        """The copy in host memory."""
         self._version: int | None = None
         self._device = torch.device("cpu")
         self._groups: dict[str, Group] = {}
         self._labels: dict[str, str] = {}
-        """The label of the weights that a server was sent through its group last, by address."""
+        """Server URL -> label of the last weights sent through its group."""
 
     async def take(self, model: PreTrainedModel, version: int) -> None:
         if has_adapter(model):
             raise WeightSyncError(
                 "inference.transfer = 'nccl' sends whole weights, not an adapter; use 'file'"
             )
-        # Of shards in host memory it is another device than theirs.
+        # Shards may be in host memory, while the model computes on a GPU.
         self._version, self._device = version, getattr(model, "computes_on", model.device)
         await in_thread(lambda: self._copy(model))
 
@@ -116,7 +117,7 @@ class BroadcastTransfer(Transfer):
         self._labels[control.url] = str(self._version)
 
     async def _join(self, control: ServerControl) -> Group:
-        """Have the server join a new group, and leave an old one."""
+        """Makes a new group with the server's workers, which leave an old one."""
         raise NotImplementedError
 
     async def _receive(
@@ -128,11 +129,11 @@ class BroadcastTransfer(Transfer):
         *,
         version: str,
     ) -> None:
-        """Have the paused server take what is sent, and load it."""
+        """Makes the paused server receive the broadcast tensors and load them."""
         raise NotImplementedError
 
     def delivered(self, version: int) -> None:
-        """From here on the model may change."""
+        """Releases the model's tensors, which may change from now on."""
         self._live = {}
 
     async def aclose(self) -> None:
@@ -144,11 +145,11 @@ class BroadcastTransfer(Transfer):
         self._labels.pop(url, None)
         group = self._groups.pop(url, None)
         if group is not None:
-            # It may wait for what the GPU has queued.
+            # In a thread, because it may wait for work queued on the GPU.
             threading.Thread(target=group.abort, daemon=True).start()
 
     def _copy(self, model: PreTrainedModel) -> None:
-        """Copies the weights, into the memory of the last copy where that fits."""
+        """Copies the weights to host memory, reusing the last copy's memory where shapes match."""
         tensors = CheckpointTensors(model)
         for name, shape in tensors.shapes.items():
             if shape.dtype not in DTYPES:
@@ -161,7 +162,7 @@ class BroadcastTransfer(Transfer):
             for name, tensor in self._live.items() or tensors:
                 kept = self._weights.get(name)
                 if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-                    # Pinned, so that its copies to and from the device are queued, not waited for.
+                    # Pinned, so that copies to and from the device are asynchronous.
                     kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
                     self._weights[name] = kept
                 kept.copy_(tensor, non_blocking=True)
@@ -170,18 +171,18 @@ class BroadcastTransfer(Transfer):
 
 
 async def _label(control: ServerControl) -> str:
-    """Returns the server's label of its weights. After a restart it is the first label again."""
+    """Returns the label of the server's weights; a restart resets it to the initial one."""
     return json.loads(await control.call("GET", control.label_path))["weight_version"]
 
 
 async def together(request: Awaitable[object], work: Callable[[], Result]) -> Result:
-    """Make a call that the server answers when it has done its part of `work`, and do ours.
+    """Makes an HTTP request and does the trainer's side of the same collective operation.
 
-    A thread whose work never ends is left behind: nothing can stop it, and the process ends in
-    spite of it.
+    The server answers once it has done its side. `work` runs on a daemon thread; if it never ends,
+    the thread is abandoned, because it cannot be stopped and does not keep the process alive.
 
     Raises:
-        WeightSyncError: of the call, else of the work.
+        WeightSyncError: the request's error if it failed, else that of `work`.
     """
     calling, working = asyncio.ensure_future(request), _in_daemon_thread(work)
     for future in (calling, working):
@@ -189,15 +190,18 @@ async def together(request: Awaitable[object], work: Callable[[], Result]) -> Re
     try:
         await asyncio.wait({calling, working}, return_when=asyncio.FIRST_COMPLETED)
         if working.done() and working.exception() is not None:
-            # The server's reason says more than a lost rank.
+            # The server's error message says more than "a rank was lost".
             await asyncio.wait({calling}, timeout=REASON_S)
         else:
-            await asyncio.wait({calling})  # which has a deadline
+            await asyncio.wait({calling})  # the request has a timeout
         if calling.done():
             calling.result()
         await asyncio.wait({working}, timeout=REST_S)
         if not working.done():
-            raise NCCLError(f"the server has its part, and ours did not end within {REST_S:g} s")
+            raise NCCLError(
+                "the server has finished the transfer, but the trainer did not finish within "
+                f"{REST_S:g} s"
+            )
         return working.result()
     finally:
         calling.cancel()
@@ -220,9 +224,9 @@ def _in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
         result, error = None, None
         try:
             result = work()
-        except (WeightSyncError, RuntimeError) as raised:  # RuntimeError: CUDA, after an abort
+        except (WeightSyncError, RuntimeError) as raised:  # RuntimeError: from CUDA, after an abort
             error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="agentrl-nccl", daemon=True).start()
@@ -230,6 +234,6 @@ def _in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at the outcome, so that asyncio does not report an error that another one explains."""
+    """Retrieves the future's exception, so that asyncio does not log a secondary error."""
     if not future.cancelled():
         future.exception()

@@ -1,17 +1,17 @@
-"""The control routes of one server, in the only order that is safe.
+"""Calls the control routes of one server in the only safe order.
 
     vLLM     init -> pause -> start -> update -> finish(version) -> resume
     SGLang           pause -> update(version) -> resume
 
-Pausing without an update in between costs nothing, an update without a pause kills vLLM's worker,
-and a server that stays paused answers nobody. So resume is sent whatever happens after the pause
-was: an error, a deadline, the cancellation of the caller.
+A pause without an update is harmless, an update without a pause kills vLLM's worker, and a server
+that stays paused answers no request. So resume is sent after every pause, whatever happens in
+between: an error, a timeout, or the cancellation of the caller.
 
-Of a server that sleeps while the trainer has its GPU:
+For a server that sleeps while the trainer uses its GPU:
 
     wake its weights -> pause -> start -> update -> finish(version) -> wake its cache -> resume
 
-Whatever fails before the end leaves it asleep: it has no weights, or no cache to sample with.
+If a step fails, the server is not resumed: it lacks either weights or a cache to sample with.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ from agentrl.types import JSON
 OnUpdate = Literal["keep", "wait", "abort"]
 
 ENGINE_TIMEOUT_S = 20.0
-"""The longest that an engine may be busy with one step."""
+"""Longest time in seconds that an engine may be busy with one step."""
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
-"""Deadline of one attempt. The route only sets a flag; a server that needs longer hangs."""
+"""Timeout of one attempt. The route only sets a flag; a server that needs longer is hung."""
 
 
 class ServerUnreachable(WeightSyncError):
-    """No connection, or it broke, or its engine is dead: the server may be starting again."""
+    """There is no connection, it was lost, or the engine is dead. The server may be restarting."""
 
 
 class ServerSilent(WeightSyncError):
-    """No answer in time: it hangs, or its engine does."""
+    """The server did not answer in time: it or its engine is hung."""
 
 
 class ServerFailed(WeightSyncError):
-    """Status 5xx: it refused, or its engine died; `ServerControl.dead` tells which."""
+    """Status 5xx: the server refused, or its engine died; see `ServerControl.dead`."""
 
 
 class ServerControl:
     """The part that `VLLMControl` and `SGLangControl` share."""
 
     endpoints: ClassVar[tuple[Endpoint, ...]]
-    """Which may answer the probe, the best first."""
+    """Endpoints for the probe, the preferred one first."""
     resume_path: ClassVar[str]
     alive_path: ClassVar[str]
-    """Answered by the process that answers HTTP; with 5xx where it knows that its engine died."""
+    """Route answered by the HTTP process, with 5xx if it knows that its engine died."""
     engine_path: ClassVar[str]
-    """Answered by the engine, between two steps."""
+    """Route answered by the engine, between two steps."""
     label_path: ClassVar[str]
-    """Tells the label of the weights."""
+    """Route that returns the label of the weights."""
     logprobs: ClassVar[str]
-    """The setting that decides of which distribution its log-probabilities are."""
+    """Name of the server's setting that selects the kind of log-probabilities."""
     needs: ClassVar[str]
     """Advice for a server that does not offer these routes."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, *, timeout_s: float) -> None:
         """
         Args:
-            http: from `agentrl.inference.http.make_client`, with the servers' token.
-            timeout_s: deadline of each call. Pausing with `wait` takes as long as the sequences in
-                flight do.
+            http: a client from `agentrl.inference.http.make_client`, with the servers' token.
+            timeout_s: timeout of each call. Pausing with `wait` takes as long as the running
+                sequences do.
         """
         self._http = http
         self._timeout_s = timeout_s
@@ -93,20 +93,20 @@ class ServerControl:
         on_update: OnUpdate,
         wakes: bool = False,
     ) -> float:
-        """Replace the weights, and label the new ones `version`.
+        """Replaces the weights and labels the new ones `version`.
 
         Args:
-            send: has the paused server load them; the server was prepared for it before.
-            on_update: what happens to sequences in flight. The caches are emptied in all three
-                cases, so that nothing computed with the old weights is used with the new ones.
-            wakes: the server may be asleep, and is awake afterwards.
+            send: makes the paused server load the weights.
+            on_update: what to do with running sequences. In all three cases the caches are emptied,
+                so that nothing computed with the old weights is used with the new ones.
+            wakes: whether the server may be asleep; it is awake afterwards.
 
         Returns:
-            Seconds from asking for the pause to the answer of resume.
+            Seconds from the pause request to the answer to resume.
 
         Raises:
-            ServerUnreachable, WeightSyncError: with the server, the route and its answer; says so
-                if the server could not be resumed.
+            ServerUnreachable, WeightSyncError: a call failed; the message has the server, the route
+                and its answer, and says if the server could not be resumed.
         """
         paused_at = time.monotonic()
         failure: BaseException | None = None
@@ -127,22 +127,24 @@ class ServerControl:
         return time.monotonic() - paused_at
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Have the server give its GPU's memory back. It answers no request until it is woken.
+        """Makes the server release its GPU memory. It answers no requests until it is woken.
 
         Args:
-            keep_weights: in host memory, because no update brings all of them.
+            keep_weights: keep the weights in host memory, because an update does not replace all
+                of them.
 
         Raises:
-            ServerUnreachable, WeightSyncError: it may have its memory still.
+            ServerUnreachable, WeightSyncError: the call failed; the server may still hold its
+                memory.
         """
         raise NotImplementedError
 
     async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Have it take this memory again; one that was restarted has it."""
+        """Makes the server allocate this memory again, unless a restart has already done so."""
         raise NotImplementedError
 
     async def dead(self) -> bool:
-        """Tells whether the server is gone, or says that its engine is."""
+        """Returns whether the server does not answer or reports that its engine died."""
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 return (await self._http.get(self.url + self.alive_path)).status_code >= 500
@@ -150,12 +152,12 @@ class ServerControl:
             return True
 
     async def check_engine(self) -> None:
-        """See whether the server's engine, and not only its HTTP side, answers between two steps.
+        """Checks that the server's engine, not only its HTTP process, answers.
 
         Raises:
-            ServerUnreachable, ServerSilent: it does not.
+            ServerUnreachable, ServerSilent: the engine does not answer.
         """
-        with contextlib.suppress(RouteMissing):  # not in dev mode: `update` says so
+        with contextlib.suppress(RouteMissing):  # not in dev mode, which `update` reports
             await self.call(
                 "GET", self.engine_path, timeout_s=min(ENGINE_TIMEOUT_S, self._timeout_s)
             )
@@ -167,7 +169,7 @@ class ServerControl:
         *,
         timeout_s: float | None = None,
     ) -> bytes:
-        """See `call`."""
+        """Makes a POST request; see `call`."""
         return await self.call("POST", path, body, timeout_s=timeout_s)
 
     async def call(
@@ -178,17 +180,17 @@ class ServerControl:
         *,
         timeout_s: float | None = None,
     ) -> bytes:
-        """Make a call; returns the body of an answer with status 200.
+        """Makes a request and returns the body of an answer with status 200.
 
         Args:
-            body: sent as JSON; bytes are JSON already.
+            body: sent as JSON; bytes have to be JSON already.
 
         Raises:
-            ServerUnreachable: no connection, or it broke.
-            ServerSilent: no answer in time.
-            RouteMissing: 403, 404 or 405.
-            ServerFailed: 5xx.
-            WeightSyncError: any other status.
+            ServerUnreachable: there is no connection, or it was lost.
+            ServerSilent: there was no answer in time.
+            RouteMissing: the status is 403, 404 or 405.
+            ServerFailed: the status is 5xx.
+            WeightSyncError: the status is another one than 200.
         """
         route = path.partition("?")[0]
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
@@ -217,11 +219,11 @@ class ServerControl:
         return response.content
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """Pause the server, with empty caches, and open an update."""
+        """Pauses the server, empties its caches and starts an update."""
         raise NotImplementedError
 
     async def _close(self, version: int) -> None:
-        """End the update and label the weights."""
+        """Ends the update and labels the weights."""
         raise NotImplementedError
 
     async def _resume(self, failure: BaseException | None) -> None:
@@ -239,16 +241,17 @@ class ServerControl:
             return
         except ServerUnreachable as error:
             if died:
-                return  # it is down, not paused
+                return  # the server is down, not paused
             raise error from failure
         except WeightSyncError as error:
             refusal = error
         if await self.dead():
             raise ServerUnreachable(f"{self.url} died: {failure or refusal}") from failure
-        before = f"{failure}; and afterwards " if isinstance(failure, WeightSyncError) else ""
+        before = f"{failure}; afterwards, " if isinstance(failure, WeightSyncError) else ""
         kind = ServerSilent if isinstance(refusal, ServerSilent) else WeightSyncError
         raise kind(
-            f"{before}{self.url} is left PAUSED and answers no request: {refusal}. Restart it"
+            f"{before}{self.url} could not be resumed and is left PAUSED, so it answers no "
+            f"requests: {refusal}. Restart it"
         ) from failure
 
 
@@ -264,7 +267,7 @@ class VLLMControl(ServerControl):
     )
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """See `ServerControl._open`. An update that a killed trainer left open is closed first."""
+        """See `ServerControl._open`. First ends an update that a killed trainer left open."""
         await self.post(f"/pause?mode={on_update}&clear_cache=true")
         try:
             await self.post("/start_weight_update")
@@ -285,35 +288,42 @@ class VLLMControl(ServerControl):
             await self.post(f"/wake_up?tags={part}")
         except ServerFailed as error:
             raise ServerFailed(
-                f"{error}; the server could not take back the memory of its {part}: if the trainer "
-                "left too little on the GPU, lower --gpu-memory-utilization in inference.args"
+                f"{error}; the server could not allocate the memory of its {part} again: if the "
+                "trainer leaves too little on the GPU, lower --gpu-memory-utilization in "
+                "inference.args"
             ) from error
 
 
 class SGLangControl(ServerControl):
-    """A transfer's last call empties the caches and labels the weights."""
+    """SGLang's routes. The last call of a transfer empties the caches and labels the weights."""
 
     endpoints = (SGLANG,)
     resume_path = "/continue_generation"
-    # /health samples a token, which a paused server does not.
+    # Not /health, which samples a token: a paused server cannot.
     alive_path = label_path = "/model_info"
     engine_path = "/server_info"
     logprobs = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-    needs = "is it an SGLang server of 0.5.23 or newer?"
+    needs = "is it an SGLang server, 0.5.23 or newer?"
     _is_asleep = False
 
     async def _open(self, on_update: OnUpdate) -> None:
-        """Pause the server. `wait` is refused by the configuration: an update without a pause lets
-        requests end first, and then SGLang may refuse to empty its cache."""
+        """Pauses the server.
+
+        The configuration does not allow `wait`: SGLang has no pause that lets requests finish, and
+        after one without a pause it may refuse to empty its cache.
+        """
         mode = "retract" if on_update == "keep" else "abort"
         await self.post("/pause_generation", {"mode": mode})
 
     async def _close(self, version: int) -> None:
-        """Nothing to do: the transfer has ended the update and labelled the weights."""
+        """Does nothing: the transfer has ended the update and labelled the weights."""
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """See `ServerControl.sleep`; the weights are never kept. A server that is asked while it
-        has a request dies. Once its cache can be emptied it has none."""
+        """See `ServerControl.sleep`; the weights are never kept.
+
+        SGLang crashes if it releases memory while it has a request, so this first waits until the
+        cache can be flushed, which succeeds only without requests.
+        """
         await self.post("/abort_request", {"abort_all": True})
         await retry(
             lambda _: self.post("/flush_cache"),
@@ -324,9 +334,12 @@ class SGLangControl(ServerControl):
         await self.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """See `ServerControl._wake`. A server dies of taking memory that it has, or for which there
-        is no room. One that was restarted is awake, and labels its weights with a word instead of a
-        version until the update."""
+        """See `ServerControl._wake`.
+
+        SGLang crashes if it resumes memory that it already has, or for which there is no room. A
+        server that was restarted is awake; until its first update, the label of its weights is a
+        word instead of a version.
+        """
         if part == "weights":
             label = json.loads(await self.call("GET", self.label_path))["weight_version"]
             self._is_asleep = str(label).isdecimal()
@@ -339,7 +352,7 @@ class RouteMissing(WeightSyncError):
 
 
 async def _uninterrupted(coroutine) -> None:
-    """Await to the end, and only then pass a cancellation on."""
+    """Awaits a coroutine to its end, even if this task is cancelled, and only then cancels."""
     task = asyncio.ensure_future(coroutine)
     cancelled = False
     while not task.done():

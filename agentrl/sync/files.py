@@ -1,4 +1,4 @@
-"""A model's weights as one safetensors file, under the names of its checkpoint."""
+"""Writes a model's weights to a single safetensors file, with the names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def weights_path(directory: Path, version: int) -> Path:
 
 
 def write_policy(model: PreTrainedModel, directory: Path, version: int) -> Path:
-    """Write what a server needs to sample from `model`: all weights, or the adapter where only an
-    adapter is trained. Returns the file that the update names.
+    """Writes all weights of `model`, or only the adapter if only an adapter is trained.
+
+    Returns:
+        The path of the file, to be sent to the servers.
 
     Raises:
         OSError: see `write_weights`.
@@ -49,19 +51,19 @@ def write_policy(model: PreTrainedModel, directory: Path, version: int) -> Path:
 
 
 def write_weights(model: PreTrainedModel, path: Path) -> None:
-    """Write the model's weights in the dtype that it computes in, complete or not at all.
+    """Writes the model's weights atomically, in the dtype that the model computes in.
 
-    Tensors go to the file one after the other: a CPU model is not copied, of a GPU model one
-    tensor at a time is on the host, and so of a sharded one (see `agentrl.sync.shards`). The data
-    is not forced to disk, since a file that outlives a crash of the machine would be of no use.
+    Tensors are written one by one: a CPU model is not copied, and for a GPU model or a sharded one
+    (see `agentrl.sync.shards`) the host holds a single tensor at a time. The file is not fsynced,
+    because it is useless after a crash of the machine.
 
     Raises:
-        OSError: the directory cannot be written, or is full; nothing is left there.
+        OSError: the directory cannot be written or is full; no partial file is left.
     """
     tensors = CheckpointTensors(model)
     header: dict[str, dict] = {}
     end = 0
-    # Wide elements first, which keeps every tensor aligned, as readers of memory maps want it.
+    # Wide dtypes first, so that every tensor is aligned, which readers of memory maps need.
     for name, shape in sorted(tensors.shapes.items(), key=lambda item: -item[1].itemsize):
         begin, end = end, end + shape.nbytes
         header[name] = {
@@ -85,15 +87,15 @@ def write_weights(model: PreTrainedModel, path: Path) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-        for _ in remaining:  # other ranks wait for this one in each of them
+        for _ in remaining:  # other ranks wait for this one in every collective
             pass
 
 
 def remove_weights(directory: Path, *, keep: int | None = None) -> None:
-    """Remove every version but `keep` from the directory, and what a killed writer left. An adapter
-    stays: a server that starts again reads it.
+    """Deletes all versions except `keep`, and temporary files of killed writers.
 
-    Servers that still read a removed file are not disturbed: its data lives until they close it.
+    An adapter is kept, because a restarted server reads it. Servers that have a deleted file open
+    can still read it.
     """
     for path in directory.iterdir():
         match = _WEIGHTS_NAME.fullmatch(path.name)

@@ -1,8 +1,8 @@
-"""Computes what a server does that keeps its weights in 8 bits, for the probe to compare with.
+"""Emulates a server that keeps its weights in 8 bits, so that the probe can compare with it.
 
-vLLM's `fp8_per_channel` rounds each row of a linear layer's matrix, as it is loaded, and each
-token's input of the layer to float8 (e4m3: a sign, 4 bits of exponent, 3 of fraction) with a scale
-of its own. Embedding, head and norms stay as they are.
+vLLM's `fp8_per_channel` rounds each row of a linear layer's matrix when it is loaded, and each
+token's input to the layer, to float8 (e4m3: a sign, 4 bits of exponent, 3 of fraction). Each row
+and each input has its own scale. Embedding, head and norms are not rounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _SMALLEST_SCALE = 1 / (_LARGEST * 512)
 
 
 def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (..., N) rows rounded, in their scales, and the scales (..., 1), both in float32."""
+    """Rounds (..., N) rows to float8; returns them divided by their scales, and (..., 1) scales.
+
+    Both are float32.
+    """
     rows = rows.float()
     scales = (rows.abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST_SCALE)
     rounded = (rows / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
@@ -28,8 +31,10 @@ def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def in_8_bits(model: PreTrainedModel) -> Iterator[list[nn.Linear]]:
-    """Have the model compute as such a server, from its own weights, which stay as they are; yields
-    the layers that round. Ranks that share the weights enter it together."""
+    """Makes the model compute like such a server, without changing its weights.
+
+    Yields the layers that round. Ranks that share the weights have to enter it together.
+    """
     head = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     handles = [layer.register_forward_hook(_multiply) for layer in layers]

@@ -1,6 +1,6 @@
-"""vLLM's backend "nccl" (`agentrl.sync.broadcast`): the library, called as vLLM's workers call it.
+"""Sends weights to vLLM servers' "nccl" backend, calling NCCL in the same way as vLLM's workers.
 
-An id of 128 bytes, sent over HTTP, is where all ranks meet.
+See `agentrl.sync.broadcast`. The ranks find each other by an id of 128 bytes, sent over HTTP.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agentrl.sync.control import ServerControl
 from agentrl.types import JSON
 
 LIBRARY = "VLLM_NCCL_SO_PATH"
-"""Environment variable with the library's path, the same that vLLM reads; both sides need versions
-that understand each other. Not set: the one that torch has loaded."""
+"""Environment variable with the path of the NCCL library, which vLLM reads, too. Both sides need
+compatible versions. If it is not set, libnccl.so.2 is loaded by name, as torch does."""
 
 _DTYPES = {
     torch.int8: 0,
@@ -42,19 +42,19 @@ class _UniqueID(ctypes.Structure):
 
 
 class Library:
-    """The functions of NCCL that a sender needs (nccl.h, unchanged since NCCL 2.4)."""
+    """The NCCL functions that a sender needs (nccl.h, unchanged since NCCL 2.4)."""
 
     def __init__(self, path: str | None = None) -> None:
         """
         Raises:
-            ConfigError: there is none.
+            ConfigError: the library cannot be loaded.
         """
         path = path or os.environ.get(LIBRARY) or "libnccl.so.2"
         try:
             library = ctypes.CDLL(path)
         except OSError as error:
             raise ConfigError(
-                f"inference.transfer = 'nccl' needs NCCL, and {path} cannot be loaded ({error}); "
+                f"inference.transfer = 'nccl' needs NCCL, but {path} cannot be loaded ({error}); "
                 f"install a CUDA build of torch, set {LIBRARY}, or use inference.transfer = 'file'"
             ) from error
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -68,20 +68,21 @@ class Library:
         library.ncclCommAbort.argtypes = [pointer]
 
     def unique_id(self) -> bytes:
-        """128 bytes by which the ranks of one communicator find each other."""
+        """Returns 128 bytes by which the ranks of a new communicator find each other."""
         made = _UniqueID()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
     def call(self, name: str, *arguments: object) -> None:
-        """
+        """Calls a function of the library.
+
         Raises:
-            NCCLError: it returned anything but success.
+            NCCLError: the function returned an error.
         """
         result = getattr(self._library, name)(*arguments)
         if result != 0:
             reason = self._library.ncclGetErrorString(result).decode(errors="replace")
-            raise NCCLError(f"{name}: {reason} (NCCL_DEBUG=INFO says more)")
+            raise NCCLError(f"{name}: {reason} (set NCCL_DEBUG=INFO for details)")
 
 
 class Communicator(Group):
@@ -90,14 +91,14 @@ class Communicator(Group):
     def __init__(
         self, library: Library, unique_id: bytes, world_size: int, device: torch.device
     ) -> None:
-        """Blocks until all ranks are there, for ever if one never comes.
+        """Blocks until all ranks have joined, without a timeout.
 
         Raises:
             NCCLError: two ranks share a GPU, or they cannot reach each other.
         """
         self._library = library
         self._device = device
-        # One for all pushes: PyTorch keeps the memory of a stream for that stream.
+        # One stream for all pushes: PyTorch's allocator reuses memory only within a stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._handle = ctypes.c_void_p()
         with self._queueing() as stream:
@@ -108,17 +109,19 @@ class Communicator(Group):
                 )
             except NCCLError as error:
                 raise NCCLError(
-                    f"{error}; trainer and servers need different GPUs, and must reach each other "
+                    f"{error}; trainer and servers need different GPUs and a network connection "
                     "(NCCL_SOCKET_IFNAME)"
                 ) from error
-            # vLLM's workers make this call first, and all ranks must make the same ones.
+            # vLLM's workers start with this call, and all ranks have to make the same calls.
             one = torch.zeros(1, device=device)
             place = ctypes.c_void_p(one.data_ptr())
             library.call("ncclAllReduce", place, place, 1, _FLOAT32, _SUM, self._handle, stream)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See `Group.broadcast`. Host and device wait once, at the end: on a stream of its own a
-        tensor is copied from pinned memory, is sent, and leaves its memory to the next.
+        """See `Group.broadcast`.
+
+        On a separate stream, each tensor is copied from pinned memory and sent, and the next one
+        reuses its memory; the host waits once, at the end.
 
         Raises:
             NCCLError: a rank was lost, or `abort` was called.
@@ -134,27 +137,30 @@ class Communicator(Group):
                 )
 
     def abort(self) -> None:
-        """End it, from any thread: calls that wait for other ranks return with an error."""
+        """See `Group.abort`."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
-            with contextlib.suppress(NCCLError):  # its other ranks may be gone already
+            with contextlib.suppress(NCCLError):  # the other ranks may already be gone
                 self._library.call("ncclCommAbort", handle)
 
     @contextlib.contextmanager
     def _queueing(self):
-        """Queues all that the block does on the stream, which is waited for at the end. Host
-        memory, which only a stand-in of the library takes, has none."""
+        """Runs the block on the stream and waits for it at the end.
+
+        Yields the stream's handle, or None for tensors in host memory, which only a stand-in of the
+        library supports.
+        """
         if self._stream is None:
             yield None
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):  # and on its device
+        with torch.cuda.stream(self._stream):  # also selects its device
             yield ctypes.c_void_p(self._stream.cuda_stream)
         self._stream.synchronize()
 
 
 class NCCLTransfer(BroadcastTransfer):
-    """Sends to vLLM's servers, whose workers call the library themselves, as this does."""
+    """Sends to vLLM servers, whose workers call NCCL directly, too."""
 
     def __init__(self, library: Library) -> None:
         super().__init__()
@@ -189,11 +195,11 @@ class NCCLTransfer(BroadcastTransfer):
 
 
 async def _release(control: ServerControl) -> None:
-    """Have the server let an earlier trainer's communicator go; without one it does nothing."""
+    """Makes the server release an earlier trainer's communicator, if it has one."""
     try:
         await control.post("/shutdown_weight_transfer_engine")
     except WeightSyncError as error:
         if "during a weight update" not in str(error):
             raise
-        await control.post("/finish_weight_update")  # that trainer was killed in the middle of it
+        await control.post("/finish_weight_update")  # the trainer was killed during an update
         await control.post("/shutdown_weight_transfer_engine")

@@ -1,4 +1,4 @@
-"""Puts the weight-transfer backend where a vLLM server finds it."""
+"""Installs the weight-transfer backend where a vLLM server finds it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MODULE = "agentrl_vllm_plugin"
 
 
 def write_plugin(directory: Path) -> Path:
-    """Write the backend as a package with the metadata of an installed one.
+    """Writes the backend to `directory` as a package with the metadata of an installed one.
 
     vLLM finds plugins by the metadata of installed packages, which Python also reads from
-    directories on PYTHONPATH. Writing twice is harmless.
+    directories on PYTHONPATH. May be called repeatedly.
 
     Returns:
-        `directory`, for the PYTHONPATH of the server's process.
+        `directory`, to be put on the PYTHONPATH of the server's process.
     """
     metadata = directory / f"{MODULE}-{version('agentrl-gym')}.dist-info"
     package = directory / MODULE

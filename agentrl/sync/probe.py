@@ -1,18 +1,18 @@
-"""Does a server compute what the trainer's model computes? A fixed prompt answers it.
+"""Checks with a fixed prompt that a server computes what the trainer's model computes.
 
-Every update route of a server can answer 200 and yet leave a part of the old weights in use. The
-log-probabilities of a whole prompt depend on all of them, so after each update they are compared:
+Any update route of a server can answer 200 and yet leave some of the old weights in use. The
+log-probabilities of a whole prompt depend on all weights, so they are compared after each update:
 
-* of every prompt token after the first, log softmax(z), which servers give at temperature 1;
-* of one token sampled after the prompt, log softmax(z / temperature), as a rollout gets it.
+* for every prompt token after the first, log softmax(z), which servers return at temperature 1;
+* for one token sampled after the prompt, log softmax(z / temperature), as in a rollout.
 
-A 16-bit model rounds its logits to about 1/256 of their size, so between two correct engines the
-log-probability of an unlikely token (-20, say) may differ by 0.1 and more. The tolerance is
-therefore one of nats for log-probabilities above -1 and of a share of the value below.
+A 16-bit model rounds its logits to about 1/256 of their size, so the log-probability of an unlikely
+token (-20, say) may differ by 0.1 or more between two correct engines. The tolerance is therefore
+absolute, in nats, for log-probabilities above -1, and relative below.
 
-Servers that keep their weights in 8 bits are compared with what the trainer's model computes when
-it rounds alike (`agentrl.sync.fp8`). Where two engines differ in the last of 16 bits, rounding to 8
-makes more of it: single tokens are off by as much as with wrong weights, their mean is not.
+A server that keeps its weights in 8 bits is compared with the trainer's model rounded in the same
+way (`agentrl.sync.fp8`). Rounding to 8 bits amplifies differences in the last of 16 bits, so that
+single tokens can be off by as much as with wrong weights; their mean is not.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _ABSENT = PromptLogprob(None)
 
 @dataclass(slots=True, frozen=True)
 class ProbeLogprobs:
-    """The log-probs that the trainer's model computes at one version, for a prompt of P tokens."""
+    """The log-probabilities of the trainer's model at one version, for a prompt of P tokens."""
 
     version: int
     prompt_ids: list[int]
     prompt: list[float]
-    """P - 1 values: of `prompt_ids[1:]`, temperature 1."""
-    sampled: torch.Tensor  # (V,) float32: of every token after the prompt, at `temperature`
+    """P - 1 values, those of `prompt_ids[1:]` at temperature 1."""
+    sampled: torch.Tensor  # (V,) float32: every possible next token, at `temperature`
     temperature: float
     is_rounded: bool = False
-    """Computed as servers do that keep their weights in 8 bits."""
+    """Whether they were computed with weights rounded to 8 bits, for servers that do so."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,12 +59,12 @@ class ProbeResult:
     prompt_diff: float
     """Largest |server - trainer| over the prompt's tokens, in nats."""
     sampled_diff: float
-    """|server - trainer| of the sampled token."""
+    """|server - trainer| for the sampled token."""
     error: float
-    """Largest |server - trainer| / max(1, |trainer|) over all of them, or their mean for servers in
-    8 bits: what is judged."""
+    """Largest |server - trainer| / max(1, |trainer|) over all tokens, or the mean for servers with
+    8-bit weights. Compared with the tolerance."""
     label: str | None
-    """The version by which the server labels the sampled token; None where it labels none."""
+    """The weight version with which the server labels the sampled token; None without a label."""
 
 
 @torch.no_grad()
@@ -76,9 +76,10 @@ def trainer_logprobs(
     temperature: float,
     quantization: str | None = None,
 ) -> ProbeLogprobs:
-    """
+    """Computes the probe's log-probabilities with the trainer's model.
+
     Args:
-        quantization: of the servers; the model computes here as they do.
+        quantization: the servers' quantization, which the model emulates; None for none.
 
     Raises:
         WeightSyncError: the model's own log-probabilities are not finite.
@@ -90,8 +91,8 @@ def trainer_logprobs(
     sampled = (logits[-1] / temperature).log_softmax(-1).cpu()
     if not (prompt.isfinite().all() and sampled.isfinite().all()):
         raise WeightSyncError(
-            f"the model's log-probabilities at version {version} are not finite; its weights are "
-            "spoilt, go back to a checkpoint"
+            f"the model's log-probabilities at version {version} are not finite, so its weights "
+            "are broken; resume from an earlier checkpoint"
         )
     return ProbeLogprobs(
         version, prompt_ids, prompt.tolist(), sampled, temperature, quantization is not None
@@ -99,13 +100,13 @@ def trainer_logprobs(
 
 
 async def probe(control: ServerControl, model_name: str, expected: ProbeLogprobs) -> ProbeResult:
-    """Ask a server for the probe's log-probabilities and compare.
+    """Requests the probe's log-probabilities from a server and compares them.
 
-    The request carries a cache salt of its own: it cannot be answered from blocks that earlier
-    weights filled, and no other request will use the blocks it fills.
+    The request has a unique cache salt, so that it shares no prefix-cache blocks with earlier
+    weights or other requests.
 
     Raises:
-        WeightSyncError: the server did not answer, or not with these log-probabilities.
+        WeightSyncError: the server did not answer, or its answer lacks the log-probabilities.
     """
     sampling = SamplingFields(
         max_tokens=1, temperature=expected.temperature, prompt_logprobs=0, seed=expected.version
@@ -124,15 +125,15 @@ async def probe(control: ServerControl, model_name: str, expected: ProbeLogprobs
         raise WeightSyncError(f"the probe's answer cannot be used: {error}") from error
     if not sampled.token_ids:
         raise WeightSyncError(
-            f"{control.url} aborted the probe; does another trainer pause the server?"
+            f"{control.url} aborted the probe; is another trainer pausing the server?"
         )
     token_id, logprob, prompt = sampled.token_ids[0], sampled.logprobs[0], sampled.prompt_logprobs
     label = sampled.spans[0].version if sampled.spans else None
     # The first prompt token has no log-probability: nothing predicts it.
     if prompt is None or len(prompt) != len(expected.prompt_ids):
         raise WeightSyncError(
-            f"{control.url} returned log-probabilities of {len(prompt or [])} prompt tokens, "
-            f"asked were {len(expected.prompt_ids)}"
+            f"{control.url} returned log-probabilities for {len(prompt or [])} prompt tokens "
+            f"instead of {len(expected.prompt_ids)}"
         )
     got = [
         (entry or {}).get(str(prompt_id), _ABSENT).logprob
@@ -161,5 +162,5 @@ def _request(
 
 
 def _difference(got: float | None, wanted: float) -> float:
-    """Infinite where the server's is absent or NaN, which no comparison would catch."""
+    """Returns |got - wanted|, or infinity if the server's value is missing or NaN."""
     return math.inf if got is None or math.isnan(got) else abs(got - wanted)

@@ -1,20 +1,20 @@
-"""Live weight updates of running servers, vLLM's and SGLang's.
+"""Updates the weights of running vLLM and SGLang servers.
 
     trainer                        every server, in parallel
-    a copy of the weights          pause -> load them -> label "7" -> resume
+    copy the weights               pause -> load them -> label "7" -> resume
     log-probs of the probe         the same probe; a difference ends the run
 
-How the copy gets to the servers is the transfer's business: through a file (`sync.transfer`,
-`sync.sglang`), in requests (`sync.sglang`), or from GPU to GPU (`sync.broadcast`). Of a model that
-only trains an adapter, the copy is the adapter: the server drops the old one when it finishes an
-update, and reads its folder again.
+The transfer sends the copy to the servers: through a file (`sync.transfer`, `sync.sglang`), in
+requests (`sync.sglang`), or from GPU to GPU (`sync.broadcast`). If only an adapter is trained, the
+copy is the adapter: at the end of an update, the server drops the old one and reads its folder
+again.
 
-A server that is out of reach, or hangs, does not hold up the others for long: `on_missed` is told,
-and whoever routes requests asks for `push_to` before that server's next one.
+A server that is unreachable or hung does not delay the others for long: `on_missed` is called, and
+the router calls `push_to` before it sends that server another request.
 
-vLLM needs the transfer's backend: that of `agentrl.sync.vllm_plugin` for files, or its own. SGLang
-needs nothing. It answers 200 to an update that names no parameter of its model, and takes the
-label of it: what was loaded is known by the probe alone.
+vLLM has to be started with the transfer's backend: `agentrl.sync.vllm_plugin` for files, otherwise
+one of vLLM's own. SGLang needs no setup. It answers 200 to an update, and adopts its label, even if
+none of the names is a parameter of its model, so only the probe shows which weights are loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from agentrl.sync.transfer import Transfer, in_thread
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 0.5
-"""Between attempts while a server is unreachable."""
+"""Longest pause in seconds between attempts while a server is unreachable."""
 
 _MISSED = (ServerUnreachable, ServerSilent)
 
@@ -69,25 +69,26 @@ class ServerWeightSync(WeightSync):
     ) -> None:
         """
         Args:
-            urls: base addresses, `http://host:port`.
-            model_name: served model name.
+            urls: the servers' base URLs, `http://host:port`.
+            model_name: the servers' name for the model.
             token: the servers' `--api-key`.
-            transfer: of this run alone; closed with this.
-            control: of the software that these servers are.
-            on_update: sequences in flight go on under the new weights (`keep`), end under the old
-                ones (`wait`), or end now with finish reason `abort`.
-            probe_ids: a prompt of at least two tokens, long enough to look like a rollout.
-            temperature: of the run's rollouts.
-            tolerance: nats for log-probabilities above -1, relative below (see `probe`). 1e-3 for
-                float32 servers, 0.1 for bfloat16; of the mean, 0.15, for servers in 8 bits.
-            quantization: `fp8` where servers round the weights that they are sent.
-            timeout_s: of every call to a server, and of waiting for one that is unreachable.
-            on_missed: called with the address of a server that a push did not reach while it
-                reached another. It has older weights, or the ones on its disk, and is to get no
-                request before `push_to` gave it the current ones. None: every push waits for all.
+            transfer: used by this run only; closed by `aclose`.
+            control: the class for these servers, vLLM's or SGLang's.
+            on_update: running sequences continue with the new weights (`keep`), finish with the
+                old ones (`wait`), or end immediately with finish reason `abort`.
+            probe_ids: a prompt of at least two tokens, long enough to resemble a rollout.
+            temperature: sampling temperature of the run's rollouts.
+            tolerance: largest difference allowed in the probe: nats for log-probabilities above -1,
+                relative below (see `probe`). For example 1e-3 for float32 servers, 0.1 for
+                bfloat16, and 0.15 for the mean with 8-bit weights.
+            quantization: `fp8` if the servers round the weights they receive.
+            timeout_s: timeout of every call to a server, and of waiting for an unreachable one.
+            on_missed: called with the URL of a server that a push did not reach although it reached
+                another. That server has outdated weights and must not get requests until `push_to`
+                has updated it. None: every push waits for all servers.
         """
         if len(probe_ids) < 2:
-            raise ValueError("the probe needs a prompt of at least two tokens")
+            raise ValueError(f"probe_ids has {len(probe_ids)} tokens; the probe needs at least two")
         self._urls = [require_address(url, "inference.urls") for url in urls]
         self._model_name = model_name
         self._token = token
@@ -107,8 +108,11 @@ class ServerWeightSync(WeightSync):
         self._http: httpx.AsyncClient | None = None
 
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
-        """See `WeightSync.push`. Unreachable servers are waited for, `timeout_s` long; with
-        `on_missed` only until one server has the weights."""
+        """See `WeightSync.push`.
+
+        Waits up to `timeout_s` for unreachable servers, but with `on_missed` only until one server
+        has the weights.
+        """
         started = time.monotonic()
         async with self._one_at_a_time:
             await self._transfer.take(model, version)
@@ -123,7 +127,7 @@ class ServerWeightSync(WeightSync):
                 )
             )
             reached = asyncio.Event()
-            # All of them end before the first error rises: none is left between two versions.
+            # Wait for all servers before raising an error, so that none is left half updated.
             results = await asyncio.gather(
                 *(self._update_when_reachable(url, self._pushed, reached) for url in self._urls),
                 return_exceptions=True,
@@ -153,18 +157,21 @@ class ServerWeightSync(WeightSync):
         }
 
     async def push_to(self, url: str) -> None:
-        """See `WeightSync.push_to`. Waits for a push in progress, but not for the server: the next
-        push would wait too."""
+        """See `WeightSync.push_to`.
+
+        Waits for a push in progress, but not for an unreachable server, because the next push would
+        have to wait, too.
+        """
         async with self._one_at_a_time:
             if self._pushed is None:
-                raise WeightSyncError(f"{url} cannot be given weights: none were pushed yet")
+                raise WeightSyncError(f"{url} cannot be updated: nothing was pushed yet")
             await self._update(url.rstrip("/"), self._pushed, check_first=True)
 
     async def sleep(self, *, keep_weights: bool) -> dict[str, WeightSyncError]:
-        """Have all servers give their GPU's memory back until the next push.
+        """Makes all servers release their GPU memory until the next push.
 
         Returns:
-            By address, why one may have its memory still.
+            Server URL -> error, for servers that failed and may still hold their memory.
         """
         failed: dict[str, WeightSyncError] = {}
 
@@ -190,20 +197,20 @@ class ServerWeightSync(WeightSync):
     async def _update_when_reachable(
         self, url: str, pushed: ProbeLogprobs, reached: asyncio.Event
     ) -> tuple[float, float]:
-        """Repeat `_update` while the server is out of reach and worth waiting for.
+        """Repeats `_update` while the server is unreachable and has to be waited for.
 
         Args:
             reached: set by the first server that has the weights.
         """
 
         async def attempt(_: float) -> tuple[float, float]:
-            # One that hung would hold up every push as long as it did the last.
+            # A server that hung in the last push would otherwise delay this one by as long.
             done = await self._update(url, pushed, check_first=url in self._missed)
             reached.set()
             return done
 
         def worth_another(error: Exception) -> float | None:
-            # It may be starting again, and then everything has to be sent again.
+            # It may be restarting, and then needs the whole update again.
             waits = self._on_missed is None or not reached.is_set()
             return 0.0 if isinstance(error, ServerUnreachable) and waits else None
 
@@ -216,9 +223,11 @@ class ServerWeightSync(WeightSync):
 
     def _tell_missed(self, missed: set[str], version: int) -> None:
         for url in sorted(missed - self._missed):
-            logger.warning("%s is out of reach or hangs, and was not sent version %d", url, version)
+            logger.warning(
+                "%s is unreachable or hung and was not updated to version %d", url, version
+            )
         for url in sorted(self._missed - missed):
-            logger.warning("%s is there again and has version %d", url, version)
+            logger.warning("%s is reachable again and has version %d", url, version)
         self._missed = missed
         if self._on_missed is not None:
             for url in missed:
@@ -227,15 +236,15 @@ class ServerWeightSync(WeightSync):
     async def _update(
         self, url: str, pushed: ProbeLogprobs, *, check_first: bool
     ) -> tuple[float, float]:
-        """Update one server; returns seconds paused, and the largest difference of the probe.
+        """Updates one server; returns the seconds it was paused and the probe's largest difference.
 
         Args:
-            check_first: find out in a short time whether it hangs.
+            check_first: check first, with a short timeout, that its engine answers.
 
         Raises:
-            ServerUnreachable: now; also if it died in the middle.
-            ServerSilent: it hangs.
-            WeightSyncError: waiting would not help.
+            ServerUnreachable: it cannot be reached, or died during the update.
+            ServerSilent: it is hung.
+            WeightSyncError: it failed in a way that waiting does not solve.
         """
         control = self._control(self._session(), url, timeout_s=self._timeout_s)
         try:
@@ -255,23 +264,23 @@ class ServerWeightSync(WeightSync):
                 raise ServerUnreachable(str(error)) from error
             raise
         if result.label is not None and not result.label.isdecimal():
-            raise ServerUnreachable(f"{url} was restarted while it was updated")
+            raise ServerUnreachable(f"{url} was restarted during the update")
         if result.label is not None and result.label != str(pushed.version):
             raise WeightSyncError(
-                f"{url} labels its tokens version {result.label} after it was sent version "
-                f"{pushed.version}; does another trainer update it?"
+                f"{url} labels its tokens version {result.label} after the update to version "
+                f"{pushed.version}; is another trainer updating it?"
             )
         if not result.error <= self._tolerance:
             raise WeightSyncError(
-                f"{url} does not compute what the trainer does: after version {pushed.version} was "
-                f"sent (the server says {result.label}), log-probabilities of the probe differ by "
-                f"up to {result.prompt_diff:.4g} over its {len(pushed.prompt)} prompt tokens and "
-                f"by {result.sampled_diff:.4g} at the token sampled at temperature "
-                f"{pushed.temperature:g}, {result.error:.4g} in relation to their size"
-                f"{' on average, rounded to 8 bits' * pushed.is_rounded}, allowed is "
-                f"{self._tolerance:g}. Part of the old weights may still be in use, or the server "
-                "runs another model, dtype or kind of "
-                f"log-probabilities ({self._control.logprobs})"
+                f"{url} does not compute what the trainer does: after the update to version "
+                f"{pushed.version} (the server says {result.label}), log-probabilities of the "
+                f"probe differ by up to {result.prompt_diff:.4g} over its {len(pushed.prompt)} "
+                f"prompt tokens and by {result.sampled_diff:.4g} at the token sampled at "
+                f"temperature {pushed.temperature:g}; relative to their size, the difference is "
+                f"{result.error:.4g}{' on average, rounded to 8 bits' * pushed.is_rounded}, but "
+                f"at most {self._tolerance:g} is allowed (inference.sync_tolerance). Some of the "
+                "old weights may still be in use, or the server uses another model, dtype or kind "
+                f"of log-probabilities ({self._control.logprobs})"
             )
         return paused_s, max(result.prompt_diff, result.sampled_diff)
 

@@ -1,8 +1,8 @@
-"""Weights for SGLang servers: as a folder that they read, in the body of a request, or by NCCL.
+"""Sends weights to SGLang servers: as a folder that they read, in request bodies, or by NCCL.
 
-All are sent while `SGLangControl.update` has the server paused, end with emptied caches and label
-the weights. SGLang answers 200 to names that its model does not have, so nothing but the probe
-afterwards says whether the weights are in use.
+Every transfer happens while `SGLangControl.update` has paused the server, and ends by emptying the
+caches and labelling the weights. SGLang answers 200 even to names that its model does not have, so
+only the probe afterwards shows whether the weights are in use.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from agentrl.types import JSON
 Library = Literal["nccl", "gloo"]
 
 _BUCKET_BYTES = 256 * 2**20
-"""The most weights in one request, unless a single tensor has more."""
+"""Maximum size of the weights in one request, unless a single tensor is larger."""
 _GROUP = "agentrl"
-"""The same in every run, so that a server can be told to leave a killed trainer's."""
+"""Name of the group. The same in every run, so that a server can leave a killed trainer's group."""
 _PATIENCE = timedelta(hours=12)
-"""Deadline of a group's calls. One that waits in vain is aborted long before, when the server's
-answer is overdue."""
+"""Timeout of a group's calls. Blocked calls are aborted much earlier, when the server's answer is
+overdue."""
 
 
 class FolderTransfer(FileTransfer):
-    """Puts the file of `FileTransfer` into a folder that SGLang can read as a model."""
+    """Links the file of `FileTransfer` into a folder that SGLang can load as a model."""
 
     backend = "disk"
 
@@ -68,7 +68,7 @@ class FolderTransfer(FileTransfer):
         link.symlink_to(Path("..") / self._path.name)
 
     async def connect(self, control: ServerControl) -> None:
-        """Nothing to do: an update names everything that a server has to know."""
+        """Does nothing: an update contains everything that a server has to know."""
 
     async def send(self, control: ServerControl) -> None:
         body: dict[str, JSON] = {
@@ -93,11 +93,11 @@ class FolderTransfer(FileTransfer):
 
 
 class TensorTransfer(FileTransfer):
-    """Sends weights in requests, to servers that need not see the directory. A copy is kept there
-    for a server that is restarted between two updates.
+    """Sends weights in request bodies, so that servers need no access to the directory.
 
-    They travel as a pickle of plain tensors, which a server with one GPU unpickles. With torch's
-    own way of sharing memory between processes it would die.
+    A copy is kept in the directory for servers that are restarted between two updates. The body is
+    a pickle of plain tensors, which a server with one GPU unpickles. A pickle of torch's shared
+    memory would crash it.
     """
 
     backend = "tensor"
@@ -115,7 +115,7 @@ class TensorTransfer(FileTransfer):
         self._bodies = await in_thread(lambda: [_pickled(part) for part in _buckets(path)])
 
     async def connect(self, control: ServerControl) -> None:
-        """Nothing to do, as with files."""
+        """Does nothing, as in `FolderTransfer`."""
 
     async def send(self, control: ServerControl) -> None:
         async with _open_update(control):
@@ -129,8 +129,7 @@ class TensorTransfer(FileTransfer):
 
 
 class TorchTransfer(BroadcastTransfer):
-    """Sends through the groups of torch.distributed that SGLang's workers make: NCCL's or, on a
-    CPU, gloo's."""
+    """Sends through a torch.distributed group with SGLang's workers: NCCL, or gloo on a CPU."""
 
     def __init__(self, library: Library = "nccl") -> None:
         super().__init__()
@@ -139,13 +138,15 @@ class TorchTransfer(BroadcastTransfer):
     async def _join(self, control: ServerControl) -> TorchGroup:
         info = json.loads(await control.call("GET", "/server_info"))
         world_size = 1 + int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
-        with contextlib.suppress(WeightSyncError):  # 400 where no earlier trainer left one
+        with contextlib.suppress(WeightSyncError):  # status 400 if there is no earlier group
             await control.post("/destroy_weights_update_group", {"group_name": _GROUP})
         host = _own_address(control.url)
         try:
             store = TCPStore(host, 0, world_size, True, wait_for_workers=False)
         except RuntimeError as error:
-            raise NCCLError(f"no place to meet {control.url}'s workers at: {error}") from error
+            raise NCCLError(
+                f"cannot open a rendezvous store for the workers of {control.url}: {error}"
+            ) from error
         meeting: dict[str, JSON] = {
             "master_address": host,
             "master_port": store.port,
@@ -183,14 +184,14 @@ class TorchGroup(Group):
     def __init__(
         self, store: Store, world_size: int, device: torch.device, library: Library
     ) -> None:
-        """Blocks until all ranks are there.
+        """Blocks until all ranks have joined.
 
         Raises:
-            NCCLError: they cannot reach each other.
+            NCCLError: the ranks cannot reach each other.
         """
         self._device = device
         self._group: Any
-        # As SGLang and torch nest them on the other side.
+        # The same nesting as in SGLang and torch on the other side.
         for prefix in (_GROUP, f"{_GROUP}/", "cuda/" if library == "nccl" else "cpu/"):
             store = PrefixStore(prefix, store)
         try:
@@ -198,11 +199,11 @@ class TorchGroup(Group):
                 self._group = ProcessGroupGloo(store, 0, world_size, _PATIENCE)
             else:
                 options = torch.distributed.ProcessGroupNCCL.Options()
-                # Its own deadline ends the whole process; `abort` comes long before.
+                # When it expires, NCCL ends the whole process; `abort` is called long before.
                 options._timeout = _PATIENCE
                 self._group = torch.distributed.ProcessGroupNCCL(store, 0, world_size, options)
         except RuntimeError as error:
-            raise NCCLError(f"no group with the server's workers: {error}") from error
+            raise NCCLError(f"cannot make a group with the server's workers: {error}") from error
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """See `Group.broadcast`."""
@@ -219,7 +220,7 @@ class TorchGroup(Group):
 
     def abort(self) -> None:
         """See `Group.abort`."""
-        with contextlib.suppress(RuntimeError):  # its other ranks may be gone already
+        with contextlib.suppress(RuntimeError):  # the other ranks may already be gone
             self._group.abort()
 
 
@@ -230,7 +231,7 @@ async def _open_update(control: ServerControl) -> AsyncIterator[None]:
     except WeightSyncError as error:
         if "already" not in str(error):
             raise
-        # Of a trainer that was killed in the middle of it.
+        # A trainer was killed during its update.
         await control.post("/end_weight_update", {})
         await control.post("/begin_weight_update", {})
     yield
@@ -238,7 +239,7 @@ async def _open_update(control: ServerControl) -> AsyncIterator[None]:
 
 
 def _own_address(url: str) -> str:
-    """Returns this machine's address as a server sees it; nothing is sent."""
+    """Returns this machine's address on the route to a server, without sending anything."""
     parts = urlsplit(url)
     family, kind, protocol, _, address = socket.getaddrinfo(
         parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM

@@ -1,8 +1,8 @@
-"""A model's weights one after the other, each of them whole, also where every rank has a shard.
+"""Iterates over a model's full weights one by one, also if they are sharded over ranks.
 
-Of a sharded model each tensor is put together by all ranks at once, cast to what the model computes
-in before it travels, and dropped before the next. So every rank iterates over them, and needs
-memory for no more than one; what becomes of them is rank 0's business.
+Each tensor of a sharded model is cast to the dtype that the model computes in, gathered by all
+ranks together, and freed before the next one. So every rank has to iterate, and needs memory for
+a single full tensor; only rank 0 uses the tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Returns the dtype in which a sharded model computes; its own tensors are float32 masters."""
+    """Returns the dtype in which a sharded model computes; its own parameters are float32."""
     dtype: Any = model.config.dtype
     return dtype
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor itself or, of shards, all of it, in this dtype. A collective for shards."""
+    """Returns a tensor unchanged, or gathers a sharded one and casts it to `dtype`.
+
+    For sharded tensors this is a collective operation of all ranks.
+    """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -41,10 +44,10 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class CheckpointTensors:
-    """Parameters and persistent buffers as `save_pretrained` would name them; tied ones once.
+    """Parameters and persistent buffers under the names of `save_pretrained`, tied ones once.
 
     Attributes:
-        shapes: by name, tensors without data.
+        shapes: name -> tensor on the meta device, which has a shape and dtype but no data.
     """
 
     shapes: dict[str, Tensor]
@@ -68,16 +71,18 @@ class CheckpointTensors:
             self.shapes = {name: tensor.to("meta") for name, tensor in self._tensors.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors, in no order. Those of a model that is not sharded share its
-        memory, except where the family's checkpoints hold them in another form than its modules
-        (experts of a mixture, for example)."""
+        """Yields names and full tensors, in no particular order.
+
+        The tensors of a model that is not sharded share its memory, unless its checkpoints store
+        them in another form than its modules do (mixture-of-experts weights, for example).
+        """
         if self._dtype is None:
             yield from self._tensors.items()
             return
         parts = [[name] for name in self._tensors]
         alone = [self._shapes_of(names) for names in parts]
         if {name for each in alone for name in each} != self.shapes.keys():
-            parts = [list(self._tensors)]  # some come from several: all have to be there
+            parts = [list(self._tensors)]  # some combine several tensors, so gather all of them
         for names in parts:
             tensors = {name: whole(self._tensors[name], self._dtype) for name in names}
             yield from revert_weight_conversion(self._model, tensors).items()
@@ -92,7 +97,7 @@ class CheckpointTensors:
 
 
 def take_part(model: PreTrainedModel) -> None:
-    """Do the part of a rank above 0 while rank 0 takes the weights for its servers."""
+    """Takes part in the collectives while rank 0 gathers the weights for the servers."""
     if has_adapter(model):
         for tensor in adapter_tensors(model).values():
             whole(tensor)
@@ -103,7 +108,11 @@ def take_part(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def copy_trained(model: PreTrainedModel, into: PreTrainedModel | None) -> None:
-    """Put what is trained into another model of the same kind, on rank 0; elsewhere take part."""
+    """Copies the trained parameters into another model of the same architecture.
+
+    Args:
+        into: the target on rank 0; None on the other ranks, which only take part in gathering.
+    """
     targets = {} if into is None else dict(into.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,7 +1,7 @@
-"""Brings weights from the trainer to a server, while `ServerControl.update` has it paused.
+"""Transfers weights from the trainer to a server that `ServerControl.update` has paused.
 
-`FileTransfer` here goes through a directory that both see; `agentrl.sync.nccl` and
-`agentrl.sync.sglang` send from GPU to GPU, and the latter in requests as well.
+`FileTransfer` uses a directory that both can access. `agentrl.sync.nccl` and `agentrl.sync.sglang`
+send from GPU to GPU, and the latter also in request bodies.
 """
 
 from __future__ import annotations
@@ -23,48 +23,51 @@ Result = TypeVar("Result")
 
 class Transfer(Protocol):
     backend: str
-    """Name of the weight-transfer backend that the servers must have been started with."""
+    """Name of the weight-transfer backend with which the servers have to be started."""
 
     async def take(self, model: PreTrainedModel, version: int) -> None:
-        """Copy the weights as they are now; `send` sends the last that were taken.
+        """Copies the current weights, which `send` then sends.
 
         Raises:
-            WeightSyncError: there is no room for them.
+            WeightSyncError: there is not enough space, or these weights cannot be sent.
         """
         ...
 
     async def connect(self, control: ServerControl) -> None:
-        """Prepare a server, which still samples, for `send`. Called before every update: a server
-        that was restarted since the last one knows nothing of it.
+        """Prepares a server for `send`, while it still samples.
+
+        Called before every update, because a restarted server needs it again.
 
         Raises:
-            WeightSyncError: it refused, or could not be reached.
+            WeightSyncError: the server refused or could not be reached.
         """
         ...
 
     async def send(self, control: ServerControl) -> None:
-        """Have a paused server load the weights.
+        """Makes a paused server load the weights.
 
         Raises:
-            WeightSyncError: it refused, failed, or could not be reached.
+            WeightSyncError: the server refused, failed, or could not be reached.
         """
         ...
 
     def delivered(self, version: int) -> None:
-        """All servers within reach have this version, and `send` may be asked for it again."""
+        """Notes that all reachable servers have this version; `send` may still be called again."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class FileTransfer(Transfer):
-    """A safetensors file in a directory of this run alone, which the servers see under the same
-    path: on /dev/shm, or on a shared file system."""
+    """Transfers weights as a safetensors file in a directory that only this run uses.
+
+    The servers have to see the directory under the same path: on /dev/shm or a shared file system.
+    """
 
     backend = "agentrl"
 
     def __init__(self, directory: Path) -> None:
-        """Makes the directory if it is absent; weights found there are removed."""
+        """Creates the directory if it is missing, and deletes weights in it."""
         self._directory = directory.absolute()
         self._path: Path | None = None
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -75,8 +78,8 @@ class FileTransfer(Transfer):
             self._path = await in_thread(lambda: write_policy(model, self._directory, version))
         except OSError as error:
             raise WeightSyncError(
-                f"the weights of version {version} cannot be written to {self._directory} "
-                f"({error}); it needs room for two versions of the model"
+                f"cannot write the weights of version {version} to {self._directory} ({error}); it "
+                "needs space for two versions of the model (inference.weights_dir sets it)"
             ) from error
 
     async def connect(self, control: ServerControl) -> None:
@@ -94,7 +97,7 @@ class FileTransfer(Transfer):
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
-    """Run in a thread, to its end even if the caller is cancelled: it reads the live model."""
+    """Runs a function in a thread, to its end even if cancelled, as it reads the live model."""
     future = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         return await asyncio.shield(future)

@@ -129,7 +129,7 @@ class ControlServer:
             return error(500, "the worker died: update without pause or start")
         path = Path(body["update_info"]["path"])
         if not path.is_relative_to(self.initialised or "/nowhere"):
-            return error(500, f"{path} does not lie in the weight directory")
+            return error(500, f"{path} is not in the weight directory")
         tensors = self.after_load(load_file(path))
         self.model.load_state_dict(tensors, strict=False)
         self.num_updates += 1

@@ -338,9 +338,9 @@ def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
             whole = weights_path(directory, 2).read_bytes()
             (directory / "cut.safetensors").write_bytes(whole[:-64])
             await refused(directory / "cut.safetensors", "no complete safetensors file")
-            await refused(MODEL / "model.safetensors", "does not lie in the weight directory")
+            await refused(MODEL / "model.safetensors", "is not in the weight directory")
             (directory / "link.safetensors").symlink_to(MODEL / "model.safetensors")
-            await refused(directory / "link.safetensors", "does not lie in the weight directory")
+            await refused(directory / "link.safetensors", "is not in the weight directory")
             with pytest.raises(WeightSyncError, match="share it with the trainer"):
                 await control.post(
                     "/init_weight_transfer_engine", {"init_info": {"directory": "/not/there"}}

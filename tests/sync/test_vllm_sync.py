@@ -164,7 +164,7 @@ def test_a_restarted_server_gets_what_was_pushed_not_what_is_trained(tmp_path):
         server = ControlServer()
         model = tiny_model()
         async with syncing(FileTransfer(tmp_path), server) as sync:
-            with pytest.raises(WeightSyncError, match="none were pushed"):
+            with pytest.raises(WeightSyncError, match="nothing was pushed"):
                 await sync.push_to(server.url)
             await sync.push(model, 4)
             pushed = {name: tensor.clone() for name, tensor in model.state_dict().items()}

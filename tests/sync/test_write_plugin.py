@@ -136,10 +136,10 @@ def test_only_files_in_the_directory_are_read(plugin, tmp_path):
         "policy-1.safetensors",
         "",
     ):
-        with pytest.raises(ValueError, match="does not lie in"):
+        with pytest.raises(ValueError, match="is not in the weight directory"):
             module.file_inside(directory, str(path))
     for path in (directory, directory / "absent.safetensors"):
-        with pytest.raises(ValueError, match="no file"):
+        with pytest.raises(ValueError, match="is not a file"):
             module.file_inside(directory, str(path))
 
 

@@ -1,12 +1,12 @@
-"""agentrl's plugin for vLLM: weights that come as a file, and two repairs of its CPU build.
+"""agentrl's plugin for vLLM: a weight-transfer backend for files, and two fixes of the CPU build.
 
-This package runs inside vLLM's processes. It imports vLLM, torch, safetensors and the standard
-library only, because agentrl need not be installed there: `agentrl.sync.plugin.write_plugin` puts
-a copy of it on a server's PYTHONPATH, and agentrl installed next to vLLM registers it too.
+This package runs inside vLLM's processes. It imports only vLLM, torch, safetensors and the standard
+library, because agentrl need not be installed there: `agentrl.sync.plugin.write_plugin` puts a copy
+of it on a server's PYTHONPATH. If agentrl is installed next to vLLM, it registers the plugin, too.
 
     files      the weight-transfer backend "agentrl"
-    rounding   layers on a CPU round where those of transformers do
-    idle       processes on a CPU sleep while they have nothing to do
+    rounding   makes layers on a CPU round where transformers' layers do
+    idle       makes idle processes on a CPU sleep instead of spin
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ALIGN_ROUNDING = "AGENTRL_ALIGN_ROUNDING"
 
 
 def register() -> None:
-    """The entry point of group `vllm.general_plugins`; called once in every process of vLLM."""
+    """Registers the plugin; vLLM calls it once per process (group `vllm.general_plugins`)."""
     from vllm.distributed.weight_transfer import (  # pyright: ignore[reportMissingImports]
         WeightTransferEngineFactory,
     )
 
-    # A ValueError says it is there already: agentrl is installed here and also on PYTHONPATH.
+    # A ValueError means that it is already registered: agentrl is both installed and on PYTHONPATH.
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(
             BACKEND, f"{__name__}.files", "FileWeightTransferEngine"

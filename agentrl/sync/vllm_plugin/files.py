@@ -1,21 +1,20 @@
-"""The weight-transfer backend "agentrl" of vLLM: weights come as a safetensors file.
+"""vLLM's weight-transfer backend "agentrl", which loads weights from a safetensors file.
 
     init_info    {"directory": "/dev/shm/run"}     files outside of it are refused
-    update_info  {"path": "/dev/shm/run/policy-7.safetensors"}     or of an adapter's weights
+    update_info  {"path": "/dev/shm/run/policy-7.safetensors"}     or an adapter's weight file
 
-An update goes through vLLM's layerwise reload, which keeps the storage of every parameter (CUDA
-graphs point at it) and packs or quantises a layer again when all of its tensors are there. Four
-things are added:
+An update uses vLLM's layerwise reload. It keeps the storage of every parameter, to which CUDA
+graphs point, and repacks or requantises a layer once all of its tensors are loaded. This backend
+adds four things:
 
-* The whole file is loaded without its data first, onto parameters without storage. Whatever does
-  not fit is found before a single weight has changed, and the server goes on with the old ones.
+* The whole file is first loaded without data, onto parameters without storage. A tensor that does
+  not fit is found before any weight has changed, and the server continues with the old ones.
 * Tensors are read one by one from a memory map.
-* A tied head is packed again. On a CPU vLLM multiplies with a packed copy of each weight matrix;
-  the head shares its parameter with the embedding, so no tensor of its own arrives, the reload
-  passes over it, and without this the server would embed with new weights and predict with old
-  ones.
-* Experts of a mixture are packed again, on a CPU: vLLM does so when it first sets them up and then
-  copies plain weights over packed ones.
+* A tied head is repacked. On a CPU, vLLM multiplies with a packed copy of each weight matrix. The
+  head shares its parameter with the embedding, so the file has no tensor for it and the reload
+  skips it. The server would then embed with the new weights and predict with the old ones.
+* Mixture-of-experts weights are repacked on a CPU. vLLM packs them only when it first sets up the
+  layer, and would then copy plain weights over packed ones.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ _DTYPES = {
 }
 
 Header = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and element type of every tensor of a file."""
+"""Tensor name -> shape and dtype, for all tensors of a file."""
 
 
 @dataclass(frozen=True)
 class CheckedFit:
-    """Facts about the last file; the next one usually has the same header."""
+    """Result of checking a file, reused for the next files with the same header."""
 
     model: torch.nn.Module
     header: Header
@@ -68,7 +67,7 @@ class CheckedFit:
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
     directory: str
-    """Absolute. The only place weights are read from."""
+    """Absolute path of the only directory from which weights are read."""
 
 
 @dataclass
@@ -78,7 +77,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Created by each worker of vLLM when its model is loaded; see the module's docstring."""
+    """Loads weights from a file. Each vLLM worker makes one after it has loaded its model."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -90,31 +89,35 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.checked: CheckedFit | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Raises:
-        ValueError: the directory is not absolute or does not exist on this machine.
+        """Sets the weight directory.
+
+        Raises:
+            ValueError: the directory is not absolute or does not exist on this machine.
         """
         directory = Path(init_info.directory)
         if not directory.is_absolute() or not directory.is_dir():
             raise ValueError(
-                f"weight directory {init_info.directory} is not an absolute path of a directory "
-                "that this server can see; share it with the trainer under the same path"
+                f"weight directory {init_info.directory} is not the absolute path of an existing "
+                "directory on this server; share it with the trainer under the same path"
             )
         self.directory = directory.resolve()
 
     def start_weight_update(self) -> None:
-        """Nothing is touched before the file is known to fit, so there is nothing to undo if the
-        trainer dies between its calls."""
+        """Checks that an update is possible, without changing anything.
+
+        So there is nothing to undo if the trainer dies before it sends the file.
+        """
         if self.directory is None:
             raise ValueError("no weight directory: call /init_weight_transfer_engine first")
         if self.unusable is not None:
             raise ValueError(f"restart this server: an update failed half-way ({self.unusable})")
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load the file into the model.
+        """Loads the file into the model.
 
         Raises:
-            ValueError: the path is refused, or a tensor is unknown, missing or of another shape;
-                the model is then as before.
+            ValueError: the path is refused, or a tensor is unknown, missing or has another shape;
+                the model is unchanged.
         """
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
             finalize_layerwise_reload,
@@ -125,12 +128,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise ValueError("no weight directory: call /init_weight_transfer_engine first")
         path = file_inside(self.directory, update_info.path)
         if path.name == ADAPTER_FILE:
-            # Finishing an update drops the adapters, and the next request reads its own again.
+            # vLLM drops adapters at the end of an update, and the next request loads them again.
             return
         try:
             file = safe_open(path, framework="pt", device="cpu")
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is no complete safetensors file: {error}") from error
+            raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
         with file, set_current_vllm_config(self.vllm_config):
             header = read_header(file)
             initialize_layerwise_reload(self.model)
@@ -141,7 +144,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                     tied = check_fit(self.model, header, complete=complete)
                     checked = self.checked = CheckedFit(self.model, header, tied)
             except BaseException:
-                # Without loaded tensors this puts the old parameters back.
+                # If no tensors were loaded, this restores the old parameters.
                 finalize_layerwise_reload(self.model, self.model_config)
                 raise
             try:
@@ -158,15 +161,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 raise
 
     def finish_weight_update(self) -> None:
-        """Nothing: one file is one update."""
+        """Does nothing: one file is one update."""
 
     def shutdown(self) -> None:
-        """Nothing: files are closed after every update."""
+        """Does nothing: files are closed after every update."""
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Have vLLM set its kernel for experts up from the start, which packs them, when the layer's
-    weights are there."""
+    """Resets vLLM's mixture-of-experts kernels, so that it packs the experts when reloading."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -174,22 +176,25 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def file_inside(directory: Path, path: str) -> Path:
-    """The regular file that `path` leads to.
+    """Resolves `path` to a regular file in `directory`.
 
     Raises:
-        ValueError: it lies outside `directory`, also through `..` or a link, or is not a file.
+        ValueError: the file is outside of `directory`, also through `..` or a link, or is not a
+            file.
     """
     resolved = Path(path).resolve()
     if not Path(path).is_absolute() or not resolved.is_relative_to(directory):
-        raise ValueError(f"{path} does not lie in the weight directory {directory}")
+        raise ValueError(f"{path} is not in the weight directory {directory}")
     if not resolved.is_file():
-        raise ValueError(f"{path} is no file on this server; share {directory} with the trainer")
+        raise ValueError(f"{path} is not a file on this server; share {directory} with the trainer")
     return resolved
 
 
 def read_header(file) -> Header:
-    """Raises:
-    ValueError: a tensor's element type is unknown.
+    """Reads the names, shapes and dtypes of a safetensors file.
+
+    Raises:
+        ValueError: a tensor has an unknown dtype.
     """
     header: Header = {}
     for name in file.keys():  # noqa: SIM118 (it is not a dict and cannot be iterated)
@@ -197,25 +202,27 @@ def read_header(file) -> Header:
         dtype = _DTYPES.get(tensor.get_dtype())
         if dtype is None:
             raise ValueError(
-                f"{name} has element type {tensor.get_dtype()}, unknown to this backend"
+                f"tensor {name} has the dtype {tensor.get_dtype()}, which this backend does not "
+                "support"
             )
         header[name] = (tuple(tensor.get_shape()), dtype)
     return header
 
 
 def check_fit(model: torch.nn.Module, header: Header, *, complete: bool) -> list[torch.nn.Module]:
-    """Load the names and shapes of a file into a model whose parameters have no storage.
+    """Checks that a file fits a model, by loading its names and shapes without data.
 
     Args:
-        model: between `initialize_layerwise_reload` and the real loading; left as it came.
-        complete: refuse a file that leaves a parameter unset (models of quantised checkpoints have
-            parameters that no other holds).
+        model: after `initialize_layerwise_reload`, so its parameters have no storage; unchanged
+            afterwards.
+        complete: refuse a file that leaves a parameter unset. False for models of quantised
+            checkpoints, which have parameters that the file lacks.
 
     Returns:
-        Modules that hold no tensor of their own in the file but share a loaded one (a tied head).
+        Modules without a tensor in the file whose parameter is shared with one (a tied head).
 
     Raises:
-        ValueError: names the tensor and the reason.
+        ValueError: a tensor does not fit or is missing; the message names it.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
         get_layerwise_info,
@@ -238,7 +245,7 @@ def check_fit(model: torch.nn.Module, header: Header, *, complete: bool) -> list
         )
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
         raise ValueError(
-            f"its tensors do not fit this server's model: {type(error).__name__}: {error}"
+            f"the file's tensors do not fit this server's model: {type(error).__name__}: {error}"
         ) from error
     finally:
         for (_, _, _, tensor), loader in zip(tensors, deferred, strict=True):
@@ -258,7 +265,7 @@ def check_fit(model: torch.nn.Module, header: Header, *, complete: bool) -> list
         elif elements < _elements_to_load(layer, tensor):
             raise ValueError(
                 f"the file sets only {elements} of {_elements_to_load(layer, tensor)} elements of "
-                f"{layer_name}.{name}: a tensor of it is missing"
+                f"{layer_name}.{name}; one of its tensors is missing"
             )
         owners[id(real)] = owners.get(id(real), False) or elements > 0
     missing = [
@@ -272,7 +279,7 @@ def check_fit(model: torch.nn.Module, header: Header, *, complete: bool) -> list
 def _counting(
     loader: Callable, key: tuple[str, str], loaded: dict[tuple[str, str], int]
 ) -> Callable:
-    """A parameter's own loader, without the reload's deferral, that counts what it is given."""
+    """Wraps a parameter's loader, without the reload's deferral, to count the elements it loads."""
     from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
         get_numel_loaded,
         to_meta_tensor,
@@ -287,7 +294,7 @@ def _counting(
         bound.apply_defaults()
         target = bound.arguments.get("param")
         if isinstance(target, torch.Tensor) and not target.is_meta:
-            # A bias that vLLM kept as it is: not to be filled from tensors without values.
+            # A bias to which vLLM keeps a reference; it must not be filled from meta tensors.
             bound.arguments["param"] = to_meta_tensor(target)
         try:
             elements, result = get_numel_loaded(loader, bound)
@@ -304,7 +311,7 @@ def _counting(
 
 
 def _elements_to_load(layer: torch.nn.Module, tensor: torch.Tensor) -> int:
-    """A vocabulary is padded to a round number of rows that no checkpoint holds."""
+    """Returns the number of elements a checkpoint has to provide, without vocabulary padding."""
     shard = getattr(layer, "shard_indices", None)
     if shard is not None and tensor.dim() > 0:
         return tensor.numel() // tensor.shape[0] * shard.num_org_elements

@@ -1,24 +1,24 @@
-"""vLLM's processes on a CPU wait for each other asleep instead of spinning."""
+"""Makes vLLM's processes on a CPU sleep instead of spin while they wait for each other."""
 
 from __future__ import annotations
 
 import functools
 
 SPIN_S = 0.001
-"""The time that a process on a CPU spins for its next message before it sleeps."""
+"""Seconds that a process spins for its next message before it sleeps."""
 
 RECHECK_MS = 20
-"""The longest that it sleeps before it looks for a message that it was not woken for."""
+"""Milliseconds after which a sleeping process checks for a message in case it missed a wake-up."""
 
 
 def sleep_when_idle() -> None:
-    """Have vLLM's processes on a CPU wait for each other asleep instead of spinning.
+    """Makes vLLM's processes on a CPU sleep instead of spin while they wait for each other.
 
-    After every message they look for the next one for a whole second, which between the turns of
-    slow environments keeps a core busy that computes the model, or the trainer's gradient.
+    By default they spin for a second after every message. Between the turns of slow environments,
+    this takes a core away from the model, or from the trainer's gradient.
 
-    Who sleeps is woken over a socket, and misses a call now and then. vLLM has sleepers look for
-    themselves every 5 s; for a reply of a fifth of a second that is too long.
+    A sleeping process is woken over a socket and occasionally misses the wake-up. vLLM rechecks
+    every 5 s, which is too long when a reply takes a fifth of a second.
     """
     try:
         from vllm.distributed.device_communicators import (  # pyright: ignore[reportMissingImports]
@@ -28,9 +28,9 @@ def sleep_when_idle() -> None:
 
         SpinCondition = shm_broadcast.SpinCondition
     except (ImportError, AttributeError):
-        return  # another version of vLLM: it computes the same, and spins
+        return  # another version of vLLM, which works as well but spins
     if not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
-        return  # one whose sleepers never look for themselves
+        return  # a version whose sleeping processes never recheck
     if not current_platform.is_cpu() or hasattr(SpinCondition.__init__, "__wrapped__"):
         return
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS

@@ -1,4 +1,4 @@
-"""vLLM's layers on a CPU round 16-bit values where those of transformers do."""
+"""Makes vLLM's layers on a CPU round 16-bit values where transformers' layers do."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def align_rounding() -> None:
-    """Have vLLM's CPU layers round where the layers of transformers do.
+    """Makes vLLM's CPU layers round where transformers' layers do.
 
-    Two engines with the same 16-bit weights differ by what they round differently on the way. On a
-    CPU vLLM normalises the sum of residual and update before that sum is rounded, rotates queries
-    and keys with one rounding instead of three, and, without AVX512-BF16, its kernels for rotation
-    and attention cut bits off instead of rounding. Afterwards:
+    Two engines with the same 16-bit weights differ if they round intermediate results differently.
+    On a CPU, vLLM normalises the sum of residual and update before rounding it, rotates queries and
+    keys with one rounding instead of three, and, without AVX512-BF16, its kernels for rotation and
+    attention truncate instead of round. After this call:
 
-    * the sum is rounded, then normalised;
+    * the sum is rounded first and then normalised;
     * rotation is plain torch arithmetic;
-    * attention is computed in float64 and its result rounded once. In float32 the two engines would
-      still differ by an order of summation, which now and then crosses a rounding boundary of 16
-      bits, and a sharp model makes 0.1 nats of that.
+    * attention is computed in float64 and rounded once. In float32, the engines would still sum in
+      a different order, which occasionally changes the 16-bit result, and with a peaked
+      distribution that can amount to 0.1 nats.
 
-    Needs `--enforce-eager`: a compiler fuses layers and leaves roundings out. Does nothing on a
-    GPU. Called before a model is made; calling it twice is harmless.
+    Needs `--enforce-eager`, because compilation fuses layers and drops roundings. Does nothing on a
+    GPU. Call it before the model is made; repeated calls have no effect.
     """
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
@@ -87,7 +87,7 @@ def align_rounding() -> None:
     def store_plainly(self, layer, key, value, kv_cache, slot_mapping):
         if not is_plain(self, kv_cache):
             return store(self, layer, key, value, kv_cache, slot_mapping)
-        used = slot_mapping >= 0  # the others are padding
+        used = slot_mapping >= 0  # negative slots are padding
         slots = slot_mapping[used]
         block, place = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
         states = torch.cat([key[: len(used)], value[: len(used)]], -1)
@@ -106,16 +106,16 @@ def exact_attention(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """Causal attention of the last tokens of each sequence to all of it, in float64.
+    """Computes causal attention in float64 from each sequence's new tokens to the whole sequence.
 
     Args:
-        query: (num_tokens, num_heads, head_dim), the sequences' new tokens one after the other.
-        kv_cache: (num_blocks, num_kv_heads, block_size, 2 head_dim), keys before values, with those
-            of the new tokens.
+        query: (num_tokens, num_heads, head_dim), the new tokens of all sequences, concatenated.
+        kv_cache: (num_blocks, num_kv_heads, block_size, 2 head_dim), keys before values, including
+            those of the new tokens.
         block_table: (num_sequences, max_blocks).
-        query_start_loc: (num_sequences + 1,), where the new tokens of each sequence begin.
-        seq_lens: (num_sequences,), new tokens included.
-        output: as `query`, or with the last two dimensions merged; is written.
+        query_start_loc: (num_sequences + 1,), the start of each sequence's new tokens in `query`.
+        seq_lens: (num_sequences,), lengths including the new tokens.
+        output: written to; the shape of `query`, or with its last two dimensions merged.
     """
     head_dim, block_size = query.shape[-1], kv_cache.shape[2]
     result = output.view(-1, *query.shape[1:])
