@@ -91,7 +91,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
         ),
         ("[objective]\npreset = 'grop'\n", [], ["run.toml: objective", "grop", "grpo"]),
         ("", ["--objective.preset", "grop"], ["run.toml with --objective.preset", "grop"]),
-        ("", ["--train.learning_rate", "-1"], ["--train.learning_rate", "than 0, and it is -1"]),
+        ("", ["--train.learning_rate", "-1"], ["--train.learning_rate", "than 0, but it is -1"]),
         ("", ["--eval.pass_k", "8"], ["samples_per_task >= 8"]),
         ("", ["--run.profile", "true"], ["--run.profile", "list"]),
         ("", ["--run.profile", "9", "--run.num_steps", "8"], ["beyond num_steps = 8"]),

@@ -1,7 +1,7 @@
-"""Every knob of a run: one TOML file, any key overridable as `--section.key value`.
+"""The configuration of a run: one TOML file whose keys `--section.key value` can override.
 
-Sections mirror the packages. Unknown keys are errors that name the file, the dotted key and the
-closest valid key. This package imports no torch, so that `--help` and `--dry-run` are quick.
+Sections mirror the packages. An unknown key is an error that names the file, the dotted key and the
+closest valid key. This package does not import torch, so that `--help` and `--dry-run` are fast.
 """
 
 from agentrl.config.load import (

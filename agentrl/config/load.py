@@ -1,4 +1,4 @@
-"""Reading a run file, and flags that override its keys."""
+"""Reads a run file and the flags that override its keys."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ CHANGEABLE = (
     "run.save_every",
     "run.eval_every",
 )
-"""Keys that a callback may change between two steps. `train.learning_rate` is the peak that the
-schedule scales; `rollout.temperature` only with the embedded engine, where nothing is played ahead.
+"""Keys that a callback may change between two steps. `train.learning_rate` is the peak of the
+schedule. `rollout.temperature` can change only with the embedded engine, which never plays ahead.
 """
 
 
 def load_config(
     source: Path | str | Mapping[str, JsonValue], overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """Read a run file, or the same as a nested dictionary, and apply overrides.
+    """Loads a run file, or a nested dictionary with the same keys, and applies overrides.
 
-    Relative paths of models and of a user's own code that exist beside the file are taken from
-    there, so that a run file works from any directory.
+    Relative paths of models and of the user's code that exist beside the file are resolved there,
+    so that a run file works from any directory.
 
     Args:
         source: path of a TOML file, or `{"model": {"path": ...}, "run": {"num_steps": 10}, ...}`.
-        overrides: as on the command line, `["--run.seed", "2"]`.
+        overrides: arguments as on the command line, such as `["--run.seed", "2"]`.
 
     Raises:
-        ConfigError: one line per problem: the file (or the command line), the dotted key, what is
-            wrong, and the closest valid key.
+        ConfigError: the configuration is not valid. The message has one line per problem, with the
+            file or flag, the dotted key, the problem and the closest valid key.
     """
     if isinstance(source, Mapping):
         config = _validated(copy.deepcopy(dict(source)), "configuration", list(overrides))
@@ -65,7 +65,7 @@ def _load_file(path: Path, overrides: list[str]) -> RunConfig:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory; name a run file, such as run.toml") from None
+        raise ConfigError(f"{path} is a directory; give a run file, such as run.toml") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -74,14 +74,14 @@ def _load_file(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def load_tables(tables: Sequence[Mapping[str, Any]], source: str, *, beside: Path) -> RunConfig:
-    """The configuration of several tables of a run file's keys, later ones over earlier ones.
+    """Merges several tables of a run file's keys, later ones over earlier ones, and validates them.
 
     Args:
-        source: what an error begins with.
-        beside: the file that they are of; see `load_config` for its relative paths.
+        source: name of the source, with which error messages begin.
+        beside: path of the file that the tables are from, for its relative paths.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: see `load_config`.
     """
     data: dict[str, Any] = {}
     for table in tables:
@@ -90,10 +90,10 @@ def load_tables(tables: Sequence[Mapping[str, Any]], source: str, *, beside: Pat
 
 
 def with_change(config: RunConfig, key: str, value: JsonValue) -> RunConfig:
-    """The configuration with another value of one key of `CHANGEABLE`.
+    """Returns a configuration in which one key of `CHANGEABLE` has another value.
 
     Raises:
-        ConfigError: the key cannot change during a run, or not to this value.
+        ConfigError: the key cannot change during a run, or the value is not valid.
     """
     if key not in CHANGEABLE:
         close = difflib.get_close_matches(key, CHANGEABLE, n=1, cutoff=0.6)
@@ -121,9 +121,9 @@ def _validated(
         lines = []
         for problem in error.errors():
             dotted = ".".join(str(part) for part in problem["loc"])
-            dotted = re.sub("^envs(?=[.])", "env", dotted)  # as it is written
+            dotted = re.sub("^envs(?=[.])", "env", dotted)  # as it is written in the file
             typed = any(dotted == key or dotted.startswith(f"{key}.") for key in from_command_line)
-            # Of a section as a whole, the flags within it may be the reason.
+            # If a whole section is wrong, the cause may be a flag that sets one of its keys.
             flags = [
                 f"--{key}" for key in sorted(from_command_line) if key.startswith(f"{dotted}.")
             ]
@@ -135,8 +135,10 @@ def _validated(
 
 
 def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
-    """`apply_overrides`, where another `env.id` leaves the file's `[env.config]` out: another
-    environment has other keys."""
+    """Applies overrides; another `env.id` drops the file's `[env.config]`.
+
+    Its keys belong to the file's environment.
+    """
     typed: dict[str, JsonValue] = {}
     keys = apply_overrides(typed, overrides)
     own, section = typed.get("env"), data.get("env")
@@ -146,13 +148,13 @@ def _override(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
     if isinstance(own, dict) and isinstance(section, dict) and "id" in own:
         other = own["id"] != section.get("id", EnvSection.model_fields["id"].default)
         if other and section.pop("config", None):
-            logger.warning("--env.id %s: the file's [env.config] is left out", own["id"])
+            logger.warning("--env.id %s: the file's [env.config] is ignored", own["id"])
     _merge(data, typed)
     return keys
 
 
 def _override_by_name(tables: list[Any], own: dict[str, Any]) -> None:
-    """Write `--env.NAME.key value` into the table of that name.
+    """Writes `--env.NAME.key value` into the `[[env]]` table of that name.
 
     Raises:
         ConfigError: there is no such table.
@@ -162,14 +164,14 @@ def _override_by_name(tables: list[Any], own: dict[str, Any]) -> None:
     for name, values in own.items():
         if name not in by_name or not isinstance(values, dict):
             raise ConfigError(
-                f"--env.{name}: the run file has several environments; write --env.NAME.KEY with a "
-                f"NAME of {', '.join(by_name)}"
+                f"--env.{name}: the run file has several environments; write --env.NAME.KEY, where "
+                f"NAME is one of {', '.join(by_name)}"
             )
         _merge(by_name[name], values)
 
 
 def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Write a table over another, key by key; an empty table leaves nothing of the other."""
+    """Merges `source` into `target` key by key; an empty table in `source` replaces the other."""
     for key, value in source.items():
         if isinstance(value, dict) and value and isinstance(target.get(key), dict):
             _merge(target[key], value)
@@ -178,14 +180,16 @@ def _merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def apply_overrides(data: dict[str, JsonValue], overrides: list[str]) -> set[str]:
-    """Write `--a.b value`, `--a.b=value`, `a.b=value` and `+a.b=value` into `data`; returns the
-    dotted keys set.
+    """Writes `--a.b value`, `--a.b=value`, `a.b=value` and `+a.b=value` into `data`.
 
-    Values are read as TOML or JSON where they are valid (numbers, booleans, lists, tables), else as
-    text. A table sets its keys one by one. A bare `--a.b` means true.
+    A value is parsed as TOML or JSON if it is valid (numbers, booleans, lists, tables), else it is
+    a string. A table is merged key by key. A bare `--a.b` means true.
+
+    Returns:
+        The dotted keys that were set.
 
     Raises:
-        ConfigError: an argument is not an override, or a key without a value needs one.
+        ConfigError: an argument is not an override, or lacks a value that its key needs.
     """
     keys: set[str] = set()
     position = 0
@@ -236,14 +240,14 @@ FIRST_KEYS = (
     *("train.token_budget", "train.num_epochs", "train.num_minibatches"),
     *("eval.num_tasks", "eval.samples_per_task", "track.sinks"),
 )
-"""The keys that people set first; `--help` shows these, and `--help-all` every key."""
+"""The keys that users set first, which `--help` shows; `--help-all` shows every key."""
 
 
 def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, tuple[str, str]]:
-    """Every dotted key with its default and its description, in the order of definition."""
+    """Returns dotted key -> (default, description), in the order of definition."""
     keys: dict[str, tuple[str, str]] = {}
     for name, field in model.model_fields.items():
-        if name == "envs":  # written as [[env]]; docs/mixtures.md has its keys
+        if name == "envs":  # written as [[env]]; its keys are in docs/mixtures.md
             continue
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -256,11 +260,11 @@ def valid_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
 
 
 _ASSIGNMENT = re.compile(r"[+]?[A-Za-z][\w-]*(\.[\w-]+)+=")
-"""`a.b=value`, as other programs write overrides."""
+"""`a.b=value`, the overrides of other programs."""
 
 
 def _type_of(key: str) -> Any:
-    """Returns the annotation of a dotted key; Any within tables of free keys, and if unknown."""
+    """Returns the type of a dotted key; Any for unknown keys and those within free-form tables."""
     type_: Any = RunConfig
     for name in key.split("."):
         if not (isinstance(type_, type) and issubclass(type_, BaseModel)):
@@ -277,7 +281,7 @@ def _is_table(type_: Any) -> bool:
 
 
 def _example(key: str, type_: Any) -> str:
-    """Returns how a key is set on the command line, to end a message with."""
+    """Returns the end of a message, with an example of setting the key on the command line."""
     if isinstance(type_, type) and issubclass(type_, BaseModel):
         name = next(iter(type_.model_fields))
         return (
@@ -297,8 +301,10 @@ _EXAMPLES: dict[Any, str] = {int: "10", float: "0.5", str: "NAME"}
 
 
 def _parse_value(text: str, type_: Any) -> JsonValue:
-    """Returns the value as TOML, else as JSON, else as text; always as text where the key holds
-    nothing else, so that a name may be 7 or a date."""
+    """Parses a value as TOML, else as JSON, else as a string.
+
+    For a key of type str it is always a string, so that a name may be 7 or a date.
+    """
     value: Any = text
     try:
         table = tomllib.loads(f"value = {text}")
@@ -315,7 +321,7 @@ def _parse_value(text: str, type_: Any) -> JsonValue:
 
 
 def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
-    """A relative path to a model, function or class means "beside the file" where that exists."""
+    """Resolves relative paths of models, functions and classes that exist beside the run file."""
     for section, key in (
         *(("model", "path"), ("model", "chat_template"), ("critic", "path"), ("teacher", "path")),
         *(("objective", "loss"), ("objective", "advantage"), ("reward", "functions")),
@@ -332,7 +338,7 @@ def _resolve_beside(data: dict[str, JsonValue], path: Path) -> None:
             table[key] = [_beside(each, path.parent) for each in value]
     tables = data.get("env")
     for env in tables if isinstance(tables, list) else [tables]:
-        # A server knows its environment by the name that it was started with.
+        # With a server, the id is the name that the server was started with.
         if isinstance(env, dict) and not env.get("url") and ".py:" in str(env.get("id")):
             env["id"] = _beside(env["id"], path.parent)
         if isinstance(env, dict) and isinstance(env.get("reward"), dict):
@@ -349,9 +355,10 @@ def _beside(text: JsonValue, folder: Path) -> JsonValue:
 
 
 def _explain(problem: ErrorDetails, dotted: str, *, typed: bool) -> str:
-    """
+    """Returns a message for one validation error.
+
     Args:
-        typed: the key stands on the command line.
+        typed: whether the key was given on the command line.
     """
     kind, message = problem["type"], problem["msg"]
     if kind == "extra_forbidden" and "." not in dotted and isinstance(problem["input"], dict):
@@ -366,7 +373,7 @@ def _explain(problem: ErrorDetails, dotted: str, *, typed: bool) -> str:
     if kind == "missing":
         return "missing; this key has no default"
     if message.startswith("Input should") and isinstance(problem["input"], str | int | float):
-        return f"{message}, and it is {json.dumps(problem['input'])}"
+        return f"{message}, but it is {json.dumps(problem['input'])}"
     return message.removeprefix("Value error, ")
 
 
@@ -385,7 +392,7 @@ def _sections() -> list[str]:
 
 
 def _closest(dotted: str) -> str:
-    """Returns what an unknown key may mean: one like it, one of its section, or the sections."""
+    """Returns a hint for an unknown key: a similar key, its section's keys, or the sections."""
     keys, sections = list(valid_keys()), _sections()
     if re.match(r"env\.\d+\.", dotted):
         dotted = re.sub(r"\.\d+", "", dotted, count=1)

@@ -1,4 +1,4 @@
-"""`RunConfig`: the sections together, and what one asks of another."""
+"""`RunConfig`: all sections, with the checks that involve several of them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,12 @@ _LIMITS = {
 
 
 def weight_at(weight: float | list[tuple[int, float]], step: int) -> float:
-    """Returns an environment's weight at a step: a number, or a line between pairs of a step and a
-    weight, level before the first and after the last."""
+    """Returns an environment's weight at a step.
+
+    Args:
+        weight: a constant, or `(step, weight)` pairs to interpolate linearly; constant before the
+            first and after the last.
+    """
     if not isinstance(weight, list):
         return weight
     later = next((i for i, (at, _) in enumerate(weight) if at >= step), len(weight) - 1)
@@ -56,23 +60,23 @@ def weight_at(weight: float | list[tuple[int, float]], step: int) -> float:
 
 
 class RunConfig(Section):
-    """A run, as read from TOML. `model.path` is the only key without a default."""
+    """The configuration of a run. `model.path` is the only key without a default."""
 
     run: RunSection = Field(default_factory=RunSection)
     """`[run]`: name, directory, seed, number of steps, saving and resuming."""
     model: ModelSection
-    """`[model]`: what is trained."""
+    """`[model]`: the model to train."""
     env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
-    """`[env]`: what is played."""
+    """`[env]`: the environment to train in."""
     envs: list[MixedEnvSection] = Field(default_factory=list)
     """`[[env]]`: several environments in one run; `env` is then the first of them, and
     `environments` has a configuration for each."""
     rollout: RolloutSection = Field(default_factory=RolloutSection)
-    """`[rollout]`: how many episodes a step plays, and their limits."""
+    """`[rollout]`: the number of episodes per step, and their limits."""
     agent: AgentSection = Field(default_factory=AgentSection)
-    """`[agent]`: a program of your own that plays in place of the built-in turns."""
+    """`[agent]`: your own program that plays the episodes instead of the built-in loop."""
     inference: InferenceSection = Field(default_factory=lambda: InferenceSection.model_validate({}))
-    """`[inference]`: who samples."""
+    """`[inference]`: the engine that samples."""
     reward: RewardSection = Field(default_factory=RewardSection)
     """`[reward]`: functions besides the environment's own reward."""
     objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
@@ -80,13 +84,13 @@ class RunConfig(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     """`[train]`: optimizer, batches, memory."""
     critic: CriticSection = Field(default_factory=CriticSection)
-    """`[critic]`: the value model, where the objective needs one."""
+    """`[critic]`: the value model, if the objective needs one."""
     teacher: TeacherSection = Field(default_factory=lambda: TeacherSection.model_validate({}))
-    """`[teacher]`: the model that is distilled from."""
+    """`[teacher]`: the model to distil from."""
     eval: EvalSection = Field(default_factory=EvalSection)
-    """`[eval]`: the tasks that measure the policy."""
+    """`[eval]`: the tasks on which the policy is evaluated."""
     track: TrackSection = Field(default_factory=TrackSection)
-    """`[track]`: what is written down, and for whom."""
+    """`[track]`: metrics and logs."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,7 +103,7 @@ class RunConfig(Section):
         if not isinstance(tables, list):
             return data
         if not tables or not all(isinstance(table, dict) for table in tables):
-            raise ValueError("env is a table, [env], or a list of tables, [[env]]")
+            raise ValueError("env has to be a table, [env], or a list of tables, [[env]]")
         first = {key: table for key, table in tables[0].items() if key in EnvSection.model_fields}
         return {**data, "env": first, "envs": tables}
 
@@ -113,8 +117,10 @@ class RunConfig(Section):
 
     @property
     def environments(self) -> dict[str, RunConfig]:
-        """For each environment by name the configuration of a run that plays it alone; of a single
-        one, whose name is empty, this one."""
+        """Environment name -> configuration of a run with this environment alone.
+
+        With a single environment, `{"": self}`.
+        """
         return {each.name: self._alone(each) for each in self.envs} or {"": self}
 
     def _alone(self, env: MixedEnvSection) -> RunConfig:
@@ -132,7 +138,7 @@ class RunConfig(Section):
     def _environments_share_a_step(self) -> RunConfig:
         names = [each.name for each in self.envs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two [[env]] are named {twice[0]!r}; give each a name of its own")
+            raise ValueError(f"two [[env]] tables are named {twice[0]!r}; give each its own name")
         for name, config in self.environments.items():
             if self.envs and config.rollout.max_context_tokens < config.rollout.max_turn_tokens:
                 raise ValueError(
@@ -147,14 +153,14 @@ class RunConfig(Section):
         has_pools = any(each.sampler not in ("uniform", "difficulty") for each in of_tasks)
         if any(each.sampler_stages for each in of_tasks) and not has_pools:
             raise ValueError(
-                "sampler_stages are the pools of sampler = 'staged', and none is; set "
-                "rollout.sampler = 'staged', or leave them out"
+                "sampler_stages is set, but no sampler uses it; set rollout.sampler = 'staged', or "
+                "leave it out"
             )
         weights = [each.weight for each in self.envs]
         corners = {step for w in weights if isinstance(w, list) for step, _ in w}
         for step in sorted({1, self.run.num_steps, *corners}) if weights else ():
             if not sum(weight_at(weight, step) for weight in weights):
-                raise ValueError(f"at step {step} every weight of [[env]] is 0; raise one")
+                raise ValueError(f"at step {step} the weights of all [[env]] are 0; raise one")
         return self
 
     @model_validator(mode="before")
@@ -169,9 +175,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _longest_trajectory_is_the_constant(cls, data: object) -> object:
-        """Sets `max_tokens` of `aggregate.kind = "constant"` to what a trajectory may sample.
+        """Sets `max_tokens` of `aggregate.kind = "constant"` to the longest possible trajectory.
 
-        Only where the run file gives none: a preset's number belongs to its paper's runs.
+        Only if the run file does not set it: a preset's number is that of its paper's runs.
         """
         objective = data.get("objective") if isinstance(data, dict) else None
         if not isinstance(data, dict) or not isinstance(objective, dict):
@@ -186,7 +192,7 @@ class RunConfig(Section):
             rollout = RolloutSection.model_validate(data.get("rollout", {}))
             envs = [MixedEnvSection.model_validate(env) for env in data.get("envs", [])]
         except ValidationError:
-            return data  # the validation that follows says what is wrong with it
+            return data  # the validation after this one reports the problem
         sampled = [
             (env.max_turns or rollout.max_turns) * (env.max_turn_tokens or rollout.max_turn_tokens)
             for env in envs
@@ -198,12 +204,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _samples_of_another_policy_are_corrected(cls, data: object) -> object:
-        """With `max_staleness` above 0, and from servers that round their weights, the policy that
-        sampled is not the one that is trained.
+        """Adds a correction if the policy that sampled differs from the one that is trained.
 
-        Treated alike, a run collapses. So where neither run file nor preset chooses, ratios are
-        taken to the policy that sampled, as PPO defines them. An objective without a ratio gets
-        the truncated weight of TIS instead, and so does rounding, which would use up the clip.
+        It does with `max_staleness` above 0, and with servers that round their weights. Without a
+        correction a run collapses. So, if neither run file nor preset chooses one, ratios are taken
+        to the policy that sampled, as in PPO. An objective without a ratio gets the truncated
+        importance weight of TIS instead. So does rounding, as otherwise it would exhaust the clip
+        range.
         """
         if not isinstance(data, dict):
             return data
@@ -230,10 +237,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _own_functions_hold(self) -> RunConfig:
-        """A user's own loss and advantage are tried here, before anything is started."""
+        """Tries out the user's loss and advantage functions before anything is started."""
         if not self.objective.user_functions:
             return self
-        # These load torch, which a configuration without own functions never needs.
+        # These import torch, which a configuration without user functions does not need.
         from agentrl.algo.split_check import check_user_functions
         from agentrl.algo.user_functions import inputs_of
 
@@ -247,7 +254,7 @@ class RunConfig(Section):
             raise ValueError(str(error)) from None
         if self.rollout.max_staleness and loss is not None and not corrected:
             raise ValueError(
-                f"objective.loss = {loss!r} asks for neither 'ratio' nor 'rollout_logprobs', so "
+                f"objective.loss = {loss!r} takes neither 'ratio' nor 'rollout_logprobs', so "
                 "nothing corrects for samples of an older policy; use the ratio, or set "
                 "objective.off_policy.level = 'token' or rollout.max_staleness = 0"
             )
@@ -255,20 +262,20 @@ class RunConfig(Section):
 
     @property
     def plays_by_agent(self) -> bool:
-        """Something else than the policy decides what it is asked."""
+        """Whether an agent or `rollout.generate`, not the built-in loop, plays the episodes."""
         return self.agent.is_on or self.rollout.generate is not None
 
     @model_validator(mode="after")
     def _routes_are_known(self) -> RunConfig:
         if self.train.router_replay and self.inference.backend != "embedded":
             raise ValueError(
-                "train.router_replay is read from the embedded engine only; set "
+                "train.router_replay works with the embedded engine only; set "
                 "inference.backend = 'embedded', or leave it out"
             )
         if self.train.router_replay and self.model.compile:
             raise ValueError(
-                "train.router_replay answers the routers' calls, which model.compile compiles "
-                "away; set model.compile = false, or leave it out"
+                "train.router_replay hooks into the routers, which model.compile compiles away; "
+                "set model.compile = false, or leave it out"
             )
         return self
 
@@ -277,7 +284,7 @@ class RunConfig(Section):
         for key in ("reference", "reference_every"):
             if getattr(self.model, key) and "ref_logprobs" not in self.objective.needs():
                 raise ValueError(
-                    f"model.{key} is set, and nothing is compared with a reference; set "
+                    f"model.{key} is set, but the objective uses no reference policy; set "
                     "objective.kl.where = 'loss' with a coef, or leave it out"
                 )
         return self
@@ -286,14 +293,14 @@ class RunConfig(Section):
     def _groups_make_sense(self) -> RunConfig:
         if self.rollout.group_size == 1 and self.objective.needs_groups:
             raise ValueError(
-                "rollout.group_size = 1 leaves a group baseline nothing to compare with, every "
+                "rollout.group_size = 1 gives a group baseline nothing to compare with, so every "
                 "advantage would be 0; set rollout.group_size to 2 or more (8 is usual), or choose "
                 "an objective without a group baseline"
             )
         if self.inference.share == "sleep" and self.rollout.max_staleness:
             raise ValueError(
-                "inference.share = 'sleep' has servers asleep while the trainer learns, and "
-                "rollout.max_staleness above 0 plays meanwhile; set one of them to its default"
+                "inference.share = 'sleep' puts servers to sleep while the trainer learns, but "
+                "rollout.max_staleness above 0 samples meanwhile; set one of them to its default"
             )
         if self.inference.backend == "embedded":
             for key in ("max_staleness", "oversample_groups", "min_group_size"):
@@ -304,10 +311,10 @@ class RunConfig(Section):
                         "being trained"
                     )
         if self.agent.is_on and self.rollout.generate is not None:
-            raise ValueError("[agent] and rollout.generate both play the episodes; remove one")
+            raise ValueError("both [agent] and rollout.generate play the episodes; remove one")
         if self.plays_by_agent and self.inference.backend == "openai":
             raise ValueError(
-                "agents are recorded token by token, which a chat server cannot do; set "
+                "training with an agent needs token ids, which a chat server does not return; set "
                 "inference.backend to 'embedded', 'vllm' or 'sglang'"
             )
         if self.inference.quantization and self.model.dtype != "bfloat16":
@@ -317,19 +324,19 @@ class RunConfig(Section):
             )
         if self.inference.quantization and self.model.lora.rank:
             raise ValueError(
-                "inference.quantization = 'fp8' rounds weights that learn, and beneath an adapter "
-                "none do; leave it out (model.quantization keeps the frozen weights in 4 bits)"
+                "inference.quantization = 'fp8' is for trained weights, but with model.lora they "
+                "are frozen; leave it out (model.quantization keeps frozen weights in 4 bits)"
             )
         if self.inference.backend == "sglang":
             if self.model.lora.rank:
                 raise ValueError(
-                    "model.lora trains an adapter, which is not sent to SGLang servers; set "
+                    "model.lora trains an adapter, which cannot be sent to SGLang servers; set "
                     "inference.backend = 'vllm' or 'embedded'"
                 )
             if self.rollout.on_update == "wait":
                 raise ValueError(
-                    "rollout.on_update = 'wait' is not for SGLang servers, which may not empty "
-                    "their cache at the moment when the last request ends; set 'keep' or 'abort'"
+                    "rollout.on_update = 'wait' does not work with SGLang servers, which may fail "
+                    "to empty their cache right after the last request; set 'keep' or 'abort'"
                 )
         elif self.inference.transfer == "tensor":
             raise ValueError("inference.transfer = 'tensor' needs inference.backend = 'sglang'")
@@ -340,7 +347,7 @@ class RunConfig(Section):
                 )
             if self.model.lora.rank:
                 raise ValueError(
-                    "inference.transfer = 'nccl' sends whole weights, and model.lora trains an "
+                    "inference.transfer = 'nccl' sends full weights, but model.lora trains an "
                     "adapter; set inference.transfer = 'file'"
                 )
         if self.rollout.max_staleness and "baselines" in self.objective.needs():
@@ -361,18 +368,18 @@ class RunConfig(Section):
         if "teacher_logprobs" not in self.objective.needs():
             if given:
                 raise ValueError(
-                    f"teacher.{given[0]} is set, but the objective learns from no teacher; set "
+                    f"teacher.{given[0]} is set, but the objective does not use a teacher; set "
                     "objective.preset = 'opd' or objective.distill.where, or remove it"
                 )
         elif len(given) != 1:
             raise ValueError(
-                "objective.distill learns from a teacher: set teacher.path to a model with the "
-                "policy's tokenizer, or teacher.url to a server that holds one"
+                "objective.distill needs a teacher: set teacher.path to a model with the policy's "
+                "tokenizer, or teacher.url to a server with such a model"
                 + (", not both" if given else "")
             )
         elif self.teacher.url is not None and self.rollout.temperature != 1:
             raise ValueError(
-                "a teacher server reports log-probabilities at temperature 1, and "
+                "a teacher server returns log-probabilities at temperature 1, but "
                 f"rollout.temperature = {self.rollout.temperature:g}; set it to 1, or load the "
                 "teacher with teacher.path"
             )
@@ -382,8 +389,9 @@ class RunConfig(Section):
     def _a_truncated_policy_has_no_whole_teacher(self) -> RunConfig:
         if self.rollout.is_truncated and self.teacher.url is not None:
             raise ValueError(
-                "teacher.url gives log-probabilities of the whole distribution, and rollout.top_p, "
-                "top_k or min_p trains a truncated one: set teacher.path, or sample untruncated"
+                "a server at teacher.url returns log-probabilities of the full distribution, but "
+                "with rollout.top_p, top_k or min_p a truncated one is trained; set teacher.path, "
+                "or leave these keys at their defaults"
             )
         return self
 
@@ -393,16 +401,17 @@ class RunConfig(Section):
             return self
         if "baselines" in self.objective.needs():
             raise ValueError(
-                "run.replay: this objective compares with greedy answers, which no run records"
+                "run.replay: this objective compares with greedy answers, which runs do not record"
             )
         if self.rollout.is_truncated:
             raise ValueError(
-                "run.replay: rollout.top_p, top_k or min_p trains a truncated distribution, and no "
-                "run records which ids were kept"
+                "run.replay: with rollout.top_p, top_k or min_p a truncated distribution is "
+                "trained, but runs do not record which ids were kept"
             )
         if self.train.router_replay:
             raise ValueError(
-                "run.replay: no run records the routes that train.router_replay needs; leave it out"
+                "run.replay: runs do not record the routes that train.router_replay needs; leave "
+                "it out"
             )
         if self.run.eval_every or self.run.keep_best:
             raise ValueError(
@@ -417,23 +426,24 @@ class RunConfig(Section):
             return self
         if self.objective.off_policy.level == "none" and self.objective.ratio.anchor != "rollout":
             raise ValueError(
-                "rollout.replay_share trains on what an older policy sampled, and this objective "
-                "has no importance weights; set objective.off_policy.level = 'token', or "
+                "rollout.replay_share trains on samples of an older policy, but this objective has "
+                "no importance weights; set objective.off_policy.level = 'token', or "
                 "objective.ratio.anchor = 'rollout'"
             )
         if "baselines" in self.objective.needs() or self.rollout.is_truncated:
             raise ValueError(
-                "rollout.replay_share: no run records greedy answers or which ids a truncated "
-                "distribution kept; leave it at 0 with this objective or with top_p, top_k, min_p"
+                "rollout.replay_share: runs record neither greedy answers nor the ids that a "
+                "truncated distribution kept; leave it at 0 with this objective or with top_p, "
+                "top_k or min_p"
             )
         if self.train.router_replay:
             raise ValueError(
-                "rollout.replay_share reads the run's log where it is resumed, and it lacks the "
-                "routes of train.router_replay; set one of them to its default"
+                "rollout.replay_share reads the run's log when it resumes, but the log lacks the "
+                "routes that train.router_replay needs; set one of them to its default"
             )
         if not self.track.log_trajectories:
             raise ValueError(
-                "rollout.replay_share reads the run's log where it is resumed; set "
+                "rollout.replay_share reads the run's log when it resumes; set "
                 "track.log_trajectories = true"
             )
         return self
@@ -448,9 +458,12 @@ class RunConfig(Section):
         return self
 
     def evaluations(self) -> dict[str, tuple[str, RunConfig]]:
-        """Returns what is evaluated while training, by name: the environment of `environments` that
-        plays, and its configuration with the set's `[eval]`. Without `eval.sets` that is `[eval]`
-        in every environment."""
+        """Returns the evaluations during training.
+
+        Returns:
+            Name -> (name in `environments`, configuration with the set's `[eval]`). Without
+            `eval.sets`, one evaluation with `[eval]` per environment.
+        """
         environments = self.environments
         found = {}
         for name, each in self.eval.sets.items():
@@ -467,13 +480,13 @@ class RunConfig(Section):
     def _the_best_is_of_a_metric(self) -> RunConfig:
         if self.run.patience and self.run.keep_best is None:
             raise ValueError(
-                "run.patience counts evaluations that do not raise a metric: name it with "
-                "run.keep_best, such as 'eval/avg@1'"
+                "run.patience counts evaluations without an improvement of run.keep_best; set it "
+                "to a metric, such as 'eval/avg@1'"
             )
         if self.run.keep_best is None:
             return self
         if self.run.eval_every == 0:
-            raise ValueError("run.keep_best needs evaluations: leave out run.eval_every = 0")
+            raise ValueError("run.keep_best needs evaluations; remove run.eval_every = 0")
         keys = [
             f"eval/{name and name + '/'}{figure}"
             for name, (_, config) in self.evaluations().items()
@@ -484,18 +497,18 @@ class RunConfig(Section):
         ]
         if self.run.keep_best not in keys:
             raise ValueError(
-                f"run.keep_best = {self.run.keep_best!r} is no figure of this run's evaluations, "
-                f"which are {', '.join(keys)}"
+                f"run.keep_best = {self.run.keep_best!r} is not a metric of this run's "
+                f"evaluations; use one of {', '.join(keys)}"
             )
         return self
 
     def to_json(self, *, exclude_none: bool = False) -> dict[str, JsonValue]:
-        """The resolved configuration, bearer tokens left out."""
+        """Returns the resolved configuration without bearer tokens."""
         token = {"token"}
         secret: Any = {"env": token, "inference": token, "teacher": token}
         secret["envs"] = {"__all__": token}
         return self.model_dump(mode="json", exclude=secret, exclude_none=exclude_none)
 
     def to_toml(self) -> str:
-        """The same as TOML that loads back to an equal configuration."""
+        """Returns the same as TOML, which loads as an equal configuration, except for tokens."""
         return toml_text(self.to_json(exclude_none=True))

@@ -31,7 +31,7 @@ def _split_commas(value: object) -> object:
 
 
 Commas = BeforeValidator(_split_commas)
-"""A list may be given as one text with commas, or as one number."""
+"""Lets a list be given as a comma-separated string or a single number."""
 
 
 class Section(BaseModel):
@@ -55,49 +55,51 @@ class Section(BaseModel):
 
 class RunSection(Section):
     name: str = "run"
-    """Names the run directory `runs/<name>` and the run in experiment trackers. It stays below
-    `runs/`; `dir` names any other place."""
+    """Name of the run in experiment trackers and of its directory, `runs/<name>`. Use `dir` for a
+    directory elsewhere."""
     dir: Path | None = None
-    """Run directory; `runs/<name>` when not given."""
+    """Run directory; by default `runs/<name>`."""
     seed: NonNegativeInt = 1
-    """Every random choice of a run follows from it: task order, environments, sampling, dropout."""
+    """Seed of all random choices of the run: task order, environments, sampling, dropout."""
     num_steps: PositiveInt = 100
-    """Batches of rollouts to train on."""
+    """Number of rollout batches to train on."""
     save_every: PositiveInt = 10
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints kept. Two, so that a damaged newest one costs a few steps only."""
+    """Number of newest checkpoints to keep. With two, a damaged one costs only a few steps."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory (docs/scaling.md)."""
+    """Write checkpoints in the background, from a copy in host memory (docs/scaling.md)."""
     eval_every: NonNegativeInt | None = None
-    """Steps between evaluations (docs/evaluation.md); 0 never evaluates during training. When not
-    given a tenth of the run, at least 10 steps, where the environment holds `eval.split` out."""
+    """Steps between evaluations (docs/evaluation.md); 0 for none during training. By default a
+    tenth of the run, but at least 10 steps, if the environment has a separate `eval.split`."""
     keep_best: str | None = None
-    """A metric of the evaluations, such as `eval/avg@1`: the checkpoint at which it was highest is
-    kept besides the newest ones, as `checkpoints/best`."""
+    """An evaluation metric, such as `eval/avg@1`. The checkpoint with its highest value is kept as
+    `checkpoints/best`, besides the newest ones."""
     patience: NonNegativeInt = 0
-    """The run ends once so many evaluations in a row did not raise `keep_best`; 0 never."""
+    """End the run after this many evaluations in a row without an improvement of `keep_best`; 0
+    never does."""
     preflight: bool = True
-    """Stop where the first episodes show that the run cannot learn as it is set up; false goes on
-    (docs/troubleshooting.md)."""
+    """Stop if the first episodes show that the run cannot learn with its settings; false continues
+    anyway (docs/troubleshooting.md)."""
     resume: bool = False
     """Continue from the newest checkpoint in the run directory; an error if there is none."""
     replay: Path | None = None
-    """Directory of a run whose recorded trajectories are trained on in place of new ones, step by
-    step (docs/mixtures.md)."""
+    """Directory of another run, whose recorded trajectories are trained on step by step instead of
+    new ones (docs/mixtures.md)."""
     profile: Annotated[list[PositiveInt], Commas] = Field(default_factory=list)
-    """Steps of which a trace is written to `traces/` (docs/troubleshooting.md)."""
+    """Steps for which a trace is written to `traces/` (docs/troubleshooting.md)."""
     stall_timeout_s: Seconds = 3600.0
-    """When no episode moves for so long while the trainer waits, the run says where each stands
-    and ends with exit status 75. Longer than the rollout deadlines, which end single episodes."""
+    """If no episode makes progress for this long while the trainer waits, the run reports the state
+    of each and ends with exit status 75. Should exceed the rollout deadlines, which end single
+    episodes."""
     force_resume: bool = False
-    """Resume although the dataset, model, group size or another identity of the run changed."""
+    """Resume even though the dataset, model, group size or another defining setting changed."""
 
     @model_validator(mode="after")
     def _traces_are_of_its_steps(self) -> RunSection:
         if max(self.profile, default=0) > self.num_steps:
             raise ValueError(
-                f"profile = {self.profile} names a step beyond num_steps = {self.num_steps}"
+                f"profile = {self.profile} contains a step beyond num_steps = {self.num_steps}"
             )
         return self
 
@@ -111,66 +113,65 @@ class RunSection(Section):
         parts = value.split("/")
         if not all(part.strip() for part in parts) or {".", ".."} & set(parts):
             raise ValueError(
-                f"{value!r} does not name a folder below runs/; give a name such as 'first', or "
-                "the whole directory as run.dir"
+                f"{value!r} is not a valid folder name below runs/; use a name such as 'first', or "
+                "set the directory with run.dir"
             )
         if "\0" in value or any(len(part.encode()) > 200 for part in parts):
-            raise ValueError("a folder cannot have this name; give one of at most 200 bytes")
+            raise ValueError("a folder cannot have this name; use one of at most 200 bytes")
         return value
 
     @field_validator("dir", mode="before")
     @classmethod
     def _names_a_directory(cls, value: object) -> object:
         if isinstance(value, str) and not value.strip():
-            raise ValueError("it is empty; name a directory, or leave it out for runs/<run.name>")
+            raise ValueError("it is empty; give a directory, or leave it out for runs/<run.name>")
         return value
 
 
 class LoraSection(Section):
-    """A low-rank adapter in place of all weights; needs `pip install 'agentrl-gym[lora]'`."""
+    """Train a low-rank adapter instead of all weights; needs `pip install 'agentrl-gym[lora]'`."""
 
     rank: Annotated[int, Field(ge=0, le=512)] = 0
-    """Rank of the adapter's matrices. 0 trains all weights and no adapter."""
+    """Rank of the adapter's matrices. 0 trains all weights, without an adapter."""
     alpha: PositiveInt = 32
-    """The adapter's share is scaled by `alpha / rank`."""
+    """The adapter's output is scaled by `alpha / rank`."""
     targets: str | list[str] = "all-linear"
-    """Names of the linear layers that get one, such as `["q_proj", "v_proj"]`; `all-linear` is all
-    but the head."""
+    """Names of the linear layers to adapt, such as `["q_proj", "v_proj"]`; `all-linear` is every
+    one except the head."""
 
 
 class ModelSection(Section):
     path: str
-    """Directory in Hugging Face layout, or a model name on its hub."""
+    """Directory in Hugging Face layout, or the name of a model on the Hugging Face Hub."""
     chat_template: str | None = None
-    """A file with a Jinja template in place of the model's own. `none`: a prompt is the texts of
-    its messages, one after the other, for base models (docs/models.md)."""
+    """File with a Jinja template to use instead of the model's own. `none` concatenates the texts
+    of the messages, for base models (docs/models.md)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations, and of the weights that compute and that servers sample from. With `bfloat16`
-    they are the cast of float32 weights, which learn; log-probabilities are float32 always."""
+    """dtype of activations and of the weights used for computing and sampling. With `bfloat16`, the
+    optimizer updates float32 weights, which are cast. Log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when there is one."""
+    """`auto` uses a GPU if there is one."""
     gradient_checkpointing: bool | Annotated[float, Field(gt=0, lt=1)] = False
     """Recompute activations in the backward pass: about a third more time, far less memory. A
-    number such as 0.5 does so in that share of the layers; `agentrl doctor` says what fits."""
+    number such as 0.5 does it in that fraction of the layers; `agentrl doctor` says what fits."""
     compile: bool = False
-    """Fuse what each layer computes between its matrix products (`torch.compile`, docs/memory.md):
-    a minute at the start, then less memory and often less time. A CPU needs g++ for it."""
+    """Fuse the operations between each layer's matrix products (`torch.compile`, docs/memory.md).
+    Takes a minute at the start, then less memory and often less time. Needs g++ on a CPU."""
     quantization: Literal["nf4"] | None = None
     """Keep the frozen weights beneath an adapter in 4 bits (QLoRA, docs/memory.md), about half a
     byte each. Needs `model.lora.rank`, one rank and `pip install 'agentrl-gym[8bit]'`."""
     freeze_router: bool = False
-    """Mixtures of experts: the routers stay as they are, and the experts learn."""
+    """Freeze the routers of a mixture of experts; the experts are still trained."""
     freeze_tower: bool = True
-    """Vision-language models: what turns images into embeddings stays as it is; false trains it
-    as well."""
+    """Freeze the image encoder of a vision-language model; false trains it as well."""
     freeze: list[str] = Field(default_factory=list)
-    """Parameters that stay as they are, by name, `*` standing for any letters:
+    """Names of parameters to freeze, in which `*` matches any characters:
     `["*.embed_tokens.*", "model.layers.0.*"]`."""
     reference: str | None = None
-    """The frozen model of a KL to the reference, as `path`. Where it is not given: the policy as it
-    was at `path`."""
+    """Frozen reference model for the KL, in the form of `path`; by default the model at `path`
+    before training."""
     reference_every: PositiveInt | None = None
-    """After so many steps the reference becomes the policy as it is then, again and again."""
+    """Every so many steps, replace the reference model by the current policy."""
     lora: LoraSection = Field(default_factory=LoraSection)
 
     @field_validator("freeze", mode="before")
@@ -182,64 +183,66 @@ class ModelSection(Section):
     def _all_is_frozen_beneath_an_adapter(self) -> ModelSection:
         if self.quantization and (not self.lora.rank or self.compile):
             raise ValueError(
-                "model.quantization is for the frozen weights beneath an adapter, uncompiled: set "
-                "model.lora.rank (32, for example) and leave model.compile out"
+                "model.quantization needs an adapter and no compilation; set model.lora.rank (32, "
+                "for example) and leave model.compile out"
             )
         if not self.freeze_tower and self.lora.rank:
             raise ValueError(
-                "model.freeze_tower = false and model.lora.rank: beneath an adapter all weights "
-                "are frozen; leave model.freeze_tower out"
+                "model.freeze_tower = false has no effect with model.lora.rank, which freezes all "
+                "weights of the model; leave model.freeze_tower out"
             )
         if self.freeze and self.lora.rank:
             raise ValueError(
-                "model.freeze and model.lora.rank: beneath an adapter all weights are frozen; "
-                "leave model.freeze out, and name the adapter's layers in model.lora.targets"
+                "model.freeze has no effect with model.lora.rank, which freezes all weights of the "
+                "model; leave it out, and choose the adapter's layers with model.lora.targets"
             )
         if self.reference_every and self.lora.rank:
             raise ValueError(
-                "model.reference_every and model.lora.rank: the reference of an adapter is the "
-                "model beneath it, which does not change; leave model.reference_every out"
+                "model.reference_every does not work with model.lora.rank: the reference is the "
+                "model without the adapter, which never changes; leave model.reference_every out"
             )
         return self
 
 
 class EnvSection(Section):
     id: str = "math"
-    """A registered environment, or `module:Class`, or `path/to/env.py:Class`."""
+    """Id of a registered environment, `module:Class` or `path/to/env.py:Class`."""
     url: Annotated[list[str], Commas, Field(default_factory=list)]
-    """Environment servers (`agentrl env serve`), comma-separated; none plays in this process."""
+    """URLs of environment servers (`agentrl env serve`), comma-separated; by default the
+    environment runs in this process."""
     token: str | None = Field(default=None, repr=False)
-    """Bearer token of those servers; AGENTRL_ENV_TOKEN is read when not given."""
+    """Bearer token of those servers; by default AGENTRL_ENV_TOKEN."""
     split: str = "train"
-    """Split whose tasks are trained on."""
+    """Split to train on."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
-    """Passed to the environment, which checks it; see `agentrl env info ID`."""
+    """The environment's own settings; see `agentrl env info ID`."""
 
 
 class MixedEnvSection(EnvSection):
-    """One of several environments, `[[env]]`: what `[env]` has, and the keys below."""
+    """One of several environments, `[[env]]`, with the keys of `[env]` and those below."""
 
     name: str = ""
-    """In metrics, group ids and on the command line; `id` when not given."""
+    """Name in metrics, group ids and on the command line; by default `id`."""
     weight: NonNegative | list[tuple[PositiveInt, NonNegative]] = 1.0
-    """Its share of a step's groups, over the sum of all weights. Pairs of a step and a weight, such
-    as `[[1, 1.0], [100, 0.2]]`, are joined by straight lines."""
+    """Its share of a step's groups is this, divided by the sum of all weights. `(step, weight)`
+    pairs, such as `[[1, 1.0], [100, 0.2]]`, are interpolated linearly."""
     max_turns: PositiveInt | None = None
-    """Of its episodes; this and the next four keys are those of `[rollout]` when not given."""
+    """Maximum number of turns of its episodes. By default, this and the next four keys are those of
+    `[rollout]`."""
     max_turn_tokens: PositiveInt | None = None
-    """Tokens sampled in one turn."""
+    """Maximum number of tokens sampled in one turn."""
     turn_timeout_s: Seconds | None = None
     """Deadline of one turn's generation."""
     step_timeout_s: Seconds | None = None
-    """Deadline of one environment step (and of reset)."""
+    """Deadline of one environment step, and of reset."""
     episode_timeout_s: Seconds | None = None
     """Deadline of a whole episode."""
     sampler: str | None = None
-    """Chooses its tasks; this and the next key are those of `[rollout]` when not given."""
+    """How its tasks are chosen. By default, this and the next key are those of `[rollout]`."""
     sampler_stages: Annotated[list[PositiveInt] | None, Commas] = None
-    """Where the pools of `staged` begin, after the first."""
+    """For `staged`: indices of the tasks at which the second and later pools begin."""
     reward: RewardSection | None = None
-    """`[env.reward]`: reward functions of its own, in place of `[reward]`."""
+    """`[env.reward]`: its own reward functions, instead of those in `[reward]`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -252,142 +255,149 @@ class MixedEnvSection(EnvSection):
     def _has_a_short_name(self) -> MixedEnvSection:
         if not re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name):
             raise ValueError(
-                f"{self.name!r} cannot stand in the names of metrics and groups; give this "
+                f"{self.name!r} cannot be used in the names of metrics and groups; give this "
                 "environment a name of letters, digits, - and _, such as name = 'sums'"
             )
         steps = [step for step, _ in self.weight] if isinstance(self.weight, list) else [1]
         if not steps or steps != sorted(set(steps)):
-            raise ValueError("weight needs pairs of a step and a weight, in the order of the steps")
+            raise ValueError("weight needs (step, weight) pairs with increasing steps")
         return self
 
 
 def require_sampler(name: str, stages: list[int]) -> None:
-    """
+    """Checks the name of a sampler and its stages.
+
     Raises:
-        ValueError: there is no such sampler, or its pools are not in order.
+        ValueError: there is no such sampler, or its stages are not in order.
     """
     if name not in ("uniform", "difficulty", "staged") and ":" not in name:
         raise ValueError(
-            f"there is no sampler {name!r}; choose 'uniform', 'difficulty' or 'staged', or name a "
-            "function of your own as 'package.module:function' or 'path/to/file.py:function'"
+            f"there is no sampler {name!r}; choose 'uniform', 'difficulty' or 'staged', or give "
+            "your own function as 'package.module:function' or 'path/to/file.py:function'"
         )
     if stages != sorted(set(stages)):
-        raise ValueError(f"sampler_stages = {stages} are not in order; write [100, 300]")
+        raise ValueError(
+            f"sampler_stages = {stages} has to be in increasing order, such as [100, 300]"
+        )
     if name == "staged" and not stages:
         raise ValueError(
-            "sampler = 'staged' needs the tasks at which the next pools begin, such as "
-            "sampler_stages = [100, 300]"
+            "sampler = 'staged' needs sampler_stages, the indices of the tasks at which the next "
+            "pools begin, such as [100, 300]"
         )
 
 
 class RolloutSection(Section):
     groups_per_step: PositiveInt = 8
-    """Tasks of one step."""
+    """Number of tasks per step."""
     group_size: PositiveInt = 8
-    """Trajectories of one task; they share a baseline."""
+    """Number of trajectories per task; they share a baseline."""
     max_concurrent: PositiveInt = 256
-    """Episodes in flight."""
+    """Maximum number of episodes in flight."""
     max_turns: PositiveInt = 8
-    """Turns of an episode; the environment may end it earlier."""
+    """Maximum number of turns of an episode; the environment may end it earlier."""
     max_turn_tokens: PositiveInt = 512
-    """Tokens sampled in one turn."""
+    """Maximum number of tokens sampled in one turn."""
     max_context_tokens: PositiveInt = 4096
-    """Tokens of a trajectory, prompt and observations included."""
+    """Maximum number of tokens of a trajectory, including prompt and observations."""
     stop_strings: list[str] = Field(default_factory=list)
-    """A turn ends with the first token that completes one of these, `["</search>"]` for example.
-    Tokens that an engine sampled beyond it are dropped, which is what stopping there gives."""
+    """Strings that end a turn, such as `["</search>"]`. The turn ends with the first token that
+    completes one of them; tokens that the engine sampled after it are dropped."""
     stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
-    """Tokens that end a turn beside the chat template's own. The turn's text goes without them, and
-    the template's own end is written behind them."""
+    """Tokens that end a turn, in addition to the chat template's own. They are not part of the
+    turn's text, and the template's own end token follows them."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The trainer divides its logits by the same number."""
+    """Sampling temperature, by which the trainer divides its logits, too."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The likeliest tokens that have this probability together are sampled from. Below 1, as with
-    the next two keys, the sampler's distribution is another than the trainer's whole one: refused
-    unless `truncated_sampling` says what to do."""
+    """Sample from the most likely tokens with this total probability. Below 1, and with the next
+    two keys, the sampled distribution differs from the trainer's full one, which is refused unless
+    `truncated_sampling` is `correct`."""
     top_k: Annotated[int, Field(ge=-1)] = -1
-    """So many of the likeliest tokens are; -1 keeps every token."""
+    """Sample from this many of the most likely tokens; -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Tokens below this share of the likeliest one's probability are not sampled."""
+    """Do not sample tokens with less than this fraction of the most likely token's probability."""
     repetition_penalty: float = 1.0
-    """Only 1. Under another penalty a token's distribution depends on the tokens before it, and the
-    trainer's, which is the model's own, would learn to undo that. `eval` takes one."""
+    """Has to be 1: the trainer does not apply a penalty, so the policy would learn to undo it. For
+    evaluation, set it in `eval`."""
     truncated_sampling: Literal["refuse", "correct"] = "refuse"
-    """`correct`: the trainer computes the same truncated distribution, from the ids that the engine
-    says it kept (`embedded`; vLLM with --return-sampling-mask). Of an engine that does not say, the
-    old log-probabilities are the trainer's own, and a line says what is lost."""
+    """`correct`: the trainer computes the same truncated distribution from the token ids that the
+    engine reports as kept (`embedded`, or vLLM with --return-sampling-mask). If an engine does not
+    report them, the trainer's own log-probabilities are used as the old ones, and a log line says
+    what is lost."""
     history: Literal["auto", "append_only", "fork"] = "auto"
     """How later turns are rendered; `auto` follows the chat template's self-test."""
     template: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra variables for the chat template, such as `enable_thinking`."""
     tools: Literal["template", "prompt", "hidden"] = "template"
-    """Who tells the model of its tools: the chat template, or the system message in `hermes`' words
-    (`prompt`), for a template that shows none. `hidden`: the task's own text does."""
+    """How the model learns of its tools. `template`: from the chat template. `prompt`: from the
+    system message, in `hermes` format, for a template that does not show tools. `hidden`: from the
+    task's own text."""
     dialect: str = "auto"
-    """How the model writes reasoning and tool calls: a name in docs/dialects.md, or `text` for
-    neither; `auto` asks the chat template. `--dry-run` says which it is."""
+    """How the model writes reasoning and tool calls: a name from docs/dialects.md, or `text` for
+    neither. `auto` derives it from the chat template; `--dry-run` shows the result."""
     generate: str | None = None
-    """An async function `(task, policy, session)` that plays an episode in place of the driver:
+    """An async function `(task, policy, session)` that plays an episode instead of the driver:
     `package.module:function` or `path/to/file.py:function`; see docs/agents.md."""
     turn_timeout_s: Seconds = 600.0
     """Deadline of one turn's generation."""
     step_timeout_s: Seconds = 60.0
-    """Deadline of one environment step (and of reset)."""
+    """Deadline of one environment step, and of reset."""
     episode_timeout_s: Seconds = 1800.0
     """Deadline of a whole episode."""
     max_waves: PositiveInt = 1
-    """How often a step plays: groups that the filter dropped are replaced by new ones in the next
-    wave; 1 trains on what is left."""
+    """Maximum number of rounds of play per step. Each further round replaces the groups that
+    filters dropped; 1 trains on the remaining groups."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, because their advantage is zero. With `max_waves` of
-    4 or more that is DAPO's dynamic sampling. The same as "zero_variance" in `keep`."""
+    """Drop groups whose rewards are all equal, because their advantages are zero. With `max_waves`
+    of 4 or more, this is DAPO's dynamic sampling. The same as "zero_variance" in `keep`."""
     keep: Annotated[list[str], Commas] = Field(default_factory=list)
-    """Filters that a group has to pass, in this order: `zero_variance`, or functions of your own,
+    """Filters that a group has to pass, in this order: `zero_variance`, or your own functions,
     `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
     sampler: str = "uniform"
-    """Chooses the tasks: `uniform` goes through the split in a new order each epoch, `difficulty`
-    prefers those with a pass rate near a target, `staged` opens pools of harder ones; or a function
-    of your own, `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
+    """How tasks are chosen. `uniform` shuffles the split anew each epoch, `difficulty` prefers
+    tasks with a pass rate near a target, `staged` opens pools of harder tasks one by one. Or your
+    own function, `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
     sampler_target: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """`difficulty`: tasks whose pass rate is near this one are drawn most."""
+    """For `difficulty`: tasks with a pass rate near this one are drawn most often."""
     sampler_fresh: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """`difficulty`: share of tasks that were never played, as long as there are any."""
+    """For `difficulty`: fraction of tasks that were never played, as long as there are any."""
     sampler_retired: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of tasks that were passed; with `staged`, of those of earlier pools."""
+    """Fraction of tasks that are already passed; for `staged`, of tasks from earlier pools."""
     sampler_passed: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Pass rate at which a task, or a pool of them, is passed."""
+    """Pass rate from which a task, or a pool of tasks, counts as passed."""
     sampler_stages: Annotated[list[PositiveInt], Commas] = Field(default_factory=list)
-    """`staged`: indices of the tasks at which the second pool begins, the third, and so on."""
+    """For `staged`: indices of the tasks at which the second and later pools begin."""
     replay_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Groups that are trained on once more, as a share of `groups_per_step`, beside those that a
-    step plays: those whose rewards differ most. It needs importance weights (docs/mixtures.md)."""
+    """Number of earlier groups to train on again in each step, as a fraction of `groups_per_step`;
+    groups whose rewards differ most are preferred. Needs importance weights (docs/mixtures.md)."""
     replay_max_age: PositiveInt = 4
-    """Steps after which a group is not trained on again."""
+    """Steps after which a group is no longer trained on again."""
     max_staleness: NonNegativeInt = 0
-    """Steps by which the policy that sampled may lag behind the one that is trained, counted from
-    a trajectory's oldest token. 0 plays and trains in turn, 1 plays a step ahead while the trainer
-    works, more is asynchronous. Above 0 it needs servers."""
+    """Maximum number of steps by which the policy that sampled may lag behind the trained one,
+    counted from a trajectory's oldest token. 0 alternates between playing and training, 1 plays one
+    step ahead while the trainer works, more is asynchronous. Above 0, it needs servers."""
     on_update: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight when new weights arrive at a server: `keep` goes on with them under the
-    new weights, `wait` ends them first, `abort` cuts them and resumes by ids afterwards."""
+    """What happens to running requests when a server gets new weights. `keep` continues them with
+    the new weights, `wait` finishes them first, `abort` cuts them off and resumes them from their
+    token ids afterwards."""
     oversample_groups: NonNegativeInt = 0
-    """Groups in flight beyond what a step needs. A step then takes those that are ready first and
-    what would be too old for the next is played again later: faster, and biased to short episodes.
-    Needs servers."""
+    """Number of groups in flight beyond what a step needs. A step then takes the first ones that
+    are ready, and groups too old for the next step are played again later. Faster, but biased
+    towards short episodes. Needs servers."""
     min_group_size: PositiveInt | None = None
-    """With `straggler_timeout_s`: once so many members of a group ended, the others have that long
-    to end too; then they are cancelled and the group goes without them. Needs servers."""
+    """With `straggler_timeout_s`: once this many episodes of a group have ended, the others have
+    that long to end, too; then they are cancelled and the group is trained without them. Needs
+    servers."""
     straggler_timeout_s: Seconds | None = None
-    """See `min_group_size`. Cutting stragglers biases training to short episodes."""
+    """See `min_group_size`. Cancelling stragglers biases training towards short episodes."""
 
     @field_validator("repetition_penalty")
     @classmethod
     def _none_in_training(cls, value: float) -> float:
         if value != 1:
             raise ValueError(
-                "a penalty in training would be learned to be undone: the trainer's distribution "
-                "is the model's own; leave it at 1, set eval.repetition_penalty for evaluation, or "
-                "reward less repetition"
+                "the trainer does not apply a penalty, so the policy would learn to undo it; leave "
+                "it at 1, set eval.repetition_penalty for evaluation, or use a reward against "
+                "repetition"
             )
         return value
 
@@ -402,7 +412,7 @@ class RolloutSection(Section):
         for name in value:
             if name != "zero_variance" and ":" not in name:
                 raise ValueError(
-                    f"there is no filter {name!r}; name 'zero_variance', or a function of your own "
+                    f"there is no filter {name!r}; use 'zero_variance', or give your own function "
                     "as 'package.module:function' or 'path/to/file.py:function'"
                 )
         return value
@@ -412,8 +422,8 @@ class RolloutSection(Section):
         require_sampler(self.sampler, self.sampler_stages)
         if self.sampler_fresh + self.sampler_retired > 1:
             raise ValueError(
-                "rollout.sampler_fresh and rollout.sampler_retired are shares of the same whole; "
-                f"lower one of {self.sampler_fresh} and {self.sampler_retired}"
+                f"rollout.sampler_fresh = {self.sampler_fresh} and rollout.sampler_retired = "
+                f"{self.sampler_retired} add up to more than 1; lower one of them"
             )
         return self
 
@@ -422,8 +432,8 @@ class RolloutSection(Section):
         if self.max_context_tokens < self.max_turn_tokens:
             raise ValueError(
                 f"rollout.max_context_tokens = {self.max_context_tokens} is less than "
-                f"rollout.max_turn_tokens = {self.max_turn_tokens}, and it holds the prompt as "
-                "well; raise the first or lower the second"
+                f"rollout.max_turn_tokens = {self.max_turn_tokens}, although it includes the "
+                "prompt; raise the first or lower the second"
             )
         return self
 
@@ -435,8 +445,8 @@ class RolloutSection(Section):
     def _truncated_sampling_is_chosen(self) -> RolloutSection:
         if self.is_truncated and self.truncated_sampling == "refuse":
             raise ValueError(
-                "top_p < 1, top_k > 0 or min_p > 0 samples from another distribution than the "
-                "trainer's whole one; set top_p = 1, top_k = -1 and min_p = 0, and use temperature "
+                "with top_p < 1, top_k > 0 or min_p > 0, the sampled distribution differs from the "
+                "trainer's full one; set top_p = 1, top_k = -1 and min_p = 0, and use temperature "
                 "instead, or set rollout.truncated_sampling = 'correct' (docs/precision.md)"
             )
         return self
@@ -445,7 +455,7 @@ class RolloutSection(Section):
     def _stragglers_have_both_keys(self) -> RolloutSection:
         if (self.min_group_size is None) != (self.straggler_timeout_s is None):
             raise ValueError(
-                "rollout.min_group_size and rollout.straggler_timeout_s go together; set both"
+                "rollout.min_group_size and rollout.straggler_timeout_s need each other; set both"
             )
         if self.min_group_size is not None and self.min_group_size > self.group_size:
             raise ValueError(
@@ -456,29 +466,31 @@ class RolloutSection(Section):
 
 
 class AgentRole(Section):
-    """A rule about an agent's calls: all patterns that it has (regular expressions, found anywhere
-    and in any case) have to match."""
+    """A rule for an agent's calls. It applies if all of its patterns match.
+
+    Patterns are regular expressions, which may match anywhere, ignoring case.
+    """
 
     model: str | None = None
-    """The name of the model that the call asks for."""
+    """Pattern for the name of the model that the call requests."""
     system: str | None = None
-    """Its system prompt."""
+    """Pattern for the call's system prompt."""
     header: str | None = None
-    """One of its headers, as a line `name: value`."""
+    """Pattern for one of the call's headers, as a line `name: value`."""
     role: Literal["trained", "served"]
-    """`trained`, or `served`: the policy answers, and does not learn from it."""
+    """`trained`: the policy answers and learns from it. `served`: it answers without learning."""
     url: str | None = None
-    """An OpenAI-compatible server (`http://host:8000/v1`) that answers such calls in place of the
-    policy; they are not turns of the episode, and stand in its info."""
+    """An OpenAI-compatible server (`http://host:8000/v1`) that answers these calls instead of the
+    policy. They are not turns of the episode, but recorded in its `info`."""
     served_model: str | None = None
-    """Which model of that server; the one that the call asks for when not given."""
+    """Model to request from that server; by default the one that the call requests."""
     api_key_variable: str = "OPENAI_API_KEY"
-    """The environment variable that holds its key."""
+    """Environment variable with the server's API key."""
 
     @model_validator(mode="after")
     def _patterns(self) -> AgentRole:
         if self.url is not None and self.role != "served":
-            raise ValueError("a server at url answers calls that are served: set role = 'served'")
+            raise ValueError("url is for calls that are not trained on; set role = 'served'")
         for key in ("model", "system", "header"):
             try:
                 re.compile(getattr(self, key) or "")
@@ -488,41 +500,43 @@ class AgentRole(Section):
 
 
 class AgentSection(Section):
-    """An agent of your own that plays the episodes; without any, the policy itself does."""
+    """Your own agent that plays the episodes. Without one, the built-in loop does."""
 
     run: str | None = None
-    """A function `(task, base_url, api_key) -> answer`, async or not: `package.module:function` or
-    `path/to/file.py:function`. A number that it returns is the reward; a text is graded by the
-    environment; None stands for what the policy said last."""
+    """A function `(task, base_url, api_key) -> answer`, plain or async, as
+    `package.module:function` or `path/to/file.py:function`. If it returns a number, that is the
+    reward; a string is graded by the environment; None grades the policy's last text."""
     command: list[str] = Field(default_factory=list)
-    """A program per episode in place of `run`, such as `["mini", "-t", "{prompt}"]`. It finds its
-    model by OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; `{prompt}`,
-    `{task_id}`, `{base_url}`, `{api_key}`, `{mcp_url}` and `{tools_url}` are filled in."""
+    """A program to run per episode, instead of `run`, such as `["mini", "-t", "{prompt}"]`. It
+    finds the model through OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY. `{prompt}`, `{task_id}`, `{base_url}`, `{api_key}`, `{mcp_url}` and
+    `{tools_url}` are filled in."""
     answer: str = "last_line"
-    """What of `command` is graded: `last_line` that it printed, `policy` (what the policy said
-    last) or `file:PATH`, a file that it wrote; one that is missing is an empty answer."""
+    """What to grade as the answer of `command`: `last_line` of its output, `policy` (the policy's
+    last text) or `file:PATH`, a file that it wrote (empty if it is missing)."""
     home: str = "private"
-    """HOME of `command`: `private`, an empty folder of its own; `shared`, this process's; or a
-    folder, of which each gets a copy, such as one that holds an agent's settings. Containers have
-    their own."""
+    """HOME of `command`. `private`: an empty folder per episode. `shared`: that of this process. Or
+    a folder, for example with an agent's settings, of which each episode gets a copy. Containers
+    have their own."""
     leave_out_provider_tools: bool = True
-    """A call that offers tools which a provider would run (web_search) is served without them, and
-    a line of the log names them; false refuses it."""
+    """Ignore tools in a call that the model provider would run (web_search), and log their names;
+    false refuses such calls."""
     container: str | None = None
-    """A local Docker image, in a container of which `command` runs, one per episode."""
+    """Local Docker image in which to run `command`, one container per episode."""
     network: str | None = None
-    """The Docker network of those containers. When not given, one that reaches the endpoint and
-    this machine, and nothing beyond it."""
+    """Docker network of those containers; by default one that reaches only the endpoint and this
+    machine."""
     memory_mb: PositiveInt = 2048
-    """Memory of each container, swap included."""
+    """Memory limit of each container in MB, including swap."""
     roles: list[AgentRole] = Field(default_factory=list)
-    """Which calls are trained; the first rule that matches decides. Where none does, calls are
-    trained, except those without tools whose system prompt no call with tools has."""
+    """Rules for which calls are trained on; the first match decides. Calls without a match are
+    trained on, except calls without tools whose system prompt is not used by any call with
+    tools."""
     host: str | None = None
-    """Address of the endpoint. Every call needs a key, so others than loopback are allowed. When
-    not given 127.0.0.1, or with `container` this machine's address in the containers' network."""
+    """Address of the endpoint. Every call needs a key, so it need not be loopback. By default
+    127.0.0.1, or with `container` this machine's address in the containers' network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 takes a free one."""
+    """Port of the endpoint; 0 picks a free one."""
 
     @property
     def is_on(self) -> bool:
@@ -531,85 +545,85 @@ class AgentSection(Section):
     @model_validator(mode="after")
     def _one_agent(self) -> AgentSection:
         if self.run is not None and self.command:
-            raise ValueError("agent.run and agent.command are two agents; remove one")
+            raise ValueError("agent.run and agent.command are both set; remove one")
         if self.container is not None and not self.command:
             raise ValueError("agent.container needs agent.command, the program to run in it")
         if self.answer not in ("last_line", "policy") and not self.answer.startswith("file:"):
             raise ValueError(
-                f"agent.answer is 'last_line', 'policy' or 'file:PATH', not {self.answer!r}"
+                f"agent.answer has to be 'last_line', 'policy' or 'file:PATH', not {self.answer!r}"
             )
         for key in ("answer", "home"):
-            # A run's own file names every key.
+            # A run directory's copy of the file sets every key, so compare with the default.
             is_set = getattr(self, key) != type(self).model_fields[key].default
             if is_set and self.run is not None:
-                raise ValueError(f"agent.{key} is that of agent.command; remove it")
+                raise ValueError(f"agent.{key} applies to agent.command only; remove it")
         if self.home != "private" and self.container is not None:
-            raise ValueError("agent.home is that of a command without agent.container; remove it")
+            raise ValueError("agent.home does not apply to agent.container; remove it")
         if self.network is not None and self.container is None:
-            raise ValueError("agent.network is that of agent.container, which is not set")
+            raise ValueError("agent.network applies to agent.container, which is not set; set it")
         return self
 
 
 class InferenceSection(Section):
     backend: Literal["embedded", "vllm", "sglang", "openai"] = "embedded"
     """`embedded`: samples in this process from the trainer's own weights.
-    `vllm`, `sglang`: token ids over HTTP from servers, `urls` or started by this run.
-    `openai`: any chat server, for `agentrl eval` and `agentrl rollout`."""
+    `vllm`, `sglang`: samples token ids over HTTP from servers at `urls`, or started by this run.
+    `openai`: any chat server, for `agentrl eval` and `agentrl rollout` only."""
     urls: Annotated[list[str], Commas, Field(default_factory=list)]
-    """Servers of the other backends, comma-separated, without `/v1`; refused with `embedded`. One
-    of `sglang` may be an sglang-router. Empty with `vllm` or `sglang`: the run starts its own."""
+    """URLs of the servers, comma-separated, without `/v1`; not for `embedded`. For `sglang`, a URL
+    may be that of an sglang-router. If empty, `vllm` and `sglang` start their own servers."""
     model: str = "policy"
-    """Name under which those servers know the model."""
+    """The servers' name for the model."""
     token: str | None = Field(default=None, repr=False)
-    """Bearer token of those servers; OPENAI_API_KEY is read for the `openai` backend."""
+    """Bearer token of the servers; for the `openai` backend, by default OPENAI_API_KEY."""
     python: str | None = None
-    """Interpreter of the virtual environment in which vLLM or SGLang is installed, to start servers
-    with; when not given AGENTRL_VLLM_PYTHON or AGENTRL_SGLANG_PYTHON, or what `make vllm` or `make
-    sglang` made in .venv-vllm or .venv-sglang."""
+    """Python interpreter with vLLM or SGLang installed, to start servers with. By default
+    AGENTRL_VLLM_PYTHON or AGENTRL_SGLANG_PYTHON, or the one in .venv-vllm or .venv-sglang, made by
+    `make vllm` or `make sglang`."""
     max_batch_tokens: PositiveInt = 32768
-    """Of the `embedded` engine: rows times padded length that it samples at once. Bounds the memory
-    of keys and values; `agentrl doctor` says how much that is."""
+    """For `embedded`: maximum batch size times padded length when sampling. Limits the memory for
+    keys and values; `agentrl doctor` says how much that is."""
     num_servers: PositiveInt = 1
-    """Servers to start when there are no `urls`."""
+    """Number of servers to start if there are no `urls`."""
     args: list[str] = Field(default_factory=list)
-    """Further arguments of the servers that are started, for vLLM
-    `["--gpu-memory-utilization", "0.5"]`."""
+    """Further arguments for the servers that this run starts, such as
+    `["--gpu-memory-utilization", "0.5"]` for vLLM."""
     align_rounding: bool = True
-    """A vLLM server that this run starts on a CPU with bfloat16 rounds where the trainer's model
-    does, so that both compute the same log-probabilities; its layers are then not compiled and its
+    """Make vLLM servers that this run starts on a CPU with bfloat16 round where the trainer's model
+    does, so that both compute the same log-probabilities. Their layers are then not compiled, and
     attention is slower. No effect in float32 or on a GPU."""
     startup_timeout_s: Seconds = 600.0
-    """How long a started server may take until it answers."""
+    """Time in which a started server has to become ready."""
     hung_after_s: Seconds = 300.0
-    """A started server whose engine answers nothing for so long is restarted. It answers nothing
-    while it loads new weights: raise this where that takes minutes."""
+    """A started server is restarted if its engine does not answer for this long. It does not answer
+    while it loads weights, so raise this if loading takes minutes."""
     retry_for_s: Seconds = 120.0
     """How long a request waits for servers that are down or full."""
     transfer: Literal["file", "nccl", "tensor"] = "file"
     """How new weights reach the servers. `file`: through `weights_dir`, on any machine.
-    `nccl`: from the trainer's GPU to the servers' GPUs, which must be others; the trainer's host
-    memory holds a copy of the weights. `tensor`, of SGLang servers with one GPU each: in HTTP
-    requests, to servers that do not see `weights_dir`."""
+    `nccl`: from the trainer's GPU to the servers' GPUs, which have to be different ones; the
+    trainer keeps a copy of the weights in host memory. `tensor`, for SGLang servers with one GPU
+    each: in HTTP requests, for servers without access to `weights_dir`."""
     share: Literal["split", "sleep"] = "split"
-    """How the trainer and servers that this run starts share a GPU, where it is the only one.
-    `split`: each keeps its part of the memory. `sleep`: they take turns; while the trainer learns
-    the servers give their memory back, and while they sample it keeps its weights there alone, the
-    optimizer's state in host memory (docs/memory.md)."""
+    """How the trainer and the servers that it starts share a machine's only GPU. `split`: each
+    keeps its part of the memory. `sleep`: they take turns. The servers release their memory while
+    the trainer learns; while they sample, the trainer keeps only its weights on the GPU and its
+    optimizer state in host memory (docs/memory.md)."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: vLLM servers keep the weights of their layers in 8 bits, half the memory, and round
-    every update themselves (docs/precision.md). Needs `model.dtype = "bfloat16"`, a dense model, no
-    adapter, and GPUs that multiply in 8 bits (Ada, Hopper or newer)."""
+    """`fp8`: vLLM servers keep the weights of their layers in 8 bits, which halves their memory,
+    and round every update themselves (docs/precision.md). Needs `model.dtype = "bfloat16"`, a dense
+    model, no adapter, and GPUs with 8-bit matrix products (Ada, Hopper or newer)."""
     weights_dir: Path | None = None
-    """Where the file goes: a directory that trainer and servers share, on disk or in memory
-    (/dev/shm/my-run); `weights` in the run directory when not given."""
+    """Directory for the weight files, which trainer and servers share, on disk or in memory
+    (/dev/shm/my-run); by default `weights` in the run directory."""
     sync_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """After every update a server's log-probabilities of a probe may differ from the trainer's by
-    so much, else the run stops; 1e-3 with float32 weights and 0.2 with bfloat16 when not given.
-    With `quantization` it is the mean difference, 0.15."""
+    """Maximum difference between a server's log-probabilities of a probe and the trainer's after
+    an update; if it is exceeded, the run stops. By default 1e-3 with float32 weights and 0.2 with
+    bfloat16. With `quantization` it limits the mean difference, by default 0.15."""
 
     @property
     def has_servers(self) -> bool:
-        """Tells whether the run samples from servers, to which it sends its weights."""
+        """Whether the run samples from servers, to which it sends its weights."""
         return self.backend in ("vllm", "sglang")
 
     @model_validator(mode="after")
@@ -619,17 +633,17 @@ class InferenceSection(Section):
         if self.share == "sleep" and (not self.has_servers or self.urls or self.transfer == "nccl"):
             raise ValueError(
                 "inference.share = 'sleep' is for servers that this run starts on the trainer's "
-                "GPU: it needs backend = 'vllm' or 'sglang', no urls, and another transfer than "
+                "GPU; it needs backend = 'vllm' or 'sglang', no urls, and a transfer other than "
                 "'nccl'"
             )
         if self.quantization and self.backend != "vllm":
             raise ValueError(
-                f"inference.quantization = {self.quantization!r} is for vLLM servers, which round "
-                "the weights that they are sent; set inference.backend = 'vllm', or leave it out"
+                f"inference.quantization = {self.quantization!r} works with vLLM servers only; set "
+                "inference.backend = 'vllm', or leave it out"
             )
         if self.backend == "embedded" and self.urls:
             raise ValueError(
-                "inference.urls names servers, and backend 'embedded' asks none; set "
+                "inference.urls is set, but backend 'embedded' does not use servers; set "
                 "inference.backend = 'vllm' or 'sglang' (or 'openai', for eval and rollout), or "
                 "remove the urls"
             )
@@ -637,53 +651,55 @@ class InferenceSection(Section):
 
 
 class ParallelSection(Section):
-    """The division of the work among the ranks that torchrun (or Slurm, or Ray Train) started."""
+    """How work is divided among the ranks that torchrun (or Slurm, or Ray Train) started."""
 
     data: PositiveInt | None = None
-    """Ranks (with `context`, groups of them) that a batch's rows are dealt to; all ranks together
-    hold the shards of every network (FSDP). Absent: as many as were started. A number guards
-    against a launch with another."""
+    """Number of data-parallel ranks, or with `context`, of groups of ranks, among which a batch's
+    rows are divided. All ranks together hold the shards of every network (FSDP). By default it
+    follows from the number of ranks started; a number guards against a different launch."""
     context: PositiveInt = 1
-    """Neighbouring ranks that hold one row together, each a slice of it: for rows too long for one
-    device. Each needs the activations of `token_budget / context` tokens (docs/scaling.md)."""
+    """Number of neighbouring ranks that share a row, each with a slice, for rows too long for one
+    device. Each rank then has the activations of `token_budget / context` tokens
+    (docs/scaling.md)."""
     meeting_s: Seconds = 300.0
-    """Ranks that are started together find each other within this time, or each of them ends."""
+    """Time in which all ranks have to connect to each other; otherwise they exit."""
     deadline_s: Seconds = 1800.0
-    """A rank that the others wait for so long is taken for hung, and the run ends."""
+    """If the other ranks wait for a rank for this long, it counts as hung and the run ends."""
 
 
 class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """Peak of the schedule."""
+    """Peak of the learning-rate schedule."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, over all optimizer steps of the run."""
+    """Schedule after the warm-up, over all optimizer steps of the run."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu"] = "adamw"
-    """Where AdamW keeps its two moments. `adamw`: in float32 beside the weights. `adamw_8bit`: in 8
-    bit, 2 instead of 8 bytes per weight; needs `pip install 'agentrl-gym[8bit]'`. `adamw_cpu`: in
-    host memory, with the float32 weights and gradients; the update is computed there and is slower.
-    On several ranks no weights stay on the device: a layer's are there while it computes."""
+    """Where and how AdamW stores its two moments. `adamw`: in float32 on the device. `adamw_8bit`:
+    in 8 bits, 2 instead of 8 bytes per weight; needs `pip install 'agentrl-gym[8bit]'`.
+    `adamw_cpu`: in host memory, together with the float32 weights and gradients; the update runs on
+    the CPU and is slower. With several ranks, a layer's weights are then on the device only while
+    it computes."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW."""
+    """AdamW's betas."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Of AdamW."""
+    """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to it."""
     router_replay: bool = False
-    """Mixtures of experts: each token goes to the experts that it went to when it was sampled
-    (docs/models.md). With `inference.backend = "embedded"`."""
+    """Mixtures of experts: route each token to the experts that it went to when it was sampled
+    (docs/models.md). Needs `inference.backend = "embedded"`."""
     router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the family's load-balancing loss (mixtures of experts). It is computed on each
-    micro-batch by itself, so it alone depends on `token_budget`."""
+    """Mixtures of experts: weight of the model family's load-balancing loss. It is computed per
+    micro-batch, so, unlike everything else, it depends on `token_budget`."""
     token_budget: PositiveInt = 8192
-    """Tokens of one micro-batch, on each rank. Changes memory and speed, never the gradient. Where
-    it is not set, ranks that have their GPUs to themselves take what fits (docs/memory.md)."""
+    """Tokens per micro-batch on each rank. Affects memory and speed, never the gradient. By
+    default, ranks that do not share their GPUs use as many as fit (docs/memory.md)."""
     share_prefixes: bool = True
-    """What samples of a group begin with, such as their prompt, is computed once, where the model
-    family allows it and it pays (docs/models.md). Changes the gradient by rounding only; false is
-    for finding out whether a problem lies there."""
+    """Compute the common beginning of a group's samples, such as the prompt, only once, if the
+    model family supports it and it saves time (docs/models.md). Changes the gradient by rounding
+    only; set it to false to rule it out as the cause of a problem."""
     num_epochs: PositiveInt = 1
     """Passes over a batch of rollouts."""
     num_minibatches: PositiveInt = 1
@@ -696,36 +712,39 @@ class TrainSection(Section):
     def _slices_have_no_balance(self) -> TrainSection:
         if self.router_aux_loss and self.parallel.context > 1:
             raise ValueError(
-                "train.router_aux_loss balances whole rows, of which a rank has a slice with "
-                "train.parallel.context above 1; set one of them to its default"
+                "train.router_aux_loss needs whole rows, but with train.parallel.context above 1 a "
+                "rank has only a slice of them; set one of them to its default"
             )
         return self
 
 
 class RewardSection(Section):
-    """Reward functions on the trainer's side; without any, the environment's reward stands."""
+    """Reward functions that the trainer runs. Without any, the environment's reward is used."""
 
     functions: Annotated[list[str], Commas] = Field(default_factory=list)
-    """Names of the reward library (`math`, `f1`, `format`, ...), `package.module:function` or
+    """Names from the reward library (`math`, `f1`, `format`, ...), `package.module:function` or
     `path/to/file.py:function`."""
     weights: Annotated[list[float], Commas] = Field(default_factory=list)
-    """Weights of their scores in the reward, one per function; none weighs each 1."""
+    """Weights of the functions' scores in the reward, one per function; by default 1 each."""
     options: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)
-    """Keyword arguments of a function, by its name in `functions`."""
+    """Function name, as in `functions` -> keyword arguments."""
     text: Literal["last_turn", "answer"] = "last_turn"
-    """What is scored: what the policy wrote in its last turn, or the `answer` that the
-    environment read from it."""
+    """The text to score: the policy's text in its last turn, or the `answer` that the environment
+    extracted from it."""
     add_to_environment: bool = False
     """Add to the environment's reward instead of replacing it."""
     deadline_s: Seconds = 60.0
     """Deadline of one call. An answer whose call fails has no reward and is not trained on."""
     max_concurrency: PositiveInt = 64
-    """Calls under way at a time."""
+    """Maximum number of concurrent calls."""
 
     @model_validator(mode="after")
     def _functions_for_the_rest(self) -> RewardSection:
         if not self.functions and (self.add_to_environment or self.text != "last_turn"):
-            raise ValueError("reward.functions is empty, so nothing is scored; name a function")
+            raise ValueError(
+                "reward.text and reward.add_to_environment need reward.functions, which is empty; "
+                "set it"
+            )
         if self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} numbers for {len(self.functions)} "
@@ -733,66 +752,67 @@ class RewardSection(Section):
             )
         if unknown := sorted(set(self.options) - set(self.functions)):
             raise ValueError(
-                f"reward.options names {', '.join(unknown)}, which is not in reward.functions"
+                f"reward.options has {', '.join(unknown)}, but reward.functions does not list it"
             )
         return self
 
 
 class CriticSection(Section):
-    """The critic of objectives with `credit.kind = "gae"` (ppo, vapo); others have none."""
+    """The critic of objectives with `credit.kind = "gae"` (ppo, vapo). Others do not use one."""
 
     path: str | None = None
-    """Model it starts from, below a value head of zeros; the policy's own when not given."""
+    """Model that the critic starts from, with a value head of zeros; by default the policy's."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    """Peak of its schedule. Everything else about its optimizer is as in `train`."""
+    """Peak of its learning-rate schedule. Its other optimizer settings are those in `train`."""
     warmup_steps: NonNegativeInt = 0
-    """First steps of the run in which only the critic learns, so that the policy's first
-    advantages come from values that mean something."""
+    """Number of first steps in which only the critic learns, so that its values are meaningful
+    when the policy starts to learn."""
 
 
 class TeacherSection(Section):
-    """The teacher of objectives with `distill.where` (opd): `path` or `url`, not both."""
+    """The teacher of objectives with `distill.where` (opd): either `path` or `url`."""
 
     path: str | None = None
-    """Frozen model that runs beside the policy, with the policy's tokenizer, dtype and device."""
+    """Frozen model to load beside the policy, with the policy's tokenizer, dtype and device."""
     url: str | None = None
-    """A vLLM or SGLang server that holds the teacher, without `/v1`."""
+    """URL of a vLLM or SGLang server with the teacher, without `/v1`."""
     model: str = "teacher"
-    """Name under which that server knows it."""
+    """The server's name for the teacher."""
     token: str | None = Field(default=None, repr=False)
     """Bearer token of that server."""
 
 
 class EvalKeys(Section):
     split: str = "test"
-    """Split that is evaluated."""
+    """Split to evaluate on."""
     num_tasks: PositiveInt = 64
-    """First tasks of the split."""
+    """Number of tasks, from the start of the split."""
     samples_per_task: PositiveInt = 1
-    """Trajectories per task, the k of avg@k."""
+    """Number of trajectories per task, the k of avg@k."""
     pass_k: Annotated[list[PositiveInt], Commas] = Field(default_factory=lambda: [1])
-    """k of the unbiased pass@k estimates; each at most samples_per_task."""
+    """Values of k for the unbiased pass@k estimates; each at most samples_per_task."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """0 is greedy. This and the next five keys are those of the model's generation_config.json when
-    not given, which a line of the output then says; without one they change nothing. Behind the
-    `openai` backend they are the server's own."""
+    """Sampling temperature; 0 is greedy. By default, this and the next five keys are those of the
+    model's generation_config.json, if it has one, and a line of the output says so. With the
+    `openai` backend, the server's defaults apply."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample from the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens with this total probability."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Sample from so many of the likeliest tokens; -1 from all."""
+    """Sample from this many of the most likely tokens; -1 for all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Leave out tokens below this share of the likeliest one's probability."""
+    """Do not sample tokens with less than this fraction of the most likely token's probability."""
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    """Above 1: makes tokens that stand in the prompt or the answer less likely."""
+    """Above 1, tokens that already occur in the prompt or the answer become less likely."""
     max_tokens: PositiveInt | None = None
-    """Tokens sampled in one turn; `rollout.max_turn_tokens` where the model names none either."""
+    """Maximum number of tokens sampled in one turn; `rollout.max_turn_tokens` if neither this nor
+    the model sets it."""
     seed: NonNegativeInt | None = None
-    """Seed of what is sampled. When not given `run.seed`, or a server's own random stream."""
+    """Seed for sampling; by default `run.seed`, or a server's own random stream."""
     success_threshold: float = 1.0
-    """Reward from which a trajectory counts as passed."""
+    """Minimum reward of a trajectory that counts as passed."""
 
     def sampling(self) -> dict[str, Any]:
-        """Returns the sampling parameters that are given, by the names of `SamplingParams`."""
+        """Returns the sampling parameters that are set, by their names in `SamplingParams`."""
         keys = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"}
         return self.model_dump(include=keys | {"seed"}, exclude_none=True)
 
@@ -807,18 +827,19 @@ class EvalKeys(Section):
 
 
 class EvalSet(EvalKeys):
-    """`[eval.sets.NAME]`: what differs from `[eval]`, and whose tasks they are."""
+    """`[eval.sets.NAME]`: keys that differ from `[eval]`, and the environment to evaluate in."""
 
     env: str | None = None
-    """Environment, as `env.id`, or the name of an `[[env]]`; the run's first when not given."""
+    """Environment, in the form of `env.id`, or the name of an `[[env]]`; by default the run's first
+    one."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
-    """Passed to it, besides those of `env.config` where `env` does not name another one."""
+    """Settings of the environment, in addition to `env.config` unless `env` is another one."""
 
 
 class EvalSection(EvalKeys):
     sets: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], EvalSet] = Field(default_factory=dict)
-    """Several evaluations while training, by name; each is a table `[eval.sets.NAME]` with keys of
-    `[eval]` that differ, and `env` and `config` where it is of another environment."""
+    """Several named evaluations during training. Each is a table `[eval.sets.NAME]` with the keys
+    that differ from `[eval]`, and `env` and `config` for another environment."""
 
     @model_validator(mode="before")
     @classmethod
@@ -834,11 +855,12 @@ class TrackSection(Section):
     sinks: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], Commas] = Field(
         default_factory=list
     )
-    """Where metrics go besides metrics.jsonl; needs `pip install 'agentrl-gym[track]'`."""
+    """Trackers that get the metrics besides metrics.jsonl; needs
+    `pip install 'agentrl-gym[track]'`."""
     project: str = "agentrl"
     """Project name in wandb and trackio."""
     log_trajectories: bool = True
-    """Keep every trajectory under `trajectories/`."""
+    """Write every trajectory to `trajectories/`."""
     signals: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of a step's groups whose advantages, log-probabilities, weights and masks are kept per
-    token under `signals/`, for `agentrl view`; about 10 bytes a trained token. 0 keeps none."""
+    """Fraction of a step's groups whose per-token advantages, log-probabilities, weights and masks
+    are written to `signals/`, for `agentrl view`; about 10 bytes per trained token."""

@@ -1,4 +1,4 @@
-"""A configuration written back as TOML, which the standard library only reads."""
+"""Writes a configuration as TOML, which the standard library can only read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 
 def toml_text(data: dict[str, JsonValue], prefix: str = "") -> str:
-    """A nested dict as TOML tables; JSON scalars and lists are valid TOML values."""
+    """Returns a nested dictionary as TOML; scalars and lists are written as in JSON."""
     scalars = {k: v for k, v in data.items() if not isinstance(v, dict)}
     tables = {k: v for k, v in data.items() if isinstance(v, dict)}
     text = "".join(f"{_toml_key(k)} = {_toml_value(v)}\n" for k, v in scalars.items())

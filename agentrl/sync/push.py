@@ -88,7 +88,7 @@ class ServerWeightSync(WeightSync):
                 has updated it. None: every push waits for all servers.
         """
         if len(probe_ids) < 2:
-            raise ValueError(f"probe_ids has {len(probe_ids)} tokens; the probe needs at least two")
+            raise ValueError(f"the probe needs at least two tokens; probe_ids has {len(probe_ids)}")
         self._urls = [require_address(url, "inference.urls") for url in urls]
         self._model_name = model_name
         self._token = token

@@ -851,9 +851,12 @@ def test_placeholders_are_filled_once():
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"command": ["x"], "answer": "first_line"}, "agent.answer is"),
-        ({"run": "a.py:b", "answer": "policy"}, "agent.answer is that of agent.command"),
-        ({"command": ["x"], "container": "i", "home": "shared"}, "without agent.container"),
+        ({"command": ["x"], "answer": "first_line"}, "agent.answer has to be"),
+        ({"run": "a.py:b", "answer": "policy"}, "agent.answer has to be that of agent.command"),
+        (
+            {"command": ["x"], "container": "i", "home": "shared"},
+            "does not apply to agent.container",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(section, says):

@@ -72,7 +72,7 @@ def test_each_environment_has_its_own_limits_rewards_and_overrides():
         ([{"id": "a"}], ["--env.weight", "2"], "write --env.NAME.KEY with a NAME of a"),
         ([{"id": "a.py:B"}], [], "give this environment a name"),
         ([{"id": "a", "weight": 0}], [], "at step 1 every weight of [[env]] is 0"),
-        ([{"id": "a", "weight": [[9, 1.0], [2, 1.0]]}], [], "in the order of the steps"),
+        ([{"id": "a", "weight": [[9, 1.0], [2, 1.0]]}], [], "with increasing steps"),
         ([{"id": "a", "max_turn_tokens": 9999}], [], "exceeds rollout.max_context_tokens"),
     ],
 )

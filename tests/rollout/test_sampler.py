@@ -190,7 +190,7 @@ def test_wrong_samplers_are_named(functions):
     model = {"path": "some/model"}
     for keys, expected in [
         ({"sampler": "dificulty"}, "there is no sampler 'dificulty'"),
-        ({"sampler": "staged"}, "needs the tasks at which the next pools begin"),
+        ({"sampler": "staged"}, "needs sampler_stages"),
         ({"sampler": "staged", "sampler_stages": [9, 3]}, "not in order"),
         ({"sampler_fresh": 0.9, "sampler_retired": 0.2}, "lower one of 0.9 and 0.2"),
     ]:

@@ -337,7 +337,7 @@ def test_files_that_do_not_fit_change_nothing(server, model, sync, tmp_path):
                 await refused(directory / "case.safetensors", reason)
             whole = weights_path(directory, 2).read_bytes()
             (directory / "cut.safetensors").write_bytes(whole[:-64])
-            await refused(directory / "cut.safetensors", "no complete safetensors file")
+            await refused(directory / "cut.safetensors", "not a complete safetensors file")
             await refused(MODEL / "model.safetensors", "is not in the weight directory")
             (directory / "link.safetensors").symlink_to(MODEL / "model.safetensors")
             await refused(directory / "link.safetensors", "is not in the weight directory")

@@ -70,10 +70,10 @@ def test_train_and_eval_play_by_the_agent(run_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["--agent.command", '["mini"]'], "agent.run and agent.command are two agents"),
+        (["--agent.command", '["mini"]'], "agent.run and agent.command are both set"),
         (
             ["--inference.backend", "openai", "--inference.urls", "http://localhost:1"],
-            "token by token, which a chat server cannot",
+            "token ids, which a chat server",
         ),
         (["--agent.ports", "1"], "did you mean agent.port"),
     ],

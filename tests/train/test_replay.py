@@ -168,7 +168,13 @@ def test_training_again_without_importance_weights_is_refused():
     for keys, expected in {
         ("--rollout.replay_share", "0.5"): "has no importance weights; set objective.off_policy",
         (*AGAIN, "--track.log_trajectories", "false"): "reads the run's log",
-        (*AGAIN, "--rollout.top_p", "0.9", "--rollout.truncated_sampling", "correct"): "no run rec",
+        (
+            *AGAIN,
+            "--rollout.top_p",
+            "0.9",
+            "--rollout.truncated_sampling",
+            "correct",
+        ): "runs record neither",
     }.items():
         with pytest.raises(ConfigError, match=expected):
             load_config(QUICKSTART, [*keys])

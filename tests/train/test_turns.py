@@ -85,7 +85,7 @@ def test_what_a_resumed_run_restores_leaves_the_device_as_well(monkeypatch, slee
                 "inference": {"share": "sleep", "backend": "vllm"},
                 "rollout": {"max_staleness": 1, "max_turn_tokens": 8},
             },
-            "max_staleness above 0 plays meanwhile",
+            "max_staleness above 0 samples meanwhile",
         ),
     ],
 )

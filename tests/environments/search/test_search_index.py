@@ -426,7 +426,7 @@ def test_a_disk_without_room_is_one_line_not_a_traceback(tmp_path, limit):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "can't be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "i").exists()
 
 
