@@ -262,7 +262,7 @@ class RunConfig(Section):
 
     @property
     def plays_by_agent(self) -> bool:
-        """Whether an agent or `rollout.generate`, not the built-in loop, plays the episodes."""
+        """True if an agent or `rollout.generate` plays the episodes, not the built-in loop."""
         return self.agent.is_on or self.rollout.generate is not None
 
     @model_validator(mode="after")

@@ -623,7 +623,7 @@ class InferenceSection(Section):
 
     @property
     def has_servers(self) -> bool:
-        """Whether the run samples from servers, to which it sends its weights."""
+        """True if the run samples from servers, to which it sends its weights."""
         return self.backend in ("vllm", "sglang")
 
     @model_validator(mode="after")
@@ -651,7 +651,7 @@ class InferenceSection(Section):
 
 
 class ParallelSection(Section):
-    """How work is divided among the ranks that torchrun (or Slurm, or Ray Train) started."""
+    """Division of work among the ranks that torchrun (or Slurm, or Ray Train) started."""
 
     data: PositiveInt | None = None
     """Number of data-parallel ranks, or with `context`, of groups of ranks, among which a batch's

@@ -226,6 +226,7 @@ class RewardRunner:
         ]
 
     def status(self) -> RunnerStatus:
+        """Returns the counts so far."""
         return RunnerStatus(
             self._num_calls, self._failures.total(), dict(self._failures), self._alarm
         )

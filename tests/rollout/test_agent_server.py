@@ -852,10 +852,10 @@ def test_placeholders_are_filled_once():
     ("section", "says"),
     [
         ({"command": ["x"], "answer": "first_line"}, "agent.answer has to be"),
-        ({"run": "a.py:b", "answer": "policy"}, "agent.answer has to be that of agent.command"),
+        ({"run": "a.py:b", "answer": "policy"}, "agent.answer applies to agent.command only"),
         (
             {"command": ["x"], "container": "i", "home": "shared"},
-            "does not apply to agent.container",
+            "does not apply",
         ),
     ],
 )

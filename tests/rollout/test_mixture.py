@@ -67,11 +67,11 @@ def test_each_environment_has_its_own_limits_rewards_and_overrides():
 @pytest.mark.parametrize(
     ("tables", "overrides", "expected"),
     [
-        ([{"id": "a"}, {"id": "a"}], [], "two [[env]] are named 'a'"),
+        ([{"id": "a"}, {"id": "a"}], [], "two [[env]] tables are named 'a'"),
         ([{"id": "a", "max_turnz": 1}], [], "env.0.max_turnz: unknown key; did you mean env.max_"),
-        ([{"id": "a"}], ["--env.weight", "2"], "write --env.NAME.KEY with a NAME of a"),
+        ([{"id": "a"}], ["--env.weight", "2"], "write --env.NAME.KEY, where NAME is one of a"),
         ([{"id": "a.py:B"}], [], "give this environment a name"),
-        ([{"id": "a", "weight": 0}], [], "at step 1 every weight of [[env]] is 0"),
+        ([{"id": "a", "weight": 0}], [], "at step 1 the weights of all [[env]] are 0"),
         ([{"id": "a", "weight": [[9, 1.0], [2, 1.0]]}], [], "with increasing steps"),
         ([{"id": "a", "max_turn_tokens": 9999}], [], "exceeds rollout.max_context_tokens"),
     ],

@@ -191,8 +191,8 @@ def test_wrong_samplers_are_named(functions):
     for keys, expected in [
         ({"sampler": "dificulty"}, "there is no sampler 'dificulty'"),
         ({"sampler": "staged"}, "needs sampler_stages"),
-        ({"sampler": "staged", "sampler_stages": [9, 3]}, "not in order"),
-        ({"sampler_fresh": 0.9, "sampler_retired": 0.2}, "lower one of 0.9 and 0.2"),
+        ({"sampler": "staged", "sampler_stages": [9, 3]}, "increasing order"),
+        ({"sampler_fresh": 0.9, "sampler_retired": 0.2}, "add up to more than 1; lower one"),
     ]:
         with pytest.raises(ConfigError, match=expected):
             load_config({"model": model, "rollout": keys})

@@ -31,10 +31,10 @@ def config(**sections) -> RunConfig:
     ("sections", "words"),
     [
         ({"model": {"dtype": "float32"}}, "set model.dtype = 'bfloat16'"),
-        ({"model": {"lora": {"rank": 4}}}, "with model.lora they are frozen"),
+        ({"model": {"lora": {"rank": 4}}}, "they are frozen"),
         (
             {"model": {"lora": {"rank": 4}, "quantization": "nf4"}},
-            "with model.lora they are frozen",
+            "they are frozen",
         ),
         ({"inference": {"backend": "embedded"}}, "set inference.backend = 'vllm'"),
         ({"inference": {"backend": "sglang"}}, "set inference.backend = 'vllm'"),

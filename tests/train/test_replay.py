@@ -174,7 +174,7 @@ def test_training_again_without_importance_weights_is_refused():
             "0.9",
             "--rollout.truncated_sampling",
             "correct",
-        ): "runs record neither",
+        ): "runs record",
     }.items():
         with pytest.raises(ConfigError, match=expected):
             load_config(QUICKSTART, [*keys])
