@@ -14,6 +14,10 @@ tokens of a micro-batch and a vocabulary of V,
     logits         of the chunks of the head, kept and under way, and the gradient of its weight
     gathered       what ranks put together of their shards, and add up of their gradients
 
+A vision tower is among the weights, and learns with `model.freeze_tower = false`. All N tokens are
+taken for placeholders of images: of a tower that learns, autograd keeps what its layers multiply
+and make, and the pixels; of a frozen one nothing is kept.
+
 Updates, pushes and restores hold less than these: gradients, or activations, are not there then.
 Not in it: what kernels need for themselves, fragmentation, the context of CUDA (together about a
 GiB), and a server or an embedded engine on the same device.
@@ -26,15 +30,17 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config import RunConfig
 from agentrl.train.attention import ATTENTION_NAME, packed_segments
 from agentrl.train.head import default_chunk_tokens, default_keep_bytes
-from agentrl.train.logprobs import decoder_of
+from agentrl.train.logprobs import decoder_of, head_of
+from agentrl.train.model import auto_class
 from agentrl.train.quantised import BYTES_OF_A_WEIGHT
 
 logger = logging.getLogger(__name__)
@@ -90,9 +96,10 @@ def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = Non
     model_config = AutoConfig.from_pretrained(config.model.path)
     itemsize = 4 if config.model.dtype == "float32" else 2
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(model_config).from_config(
             model_config, dtype=getattr(torch, config.model.dtype)
-        ).eval()
+        )
+    model.eval()
     parallel = config.train.parallel
     num_ranks = num_ranks or (parallel.data or 1) * parallel.context
     moments = moments_of_a_step(model, config, itemsize, device_type, num_ranks)
@@ -112,7 +119,11 @@ def moments_of_a_step(
     linear = [m for m in decoder.modules() if isinstance(m, torch.nn.Linear)]
     rank = config.model.lora.rank
     adapter = sum(rank * (m.in_features + m.out_features) for m in linear)
-    trained = adapter or parameters
+    text_modules = {*decoder.modules(), head_of(model)}
+    tower = [m for m in model.modules() if m not in text_modules]
+    still = sum(p.numel() for m in tower for p in m.parameters(recurse=False))
+    still *= config.model.freeze_tower
+    trained = adapter or parameters - still
     parameters += adapter
     if config.objective.needs_critic:  # without a head, and without an adapter
         parameters, trained = parameters + of_decoder, trained + of_decoder
@@ -143,6 +154,8 @@ def moments_of_a_step(
     kept = outside + sum(by_layer) - sum(again) + inputs * len(again)
     states = tokens * hidden * itemsize
     activations = kept * tokens // _TOKENS_COUNTED + 2 * states  # gathered before the head
+    if not config.model.freeze_tower:
+        activations += tokens * kept_bytes_of_images(model.config, tower, itemsize)
     widest = max((max(m.in_features, m.out_features) for m in linear), default=hidden)
     layer = max(again, default=0) * tokens // _TOKENS_COUNTED + tokens * widest * itemsize + states
 
@@ -153,7 +166,8 @@ def moments_of_a_step(
     cast = head * itemsize if itemsize < 4 else 0  # of its float32 gradient, when that is complete
     under_way = (4 + 3 * itemsize) * chunk
     of_head = under_way if rank else 4 * head + max(cast, under_way)
-    waiting = head * itemsize if text.tie_word_embeddings and not rank else 0
+    tied = head_of(model).weight is model.get_input_embeddings().get_parameter("weight")
+    waiting = head * itemsize if tied and not rank else 0
 
     layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
     of_a_layer = max(map(_numel, layers), default=0)
@@ -171,9 +185,33 @@ def moments_of_a_step(
         moment("a layer's backward pass", activations + layer, waiting, gathered),
     ]
     if num_ranks > 1 and not rank:
-        added_up = 4 * root * (num_ranks + 1) // num_ranks + itemsize * head
+        added_up = 4 * (root - still) * (num_ranks + 1) // num_ranks + itemsize * head
         found.append(moment("the sum of the ranks' gradients", 0, 0, added_up))
     return found
+
+
+def kept_bytes_of_images(
+    config: PretrainedConfig, tower: Sequence[torch.nn.Module], itemsize: int
+) -> int:
+    """Returns what autograd keeps of a tower for each placeholder in a row.
+
+    Args:
+        tower: modules of a model that are neither its decoder's nor its head.
+    """
+    vision: Any = getattr(config, "vision_config", None)
+    if vision is None:
+        return 0
+    merged = getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
+    side = getattr(config, "scale_factor", merged / getattr(config, "downsample_ratio", 1))
+    values = max(m.weight[0].numel() for m in tower if isinstance(m, _CONVOLUTIONS))
+    linear = [m for m in tower if isinstance(m, torch.nn.Linear)]
+    features = sum(m.in_features + m.out_features for m in linear)
+    norms = [m.weight for m in tower if "Norm" in type(m).__name__]
+    features += 2 * sum(weight.numel() for weight in norms)  # what they read, and normalised
+    return round(side * side * (values + features) * itemsize)
+
+
+_CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.Conv3d)
 
 
 def _numel(module: torch.nn.Module) -> int:
@@ -291,7 +329,8 @@ def bytes_of_weights(config: RunConfig, quantization: str | None) -> int:
         OSError, ValueError, NotImplementedError, RuntimeError: as `estimate`.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+        model_config = AutoConfig.from_pretrained(config.model.path)
+        model = auto_class(model_config).from_config(model_config)
     whole = _numel(model) * (4 if config.model.dtype == "float32" else 2)
     return whole - _saved_by_quantising(config, decoder_of(model), quantization)
 

@@ -157,7 +157,7 @@ def load_model(
         without_dropout(config)
         # The library's types do not know the pair that output_loading_info makes of the result.
         with _bars_for_downloads_only():
-            loaded: Any = _auto_class(config).from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -208,7 +208,7 @@ def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
     without_dropout(config)
     with no_init_weights():
-        model: PreTrainedModel = _auto_class(config).from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
     model.tie_weights()
@@ -226,7 +226,7 @@ def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
     return load_model(path, dtype=torch.float32, device="cpu")
 
 
-def _auto_class(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig) -> Any:
     """A checkpoint with a vision tower is loaded whole, so that it is saved and sent under its own
     names."""
     whole = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

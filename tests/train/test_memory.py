@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl import doctor
 from agentrl.api import train
@@ -26,6 +26,7 @@ from agentrl.train.memory import (
     remedies,
     with_token_budget,
 )
+from agentrl.train.model import auto_class
 
 NUM_TOKENS = 2048
 SHAPE = dict(
@@ -167,6 +168,87 @@ def test_parts_by_hand(tmp_path):
     kl = ("--objective.kl.where", "loss", "--objective.kl.coef", "0.1")
     reference = estimate(config_of(tmp_path, *kl), device_type="cpu")
     assert reference.weights == 8 * parameters
+
+
+# What autograd keeps of a tower that learns, of one image of 48 x 48 patches, after a small one.
+MEASURE_TOWER = """
+import gc, sys
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+from agentrl.train.attention import ATTENTION_NAME
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+torch.set_num_threads(1)
+config = AutoConfig.from_pretrained(sys.argv[1])
+model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+model.set_attn_implementation(ATTENTION_NAME)
+for side in (4, 48):
+    gc.collect()
+    before = resident()
+    made = model.base_model.get_image_features(
+        pixel_values=torch.randn(side * side, 1176), image_grid_thw=torch.tensor([[1, side, side]])
+    )
+    gc.collect()
+    used = resident() - before
+print(used)
+"""
+
+
+def vision_config(folder: Path) -> Path:
+    """Saves the configuration of a small model with a tower, and a run file; returns the latter."""
+    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12])
+    text = dict(vocab_size=128, hidden_size=256, intermediate_size=64, num_hidden_layers=1)
+    text |= dict(num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope)
+    text |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    tower = dict(depth=4, hidden_size=256, intermediate_size=684, num_heads=4, patch_size=14)
+    tower |= dict(out_hidden_size=256, fullatt_block_indexes=[3], window_size=112)
+    AutoConfig.for_model(
+        "qwen2_5_vl", text_config=text, vision_config=tower, image_token_id=7
+    ).save_pretrained(folder / "vision")
+    (folder / "vision.toml").write_text(
+        f'[model]\npath = "{folder / "vision"}"\n'
+        "[train]\ntoken_budget = 576\n[rollout]\nmax_context_tokens = 576\n"
+    )
+    return folder / "vision.toml"
+
+
+def test_a_tower_is_among_the_weights_and_learns_where_it_is_not_frozen(tmp_path):
+    run_file = vision_config(tmp_path)
+    with torch.device("meta"):
+        model = auto_class(AutoConfig.from_pretrained(tmp_path / "vision")).from_config(
+            AutoConfig.from_pretrained(tmp_path / "vision")
+        )
+    everything = sum(p.numel() for p in model.parameters())
+    tower = sum(p.numel() for p in model.base_model.visual.parameters())
+    frozen = estimate(load_config(run_file, []), device_type="cpu")
+    assert (frozen.weights, frozen.gradients) == (4 * everything, 4 * (everything - tower))
+    trained = estimate(load_config(run_file, ["--model.freeze_tower=false"]), device_type="cpu")
+    assert (trained.weights, trained.moments) == (4 * everything, 8 * everything)
+    assert trained.activations > frozen.activations
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_what_a_tower_keeps_is_within_15_percent_of_what_a_process_uses(tmp_path):
+    run_file = vision_config(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_TOWER, str(tmp_path / "vision")],
+        env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PATH": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    frozen, trained = (
+        estimate(load_config(run_file, [f"--model.freeze_tower={said}"]), device_type="cpu")
+        for said in ("true", "false")
+    )
+    # 576 placeholders are one image of 48 x 48 patches.
+    kept = trained.activations - frozen.activations
+    assert kept == pytest.approx(int(done.stdout.split()[-1]), rel=0.15)
 
 
 def test_remedies_make_it_smaller_one_after_another(tmp_path):
