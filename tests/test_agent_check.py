@@ -105,7 +105,7 @@ def other_arguments(message):
         (agent(other_arguments), ["message 2 (assistant) came back with other calls"]),
         (
             agent(tools=lambda turn: [TOOL] * (1 + turn % 2)),
-            ["call 2 begins a new row: its tools are others", "the same tools in the same order"],
+            ["call 2 begins a new row: its tools differ", "the same tools in the same order"],
         ),
     ],
 )

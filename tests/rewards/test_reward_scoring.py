@@ -284,8 +284,8 @@ def test_the_section_of_a_run_file_is_what_the_scorer_takes():
     [
         ({"functions": ["em"], "weights": [1, 2]}, "2 numbers for 1"),
         ({"weights": [1]}, "1 numbers for 0"),
-        ({"functions": ["em"], "options": {"f1": {}}}, "names f1"),
-        ({"add_to_environment": True}, "functions is empty"),
+        ({"functions": ["em"], "options": {"f1": {}}}, "options has f1"),
+        ({"add_to_environment": True}, "need reward.functions"),
         ({"functions": ["em"], "text": "all"}, "last_turn"),
     ],
 )

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from agent_play import LIMITS, play, require_exact
-from test_agent_server import scripted
+from test_agent_server import AgentTest, scripted
 
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.env import register
+from agentrl.errors import ConfigError, EnvError, InferenceError
 from agentrl.rollout.agent.generate import Generating, Row, Rows, make_generating
 from agentrl.types import Action, StopReason, assistant_message, samples_of
 
@@ -68,6 +69,19 @@ def test_what_goes_on_twice_branches_and_an_answer_is_graded():
     assert (trajectory.reward, trajectory.error) == (1.0, None)
     assert [(turn.branch, turn.parent) for turn in trajectory.turns] == [(0, None), (0, 0), (1, 0)]
     require_exact(trajectory, list(engine.prompts.values()))
+
+
+def test_the_task_carries_metadata():
+    seen = {}
+
+    async def solve(task, policy, session):
+        seen.update(task.metadata, prompt=task.prompt, tools=len(session.tools))
+        await policy.act(task.messages)
+        return 0.5
+
+    trajectory, _ = played(solve)
+    assert trajectory.reward == 0.5 and seen["trajectory_id"] == trajectory.trajectory_id
+    assert seen["prompt"].startswith("question") and seen["tools"] == 1
 
 
 def row(version=None, **changed):
@@ -184,6 +198,25 @@ def test_whatever_ends_such_a_function_is_one_record(how):
     if how in ("malformed", "raises", "exits"):
         says = {"malformed": "a role is one of", "raises": "a bug", "exits": "exited with 3"}[how]
         assert trajectory.error.stage == "agent" and says in trajectory.error.message
+
+
+def test_an_engine_that_fails_is_the_engines_failure():
+    def say(*_):
+        raise InferenceError("the engine broke")
+
+    trajectory, _ = played(loop, say)
+    assert (trajectory.error.stage, trajectory.error.code) == ("generate", "inference_error")
+
+
+@register("agent-test-breaks")
+class Breaks(AgentTest):
+    async def on_text(self, text):
+        raise EnvError("it broke", code="broken")
+
+
+def test_an_environment_that_fails_is_the_environments_failure():
+    trajectory, _ = played(loop, env_id="agent-test-breaks")
+    assert trajectory.error.stage == "step" and "it broke" in trajectory.error.message
 
 
 def test_a_step_behind_the_end_is_the_functions_mistake():

@@ -60,7 +60,7 @@ def test_a_set_takes_from_eval_and_env_what_it_does_not_name():
     [
         (["--run.patience", "2"], "run.keep_best"),
         (["--run.keep_best", "eval/avg@1", "--run.eval_every", "0"], "run.eval_every = 0"),
-        (["--run.keep_best", "eval/avg@2"], "which are eval/avg@1, eval/pass@1"),
+        (["--run.keep_best", "eval/avg@2"], "use one of eval/avg@1, eval/pass@1"),
         (["--run.keep_best", "eval/avg@1", "--eval.sets.a.split", "test"], "eval/a/avg@1"),
         (["--eval.sets.a/b.split", "test"], "eval.sets.a/b"),
         (["--eval.sets.a.spilt", "test"], "eval.sets.a.spilt: unknown key"),

@@ -207,9 +207,9 @@ def test_a_local_teacher_is_frozen(tokenizer):
         ({"objective": {"preset": "opd"}}, "set teacher.path to a model with the policy's tok"),
         (
             {"objective": {"preset": "opd"}, "teacher": {"path": "a", "url": "b"}},
-            "teacher.url to a server that holds one, not both",
+            "teacher.url to a server with such a model, not both",
         ),
-        ({"teacher": {"path": "a"}}, "teacher.path is set, but the objective learns from no"),
+        ({"teacher": {"path": "a"}}, "teacher.path is set, but the objective does not use"),
         (
             {
                 "objective": {"preset": "opd"},

@@ -295,5 +295,5 @@ def test_pixels_are_shown_as_images(opened, config, size):
 
 
 def test_observations_that_are_not_pixels_are_refused(opened):
-    with pytest.raises(EnvError, match="has to be uint8"):
+    with pytest.raises(EnvError, match="instead of uint8"):
         opened("gymnasium", id="FrozenLake-v1", observe="pixels").reset("train", 0)
