@@ -311,7 +311,7 @@ def _advice(played: Sequence[Played], section: AgentSection) -> list[str]:
             advice.append("send the policy's messages back as they came")
         if "(tool)" in text:
             advice.append("send a tool's answer in the same words in every call")
-        if "its tools are others" in text:
+        if "its tools differ" in text:
             advice.append("offer the same tools in the same order in every call of a dialogue")
         if "first" in text and "messages of an earlier" in text:
             advice.append("a turn that is asked for again is a row of its own: retry less")
