@@ -1,1 +1,1 @@
-"""Public data sets: which ones are known, how their rows are read, and `agentrl data`."""
+"""Public data sets: a list of known ones, readers for their rows, and `agentrl data`."""

@@ -1,4 +1,4 @@
-"""`agentrl data`: public data sets as the JSONL files that environments read."""
+"""`agentrl data`: writes public data sets as the JSONL files that environments read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agentrl.data.hub import DATA_SETS, DataSet, load_bfcl, load_hub
 from agentrl.errors import ConfigError, DataError
 
 SUMS = "SHA256SUMS"
-"""Beside the files, as sha256sum writes it; a comment above each sum says what the file holds."""
+"""File with the checksums, in sha256sum's format. A comment above each describes the file."""
 
 Written = dict[str, tuple[str, str]]
-"""File name -> its SHA-256 sum, and what it holds."""
+"""File name -> (SHA-256 checksum, description of the content)."""
 
 
 def get(
@@ -29,24 +29,25 @@ def get(
     limit: int | None = None,
     mirror: Path | None = None,
 ) -> list[Path]:
-    """Write a data set's splits to a folder, and return their files.
+    """Writes a data set's splits to a folder and returns the paths of the files.
 
-    A file that an earlier call wrote whole is kept if it is still what was written. A split appears
-    when it is whole, so a call that was interrupted goes on with the next one.
+    Files from an earlier call are kept if they are unchanged and have the same content. A file
+    appears only when it is complete, so after an interruption, a repeated call writes only what is
+    missing.
 
     Args:
         name: one of `DATA_SETS`.
-        splits: of the files to write, such as `train`; none writes all.
-        limit: first rows of each split.
+        splits: splits to write, such as `train`; empty writes all.
+        limit: maximum number of rows per split.
         mirror: see `load_hub`.
 
     Raises:
-        ConfigError: no such name or split, or a package is missing.
-        DataError: the data set cannot be read or lacks a column, or the folder holds a file of the
-            same name that is not what this command wrote.
+        ConfigError: there is no such name or split, or a package is missing.
+        DataError: the data set cannot be read or lacks a column, or the folder has a file of the
+            same name that this command did not write.
     """
     if name not in DATA_SETS:
-        raise ConfigError(f"there is no data set '{name}'; known are: {', '.join(DATA_SETS)}")
+        raise ConfigError(f"there is no data set '{name}'; use one of: {', '.join(DATA_SETS)}")
     data_set = DATA_SETS[name]
     wanted = list(splits) or list(data_set.splits)
     if unknown := sorted(set(wanted) - set(data_set.splits)):
@@ -67,7 +68,7 @@ def get(
         partial = path.with_name(path.name + ".part")
         digest = _write(partial, (_row(each, data_set, name) for each in rows), split)
         written[path.name] = (digest, holds[split])
-        _write_sums(out, written)  # first, so that a file without a sum is never this command's
+        _write_sums(out, written)  # first, so that every file of this command has a checksum
         os.replace(partial, path)
     return [out / f"{split}.jsonl" for split in wanted]
 
@@ -78,10 +79,10 @@ def _holds(data_set: DataSet, split: str, limit: int | None) -> str:
 
 
 def _is_there(out: Path, split: str, holds: str, written: Written) -> bool:
-    """Tells whether the file need not be written again.
+    """Returns whether the file is already there with this content.
 
     Raises:
-        DataError: it holds what somebody else wrote.
+        DataError: the file was not written by this command, or has been changed.
     """
     path = out / f"{split}.jsonl"
     if not path.exists():
@@ -91,16 +92,16 @@ def _is_there(out: Path, split: str, holds: str, written: Written) -> bool:
         if hashlib.file_digest(file, "sha256").hexdigest() == digest:
             return held == holds
     raise DataError(
-        f"{path} is there, and is not what {out / SUMS} says was written; remove or rename it, or "
-        "choose another --out"
+        f"{path} already exists, but does not match {out / SUMS}, so this command did not write "
+        "it or it was changed; remove or rename it, or choose another --out"
     )
 
 
 def _split_of(loaded: Mapping[str, Any], split: str, name: str) -> Iterable[dict[str, Any]]:
-    # What a card calls dev is `validation` where no card says so.
+    # Without a dataset card, `datasets` calls the split dev `validation`.
     found = [each for each in (split, "validation" if split == "dev" else split) if each in loaded]
     if not found:
-        raise DataError(f"{name}: there is no split '{split}', only {', '.join(loaded)}")
+        raise DataError(f"{name}: there is no split '{split}'; there are {', '.join(loaded)}")
     return loaded[found[0]]
 
 
@@ -109,7 +110,7 @@ def _row(row: dict[str, Any], data_set: DataSet, name: str) -> dict[str, Any]:
         return row
     if absent := sorted({*data_set.columns.values(), *data_set.answer} - row.keys()):
         raise DataError(
-            f"{name}: a row has no column {', '.join(absent)}, only {', '.join(row)}; is this "
+            f"{name}: a row has no column {', '.join(absent)}, only {', '.join(row)}; is it from "
             f"{data_set.hub}{f', subset {data_set.subset}' if data_set.subset else ''}?"
         )
     written = {column: row[origin] for column, origin in data_set.columns.items()}
@@ -119,7 +120,7 @@ def _row(row: dict[str, Any], data_set: DataSet, name: str) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]], split: str) -> str:
-    """Write rows with a bar that counts them; returns the file's SHA-256 sum."""
+    """Writes rows with a progress bar and returns the file's SHA-256 checksum."""
     import orjson
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -137,7 +138,7 @@ def _write(path: Path, rows: Iterable[dict[str, Any]], split: str) -> str:
             digest.update(line)
             file.write(line)
         if not file.tell():
-            raise DataError(f"split {split} holds no rows")
+            raise DataError(f"split {split} contains no rows")
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
@@ -163,16 +164,16 @@ def _write_sums(out: Path, written: Written) -> None:
 
 
 def add_data_commands(commands: argparse._SubParsersAction) -> None:
-    """Add `data` and its subcommands. Each sets `handler`, which returns an exit status."""
-    data = commands.add_parser("data", help="get public data sets as files to train on")
+    """Adds `data` and its subcommands, each with a `handler` that returns an exit status."""
+    data = commands.add_parser("data", help="download public data sets as files to train on")
     subcommands = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = subcommands.add_parser(
         "get",
         help="write a data set as JSONL",
-        description="Load a data set from the Hugging Face hub or from a copy of it (bfcl from its "
-        "package), and write the columns that its environment reads, a file per split, with their "
-        f"sums in {SUMS}. Called again it writes what is missing. `agentrl data list` says which "
-        "data sets there are.",
+        description="Load a data set from the Hugging Face Hub or from a local copy (bfcl from its "
+        "package) and write the columns that its environment reads, one file per split, with "
+        f"checksums in {SUMS}. A repeated call writes only what is missing. `agentrl data list` "
+        "lists the data sets.",
     )
     command.add_argument("name", metavar="NAME", help=f"one of: {', '.join(DATA_SETS)}")
     command.add_argument(
@@ -183,21 +184,23 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="SPLIT",
-        help="such as train or test; may be given again (default: all there are)",
+        help="split to write, such as train or test; may be repeated (default: all)",
     )
-    command.add_argument("--limit", type=_positive, metavar="N", help="first rows of each split")
+    command.add_argument(
+        "--limit", type=_positive, metavar="N", help="write only the first N rows of each split"
+    )
     command.add_argument(
         "--from",
         dest="mirror",
         type=Path,
         metavar="DIR",
-        help="a copy of the data set's repository, or a folder with a file per split, in place of "
-        "the hub; of bfcl, the folder data of its package",
+        help="local copy of the data set's repository, or a folder with one file per split, to use "
+        "instead of the hub; for bfcl, the folder `data` of its package",
     )
     command.set_defaults(handler=_get)
     listing = subcommands.add_parser(
         "list",
-        help="the data sets that `agentrl data get` knows",
+        help="list the data sets that `agentrl data get` knows",
         description="Print each data set's name, environment, splits and repository.",
     )
     listing.set_defaults(handler=_list)
@@ -205,7 +208,7 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of rows")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of rows")
     return int(text)
 
 

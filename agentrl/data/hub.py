@@ -1,8 +1,8 @@
-"""Rows of public data sets: which ones agentrl knows, and how the hub or a copy of it is read.
+"""Known public data sets, and loaders for the Hugging Face Hub and for local copies.
 
-A data set of the Hugging Face hub is a repository, `owner/name`, with files of rows, in folders of
-their own where it has several subsets. `agentrl data get` writes the rows that an environment reads
-as JSONL; environments load a data set that is named to them by the same `load_hub`.
+A data set on the hub is a repository, `owner/name`, with files of rows, in one folder per subset if
+there are several. `agentrl data get` writes the rows that an environment reads as JSONL; an
+environment that is given a data set's name loads it with `load_hub`, too.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _ANSWERS_WITHIN_S = 5.0
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DataSet:
-    """The place of a data set's rows, and the columns that an environment reads."""
+    """The location of a data set and the columns that an environment reads."""
 
     environment: str
-    """Id of the environment that plays the rows."""
+    """Id of the environment that uses the rows."""
     hub: str
-    """Repository on the hub, `owner/name`; of `bfcl`, a package of the Python package index."""
+    """Repository on the hub, `owner/name`; for `bfcl`, the name of a package on PyPI."""
     subset: str | None = None
-    """Configuration on the hub; None: it has one only."""
+    """Configuration on the hub; None if there is only one."""
     splits: dict[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
-    """File to write (`train` becomes train.jsonl) -> split on the hub. A split whose answers are
-    not public is left out, and `test` is then the split that people report."""
+    """File to write (`train` becomes train.jsonl) -> split on the hub. Splits without public
+    answers are omitted; `test` is then the split on which results are usually reported."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Column to write -> column on the hub. Empty: all, as they are."""
+    """Column to write -> column on the hub. Empty writes all columns unchanged."""
     answer: tuple[str, ...] = ()
-    """Columns on the hub that together are the reference: the column `answer` holds them as the
-    text of one JSON object."""
+    """Columns on the hub that together are the reference. They are written to the column `answer`
+    as one JSON object, in text form."""
     function: str | None = None
-    """The reward function that is the official rule, where the environment's own is not."""
+    """Reward function with the official rule, if the environment's own reward differs from it."""
     left_out: str = ""
-    """Which splits there are besides and why they are not here, as a sentence."""
+    """A sentence on which splits are omitted and why."""
 
     def keys(self, source: Path) -> list[str]:
-        """Returns the keys of a run file, as words of a command, that play the written rows."""
+        """Returns command-line arguments that select the written rows in a run."""
         words = ["--env.id", self.environment, "--env.config.source", str(source)]
         if self.function is not None:
             words += ["--env.config.instruction", '""', "--env.config.equivalence", "literal"]
@@ -78,7 +78,7 @@ def _constraints(hub: str, function: str) -> DataSet:
 _CALLS = ("simple", "multiple", "parallel", "parallel_multiple")
 _BFCL = ("simple_python", *_CALLS[1:], "irrelevance", *(f"live_{each}" for each in _CALLS))
 _BFCL += ("live_irrelevance", "live_relevance")
-"""Categories of BFCL whose calls are judged as they stand."""
+"""Categories of BFCL whose calls are judged without running them."""
 
 
 def _swe(hub: str, **splits: str) -> DataSet:
@@ -165,17 +165,19 @@ DATA_SETS: dict[str, DataSet] = {
     "swe-smith": _swe("SWE-bench/SWE-smith", train="train"),
     "r2e-gym": _swe("R2E-Gym/R2E-Gym-Subset", train="train"),
 }
-"""By the name that `agentrl data get` takes. Columns and splits are those of the data sets' cards
-and of the code that people load them with; what a row lacks is an error that names it."""
+"""Name for `agentrl data get` -> data set. Columns and splits are taken from the data sets' cards
+and from code that loads them; a missing column is an error that names it."""
 
 
 def how_to_get(path: Path) -> str:
-    """The command that writes a file or folder named after a data set, as the end of a sentence
-    that says it is not there; "" where the name is none of theirs."""
+    """Returns the end of a "does not exist" message: the command that writes the file or folder.
+
+    Returns "" if the path is not named after a known data set.
+    """
     name = next((each.name for each in (path, path.parent) if each.name in DATA_SETS), None)
     in_data = path.parts[:1] == ("data",)
     if name is None or not (in_data or path.is_absolute()):
-        return ""  # `owner/gsm8k` is of the hub
+        return ""  # `owner/gsm8k` is a repository on the hub
     out = "" if in_data else f" --out {path if path.name == name else path.parent}"
     return f"; `agentrl data get {name}{out}` writes it"
 
@@ -183,15 +185,16 @@ def how_to_get(path: Path) -> str:
 def load_hub(
     name: str, subset: str | None = None, *, mirror: Path | None = None
 ) -> Mapping[str, Any]:
-    """The splits of a data set, each an iterable of rows.
+    """Loads a data set; returns split -> iterable of rows.
 
-    Downloaded files stay in the hub's cache on this machine, so an interrupted download goes on
-    where it was, and without a network what is there is used.
+    Downloaded files are kept in the hub's local cache, so that an interrupted download is resumed,
+    and the cache is used without a network.
 
     Args:
         name: repository on the hub.
-        mirror: a folder with the repository's files, or with a file per split (`train.parquet`,
-            `test.jsonl`); the hub is not asked then.
+        subset: configuration on the hub.
+        mirror: a folder with the repository's files, or with one file per split (`train.parquet`,
+            `test.jsonl`), to use instead of the hub.
 
     Raises:
         ConfigError: `datasets` is not installed.
@@ -207,19 +210,21 @@ def load_hub(
     try:
         with _offline() if offline else contextlib.nullcontext():
             return datasets.load_dataset(name, subset)
-    # Missing, gated, and "pick a configuration" all arrive as one of these two.
+    # Missing, gated, and "pick a configuration" all raise one of these two.
     except (OSError, ValueError) as error:
         if offline:
             known = next((key for key, each in DATA_SETS.items() if each.hub == name), None)
-            use = f"`agentrl data get {known} --from DIR`" if known else "its files named instead"
+            use = (
+                f"run `agentrl data get {known} --from DIR`" if known else "give its files instead"
+            )
             raise DataError(
                 f"data set {name} is not on this machine, and {_endpoint()} cannot be reached. "
                 f"Download it elsewhere (hf download {name} --repo-type dataset --local-dir DIR), "
-                f"then {use}; HF_ENDPOINT names another hub"
+                f"then {use}; HF_ENDPOINT sets another hub"
             ) from error
         raise DataError(
-            f"data set {name} can't be loaded: {_in_a_line(error)}. A gated one needs HF_TOKEN; "
-            "of several configurations, name one as the subset"
+            f"data set {name} cannot be loaded: {_in_a_line(error)}. If it is gated, set HF_TOKEN; "
+            "if it has several configurations, set the subset"
         ) from error
 
 
@@ -227,37 +232,38 @@ def _load_mirror(datasets: Any, mirror: Path, subset: str | None) -> Mapping[str
     mirror = mirror.expanduser()
     if not mirror.is_dir():
         raise DataError(f"folder {mirror} does not exist; the path is relative to {Path.cwd()}")
-    # A card says which files are which subset's; without one, a folder of its name does.
+    # The dataset card lists the files of each subset; without one, a subset is a folder.
     card = mirror / "README.md"
     if subset is not None and not (card.is_file() and "config_name" in card.read_text("utf-8")):
         mirror, subset = (mirror / subset if (mirror / subset).is_dir() else mirror), None
     try:
         return datasets.load_dataset(str(mirror), subset, streaming=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"folder {mirror} can't be read: {_in_a_line(error)}") from error
+        raise DataError(f"folder {mirror} cannot be read: {_in_a_line(error)}") from error
 
 
 def load_bfcl(
     package: str, subset: str | None = None, *, mirror: Path | None = None
 ) -> Mapping[str, Iterable[dict[str, Any]]]:
-    """The rows of each category of BFCL with their `ground_truth`: the acceptable calls, none
-    where no function fits, and null where any call will do.
+    """Loads BFCL; returns category -> iterable of rows with their `ground_truth`.
+
+    `ground_truth` is the list of acceptable calls; it is empty if no function fits, and None if any
+    call is right.
 
     Args:
-        package: its name on the package index; the rows stand in its files, and none of its code
-            is run.
-        mirror: a folder with these files in place of the installed package.
+        package: name of the package on PyPI that contains the rows; none of its code is run.
+        mirror: a folder with the package's data files, to use instead of the installed package.
 
     Raises:
-        DataError: the files are not there.
+        DataError: the files are missing or not valid.
     """
     if mirror is None:
         found = importlib.util.find_spec(package.replace("-", "_"))
         mirror = Path(*found.submodule_search_locations or ()) / "data" if found else None
     if mirror is None:
         raise DataError(
-            f"the rows stand in the package {package}: pip install --no-deps {package}; or unpack "
-            f"what pip download --no-deps {package} gives, and add --from DIR/bfcl_eval/data"
+            f"the rows are in the package {package}: pip install --no-deps {package}; or unpack "
+            f"the result of pip download --no-deps {package}, and add --from DIR/bfcl_eval/data"
         )
     return {category: _bfcl_rows(mirror, category) for category in _BFCL}
 
@@ -273,7 +279,7 @@ def _bfcl_rows(folder: Path, category: str) -> Iterator[dict[str, Any]]:
         for row in map(json.loads, (folder / name).read_bytes().splitlines()):
             yield row | {"ground_truth": answers[row["id"]] if answers else wanted}
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"folder {folder} can't be read as rows of BFCL: {error!r}") from error
+        raise DataError(f"folder {folder} cannot be read as rows of BFCL: {error!r}") from error
 
 
 def _endpoint() -> str:
@@ -281,8 +287,8 @@ def _endpoint() -> str:
 
 
 def _hub_answers() -> bool:
-    """Asked once and briefly: the hub's own library goes on asking."""
-    import httpx  # the command line imports this module for its list of names
+    """Returns whether the hub is reachable, with a single request: its own library retries long."""
+    import httpx  # imported here, because the command line imports this module for DATA_SETS
 
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
@@ -295,7 +301,7 @@ def _hub_answers() -> bool:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """The hub's library uses its cache alone; it reads the environment when it is imported only."""
+    """Makes `datasets` use only its cache; it reads HF_HUB_OFFLINE only when it is imported."""
     config = importlib.import_module("datasets").config
     before = config.HF_HUB_OFFLINE
     config.HF_HUB_OFFLINE = True

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, one at a time: task files, and corpora of millions."""
+"""Reads the rows of JSONL and parquet files one at a time, so that files may be large."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ ROW_SUFFIXES = (".jsonl", ".parquet")
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a `.jsonl` or `.parquet` file, with its place as text (`FILE, line 3`).
+    """Yields `(place, row)` for each row of a `.jsonl` or `.parquet` file.
+
+    The place is a text for error messages, such as `FILE, line 3`.
 
     Raises:
-        ConfigError: a parquet file, and pyarrow is not installed.
-        DataError: the file or one of its rows can't be read.
+        ConfigError: it is a parquet file, but pyarrow is not installed.
+        DataError: the file or one of its rows cannot be read.
     """
     if not path.is_file():
         raise DataError(
@@ -33,14 +35,18 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
     else:
-        raise DataError(f"file {path} must end in .jsonl or .parquet")
+        raise DataError(f"file {path} is neither .jsonl nor .parquet; convert or rename it")
 
 
 def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> dict[str, JSON]:
-    """Returns what a row's column holds about its task: an object, or the JSON text of one.
+    """Returns the object in a row's metadata column, which may also be JSON text.
+
+    Args:
+        metadata_key: name of the column; None returns {}.
+        where: place of the row, for error messages.
 
     Raises:
-        DataError: the column is not there or holds something else; says where.
+        DataError: the column is missing or is not an object.
     """
     if metadata_key is None:
         return {}
@@ -55,10 +61,10 @@ def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> di
             metadata = orjson.loads(metadata)
         except orjson.JSONDecodeError as error:
             raise DataError(
-                f"{where}: column '{metadata_key}' is a text but not JSON ({error})"
+                f"{where}: column '{metadata_key}' is a string but not valid JSON ({error})"
             ) from error
     if not isinstance(metadata, dict):
-        raise DataError(f"{where}: column '{metadata_key}' must be an object or its JSON text")
+        raise DataError(f"{where}: column '{metadata_key}' has to be an object or its JSON text")
     return metadata
 
 
@@ -71,11 +77,11 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
                 raise DataError(
-                    f"{path}, line {number}: not JSON ({error}); every line must be one JSON object"
+                    f"{path}, line {number}: not JSON ({error}); every line has to be a JSON object"
                 ) from error
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{path}, line {number}: a {type(row).__name__}; every line must be one JSON "
+                    f"{path}, line {number}: a {type(row).__name__}; every line has to be a JSON "
                     "object"
                 )
             yield f"{path}, line {number}", row
@@ -94,4 +100,4 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     yield f"{path}, row {number}", row
     except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
-        raise DataError(f"{path} can't be read as parquet: {error}") from error
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error

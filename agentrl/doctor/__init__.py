@@ -1,4 +1,4 @@
-"""`agentrl doctor`: what a run would trip over, before it starts."""
+"""`agentrl doctor`: finds problems of a run before it starts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from agentrl.config import RunConfig
 
 Finding = tuple[Status, str, str]
-"""The status, what was looked at, and the reason or the remedy."""
+"""(status, what was checked, details or remedy)."""
 
 
 def doctor(run_file: Path | None, overrides: list[str], num_played: int = 0) -> int:
-    """Print one line per check; exit status 1 when something must be fixed.
+    """Prints one line per check and returns the exit status: 1 if something has to be fixed.
 
-    Without a run file the servers of `--inference.urls` are checked, if any are given.
+    Without a run file, it checks the machine and the servers of `--inference.urls`, if given.
 
     Args:
-        num_played: episodes of the run file that are played.
+        num_played: number of episodes to play with the run file's settings.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -39,7 +39,7 @@ def doctor(run_file: Path | None, overrides: list[str], num_played: int = 0) -> 
     worst = 0
     for status, what, detail in _findings(run_file, overrides, num_played):
         line = f"{marks[status]} {escape(what)}: {escape(detail)}"
-        console.print(line, soft_wrap=True)  # a path or a command stays in one piece
+        console.print(line, soft_wrap=True)  # does not break paths and commands
         worst |= status == "fix"
     return int(worst)
 
@@ -77,13 +77,13 @@ def _machine() -> Iterator[Finding]:
 
 
 def _packages() -> Finding:
-    """Installed packages against the bounds that agentrl itself declares."""
+    """Compares installed packages with the versions that agentrl requires."""
     from packaging.requirements import Requirement
 
     try:
         declared = importlib.metadata.requires("agentrl-gym") or []
     except importlib.metadata.PackageNotFoundError:
-        return "note", "agentrl", "not installed, only on the path; pip install -e ."
+        return "note", "agentrl", "not installed, only importable; run pip install -e ."
     wrong = set()
     for requirement in map(Requirement, declared):
         try:
@@ -120,7 +120,7 @@ def _run(run_file: Path, overrides: list[str], num_played: int) -> Iterator[Find
     model = _model(config)
     yield model
     if model[0] == "fix":
-        return  # what follows would ask for it again, and a hub out of reach for long
+        return  # the next checks would load it again, and wait for an unreachable hub
     yield _memory(config)
     yield from _memory_of_sampling(config)
     try:
@@ -173,7 +173,7 @@ def _model(config: RunConfig) -> Finding:
 
 
 def _memory(config: RunConfig) -> Finding:
-    """Tells whether training fits each of its devices, and what to set where it does not."""
+    """Checks that training fits into memory, and suggests settings if it does not."""
     parallel = config.train.parallel
     num_ranks = (parallel.data or 1) * parallel.context
     what = "memory of training" if num_ranks == 1 else f"memory of each of {num_ranks} ranks"
@@ -189,11 +189,11 @@ def _memory(config: RunConfig) -> Finding:
                 config, there, device_type=device, num_ranks=num_ranks
             )
             config = memory.with_token_budget(config, budget)
-            chosen = f", with train.token_budget = {budget}, which is chosen by memory"
+            chosen = f", with train.token_budget = {budget}, chosen to fit"
         needed = memory.estimate(config, device_type=device, num_ranks=num_ranks)
         said = f"{needed}, of {there / 2**30:.1f} GiB{chosen}"
         if config.model.compile:
-            said += "; activations as without model.compile, which keeps less"
+            said += "; activations are counted without model.compile, which needs less"
         room = memory.room_for_training(config, there)
         if needed.total <= room:
             return "ok", what, said
@@ -207,12 +207,12 @@ def _memory(config: RunConfig) -> Finding:
         return "note", what, f"not estimated: {str(error).splitlines()[0]}"
     except (NotImplementedError, RuntimeError):
         return "note", what, "not estimated: the model's layers cannot be counted without weights"
-    said += "; no setting makes it fit: take a smaller model, or more devices"
+    said += "; no setting makes it fit; use a smaller model, or more devices"
     return "fix", what, f"{said} (train.parallel.data, started by torchrun)"
 
 
 def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
-    """Tells how much memory the embedded engine takes for keys and values until training."""
+    """Computes the memory that the embedded engine needs for keys and values while sampling."""
     if config.inference.backend != "embedded":
         return
     from transformers import AutoConfig
@@ -222,7 +222,7 @@ def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
         text = AutoConfig.from_pretrained(config.model.path).get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    except (AttributeError, OSError, ValueError):  # some families have no heads
+    except (AttributeError, OSError, ValueError):  # some model families have no heads
         return
     itemsize = 4 if config.model.dtype == "float32" else 2
     together = min(rollout.max_concurrent, rollout.groups_per_step * rollout.group_size)
@@ -237,11 +237,11 @@ def _memory_of_sampling(config: RunConfig) -> Iterator[Finding]:
 
 
 def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator[Finding]:
-    """Tells whether training and the servers that a run starts fit the GPU that they share.
+    """Checks that training and the servers that a run starts fit on the GPU that they share.
 
     Args:
-        there: bytes of each GPU.
-        num_gpus: that this machine has; servers share the trainer's where it is the only one.
+        there: memory of each GPU in bytes.
+        num_gpus: number of GPUs; servers share the trainer's GPU only if it is the only one.
     """
     from agentrl.inference.backends import BACKENDS
     from agentrl.train import memory
@@ -257,11 +257,11 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
     turns = ", in turns" if inference.share == "sleep" else ""
     least = _least_share(config, there)
     if share is None:
-        said = f"{each}{turns}: {left:.2f} of it for each, which training leaves"
+        said = f"{each}{turns}: training leaves a share of {left:.2f} for each"
         if left >= least:
             yield "ok", what, f"{said} ({flag})"
             return
-        said += f", and its weights and a small cache need {least:.2f}"
+        said += f", but its weights and a small cache need {least:.2f}"
         if not turns:
             alone = inference.model_copy(update={"share": "sleep"})
             config = config.model_copy(update={"inference": alone})
@@ -273,15 +273,15 @@ def _memory_of_servers(config: RunConfig, there: int, num_gpus: int) -> Iterator
         yield (
             "fix",
             what,
-            f"{each}: {share:g} of it for each by inference.args, and training leaves {left:.2f}: "
-            f"lower {flag}, or leave it out",
+            f"{each}: inference.args gives each a share of {share:g}, but training leaves only "
+            f"{left:.2f}; lower {flag}, or leave it out",
         )
     else:
-        yield "ok", what, f"{each}: {share:g} of it for each, and training leaves {left:.2f}"
+        yield "ok", what, f"{each}: a share of {share:g} for each; training leaves {left:.2f}"
 
 
 def _least_share(config: RunConfig, there: int) -> float:
-    """The share of a GPU that holds a server's weights and a small cache."""
+    """Returns the fraction of a GPU's memory for a server's weights and a small cache."""
     from agentrl.train import memory
 
     try:
@@ -292,10 +292,10 @@ def _least_share(config: RunConfig, there: int) -> float:
 
 
 async def _open_a_task(config: RunConfig) -> None:
-    """Open and close one session, in this process or on the server.
+    """Opens and closes one session, in this process or on the server.
 
     Raises:
-        AgentRLError: the environment is unknown, misconfigured or out of reach.
+        AgentRLError: the environment is unknown, misconfigured or unreachable.
     """
     from agentrl.env.client import connect
     from agentrl.rollout.setup import split_size
@@ -309,15 +309,16 @@ async def _open_a_task(config: RunConfig) -> None:
 
 
 def _config_without_a_file(overrides: list[str]) -> RunConfig:
-    """
+    """Makes a configuration from overrides alone, to check the servers.
+
     Raises:
-        ConfigError: an override is wrong.
+        ConfigError: an override is not valid, or `--inference.urls` is missing.
     """
     from agentrl.config import apply_overrides, load_config
 
     given = apply_overrides({}, overrides)
     if not given & {"inference.urls", "inference"}:
-        raise ConfigError("without a run file only servers are checked: give --inference.urls")
+        raise ConfigError("without a run file, only servers can be checked; give --inference.urls")
     defaults = {"model.path": "", "inference.backend": "vllm", "rollout.max_turn_tokens": "1"}
     extra = [f"--{key}={value}" for key, value in defaults.items() if key not in given]
     return load_config(Path(os.devnull), overrides + extra)

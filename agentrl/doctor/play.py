@@ -1,4 +1,4 @@
-"""`agentrl doctor RUN.toml --play N`: a few episodes as the run would play them, and a step."""
+"""`agentrl doctor RUN.toml --play N`: plays a few episodes as the run would and tries a step."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ from agentrl.types import Sample, Trajectory, samples_of
 
 Finding = tuple[Status, str, str]
 COMPARED = 16
-"""Tasks of training and test whose prompts are compared."""
+"""Number of training tasks and of test tasks whose prompts are compared."""
 
 
 @dataclass(slots=True)
 class Played:
     trajectories: list[Trajectory]
     prompt: str
-    """The first one as the model reads it."""
+    """The first prompt, as the model sees it."""
     tools: list[str]
-    """Names of those that the environment offers."""
+    """Names of the tools that the environment offers."""
     hides_tools: bool
     seconds: float
     common: int
-    """Prompts of the first COMPARED tasks that stand in both splits."""
+    """Number of prompts that the first COMPARED tasks of both splits have in common."""
 
 
 def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
-    """
+    """Plays episodes, trains on them once and yields what it finds.
+
     Args:
-        num_episodes: of two a task, so that it shows whether rewards differ within a group.
+        num_episodes: number of episodes, two per task, to see whether rewards differ within a
+            group.
     """
     from agentrl.train.preflight import causes_of_failure, mismatch_is_large, rate_is_unusual
 
     if config.inference.backend == "openai":
-        yield "fix", "playing", "a chat server cannot be trained; choose another inference.backend"
+        yield "fix", "playing", "a chat server cannot be trained; set another inference.backend"
         return
     played = asyncio.run(_play(config, max(num_episodes // 2, 1)))
     yield from _prompt(played)
@@ -66,24 +68,24 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
         yield (
             "note",
             "tools",
-            f"none was called in {len(scored)} episodes: look at what the model writes, at "
-            "rollout.dialect, or let it learn from demonstrations (agentrl env demonstrate, "
+            f"none was called in {len(scored)} episodes; look at the model's texts, check "
+            "rollout.dialect, or train on demonstrations first (agentrl env demonstrate, "
             "agentrl sft)",
         )
     if played.common > COMPARED // 2:
         yield (
             "fix",
             "test tasks",
-            f"{played.common} of the first {COMPARED} of split {config.eval.split!r} are those of "
-            f"{config.env.split!r} as well: what is learned by heart would look like progress; "
-            "hold other tasks out",
+            f"{played.common} of the first {COMPARED} tasks of split {config.eval.split!r} are "
+            f"also in {config.env.split!r}, so memorised answers would look like progress; hold "
+            "out other tasks",
         )
     samples = [sample for t in scored for sample in samples_of(t)]
     if samples:
         gap, largest, seconds, num_parameters = _train_once(config, samples)
         said = f"differ by {gap:.2g} nats per token in {config.model.dtype}, {largest:.2g} at most"
         if config.model.quantization:
-            yield "note", "sampler and trainer", f"{said}; trained whole here, not in 4 bits"
+            yield "note", "sampler and trainer", f"{said}; computed here without 4-bit weights"
         else:
             wrong = mismatch_is_large(gap, config)
             yield ("fix" if wrong else "ok"), "sampler and trainer", wrong or said
@@ -94,7 +96,7 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
 
 
 async def _play(config: RunConfig, num_tasks: int) -> Played:
-    """Play the first tasks of the training split, sampling as training does."""
+    """Plays the first tasks of the training split, with the sampling of training."""
     from agentrl.train.sampling import training_sampling
 
     rollout = config.rollout
@@ -118,8 +120,7 @@ async def _play(config: RunConfig, num_tasks: int) -> Played:
         agents = await stack.enter_async_context(running_agents(config))
         policy = await policy_of(as_training, None, stack, for_agents=config.plays_by_agent)
         assert isinstance(policy, TokenPolicy)
-        # Evaluation does not ask of which ids each token was drawn; routes need a model that is
-        # made to replay them.
+        # Evaluation does not request the kept ids; routes need a model prepared to replay them.
         sampling = replace(training_sampling(config), report_routes=False)
         policy = replace(policy, sampling=sampling)
         started = time.perf_counter()
@@ -205,8 +206,12 @@ def _rewards(scored: list[Trajectory], config: RunConfig) -> Finding:
 
 
 def _train_once(config: RunConfig, samples: list[Sample]) -> tuple[float, float, float, int]:
-    """Returns the mean and the largest difference of sampler and trainer, the seconds of a forward
-    and backward pass over all samples, and the number of weights that learn."""
+    """Runs one forward and backward pass over all samples.
+
+    Returns:
+        The mean and the largest difference between the sampler's and the trainer's
+        log-probabilities, the seconds it took, and the number of trainable parameters.
+    """
     from agentrl.train.logprobs import sample_logprobs
     from agentrl.train.lora import add_adapter
     from agentrl.train.model import load_model, set_gradient_checkpointing
@@ -247,17 +252,19 @@ def _speed(config: RunConfig, played: Played, samples: list[Sample], seconds: fl
         "ok",
         "speed",
         f"{sampled / played.seconds:.0f} tokens sampled and {tokens / seconds:.0f} trained per "
-        f"second; a step of {episodes} such episodes is {tokens * times:.0f} tokens, about "
-        f"{played.seconds * times:.0f} s of rollout and {seconds * times:.0f} s of training at "
-        "most (more at once is faster, and shared prompts are trained once)",
+        f"second; a step of {episodes} such episodes has {tokens * times:.0f} tokens and takes at "
+        f"most about {played.seconds * times:.0f} s of rollout and {seconds * times:.0f} s of "
+        "training (larger batches are faster, and shared prompts are computed once)",
     )
 
 
 def _memory_of_such_a_step(
     config: RunConfig, samples: list[Sample], num_played: int
 ) -> Iterator[Finding]:
-    """Tells what memory a step takes whose episodes are as long as these, where that is less than
-    a full micro-batch."""
+    """Estimates the memory of a step with episodes of this length.
+
+    Yields nothing if such a step fills a micro-batch, which `doctor` has already estimated.
+    """
     from agentrl.train import memory
     from agentrl.train.setup import resolve_device
 
@@ -271,5 +278,5 @@ def _memory_of_such_a_step(
     try:
         needed = memory.estimate(such, device_type=resolve_device(config.model.device).type)
     except (OSError, ValueError, NotImplementedError, RuntimeError):
-        return  # the check above has said why
+        return  # reported by the check for a full micro-batch
     yield "ok", "memory of such a step", f"{needed}, for its {tokens} tokens"

@@ -1,4 +1,4 @@
-"""Asks each server what it lets a trainer do, and whether it is vLLM or SGLang."""
+"""Checks whether vLLM and SGLang servers can be used for training."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from agentrl.inference.remote import ServerEngine
 
 Status = Literal["ok", "note", "fix"]
-"""`fix`: a run would fail or learn something else."""
+"""`fix`: a run would fail, or train on wrong data."""
 Result = tuple[Status, str]
-"""The status and why, or what to do about it."""
+"""(status, details or remedy)."""
 
 CHECK_TIMEOUT_S = 60.0
-"""Deadline of one call to a server; a paused server does not answer."""
+"""Timeout of one call to a server; a paused server does not answer."""
 CONTROL_ROUTES = (
     "/init_weight_transfer_engine",
     "/pause",
@@ -42,17 +42,17 @@ SGLANG_ROUTES = (
     "/abort_request",
 )
 OPEN_ROUTES = ("/pause", "/update_weights", "/collective_rpc")
-"""Routes that an intruder would use; vLLM's --api-key does not protect them."""
+"""Routes that an attacker could use; vLLM's --api-key does not protect them."""
 OPEN_SGLANG_ROUTES = ("/pause_generation", "/update_weights_from_disk")
 PARITY = {"float32": 1e-4, "bfloat16": 0.05}
-"""Largest difference in nats between a server's log-probs and the trainer's, by the model's dtype:
-rounding mostly stays below; another model or another temperature exceeds it in the mean."""
+"""dtype -> largest difference in nats between a server's log-probs and the trainer's. Rounding
+mostly stays below it; with another model or temperature, the mean exceeds it."""
 PARITY_TEXT = "What is 17 times 3? Think step by step, then give the answer."
 PARITY_TOKENS = 32
 
 
 async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
-    """Everything that can be asked of one server, in the order in which it matters."""
+    """Runs all checks of one server, the most important ones first."""
     from agentrl.inference.token_api import COMPLETIONS, GENERATE
     from agentrl.inference.vllm import VLLMEngine
 
@@ -70,13 +70,13 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
             yield "fix", "no server answers there; start it, or correct inference.urls"
             return
         if config.inference.backend == "sglang":
-            yield "fix", "it is no SGLang server; if it is vLLM, set --inference.backend vllm"
+            yield "fix", "it is not an SGLang server; if it is vLLM, set --inference.backend vllm"
             return
         shown = _json(version).get("version", f"unknown ({version.status_code} from /version)")
         yield "ok" if version.status_code == 200 else "note", f"vLLM {shown}"
         yield await _served_model(http, config)
         if _json(await _ask(http, "GET", "/is_paused")).get("is_paused"):
-            yield "fix", f"it is paused and answers no request; curl -X POST {url}/resume"
+            yield "fix", f"it is paused and answers no requests; run curl -X POST {url}/resume"
             return
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
@@ -90,8 +90,8 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
         else:
             yield (
                 "note",
-                f"token ids in and out at {COMPLETIONS}, which does not say which weights sampled "
-                "them; a restart or an update in the middle goes unnoticed: start it with "
+                f"token ids in and out at {COMPLETIONS}, which does not report which weights "
+                "sampled them, so a restart or update in between goes unnoticed; start it with "
                 "--enable-scale-out",
             )
         if not raw:
@@ -99,8 +99,8 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
         else:
             yield (
                 "note" if config.rollout.temperature == 1 else "fix",
-                "log-probs are those of the raw logits, which are the sampled ones at temperature "
-                "1 only; start it with --logprobs-mode processed_logprobs",
+                "log-probs are those of the raw logits, which match the sampled distribution only "
+                "at temperature 1; start it with --logprobs-mode processed_logprobs",
             )
         yield await _generation_config(http, config)
         yield await _update_routes(http, config)
@@ -122,8 +122,8 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
         info = _json(await _ask(http, "GET", "/server_info"))
         workers = _json(await _ask(http, "GET", "/workers")).get("workers")
         if workers is not None:
-            told = ", ".join(str(worker.get("url")) for worker in workers) or "nobody"
-            yield ("ok" if workers else "fix"), f"a router of SGLang servers, in front of {told}"
+            told = ", ".join(str(worker.get("url")) for worker in workers) or "no servers"
+            yield ("ok" if workers else "fix"), f"a router for SGLang servers, in front of {told}"
         else:
             yield "ok", f"SGLang {info.get('version', 'of an unknown version')}"
         if config.inference.backend != "sglang":
@@ -132,7 +132,7 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
         if workers is None and ready is not None and ready.status_code == 503:
             yield (
                 "fix",
-                f"it starts, or is paused and answers no request; curl -X POST -d '{{}}' -H "
+                f"it is starting, or paused and answers no requests; run curl -X POST -d '{{}}' -H "
                 f"'Content-Type: application/json' {url}/continue_generation",
             )
             return
@@ -140,8 +140,8 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
         if isinstance(context, int) and context < needed:
             yield (
                 "fix",
-                f"its context is {context} tokens, rollout.max_context_tokens is {needed}; start "
-                f"it with --context-length {needed}, or lower the other",
+                f"its context is {context} tokens, but rollout.max_context_tokens is {needed}; "
+                f"start it with --context-length {needed}, or lower rollout.max_context_tokens",
             )
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
@@ -156,8 +156,8 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
         else:
             yield (
                 "note" if config.rollout.temperature == 1 else "fix",
-                "log-probs are those of the raw logits, which are the sampled ones at temperature "
-                "1 only; start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
+                "log-probs are those of the raw logits, which match the sampled distribution only "
+                "at temperature 1; start it without SGLANG_RETURN_ORIGINAL_LOGPROB",
             )
         if workers is None:
             missing = [route for route in SGLANG_ROUTES if not await _has_route(http, route)]
@@ -186,16 +186,17 @@ async def _served_model(http: httpx.AsyncClient, config: RunConfig) -> Result:
     if context is not None and context < needed:
         return (
             "fix",
-            f"its context is {context} tokens, rollout.max_context_tokens is {needed}; start it "
-            f"with --max-model-len {needed}, or lower the other",
+            f"its context is {context} tokens, but rollout.max_context_tokens is {needed}; start "
+            f"it with --max-model-len {needed}, or lower rollout.max_context_tokens",
         )
     return "ok", f"serves {name!r}, context {context} >= rollout.max_context_tokens {needed}"
 
 
 async def _generation_config(http: httpx.AsyncClient, config: RunConfig) -> Result:
-    """Compare the likeliest next tokens with all sampling parameters left out, and with all given.
+    """Checks whether the server applies sampling defaults from the model's generation config.
 
-    A default temperature, top_k, top_p or penalty changes their processed log-probabilities.
+    Compares the most likely next tokens with all sampling parameters omitted and with all set to
+    neutral values: a default temperature, top_k, top_p or penalty changes their log-probabilities.
     """
     request = {
         "model": config.inference.model,
@@ -224,9 +225,9 @@ async def _generation_config(http: httpx.AsyncClient, config: RunConfig) -> Resu
         return "ok", "generation config: no defaults of the model are applied"
     return (
         "note",
-        "generation config: the model's own defaults change what /v1 samples when a parameter is "
-        f"left out (log-probs move by {difference:.2g}); agentrl sends every parameter, other "
-        "clients may not: start it with --generation-config vllm",
+        "generation config: the model's own defaults change how /v1 samples when a parameter is "
+        f"omitted (log-probs change by {difference:.2g}); agentrl sends every parameter, but other "
+        "clients may not; start it with --generation-config vllm",
     )
 
 
@@ -244,7 +245,7 @@ async def _update_routes(http: httpx.AsyncClient, config: RunConfig) -> Result:
     if info and backend != wanted:
         return (
             "fix",
-            f"weight updates: its backend is {backend!r}, and inference.transfer = "
+            f"weight updates: its backend is {backend!r}, but inference.transfer = "
             f"{config.inference.transfer!r} needs {wanted!r}; {remedy}",
         )
     label = _json(await _ask(http, "GET", "/weight_info")).get("weight_version")
@@ -262,7 +263,7 @@ async def _prefix_cache(http: httpx.AsyncClient) -> Result:
 
 
 def _rounding(info: dict) -> Iterator[Result]:
-    """Tells how close a 16-bit server can come to the trainer; nothing if it does not say."""
+    """Checks how closely a 16-bit server's rounding matches the trainer's, if it reports it."""
     model = info.get("model_config") or {}
     dtype = str(model.get("dtype")).removeprefix("torch.")
     if dtype not in ("bfloat16", "float16"):
@@ -271,23 +272,26 @@ def _rounding(info: dict) -> Iterator[Result]:
     if head != "float32":
         yield (
             "note",
-            f"rounding: its logits are rounded to {dtype}, the trainer's are float32: start it "
+            f"rounding: its logits are rounded to {dtype}, but the trainer's are float32; start it "
             'with --hf-overrides \'{"head_dtype": "float32"}\'',
         )
     on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
     if on_cpu and not model.get("enforce_eager"):
         yield (
             "note",
-            "rounding: its layers are compiled and round elsewhere than the trainer's: start it "
-            "with AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
+            "rounding: its layers are compiled and round in other places than the trainer's; start "
+            "it with AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
         )
     elif head == "float32":
         yield "ok", f"rounding: {dtype} layers, float32 logits"
 
 
 async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Result:
-    """Tells who else can replace the weights: asks without the token, and at this host's
-    addresses."""
+    """Checks whether others can replace the weights.
+
+    Calls the routes without the token, or, for a server on loopback, at this host's other
+    addresses.
+    """
     parts = urlsplit(url)
     if not _is_loopback(parts.hostname or ""):
         routes = await _routes_open_at(url, wanted)
@@ -295,9 +299,9 @@ async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Resul
             return "ok", "control routes: closed to callers without the token"
         return (
             "fix",
-            f"control routes: {', '.join(routes)} answer there without a token, and --api-key does "
-            "not protect them; bind the server to loopback or a private network, or put a proxy "
-            "in front that allows them to the trainer only",
+            f"control routes: {', '.join(routes)} answer without a token, and --api-key does not "
+            "protect them; bind the server to loopback or a private network, or put a proxy in "
+            "front that allows them only from the trainer",
         )
     for address in own_addresses():
         host = f"[{address}]" if ":" in address else address
@@ -305,8 +309,8 @@ async def _open_routes(url: str, wanted: tuple[str, ...] = OPEN_ROUTES) -> Resul
         if routes:
             return (
                 "fix",
-                f"control routes: {', '.join(routes)} also answer at {address}: whoever reaches "
-                "this host can replace the weights; start the server with --host 127.0.0.1",
+                f"control routes: {', '.join(routes)} also answer at {address}, so anyone who can "
+                "reach this host can replace the weights; start the server with --host 127.0.0.1",
             )
     return "ok", "control routes: not reachable from outside this host"
 
@@ -319,7 +323,7 @@ async def _routes_open_at(url: str, wanted: tuple[str, ...]) -> list[str]:
 async def _parity(
     url: str, engine: ServerEngine, http: httpx.AsyncClient, config: RunConfig
 ) -> Result:
-    """Sample on the server, recompute with the trainer's model."""
+    """Samples on the server and compares its log-probs with those of the trainer's model."""
     from agentrl.inference.base import SamplingParams
     from agentrl.train.logprobs import recomputed_logprobs
     from agentrl.train.model import load_model, load_tokenizer
@@ -327,7 +331,7 @@ async def _parity(
 
     label = _json(await _ask(http, "GET", engine.label_path)).get("weight_version")
     if label is not None and str(label).isdecimal() and int(label) > 0:
-        return "note", f"parity: not checked, its weights are version {label} of a run"
+        return "note", f"parity: not checked, because its weights are version {label} of a run"
     path, dtype = config.model.path, config.model.dtype
     try:
         tokenizer = load_tokenizer(path)
@@ -351,7 +355,7 @@ async def _parity(
     largest, mean, limit = max(differences), sum(differences) / len(differences), PARITY[dtype]
     what = (
         f"parity: log-probs of {len(expected)} sampled tokens differ from {path} in {dtype} by at "
-        f"most {largest:.2g}, {mean:.2g} in the mean; the limit is {limit:g}"
+        f"most {largest:.2g}, {mean:.2g} on average; the limit is {limit:g}"
     )
     if largest < limit:
         return "ok", what
@@ -359,17 +363,17 @@ async def _parity(
         return (
             "note",
             f"{what}: server and trainer round differently; start a server on a CPU with "
-            "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager, see to it that the ratio is clipped or "
+            "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager, make sure that the ratio is clipped or "
             "masked, or train in float32",
         )
     return "fix", f"{what}; serve the same model with --dtype {dtype}"
 
 
-# asking -------------------------------------------------------------------------------------------
+# requests -----------------------------------------------------------------------------------------
 
 
 def _client(url: str, token: str | None = None) -> httpx.AsyncClient:
-    """Without the proxies of the environment, like the engine that a run samples with."""
+    """Makes a client that ignores proxy settings, as the engine of a run does."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return httpx.AsyncClient(
         base_url=url, headers=headers, timeout=CHECK_TIMEOUT_S, trust_env=False
@@ -379,7 +383,7 @@ def _client(url: str, token: str | None = None) -> httpx.AsyncClient:
 async def _ask(
     http: httpx.AsyncClient, method: str, path: str, body: dict | None = None
 ) -> httpx.Response | None:
-    """None where nobody answers."""
+    """Makes a request; returns None if there is no answer."""
     try:
         return await http.request(method, path, json=body)
     except httpx.RequestError:
@@ -387,19 +391,19 @@ async def _ask(
 
 
 async def _has_route(http: httpx.AsyncClient, route: str) -> bool:
-    """GET on a route for POST: 405 where it exists, and nothing is done."""
+    """Returns whether a POST route exists: a GET then returns 405, without side effects."""
     answer = await _ask(http, "GET", route)
     return answer is not None and answer.status_code == 405
 
 
 async def _server_info(http: httpx.AsyncClient) -> dict:
-    """Returns what a server in development mode says of its configuration; else nothing."""
+    """Returns the configuration that a server in development mode reports, else {}."""
     answer = await _ask(http, "GET", "/server_info?config_format=json")
     return _json(answer).get("vllm_config") or {}
 
 
 def _json(answer: httpx.Response | None) -> dict:
-    """The object in an answer; empty where there is none."""
+    """Returns the JSON object in an answer, or {} if there is none."""
     if answer is None or answer.status_code != 200:
         return {}
     try:
@@ -417,7 +421,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Addresses of this host that are not loopback, as its routes and its name tell them."""
+    """Returns this host's non-loopback addresses, from its routes and its host name."""
     found = []
     # Connecting a datagram socket sends nothing; it only chooses the address to send from.
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
