@@ -167,7 +167,7 @@ def test_parity_with_the_trainers_model(capsys, tmp_path, same):
 @pytest.mark.parametrize(
     ("arguments", "num_gpus", "status", "said"),
     [
-        ([], 1, "ok", "which training leaves"),
+        ([], 1, "ok", "training leaves"),
         (["--gpu-memory-utilization", "0.2"], 1, "ok", "training leaves"),
         (["--gpu-memory-utilization=0.92"], 1, "fix", "lower --gpu-memory-utilization"),
         ([], 2, None, ""),

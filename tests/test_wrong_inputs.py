@@ -136,7 +136,7 @@ COMMANDS = [
     ("examples --out file/examples", "file/examples", "Not a directory"),
     ("export none --out out", "none", "checkpoint"),
     ("merge none --out out", "none", "adapter"),
-    ("data get nothing", "nothing", "known are"),
+    ("data get nothing", "nothing", "use one of"),
     ("algo show grop", "grop", "grpo"),
     ("env info mathh", "no environment 'mathh'", "math"),
     ("env serve math --port 99999", "99999", "0 to 65535"),

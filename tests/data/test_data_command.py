@@ -278,14 +278,14 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path):
     copy, out = copy_of("gsm8k", tmp_path / "copy"), tmp_path / "out"
     get("gsm8k", out, mirror=copy)
     (out / "train.jsonl").write_text('{"question": "mine", "answer": "1"}\n')
-    with pytest.raises(DataError, match=r"train\.jsonl is there, and is not what .*remove or"):
+    with pytest.raises(DataError, match=r"train\.jsonl already exists, but does not match .*remove or"):
         get("gsm8k", out, mirror=copy)
     assert "mine" in (out / "train.jsonl").read_text()
 
 
 def test_what_is_wrong_is_named(tmp_path):
     copy = copy_of("gsm8k", tmp_path / "copy")
-    with pytest.raises(ConfigError, match="no data set 'gsm9k'; known are: gsm8k"):
+    with pytest.raises(ConfigError, match="no data set 'gsm9k'; use one of: gsm8k"):
         get("gsm9k", tmp_path / "out")
     with pytest.raises(ConfigError, match="nq has no split dev; it has: train, test"):
         get("nq", tmp_path / "out", splits=["dev"])

@@ -47,9 +47,9 @@ def test_rows_are_read_one_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.jsonl", "[1]\n", "line 1: a list; every line must be one JSON object"),
-        ("rows.parquet", "no parquet", "can't be read as parquet"),
-        ("rows.csv", "a,b\n", "must end in .jsonl or .parquet"),
+        ("rows.jsonl", "[1]\n", "line 1: a list; every line has to be a JSON object"),
+        ("rows.parquet", "no parquet", "cannot be read as parquet"),
+        ("rows.csv", "a,b\n", "neither .jsonl nor .parquet"),
         ("rows.jsonl", None, "does not exist; the path is relative to"),
     ],
 )

@@ -297,7 +297,7 @@ def test_doctor_says_what_to_set(tmp_path, monkeypatch, there, status, said):
 def test_doctor_says_that_compiled_layers_keep_less(tmp_path):
     _, _, plain = doctor._memory(config_of(tmp_path))
     _, _, compiled = doctor._memory(config_of(tmp_path, "--model.compile", "true"))
-    assert compiled == f"{plain}; activations as without model.compile, which keeps less"
+    assert compiled == f"{plain}; activations are counted without model.compile, which needs less"
 
 
 def test_doctor_estimates_a_rank_of_several(tmp_path, monkeypatch):
@@ -364,7 +364,7 @@ def test_doctor_says_which_token_budget_is_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "device_memory", lambda device: 2**45)
     monkeypatch.setattr(memory, "chooses_token_budget", lambda config, device: True)
     found, _, detail = doctor._memory(config_of(tmp_path))
-    assert found == "ok" and f"train.token_budget = {MAX_TOKEN_BUDGET}, which is chosen" in detail
+    assert found == "ok" and f"train.token_budget = {MAX_TOKEN_BUDGET}, chosen to fit" in detail
 
 
 def test_a_resumed_run_keeps_the_token_budget_that_was_chosen(tmp_path, monkeypatch):

@@ -277,7 +277,7 @@ def test_an_unknown_source_lists_what_there_is(source):
     ("lines", "config", "message"),
     [
         (['{"question": "q", "answer": "1"}', "{oops"], {}, r"line 2: not JSON"),
-        (["[1]"], {}, r"line 1: a list; every line must be one JSON object"),
+        (["[1]"], {}, r"line 1: a list; every line has to be a JSON object"),
         ([], {}, "contains no tasks"),
         (["", " "], {}, "contains no tasks"),
         (['{"q": "x", "answer": "1"}'], {}, "line 1: there is no column 'question'.*input_key.*q"),
@@ -299,12 +299,12 @@ def test_an_unknown_source_lists_what_there_is(source):
         (
             ['{"question": "x", "answer": "1", "m": "{"}'],
             {"metadata_key": "m"},
-            "column 'm' is a text but not JSON",
+            "column 'm' is a string but not valid JSON",
         ),
         (
             ['{"question": "x", "answer": "1", "m": 5}'],
             {"metadata_key": "m"},
-            "column 'm' must be an object",
+            "column 'm' has to be an object",
         ),
         (
             ['{"question": "x", "answer": "1"}'],
@@ -327,7 +327,7 @@ def test_missing_files_and_folders_are_named(tmp_path):
     with pytest.raises(DataError, match=r"no \.jsonl or \.parquet file"):
         source_of(source=str(tmp_path)).splits()
     (tmp_path / "bad.parquet").write_text("not parquet")
-    with pytest.raises(DataError, match="can't be read as parquet"):
+    with pytest.raises(DataError, match="cannot be read as parquet"):
         source_of(source=str(tmp_path / "bad.parquet")).splits()
     with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
         (tmp_path / "rows.csv").write_text("a")

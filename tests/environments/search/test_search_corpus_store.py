@@ -77,8 +77,8 @@ def test_a_folder_holds_text_and_squad_files_too(tmp_path):
         ("c.jsonl", '{"text": 5}', "needs a column 'text'"),
         ("c.jsonl", "", "contains no passages"),
         ("c.json", "{}", "not in SQuAD's layout"),
-        ("c.parquet", "not parquet", "can't be read as parquet"),
-        ("c.csv", "a,b", "must end in .jsonl or .parquet"),
+        ("c.parquet", "not parquet", "cannot be read as parquet"),
+        ("c.csv", "a,b", "neither .jsonl nor .parquet"),
     ],
 )
 def test_a_broken_corpus_names_the_place(tmp_path, name, text, message):
