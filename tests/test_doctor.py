@@ -95,7 +95,7 @@ def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict
             "note",
             "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
         ),
-        ({"scale_out": False}, [], "note", "/v1/completions, which does not say which weights"),
+        ({"scale_out": False}, [], "note", "/v1/completions, which does not report which weights"),
         ({"processed_logprobs": False}, [], "note", "--logprobs-mode processed_logprobs"),
         (
             {"processed_logprobs": False},

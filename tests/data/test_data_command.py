@@ -290,7 +290,7 @@ def test_what_is_wrong_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nq has no split dev; it has: train, test"):
         get("nq", tmp_path / "out", splits=["dev"])
     with pytest.raises(
-        DataError, match=r"no column prompt, solution, only question, answer; is this open"
+        DataError, match=r"no column prompt, solution, only question, answer; is it from open"
     ):
         get("dapo-math", tmp_path / "out", mirror=copy / "main")
     with pytest.raises(DataError, match=r"folder .*none does not exist"):

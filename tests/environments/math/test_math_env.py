@@ -329,7 +329,7 @@ def test_missing_files_and_folders_are_named(tmp_path):
     (tmp_path / "bad.parquet").write_text("not parquet")
     with pytest.raises(DataError, match="cannot be read as parquet"):
         source_of(source=str(tmp_path / "bad.parquet")).splits()
-    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"neither .jsonl nor .parquet"):
         (tmp_path / "rows.csv").write_text("a")
         source_of(source={"train": str(tmp_path / "rows.csv")}).splits()
 
