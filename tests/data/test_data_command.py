@@ -296,7 +296,7 @@ def test_what_is_wrong_is_named(tmp_path):
     with pytest.raises(DataError, match=r"folder .*none does not exist"):
         get("gsm8k", tmp_path / "out", mirror=tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty can't be read"):
+    with pytest.raises(DataError, match="empty cannot be read"):
         get("gsm8k", tmp_path / "out", mirror=tmp_path / "empty")
     assert not list((tmp_path / "out").glob("*.jsonl"))
     assert main(["data", "get", "gsm8k", "--out", str(tmp_path), "--from", "/nowhere"]) == 2
