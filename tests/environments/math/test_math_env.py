@@ -206,7 +206,7 @@ def test_a_hugging_face_name_without_a_network_says_what_to_do():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
     assert "openai/gsm8k is not on this machine" in done.stdout
-    assert "then `agentrl data get gsm8k --from DIR`" in done.stdout
+    assert "run `agentrl data get gsm8k --from DIR`" in done.stdout
 
 
 def test_prompts_may_be_chat_messages(tmp_path):
