@@ -206,7 +206,7 @@ def kept_bytes_of_images(
     values = max(m.weight[0].numel() for m in tower if isinstance(m, _CONVOLUTIONS))
     linear = [m for m in tower if isinstance(m, torch.nn.Linear)]
     features = sum(m.in_features + m.out_features for m in linear)
-    norms = [m.weight for m in tower if "Norm" in type(m).__name__]
+    norms = [m.get_parameter("weight") for m in tower if "Norm" in type(m).__name__]
     features += 2 * sum(weight.numel() for weight in norms)  # what they read, and normalised
     return round(side * side * (values + features) * itemsize)
 
