@@ -419,7 +419,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit (turns, context, time, or the length of the last turn) cut the
+        """True if a limit (turns, context, time, or the length of the last turn) cut the
         episode."""
         cut = (
             StopReason.ENV_TRUNCATED,
@@ -433,12 +433,12 @@ class Trajectory:
 
     @property
     def scored(self) -> bool:
-        """Whether it ended without an error and with a finite reward: an evaluation counts it."""
+        """True if it ended without an error and with a finite reward: an evaluation counts it."""
         return self.error is None and math.isfinite(self.reward)
 
     @property
     def trainable(self) -> bool:
-        """Whether it ended without an error, with a finite reward and at least one sampled
+        """True if it ended without an error, with a finite reward and at least one sampled
         token."""
         return self.scored and self.num_sampled_tokens > 0
 

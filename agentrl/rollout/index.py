@@ -54,7 +54,7 @@ class TrajectoryIndex:
 
     @property
     def has_lines(self) -> bool:
-        """Whether any entry came from the index file; False if all were read from records."""
+        """True if any entry came from the index file; False if all were read from records."""
         return self._num_lines > 0
 
     def _forget(self) -> None:

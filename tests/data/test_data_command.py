@@ -278,7 +278,7 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path):
     copy, out = copy_of("gsm8k", tmp_path / "copy"), tmp_path / "out"
     get("gsm8k", out, mirror=copy)
     (out / "train.jsonl").write_text('{"question": "mine", "answer": "1"}\n')
-    with pytest.raises(DataError, match=r"train\.jsonl already exists, but does not match .*remove or"):
+    with pytest.raises(DataError, match=r"train\.jsonl already exists, but does not .*remove"):
         get("gsm8k", out, mirror=copy)
     assert "mine" in (out / "train.jsonl").read_text()
 

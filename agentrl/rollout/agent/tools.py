@@ -56,7 +56,7 @@ class EnvTools:
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended the episode."""
+        """True once the environment has ended the episode."""
         return self._trajectory.stop_reason is not None
 
     async def call(self, name: str, arguments: dict[str, JSON], key: str = "") -> ToolReply:
