@@ -247,7 +247,9 @@ class HarborEnvironment(Environment):
             return ""
         self._number += 1
         self._left_s = self._allowance()
-        # The next step's agent may be another user; what the last one left running is ended.
+        # The next step's agent may be another user. What the last one left running is ended before
+        # tests in a container of their own; it goes on if they shared the agent's container, or if
+        # a provider gave the sandbox.
         container = self._living()
         container.spec = replace(container.spec, user=self._user(self._step.agent.user))
         await self._prepare(None)

@@ -261,7 +261,7 @@ class ProviderSandbox:
         return content if found.startswith(b"+") and len(content) <= max_bytes else None
 
     async def sweep(self) -> None:
-        """Nothing: of what an agent left running a provider knows nothing."""
+        """Does nothing: no provider tells which processes an agent left running."""
 
     async def carry_folders(self, target: ProviderSandbox, paths: Sequence[str]) -> list[str]:
         """Write these files and folders, where there are any, to where they are in this one.
