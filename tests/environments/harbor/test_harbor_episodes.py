@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import harbor_tasks
 import pytest
 
 from agentrl.env.container.engine import connect
@@ -121,6 +122,28 @@ def test_an_attack_is_paid_where_the_tests_run_in_the_agents_container(task_fold
     shared, settings = shared_for(task_folder, "mend", verifier="shared")
     command = ATTACKS["Python's start"]
     assert asyncio.run(play(shared, settings, "mend", [bash(command)])).reward == 1.0
+
+
+def test_a_shared_verifier_has_its_own_user_and_the_next_agent_the_agents(tmp_path):
+    files = {
+        "task.toml": harbor_tasks.NONE
+        + '[agent]\nuser = "worker"\n[verifier]\nuser = "root"\n'
+        + '[[steps]]\nname = "one"\nmin_reward = 1.0\n[[steps]]\nname = "two"\n',
+        "environment/Dockerfile": harbor_tasks.FROM + "RUN useradd worker && chown worker /app\n",
+    }
+    for step in ("one", "two"):
+        files[f"steps/{step}/instruction.md"] = f"Write your user's name to /app/{step}."
+        files[f"steps/{step}/tests/test.sh"] = harbor_tasks.check(
+            f'[ "$(id -un) $(cat /app/{step})" = "root worker" ]'
+        )
+        files[f"steps/{step}/solution/solve.sh"] = harbor_tasks.SH + f"id -un > /app/{step}\n"
+    for name, text in files.items():
+        path = tmp_path / "users" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    done = played(tmp_path, "users", verifier="shared")
+    assert done.reward == 1.0 and len(done.info["steps"]) == 2
+    assert played(tmp_path, "users", []).reward == 0.0
 
 
 def test_the_limits_of_a_task_hold(task_folder):

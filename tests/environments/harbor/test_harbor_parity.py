@@ -1,4 +1,5 @@
-"""The same rewards as `harbor run`, on all twelve tasks, from Harbor's oracle and its idle agent.
+"""The same rewards as `harbor run`, on all twelve tasks and on an exported instance of SWE-bench,
+from Harbor's oracle and its idle agent.
 
 Harbor wants Python 3.12, so it is in an environment of its own: `make test-harbor` makes one.
 """
@@ -10,8 +11,10 @@ import subprocess
 import harbor_tasks
 import pytest
 
+from agentrl.cli import main
 from agentrl_harbor.attack import play
 from agentrl_harbor.env import HarborConfig, HarborEnvironment
+from agentrl_swebench.fixtures.build import build
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -26,21 +29,38 @@ def rewards_of_harbor(python, folder, agent, tmp_path):
     return {each["task_name"]: each["verifier_result"]["rewards"] for each in results}
 
 
+def rewards_of_agentrl(folder, agent):
+    """Task -> the rewards of its solution, or of doing nothing."""
+    config = HarborConfig(source=str(folder))
+    shared = HarborEnvironment.load_shared(config)
+
+    async def rewards():
+        return {
+            task_id: (await play(shared, config, task_id, None if agent == "oracle" else [])).info[
+                "rewards"
+            ]
+            for task_id in shared.tasks
+        }
+
+    return asyncio.run(rewards())
+
+
 @pytest.mark.parametrize("agent", ["oracle", "nop"])
 def test_harbor_run_gives_the_same_rewards(harbor_python, task_folder, tmp_path, agent):
     folder = harbor_tasks.write(tmp_path / "tasks")
     for path in folder.glob("*/task.toml"):  # Harbor keeps it by what not every kernel has
         path.write_text(path.read_text().replace('network_mode = "no-network"\n', ""))
     theirs = rewards_of_harbor(harbor_python, folder, agent, tmp_path)
-    config = HarborConfig(source=str(task_folder))
-    shared = HarborEnvironment.load_shared(config)
+    assert rewards_of_agentrl(task_folder, agent) == theirs
+    assert {each["reward"] for each in theirs.values()} == {1.0 if agent == "oracle" else 0.0}
 
-    async def ours():
-        return {
-            task_id: await play(shared, config, task_id, None if agent == "oracle" else [])
-            for task_id in shared.tasks
-        }
 
-    results = asyncio.run(ours())
-    assert {task_id: each.info["rewards"] for task_id, each in results.items()} == theirs
-    assert {each.reward for each in results.values()} == {1.0 if agent == "oracle" else 0.0}
+@pytest.mark.parametrize("agent", ["oracle", "nop"])
+def test_an_exported_instance_is_paid_as_it_is_by_harbor(harbor_python, tmp_path, agent):
+    build(tmp_path / "fixtures")  # which have images already where the Docker tests ran
+    rows, out = tmp_path / "fixtures" / "dataset.jsonl", tmp_path / "tasks"
+    command = ["swebench", "export", "--dataset", str(rows), "--out", str(out)]
+    assert main([*command, "--instance-ids", "agentrl__ledger-1"]) == 0
+    theirs = rewards_of_harbor(harbor_python, out, agent, tmp_path)
+    assert rewards_of_agentrl(out, agent) == theirs
+    assert theirs == {"agentrl__ledger-1": {"reward": 1.0 if agent == "oracle" else 0.0}}
