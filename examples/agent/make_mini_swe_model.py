@@ -41,7 +41,9 @@ class Scripted(mini_swe.LitellmModel):
         }
 
 
-async def play(session: EnvSession, commands: list[str]) -> dict:
+async def play(
+    session: EnvSession, commands: list[str], submission: list[str] = SUBMISSION
+) -> dict:
     loop = asyncio.get_running_loop()
 
     def bash(command: str) -> str:
@@ -49,7 +51,7 @@ async def play(session: EnvSession, commands: list[str]) -> dict:
         step = asyncio.run_coroutine_threadsafe(session.step(action, timeout_s=600), loop)
         return step.result().observation[0]["content"]
 
-    model = Scripted([*commands, *SUBMISSION])
+    model = Scripted([*commands, *submission])
     (prompt,) = session.messages
     played = await asyncio.to_thread(mini_swe.work, model, bash, prompt["content"])
     messages = [
