@@ -56,7 +56,7 @@ from agentrl.inference.embedded_sampling import (
 )
 from agentrl.train.logprobs import packing_of, sample_logprobs
 from agentrl.train.lora import add_adapter
-from agentrl.train.model import _auto_class, load_model, set_gradient_checkpointing, without_dropout
+from agentrl.train.model import auto_class, load_model, set_gradient_checkpointing, without_dropout
 from agentrl.train.plan import pack
 from agentrl.types import Sample
 
@@ -106,7 +106,7 @@ def build(model_type: str, changes: dict[str, Any], folder: Path) -> str:
     try:
         config = config_of(model_type, changes)
         with torch.device("meta"):
-            size = sum(p.numel() for p in _auto_class(config).from_config(config).parameters())
+            size = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
     except Exception as error:
         raise Skipped(f"not built ({type(error).__name__}: {first_line(error)})") from error
     if size > LARGEST:
@@ -183,7 +183,7 @@ def plain_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     config = AutoConfig.from_pretrained(path)
     without_dropout(config)
     return (
-        _auto_class(config)
+        auto_class(config)
         .from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
         .eval()
     )

@@ -170,7 +170,7 @@ def same_tasks(tmp_path: Path) -> list[str]:
         (pays(0.0), "all rewards are equal: easier tasks"),
         (pays(1.0), "all rewards are equal: harder tasks"),
         (lambda _: ["--rollout.dialect", "llama3"], "fix .*dialect"),
-        (same_tasks, "fix test tasks: 16 of the first 16 of split 'test'"),
+        (same_tasks, "fix test tasks: 16 of the first 16 tasks of split 'test'"),
         (no_template, "fix .*has no chat template.*model.chat_template"),
         (
             lambda _: ["--rollout.top_p=0.6", "--rollout.truncated_sampling=correct"],

@@ -122,7 +122,7 @@ def test_what_cannot_be_judged_is_refused_in_words(package, source, tmp_path):
     said = "judged by parsers of these languages"
     with pytest.raises(ConfigError, match=f"bfcl has no split simple_java; .*{said}"):
         get("bfcl", tmp_path / "out", splits=["simple_java"], mirror=package)
-    with pytest.raises(DataError, match=r"can't be read as rows of BFCL: FileNotFoundError"):
+    with pytest.raises(DataError, match=r"cannot be read as rows of BFCL: FileNotFoundError"):
         get("bfcl", tmp_path / "out", mirror=tmp_path)
     good = json.loads((source / "simple_python.jsonl").read_text())
     odd_type = FUNCTION | {"parameters": {"type": "dict", "properties": {"a": {"type": "String"}}}}
@@ -143,5 +143,5 @@ def test_what_cannot_be_judged_is_refused_in_words(package, source, tmp_path):
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match="pip install --no-deps bfcl-eval; or unpack what"):
+    with pytest.raises(DataError, match="pip install --no-deps bfcl-eval; or unpack"):
         get("bfcl", tmp_path / "out")
