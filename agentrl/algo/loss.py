@@ -152,7 +152,7 @@ def policy_loss(
         repeated = sum(other.kind == spec.kind for other in objective.trust[:number])
         name = f"{spec.kind}_{repeated + 1}" if repeated else spec.kind
         metrics[f"policy/masked_{name}"] = _mean(mask & ~keep, mask)
-        kept_by[name] = keep
+        kept_by[name] = keep.expand_as(mask)  # a mask of whole rows has shape (B, 1)
         kept = kept & keep
     if objective.off_policy.level != "none":
         factor, raw = off_policy_weights(objective.off_policy, batch, old, mask)

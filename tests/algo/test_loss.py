@@ -302,6 +302,20 @@ def test_gibberish_rejects_the_row_and_only_where_it_was_sampled() -> None:
     assert reduce_metrics([output.metrics])["policy/masked_gibberish"] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    "mask", [{"kind": "ratio", "level": "sequence", "high": 1.5}, {"kind": "veto", "high": 1.5}]
+)
+def test_a_mask_that_judges_whole_rows_says_so_at_every_token(mask: dict) -> None:
+    batch = step()
+    batch.loss_mask = torch.ones(6, 5, dtype=torch.bool)
+    batch.old_logprobs = batch.rollout_logprobs.clone()
+    batch.old_logprobs[1] += 1.0
+    objective = Objective.model_validate({**PLAIN, "trust": [mask]})
+    output = policy_loss(objective, prepare(objective, batch), batch.rollout_logprobs)
+    kept = output.kept[mask["kind"]]
+    assert kept.tolist() == [[row != 1] * 5 for row in range(6)]
+
+
 def test_step_wide_masks_need_prepare() -> None:
     batch = step()
     batch.old_logprobs = batch.rollout_logprobs
