@@ -64,6 +64,48 @@ def test_a_run_returns_its_metrics_and_a_checkpoint_that_can_be_evaluated(tmp_pa
     assert same.to_json() == measured.to_json()
 
 
+def test_the_package_offers_the_names_that_are_typed_first():
+    """In a new process, where nothing has been imported before."""
+    code = """
+import agentrl
+
+assert {*agentrl.__all__} <= {*dir(agentrl)}
+
+@agentrl.register("sums")
+class Sums(agentrl.Environment):
+    def splits(self):
+        return {"test": 1}
+
+    def get(self, split, index):
+        return agentrl.Task("sum", "40+2=?", reference=42)
+
+    @agentrl.tool(terminal=True)
+    def answer(self, number: int) -> None: ...
+
+    @agentrl.reward
+    def right(self, episode) -> float:
+        return float(episode.actions[-1].tool_calls[0].arguments["number"] == self.task.reference)
+
+env = agentrl.make("sums").sync
+env.reset()
+assert env.call("answer", number=42).reward == 1.0
+env.close()
+
+for _ in range(2):  # importing a module of the package agentrl.train does not hide the function
+    try:
+        agentrl.train(agentrl.load_config({"model": {"path": "none"}}), quiet=True)
+    except Exception as error:
+        assert "none" in str(error), error
+    import agentrl.train.loop
+try:
+    agentrl.trian
+except AttributeError:
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_rollouts_are_returned_and_written_only_where_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     played = rollout(config(tmp_path / "unused"))

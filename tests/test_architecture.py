@@ -185,6 +185,8 @@ def test_nothing_is_unpickled_or_evaluated(module):
 @pytest.mark.parametrize(
     ("imports", "heavy"),
     [
+        ("agentrl; agentrl.Environment, agentrl.tool, agentrl.make, agentrl.train", SERVERS),
+        ("agentrl; [getattr(agentrl, name) for name in agentrl.__all__]", set()),
         ("agentrl, agentrl.env; agentrl.env.Environment, agentrl.env.make", SERVERS),
         ("agentrl.env.pytest_plugin", SERVERS | {"agentrl.env.check", "agentrl.env.base"}),
         ("agentrl.algo.cli; agentrl.algo.describe(agentrl.algo.PRESETS['dapo'])", SERVERS),
