@@ -148,7 +148,7 @@ def test_waiting_is_bounded_in_time_and_length():
         waiting = [asyncio.ensure_future(capacity.acquire(Small, 60.0)) for _ in range(2)]
         await asyncio.sleep(0)
         error = await error_of(capacity.acquire(Small, 60.0))
-        assert "2 creations wait" in str(error) and time.monotonic() - started < 0.4
+        assert "2 creations are waiting" in str(error) and time.monotonic() - started < 0.4
         for each in waiting:
             error = await error_of(each)
             assert isinstance(error, EnvUnavailable) and error.code == "at_capacity"

@@ -1,1 +1,1 @@
-"""Sessions: the life of episodes in one process, whoever calls, in process or over HTTP."""
+"""Manages the sessions of one process, for callers in the process or over HTTP."""

@@ -1,6 +1,6 @@
-"""Running an author's code: what it raises becomes a problem code, and a deadline is kept.
+"""Runs an author's code: turns what it raises into an EnvError, and stops it at its deadline.
 
-Exceptions of environments, whatever they are, are caught here and nowhere else.
+Exceptions from a session's environment become EnvErrors here and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger("agentrl.env")
 T = TypeVar("T")
 
 STOP_S = 2.0
-"""A cancelled coroutine that has not stopped after so long is closed."""
+"""Seconds after which a cancelled coroutine that still runs is closed."""
 
 
 async def guard(awaitable: Awaitable[T], env_id: str, task: Task | None = None) -> T:
-    """Await an author's code; whatever it raises comes out as an EnvError."""
+    """Awaits an author's code, and turns whatever it raises into an EnvError."""
     try:
         return await awaitable
     except (Exception, SystemExit) as error:
@@ -33,10 +33,11 @@ async def guard(awaitable: Awaitable[T], env_id: str, task: Task | None = None) 
 
 
 def to_env_error(error: Exception | SystemExit, env_id: str, task: Task | None = None) -> EnvError:
-    """Turns what an author's code raised into an EnvError, and logs the trace of what the author
-    did not mean to raise.
+    """Converts an exception from an author's code into an EnvError.
 
-    A ConfigError or DataError is about what the caller asked for, and so `invalid_request`.
+    A ConfigError or DataError concerns the caller's request, so it becomes `invalid_request`. Any
+    other error is the environment's: `env_error`. Errors that are not agentrl's own are logged with
+    their traceback.
     """
     if isinstance(error, EnvError):
         return error
@@ -49,12 +50,12 @@ def to_env_error(error: Exception | SystemExit, env_id: str, task: Task | None =
 
 
 class Background:
-    """The asyncio tasks of a session manager."""
+    """Holds the asyncio tasks of a session manager."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.stuck: set[asyncio.Task[Any]] = set()
-        """Those that were told to stop and have not."""
+        """Tasks that were cancelled and still run."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -67,17 +68,17 @@ class Background:
         observe(task)
 
     async def call(self, awaitable: Awaitable[T], env_id: str, task: Task | None = None) -> T:
-        """Run an author's code in a task of its own and `wait` for it."""
+        """Runs an author's code in its own task and waits for it; see `wait`."""
         return await self.wait(self.spawn(guard(awaitable, env_id, task)), env_id)
 
     async def wait(self, running: asyncio.Task[T], env_id: str) -> T:
-        """Wait for an author's code that runs in a task of its own.
+        """Waits for an author's code that runs in its own task, and returns its result.
 
-        Where the waiting is cancelled, as `call_timeout` does at a deadline, it ends at once,
-        whether or not the author's code reacts to being cancelled.
+        If this coroutine is cancelled, as `call_timeout` does at a deadline, it ends at once, even
+        if the author's code ignores its own cancellation.
 
         Raises:
-            EnvError: what the code raised.
+            EnvError: the code raised, or cancelled its own task.
         """
         try:
             return await asyncio.shield(running)
@@ -88,7 +89,7 @@ class Background:
             raise
 
     def stop(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task, and close its coroutine if it goes on regardless."""
+        """Cancels a task, and closes its coroutine if it still runs after `STOP_S`."""
         task.cancel()
         self.stuck.add(task)
         task.add_done_callback(self.stuck.discard)
@@ -96,12 +97,12 @@ class Background:
 
 
 def _close_coroutine(task: asyncio.Task[Any]) -> None:
-    """End a coroutine that caught its cancellation and went on.
+    """Ends a coroutine that caught its cancellation and went on.
 
-    `close` raises GeneratorExit where it waits, which neither `except Exception` nor `except
-    CancelledError` catches. An inner coroutine that catches even that and waits again is dropped:
-    its caller, and in the end `guard`, gets a RuntimeError. The task then finds its coroutine
-    finished as soon as it is woken.
+    `close` raises GeneratorExit at the point where the coroutine waits; neither `except Exception`
+    nor `except CancelledError` catches that. An inner coroutine that catches even GeneratorExit and
+    waits again is dropped: its caller, and finally `guard`, gets a RuntimeError. The task finds its
+    coroutine finished when it next runs.
     """
     if task.done():
         return
@@ -109,12 +110,12 @@ def _close_coroutine(task: asyncio.Task[Any]) -> None:
     assert coroutine is not None
     try:
         coroutine.close()
-    except (Exception, SystemExit) as error:  # its last words: the boundary to an author's code
+    except (Exception, SystemExit) as error:  # an author's code may raise anything here too
         logger.debug("closing a call that passed its deadline: %s", error)
     task.cancel()
 
 
 def observe(future: asyncio.Future[Any]) -> None:
-    """Look at the outcome, so that asyncio does not report an error nobody waited for."""
+    """Reads the outcome, so that asyncio does not report an error that nobody awaited."""
     if not future.cancelled():
         future.exception()

@@ -1,7 +1,7 @@
-"""Capacity: how many sessions may be open or in their reset, and who waits for that.
+"""Limits how many sessions may be open, and how many may be in their reset.
 
-Sessions count per environment and per process. Creations wait for capacity in the order they came,
-for a bounded time, in a queue of bounded length.
+Sessions are counted per environment and per process. When there is no room, the creation of a
+session waits: in order of arrival, for a limited time, in a queue of limited length.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agentrl.env.protocol import make_error
 from agentrl.errors import EnvError
 
 MAX_WAIT_S = 10.0
-"""A creation waits for capacity no longer; its client asks again."""
+"""Most seconds that a creation waits for capacity before it is refused; its client retries."""
 MAX_WAITING = 1024
-"""Creations that wait at a time."""
+"""Most creations that wait at a time."""
 _RETRY_AFTER_S = 1.0
 
 
@@ -30,6 +30,8 @@ class _Waiter:
 
 
 class Capacity:
+    """Counts the sessions of one process. Used from one event loop."""
+
     def __init__(
         self,
         max_sessions: int | None = None,
@@ -38,10 +40,12 @@ class Capacity:
     ) -> None:
         """
         Args:
-            max_sessions: over all environments; None leaves it to each environment's own limit.
+            max_sessions: limit over all environments; None: only each environment's own limit.
+            max_wait_s: most seconds that a creation waits.
+            max_waiting: most creations that wait at a time.
         """
         self.live: Counter[str] = Counter()
-        """Sessions by environment; one counts until its instance is closed."""
+        """Environment id -> its sessions; a session counts until its instance is closed."""
         self._max_sessions = max_sessions
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
@@ -57,22 +61,24 @@ class Capacity:
         return len(self._queue)
 
     def limit(self, environment: type[Environment]) -> int:
+        """Returns the most sessions of an environment that may be open."""
         return min(environment.max_sessions, self._max_sessions or environment.max_sessions)
 
     async def acquire(self, environment: type[Environment], timeout_s: float) -> None:
-        """Take capacity for a session, behind those who came before.
+        """Takes capacity for one session, after the creations that already wait.
 
         Args:
-            timeout_s: the deadline of the whole creation, of which at most half is waited.
+            timeout_s: the time limit of the whole creation; at most half of it is spent waiting.
 
         Raises:
-            EnvError: `at_capacity`.
+            EnvError: `at_capacity`: the queue is full, or nothing became free in time; `draining`:
+                `close` was called meanwhile.
         """
         if not self._queue and self._fits(environment):
             self.live[environment.id] += 1
             return
         if len(self._queue) >= self._max_waiting:
-            raise self._full(environment, f"{len(self._queue)} creations wait")
+            raise self._full(environment, f"{len(self._queue)} creations are waiting")
         waiter = _Waiter(environment, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self._grant()
@@ -88,21 +94,22 @@ class Capacity:
         waiter.granted.result()
 
     def release(self, environment: type[Environment]) -> None:
+        """Gives back the capacity of one session."""
         self.live[environment.id] -= 1
         self._grant()
 
     def close(self) -> None:
-        """Refuse those who wait."""
+        """Refuses all waiting creations with `draining`."""
         for waiter in self._queue:
             waiter.granted.set_exception(draining())
         self._queue.clear()
 
     @asynccontextmanager
     async def resetting(self, environment: type[Environment], wait_s: float) -> AsyncIterator[None]:
-        """Surrounds a reset: at most `max_creating` of an environment run at a time.
+        """Surrounds a reset, so that at most `max_creating` of an environment run at a time.
 
         Raises:
-            EnvError: `at_capacity`, it would have had to wait longer than `wait_s`.
+            EnvError: `at_capacity`: no other reset ended within `wait_s`.
         """
         limit = environment.max_creating
         if limit is None:
@@ -115,8 +122,8 @@ class Capacity:
         except TimeoutError:
             raise make_error(
                 "at_capacity",
-                f"'{environment.id}' starts {limit} sessions at a time, and none was done in "
-                f"{wait_s:g} s",
+                f"'{environment.id}' resets at most {limit} sessions at a time (max_creating), and "
+                f"none of them was ready within {wait_s:g} s",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
         try:
@@ -132,8 +139,11 @@ class Capacity:
         return self._max_sessions is not None and self.num_live >= self._max_sessions
 
     def _grant(self) -> None:
-        """Give what is free to those who wait. Nobody overtakes: neither in the queue of an
-        environment that is full, nor anybody where the process is full."""
+        """Grants free capacity to waiting creations, in order.
+
+        One that waits for a full environment does not hold up those for other environments; later
+        ones for the same environment stay behind it.
+        """
         full: set[str] = set()
         waiting: list[_Waiter] = []
         for position, waiter in enumerate(self._queue):
@@ -152,8 +162,8 @@ class Capacity:
     def _give_up(self, waiter: _Waiter) -> None:
         if waiter in self._queue:
             self._queue.remove(waiter)
-            self._grant()  # those behind it may fit now
-        elif waiter.granted.exception() is None:  # granted in the same moment
+            self._grant()  # creations behind it may fit now
+        elif waiter.granted.exception() is None:  # it was granted at the same moment
             self.release(waiter.environment)
 
     def _full(self, environment: type[Environment], why: str) -> EnvError:
@@ -167,4 +177,5 @@ class Capacity:
 
 
 def draining() -> EnvError:
+    """Returns the error for calls on a server that is shutting down."""
     return make_error("draining", "the server is shutting down", retry_after_s=5.0)

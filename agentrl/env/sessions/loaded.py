@@ -1,4 +1,4 @@
-"""Loaded environments: what all sessions of one configuration of an environment share."""
+"""Loads environments once per configuration, for all sessions that use it."""
 
 from __future__ import annotations
 
@@ -22,51 +22,63 @@ from agentrl.types import JSON, Task, ToolSpec
 logger = logging.getLogger("agentrl.env")
 
 MAX_LOADED = 64
-"""Configurations kept loaded; the longest unused goes first."""
+"""Configurations kept loaded. Beyond that, the one that was not used for longest is dropped."""
 MAX_TASKS = 64
-"""Tasks of a configuration kept for the other members of their groups."""
+"""Tasks kept per configuration, for the other members of their groups."""
 CLOSE_TIMEOUT_S = 30.0
-"""Deadline of an environment's `close` and `close_shared`."""
+"""Time limit of an environment's `close` and of its `close_shared`."""
 
 
 @dataclass(slots=True, eq=False)
 class LoadedEnvironment:
-    """One configuration of one environment."""
+    """Holds what all sessions of one configuration of an environment share."""
 
     environment: type[Environment]
     config: Any
     workers: WorkerPool
     loading: asyncio.Task[None] | None = None
     instance: Environment | None = None
-    """Answers `splits` and `get` for all sessions, once loading is done."""
+    """The instance whose `splits` and `get` answer for all sessions; None until it is loaded."""
     splits: dict[str, int | None] = field(default_factory=dict)
+    """Split -> number of tasks; None: unlimited."""
     tools: list[ToolSpec] = field(default_factory=list)
-    """What is offered before a task is known."""
+    """Tools offered before the first reset, when no task is known."""
     tasks: OrderedDict[tuple[str, int], asyncio.Future[Task]] = field(default_factory=OrderedDict)
-    """The last tasks that were asked for, by split and index, for the other members of a group."""
+    """(split, index) -> the last `MAX_TASKS` tasks, for the other members of their groups."""
     num_users: int = 0
-    """Sessions; an environment in use is not dropped."""
+    """Sessions that use it; above 0 it is not dropped."""
 
     async def load(self) -> None:
+        """Calls `load_shared` and makes the instance that answers for all sessions.
+
+        Raises:
+            ConfigError: the class's `__init__` does not call that of `Environment`.
+        """
         shared = await call_method(self.workers, self.environment.load_shared, self.config)
         instance = self.environment(self.config, shared=shared)
         if not hasattr(instance, "_shared"):
             raise ConfigError(
-                f"{self.environment.__name__}.__init__ does not call super().__init__: remove it, "
-                "and set up an episode's state in reset()"
+                f"{self.environment.__name__}.__init__ does not call super().__init__: remove this "
+                "__init__, and set up the state of an episode in reset()"
             )
         self.tools = tools_before_reset(instance)
         self.splits = dict(await self.workers.run(instance.splits))
         self.instance = instance
 
     async def get(self, split: str, indices: Iterable[int]) -> list[Task]:
-        """Tasks of a split, from the author's code."""
+        """Returns tasks of a split, from the author's `get`.
+
+        Raises:
+            EnvError: `get` returned something else than a Task.
+        """
         assert self.instance is not None
         get = self.instance.get
         tasks = await self.workers.run(lambda: [get(split, index) for index in indices])
         for task in tasks:
             if not isinstance(task, Task):
-                raise EnvError(f"get() returned {type(task).__name__}, not a Task")
+                raise EnvError(
+                    f"get() of '{self.environment.id}' returned {type(task).__name__}, not a Task"
+                )
         return tasks
 
     def make_instance(self) -> Environment:
@@ -77,12 +89,17 @@ class LoadedEnvironment:
         return instance
 
     async def close(self) -> None:
+        """Calls `close_shared`, if loading succeeded."""
         if self.instance is not None:
             close_shared = self.environment.close_shared
             await call_method(self.workers, close_shared, self.instance.shared)
 
     def split_size(self, split: str) -> int | None:
-        """Raises: EnvError: `invalid_request`, there is no such split."""
+        """Returns the number of tasks of a split; None: unlimited.
+
+        Raises:
+            EnvError: `invalid_request`: there is no such split.
+        """
         if split not in self.splits:
             raise make_error(
                 "invalid_request",
@@ -93,7 +110,7 @@ class LoadedEnvironment:
 
 
 class LoadedEnvironments:
-    """The loaded environments of a process."""
+    """Holds the loaded environments of a process."""
 
     def __init__(
         self,
@@ -112,7 +129,11 @@ class LoadedEnvironments:
         return len(self._loaded)
 
     def find(self, env_id: str) -> type[Environment]:
-        """Raises: EnvError: `not_found`, there is none of that name, or its class is wrong."""
+        """Returns the class of an environment.
+
+        Raises:
+            EnvError: `not_found`: there is no environment of that id, or its class is wrong.
+        """
         try:
             environment = self._resolve(env_id)
             tools_of(environment)
@@ -123,11 +144,12 @@ class LoadedEnvironments:
     async def load(
         self, environment: type[Environment], config: Mapping[str, JSON], timeout_s: float
     ) -> LoadedEnvironment:
-        """A configuration, loaded; the first caller starts the loading.
+        """Returns a loaded configuration; the first caller starts the loading.
 
         Raises:
-            EnvError: `invalid_request` for a wrong configuration; `reset_timeout` (retryable, since
-                the loading goes on) when it takes too long; or why the loading failed.
+            EnvError: `invalid_request`: the configuration is wrong; `reset_timeout`, retryable:
+                loading takes longer than `timeout_s` and goes on in the background; or the error
+                that the loading failed with.
         """
         try:
             values = load_config(environment, {**self._config.get(environment.id, {}), **config})
@@ -149,7 +171,7 @@ class LoadedEnvironments:
             error.retryable = True
             raise error
         if loaded.loading.exception() is not None and self._loaded.get(key) is loaded:
-            del self._loaded[key]  # so that the next call tries again
+            del self._loaded[key]  # so that the next call loads again
         loaded.loading.result()
         return loaded
 
@@ -159,11 +181,13 @@ class LoadedEnvironments:
         config: Mapping[str, JSON],
         timeout_s: float | None = None,
     ) -> EnvInfo:
-        """Loads an environment under a configuration and describes it.
+        """Loads a configuration of an environment and describes it.
+
+        Args:
+            timeout_s: time limit of the loading; None: the environment's `reset_timeout_s`.
 
         Raises:
-            EnvError: `reset_timeout`, retryable, if loading takes longer than `timeout_s` (by
-                default the environment's `reset_timeout_s`): it goes on meanwhile.
+            EnvError: as `load` does.
         """
         loaded = await self.load(environment, config, timeout_s or environment.reset_timeout_s)
         return EnvInfo(
@@ -178,7 +202,12 @@ class LoadedEnvironments:
     async def preview(
         self, environment: type[Environment], config: Mapping[str, JSON], split: str, rows: range
     ) -> list[TaskPreview]:
-        """Tasks of a split, without what would give their answers away."""
+        """Returns the ids and prompts of tasks of a split, without their reference answers.
+
+        Raises:
+            EnvError: as `load` does; `invalid_request`: there is no such split; `reset_timeout`:
+                `get` took too long; or what `get` raised.
+        """
         timeout_s = environment.reset_timeout_s
         loaded = await self.load(environment, config, timeout_s)
         size = loaded.split_size(split)
@@ -196,10 +225,13 @@ class LoadedEnvironments:
         ]
 
     async def task(self, loaded: LoadedEnvironment, spec: TaskSpec) -> Task:
-        """The task that a request names, or brings along.
+        """Returns the task that a request names or contains.
 
-        A task of a split is got once for all members of a group, who ask for it side by side. Only
-        what was got is shared: whoever waited for a call that failed makes one of its own.
+        The members of a group ask for the same task at the same time, so `get` is called once for
+        all of them. Failures are not shared: after one, the next waiting caller calls `get` itself.
+
+        Raises:
+            EnvError: `invalid_request`: there is no such split or index; or what `get` raised.
         """
         if spec.inline is not None:
             return spec.inline
@@ -209,7 +241,7 @@ class LoadedEnvironments:
             raise make_error(
                 "invalid_request",
                 f"split '{spec.split}' of '{loaded.environment.id}' has {size} tasks, "
-                f"so no index {spec.index}",
+                f"so there is no index {spec.index}",
             )
         key = (spec.split, spec.index)
         while (got := loaded.tasks.get(key)) is not None:
@@ -235,7 +267,7 @@ class LoadedEnvironments:
         return await self._background.call(loaded.get(split, indices), loaded.environment.id)
 
     async def aclose(self, timeout_s: float) -> None:
-        """Close what is loaded, waiting for it until the deadline."""
+        """Closes all loaded environments, waiting for them at most `timeout_s`."""
         closing = [self._background.spawn(self._close(each)) for each in self._loaded.values()]
         self._loaded.clear()
         if closing:

@@ -1,17 +1,17 @@
-"""Sessions: the life of episodes in one process, whoever calls, in process or over HTTP.
+"""Opens, steps and closes sessions; the same code serves callers in the process and over HTTP.
 
-* **Exactly once.** A step names the index the session is at. The same index with the same action
-  gets the same reply again (`replayed`), waiting for it if it is still running; the same index with
-  another action, or any other index, is a `step_conflict`.
-* **Deadlines are enforced**, not advised: the caller has its answer at the deadline, whether or not
-  the author's code reacts to being cancelled. After a `step_timeout` the session takes no other
-  step.
-* **Leases.** Every call renews; a running step holds the lease; an expired session is closed and
-  answers `session_expired`. A live session is never reaped.
-* **Never a fresh environment by surprise.** A step after the end is `episode_done`.
-* **Bounded.** See `capacity` for new sessions.
+A session is one episode, played on its own instance of an environment. The guarantees:
 
-A session is one episode, on an instance of its own.
+* **Exactly once.** A step request carries the index that the session is at. Repeating an index with
+  the same action repeats the same reply (`replayed`), after waiting for it if the step still runs.
+  The same index with another action, or any other index, is a `step_conflict`.
+* **Deadlines are enforced.** The caller has its answer at the deadline, even if the author's code
+  ignores its cancellation. After a `step_timeout` the session accepts no further steps.
+* **Leases.** Every call renews the lease, and it cannot expire while a step runs. An expired
+  session is closed, and later calls on it get `session_expired`.
+* **One episode per session.** A step after the end gets `episode_done`; it never starts another
+  episode.
+* **Bounded.** `capacity` limits how many sessions may be open.
 """
 
 from __future__ import annotations
@@ -54,20 +54,24 @@ from agentrl.types import JSON
 logger = logging.getLogger("agentrl.env")
 
 DEFAULT_LEASE_S = 300.0
+"""Lease of a session whose creation names none."""
 MAX_TIMEOUT_S = 6 * 3600.0
+"""Longest time limit of a creation or step; a larger one in a request is lowered to this."""
 MAX_CLOSED_IDS = 16_384
-"""Ids and idempotency keys of closed sessions that are remembered: a late call on one is answered
-`session_expired`, and a late creation opens no second session."""
+"""How many ids, and how many idempotency keys, of closed sessions are remembered. They make a late
+call on one get `session_expired`, and keep a late creation from opening a second session."""
 
 
 @dataclass(slots=True, eq=False)
 class _Creation:
+    """A creation with an idempotency key, while it runs and while its session is open."""
+
     request: CreateRequest
     task: asyncio.Task[CreateReply]
 
 
 class SessionManager:
-    """All sessions of a process. Used from one event loop."""
+    """Manages all sessions of a process. Used from one event loop."""
 
     def __init__(
         self,
@@ -81,14 +85,14 @@ class SessionManager:
     ) -> None:
         """
         Args:
-            resolve: finds the class of an environment's name, or raises ConfigError.
-            max_sessions: live sessions over all environments; None leaves it to each
+            resolve: returns the class of an environment's id, or raises ConfigError.
+            max_sessions: limit of open sessions over all environments; None: only each
                 environment's own limit.
-            worker_threads: the most threads for plain `def` methods of all sessions together.
-            config: by environment id, what every session's configuration starts from.
-            max_wait_s: how long a creation waits for capacity before it is `at_capacity`.
-            name: what the ids of its sessions begin with, so that a proxy in front of several
-                servers knows whose a session is.
+            worker_threads: most threads for plain `def` methods, over all sessions.
+            config: environment id -> values that every session's configuration starts from.
+            max_wait_s: seconds that a creation waits for capacity before it is `at_capacity`.
+            name: prefix of the session ids, so that a proxy in front of several servers can tell
+                which server a session is on.
         """
         self.metrics = Metrics()
         self.workers = WorkerPool(worker_threads, on_wait=self.metrics.thread_wait.inc)
@@ -108,6 +112,7 @@ class SessionManager:
 
     @property
     def num_live(self) -> int:
+        """Sessions that count against the capacity, those being opened or closed included."""
         return self._capacity.num_live
 
     def _watch(self) -> None:
@@ -120,17 +125,17 @@ class SessionManager:
         watch("stuck_calls", "Coroutines past their deadline.", lambda: len(stuck))
 
     def metrics_text(self) -> bytes:
-        """The metrics as they are now."""
+        """Returns the current metrics in Prometheus' text format."""
         return self.metrics.text(self._capacity.live)
 
     def readiness(self) -> str | None:
-        """Why this process should get no new sessions; None if it may."""
+        """Returns why this process should not get new sessions; None if it may."""
         if self.draining:
             return "the server is shutting down"
         hung, most = self.workers.num_abandoned, self.workers.max_abandoned
         if 2 * hung >= most:
             return (
-                f"{hung} threads hang past their deadline, and at {most} calls are refused: "
+                f"{hung} threads hang past their deadline, and at {most} all calls are refused: "
                 "restart the process"
             )
         return None
@@ -152,18 +157,22 @@ class SessionManager:
     async def preview(
         self, env_id: str, split: str, rows: range, config: Mapping[str, JSON] | None = None
     ) -> list[TaskPreview]:
-        """Tasks of a split, without what would give their answers away."""
+        """See `LoadedEnvironments.preview`."""
         environment = self._environments.find(env_id)
         return await self._environments.preview(environment, config or {}, split, rows)
 
     # Opening
 
     async def create(self, request: CreateRequest, key: str | None = None) -> CreateReply:
-        """Open a session, waiting a while for capacity.
+        """Opens a session, waiting for capacity if need be.
 
-        A repeated call with the same idempotency key gets the same session, and `session_expired`
-        once that is closed: a copy that was late on the way opens nothing. A call runs to its end
-        even when its caller goes away; a session that nobody claims expires.
+        A repeated call with the same idempotency key gets the same session, or `session_expired`
+        once that is closed, so that a late duplicate opens nothing. A creation runs to its end even
+        if its caller is cancelled; a session that nobody uses expires.
+
+        Raises:
+            EnvError: `session_expired` or `idempotency_conflict`: the key was used before;
+                `draining`; or as `_open` does.
         """
         if key is not None and key in self._closed_keys:
             raise make_error(
@@ -179,7 +188,7 @@ class SessionManager:
         elif creation.request != request:
             raise make_error(
                 "idempotency_conflict",
-                "this Idempotency-Key came before with another request; use a fresh one",
+                "this Idempotency-Key was already used for a different request; use a fresh key",
             )
         else:
             self.metrics.replayed.inc()
@@ -216,10 +225,11 @@ class SessionManager:
         )
 
     async def _open(self, request: CreateRequest, key: str | None) -> Session:
-        """Make a session and reset it.
+        """Makes a session and resets it.
 
         Raises:
-            EnvError: there is no capacity, the request is wrong, or the environment failed.
+            EnvError: there is no capacity, the request is wrong, or the environment failed or took
+                too long.
         """
         environment = self._environments.find(request.env)
         timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
@@ -248,7 +258,7 @@ class SessionManager:
                 error = make_error("reset_timeout", message)
             if session is not None:
                 code = error.code if isinstance(error, EnvError) else "reset_timeout"
-                self._retire(session, code, error)  # which gives back what it holds
+                self._retire(session, code, error)  # also releases its capacity
             else:
                 if loaded is not None:
                     loaded.num_users -= 1
@@ -261,19 +271,24 @@ class SessionManager:
     # Stepping
 
     async def step(self, session_id: str, request: StepRequest) -> bytes:
-        """Take one step, or wait for and repeat the reply of one that was asked for before.
+        """Takes one step, or repeats the reply of the last one, waiting for it if it still runs.
 
-        Returns a `StepReply` as JSON.
+        Returns:
+            A `StepReply` as JSON.
+
+        Raises:
+            EnvError: `step_conflict`, `episode_done`, `session_expired` or `not_found`; or why the
+                step failed.
         """
         session = self._session(session_id)
-        # Encoded, because the author's code may change the very objects of the request.
+        # Encoded, because the author's code may change the objects of the request in place.
         body = encode(request.action) + (b"last" if request.last else b"")
         step = session.current
         if step is not None and step.index == request.step:
             if step.body != body:
                 raise make_error(
                     "step_conflict",
-                    f"step {request.step} of this session was asked for with another body",
+                    f"step {request.step} of this session was already taken with another action",
                 )
             self.metrics.replayed.inc()
             reply = decode(await step.wait(), StepReply)
@@ -298,7 +313,7 @@ class SessionManager:
             reply, body = await take_turn(session, request)
         except (Exception, SystemExit) as raised:
             error = to_env_error(raised, env_id, session.task)
-            error.retryable = False  # the step was taken; asking again repeats this answer
+            error.retryable = False  # the step was taken; another call only repeats this error
             self._fail(session, step, error)
             return
         except asyncio.CancelledError:
@@ -317,10 +332,10 @@ class SessionManager:
         self._settle(session, step, body)
 
     def _expire(self, session: Session, step: Step, timeout_s: float) -> None:
-        """Answer a step at its deadline, and stop it, whether or not it reacts to that."""
+        """Answers a step at its deadline and stops its code."""
         env_id = session.environment.id
         message = f"the step of '{env_id}' took more than {timeout_s:g} s"
-        self._background.stop(step.task)  # before its caller wakes, who may look at what hangs
+        self._background.stop(step.task)  # before the caller wakes, who may look for it
         self._fail(session, step, make_error("step_timeout", message))
 
     def _fail(self, session: Session, step: Step, error: EnvError) -> None:
@@ -340,6 +355,7 @@ class SessionManager:
     # Leases and the end of sessions
 
     def status(self, session_id: str) -> SessionStatus:
+        """Returns the state of a session, and renews its lease."""
         session = self._session(session_id)
         return SessionStatus(
             id=session.id,
@@ -353,12 +369,17 @@ class SessionManager:
         )
 
     def renew(self, session_id: str, lease_s: float | None) -> SessionStatus:
+        """Renews the lease of a session; with `lease_s`, changes its length in seconds first."""
         if lease_s is not None:
             self._session(session_id).lease_s = lease_s
         return self.status(session_id)
 
     def delete(self, session_id: str) -> None:
-        """Close a session. Closing it again is not an error."""
+        """Closes a session; one that was closed already is left alone.
+
+        Raises:
+            EnvError: `not_found`.
+        """
         session = self._sessions.get(session_id)
         if session is not None:
             self._forget(session, "closed")
@@ -366,7 +387,11 @@ class SessionManager:
             raise make_error("not_found", "there is no such session")
 
     def _session(self, session_id: str) -> Session:
-        """The session, whose lease begins anew."""
+        """Returns a session and renews its lease.
+
+        Raises:
+            EnvError: `session_expired` or `not_found`.
+        """
         session = self._sessions.get(session_id)
         now = asyncio.get_running_loop().time()
         if session is not None and not self._expired(session, now):
@@ -380,7 +405,7 @@ class SessionManager:
         raise make_error("not_found", "there is no such session")
 
     def _expired(self, session: Session, now: float) -> bool:
-        """Never while a step runs."""
+        """Returns True if the lease has ended and no step runs."""
         return session.expires <= now and not session.busy
 
     def _lease_end(self, session: Session) -> float:
@@ -395,7 +420,7 @@ class SessionManager:
             await asyncio.sleep(min(max(min(leases, default=now + 1.0) - now, 0.01), 1.0))
 
     def _forget(self, session: Session, how: str) -> None:
-        """Close a session and remember only its id."""
+        """Closes a session and remembers only its id and idempotency key."""
         del self._sessions[session.id]
         ended = "expired" if how == "expired" else "been closed"
         if session.key is not None:
@@ -410,7 +435,7 @@ class SessionManager:
         self._retire(session, "abandoned" if how == "closed" else how)
 
     def _retire(self, session: Session, outcome: str, error: BaseException | None = None) -> None:
-        """Write the episode's log line and close the instance, once."""
+        """Logs the episode and starts closing its instance, once per session."""
         if session.retired:
             return
         session.retired = True
@@ -436,7 +461,7 @@ class SessionManager:
             self._capacity.release(session.environment)
 
     async def drain(self, timeout_s: float) -> None:
-        """Open no more sessions, and wait until the open ones have ended, or the time is over."""
+        """Refuses new sessions, and waits at most `timeout_s` for the open ones to end."""
         self.draining = True
         self._capacity.close()
         deadline = time.monotonic() + timeout_s
@@ -444,7 +469,10 @@ class SessionManager:
             await asyncio.sleep(0.05)
 
     async def aclose(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Close all sessions and what they shared, waiting for their `close` until the deadline."""
+        """Closes all sessions and loaded environments, waiting for them at most `timeout_s`.
+
+        Each loaded environment's `close_shared` gets at least 1 s.
+        """
         self.draining = True
         self._capacity.close()
         if self._reaper is not None:
@@ -455,7 +483,7 @@ class SessionManager:
         while pending := {task for task in self._background.tasks if not task.done()}:
             await asyncio.wait(pending, timeout=max(deadline - time.monotonic(), 0.0))
             if time.monotonic() >= deadline:
-                logger.warning("%d environment calls hang at shutdown", len(pending))
+                logger.warning("%d calls of environments still run at shutdown", len(pending))
                 break
         await self._environments.aclose(max(deadline - time.monotonic(), 1.0))
         self.workers.close()

@@ -1,4 +1,4 @@
-"""The counters of a session manager, as Prometheus metrics."""
+"""Counts what a session manager does, as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 STEP_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Upper bounds of the histogram of step durations, in seconds; one bucket more is without end."""
+"""Upper bounds of the step durations' histogram, in seconds; a last bucket has no bound."""
 
 
 class Metrics:
@@ -15,10 +15,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.opened = self._counter("sessions_opened", "Episodes begun.", "env")
-        self.closed = self._counter("sessions_closed", "Episodes over.", "env", "outcome")
-        """Outcomes are `terminated`, `truncated`, `abandoned`, `expired`, and the code of the error
-        that ended the episode."""
+        self.opened = self._counter("sessions_opened", "Episodes started.", "env")
+        self.closed = self._counter("sessions_closed", "Episodes ended.", "env", "outcome")
+        """The outcome is `terminated`, `truncated`, `abandoned` (closed before its end), `expired`,
+        or the code of the error that ended the episode."""
         self.steps = self._counter("steps", "Steps that ran, failed ones included.", "env")
         self.step_seconds = Histogram(
             "agentrl_env_step_seconds",
@@ -26,9 +26,9 @@ class Metrics:
             buckets=STEP_BUCKETS_S,
             registry=self.registry,
         )
-        self.refused = self._counter("creations_refused", "Creations that opened nothing.", "code")
+        self.refused = self._counter("creations_refused", "Refused creations.", "code")
         self.replayed = self._counter("replays", "Repeated calls answered as before.")
-        self.thread_wait = self._counter("thread_wait_seconds", "Waited for threads.")
+        self.thread_wait = self._counter("thread_wait_seconds", "Seconds waited for threads.")
         self._live = Gauge(
             "agentrl_env_sessions_live",
             "Sessions that count against the capacity.",
@@ -40,14 +40,14 @@ class Metrics:
         return Counter(f"agentrl_env_{name}", help, labels, registry=self.registry)
 
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """Add a number that is read when the metrics are asked for."""
+        """Adds a gauge whose value is read whenever the metrics are requested."""
         Gauge(f"agentrl_env_{name}", help, registry=self.registry).set_function(read)
 
     def text(self, live: Mapping[str, int]) -> bytes:
-        """Prometheus text.
+        """Returns the metrics in Prometheus' text format.
 
         Args:
-            live: sessions by environment.
+            live: environment id -> its sessions.
         """
         for env_id, count in live.items():
             self._live.labels(env_id).set(count)

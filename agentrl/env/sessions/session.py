@@ -1,4 +1,4 @@
-"""One session: an episode on an instance of its own, and the step it is at."""
+"""Holds one session: an episode played on its own instance of an environment."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from agentrl.types import Message, Task, ToolSpec
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that runs, or the last one that ran."""
+    """A step that is running, or the last one that ran."""
 
     index: int
     body: bytes
-    """What was asked for, to tell a repetition from a conflict."""
+    """The encoded request, which tells a repeated call from a conflicting one."""
     started: float
-    """On the event loop's clock."""
+    """When it began, on the event loop's clock."""
     outcome: bytes | EnvError | None = None
-    """The encoded reply, or why there is none; None while the step runs."""
+    """The encoded reply, or the error; None while the step runs."""
     task: asyncio.Task[None] = field(init=False)
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     async def wait(self) -> bytes:
-        """The encoded reply, once there is one. A caller who goes away disturbs no other.
+        """Waits for the step and returns its encoded reply.
+
+        Any number of callers may wait; cancelling one affects neither the step nor the others.
 
         Raises:
-            EnvError: why there is none.
+            EnvError: the step failed.
         """
         if self.outcome is None:
             waiter = asyncio.get_running_loop().create_future()
@@ -42,49 +44,58 @@ class Step:
             await waiter
         assert self.outcome is not None
         if isinstance(self.outcome, EnvError):
-            raise self.outcome.with_traceback(None)  # else each repetition makes it longer
+            raise self.outcome.with_traceback(None)  # it would grow each time it is raised
         return self.outcome
 
     def settle(self, outcome: bytes | EnvError) -> None:
+        """Sets the outcome and wakes the waiting callers."""
         self.outcome = outcome
         for waiter in self._waiters:
-            if not waiter.done():  # cancelled with its caller
+            if not waiter.done():  # a cancelled caller's waiter is done
                 waiter.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """The state of one session. `SessionManager` changes it."""
+
     id: str
     loaded: LoadedEnvironment
     task: Task
     seed: int
     lease_s: float
     key: str | None
-    """The Idempotency-Key it was opened with."""
+    """The Idempotency-Key that it was opened with."""
     max_turns: int | None = None
+    """Most turns that the agent gets; None: not known."""
     instance: Environment | None = None
     """None until the reset begins."""
     expires: float = 0.0
-    """On the event loop's clock."""
+    """When its lease ends, on the event loop's clock."""
     observation: list[Message] = field(default_factory=list)
     """The first prompt."""
     tools: list[ToolSpec] = field(default_factory=list)
-    """As the agent was last told."""
+    """Specifications of the tools that are offered."""
     offered: dict[str, Tool] | None = None
-    """What `tools` was made of."""
+    """The tools that `tools` was made from."""
     told: bytes = b"[]"
-    """`tools`, encoded, because the author's code may change the very objects."""
+    """`tools`, encoded: the author's code may change the objects in place."""
     step: int = 0
+    """Steps taken so far, which is the index of the next one."""
     status: str = "live"
+    """`live`, `ended` or `failed`."""
     reward: float = 0.0
+    """Sum over the steps so far."""
     current: Step | None = None
+    """The step that is running, or the last one that ran."""
     reply: bytes | None = None
-    """Of the last step that succeeded."""
+    """The encoded reply of the last step that succeeded."""
     calling: asyncio.Task[Any] | None = None
     """The last call into the author's code."""
     opened: float = field(default_factory=time.monotonic)
+    """When it was made, on the monotonic clock."""
     retired: bool = False
-    """Its instance is closed, or about to be."""
+    """True once its instance is closed or about to be."""
 
     @property
     def environment(self) -> type[Environment]:
@@ -92,17 +103,20 @@ class Session:
 
     @property
     def caller(self) -> str:
-        """See `agentrl.caller`."""
+        """The client that opened it; see `agentrl.caller`."""
         return (self.key or "").partition("/")[0]
 
     @property
     def busy(self) -> bool:
+        """True while a step runs."""
         return self.current is not None and self.current.outcome is None
 
 
 async def start(session: Session) -> None:
-    """Make a session's instance and reset it. The prompt is copied as the wire would, so that
-    nobody can change it afterwards."""
+    """Makes a session's instance and resets it.
+
+    The first prompt is copied through JSON, so that the author's code cannot change it later.
+    """
     instance = session.instance = session.loaded.make_instance()
     first = await episode.start_episode(instance, session.task, session.seed, session.max_turns)
     session.observation = as_json(first)
@@ -110,7 +124,11 @@ async def start(session: Session) -> None:
 
 
 async def take_turn(session: Session, request: StepRequest) -> tuple[StepReply, bytes]:
-    """Returns the reply to an action, and its JSON; what has none is the environment's error."""
+    """Plays one turn, and returns the reply and its JSON.
+
+    Raises:
+        Exception: whatever the author's code raised, or what makes its reply not encodable.
+    """
     assert session.instance is not None
     result = await episode.take_turn(session.instance, request.action, last=request.last)
     changed = tell_tools(session, session.instance)
@@ -129,7 +147,7 @@ async def take_turn(session: Session, request: StepRequest) -> tuple[StepReply, 
 
 
 def tell_tools(session: Session, instance: Environment) -> bool:
-    """Notes what the agent is offered now, and returns whether that has changed."""
+    """Updates the session's tools from the instance, and returns True if they have changed."""
     if instance._tools is session.offered:
         return False
     session.offered = instance._tools
@@ -139,7 +157,7 @@ def tell_tools(session: Session, instance: Environment) -> bool:
 
 
 def episode_record(session: Session, outcome: str, error: BaseException | None) -> dict[str, Any]:
-    """The episode's line in the log."""
+    """Returns the episode's record for the log."""
     record = {
         "event": "episode",
         "env": session.environment.id,
