@@ -1,11 +1,11 @@
-"""Functions of a user's own that a run calls after every step: to look, to log, to steer, to stop.
+"""Functions of yours that a run calls after every step: to observe, log, steer or stop it.
 
     def halve_when_done(end: StepEnd) -> None:
         if end.metrics["reward/mean"] > 0.9:
             end.change("train.learning_rate", end.config.train.learning_rate / 2)
 
-What a callback changes is in every later checkpoint, so that a resumed run goes on with it. The
-callbacks themselves are code, which no checkpoint holds: whoever resumes the run gives them again.
+Every later checkpoint holds what a callback changed, so a resumed run keeps it. Callbacks are code
+and no checkpoint holds them: pass them again when you resume the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.view.display import Display
 
 @dataclass(slots=True, frozen=True)
 class StepEnd:
-    """A step that has just ended: its metrics are not yet written, its checkpoint not yet saved."""
+    """A step that has just ended, before its metrics are written and its checkpoint is saved."""
 
     step: int
     """From 1."""
@@ -38,16 +38,16 @@ class StepEnd:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of metrics, trajectories and checkpoints."""
+        """The directory of metrics, trajectories and checkpoints."""
         return self._run.run_dir
 
     @property
     def config(self) -> RunConfig:
-        """The configuration as it is now, with all changes so far."""
+        """The current configuration, with all changes so far."""
         return self._run.config
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add numbers of your own to the step's line, and to every tracker.
+        """Adds metrics of your own to the step's line and to every tracker.
 
         Raises:
             ConfigError: the run itself writes a metric of this name.
@@ -59,7 +59,7 @@ class StepEnd:
         self.metrics.update({name: float(value) for name, value in metrics.items()})
 
     def change(self, key: str, value: JSON) -> None:
-        """Give a key another value from the next step on.
+        """Changes a key from the next step on.
 
         Args:
             key: one of `agentrl.config.CHANGEABLE`, such as `train.learning_rate`.
@@ -71,10 +71,10 @@ class StepEnd:
         self._display.note(f"after step {self.step}: {key} = {value}")
 
     def stop(self) -> None:
-        """End the run after this step, saved as by Ctrl-C; `run.resume` continues it."""
+        """Saves and ends the run after this step, as Ctrl-C does; `run.resume` continues it."""
         self._interrupted.set()
 
 
 Callback = Callable[[StepEnd], None]
-"""Called in the run's own thread, so that one which takes long holds the run up. What it raises
-ends the run; `run.resume` then trains the steps since the newest checkpoint again."""
+"""Called in the run's own thread, so a slow callback delays the run. An exception ends the run;
+`run.resume` then trains the steps since the newest checkpoint again."""

@@ -1,5 +1,5 @@
-"""Faults that no run may go on with, looked for in every step: each would make the policy learn
-from something that did not happen, without an error anywhere."""
+"""Checks in every step for faults that stop a run. Each of them would silently make the policy
+learn from something that did not happen."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from agentrl.view.diagnosis import MISMATCH
 from agentrl.view.display import Display
 
 FAR_APART = 10
-"""Times what rounding explains: none does this."""
+"""A mismatch this many times what rounding explains has another cause."""
 
 
-def look_at(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
-    """Tell what is wrong with a step's rollouts.
+def check_rollouts(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
+    """Shows a warning of each problem with a step's rollouts.
 
     Raises:
-        TrainingError: nothing is to be learned from them.
+        TrainingError: the run must not train on them, see `require_some_success`,
+            `require_own_rewards` and `FirstRewards.look`.
     """
     require_some_success(run, rollouts, step, display)
     require_own_rewards(rollouts.groups)
     if stale := rollouts.dropped["stale"]:
         display.note(
             f"step {step}: {stale} of {stale + len(rollouts.groups)} groups were dropped as "
-            "stale: a server says that other weights sampled them than it was sent"
+            "stale: a server reports that it sampled them with weights other than those it was sent"
         )
     if warning := run.first_rewards.look(rollouts.trajectories, run.config):
         display.note(f"step {step}: {warning}")
 
 
-def disagreement(metrics: Mapping[str, float], config: RunConfig) -> str | None:
-    """Returns a warning where sampler and trainer differ by more than rounding in a step.
+def mismatch_warning(metrics: Mapping[str, float], config: RunConfig) -> str | None:
+    """Returns a warning if sampler and trainer differ in a step by more than rounding explains.
 
-    Where a step trains on what older policies sampled, how far the policy moved counts too.
+    If the step may train on samples of older policies, the difference includes how far the policy
+    has moved since, so the threshold is higher and nothing is raised.
 
     Raises:
-        TrainingError: they are two policies, although nothing is stale.
+        TrainingError: sampler and trainer are two different policies although nothing is stale.
     """
     gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
     warning = mismatch_is_large(gap, config)
@@ -53,17 +55,17 @@ def disagreement(metrics: Mapping[str, float], config: RunConfig) -> str | None:
         return None if gap < max(MISMATCH["bfloat16"], explained_mismatch(config)) else warning
     if gap >= FAR_APART * explained_mismatch(config):
         raise TrainingError(
-            f"{warning}; no rounding does that: the sampler has other weights, another "
-            "distribution, or other tokens than those that are trained"
+            f"{warning}; rounding cannot explain this: the sampler has other weights, another "
+            "sampling distribution, or other tokens than the trainer"
         )
     return warning
 
 
 def require_own_rewards(groups: Sequence[Group]) -> None:
-    """
+    """Checks that each trajectory has the reward that its own turns earned.
+
     Raises:
-        TrainingError: the rewards of a group's trajectories are those of its turns, dealt to other
-            members.
+        TrainingError: the rewards of a group were assigned to the wrong members.
     """
     for group in groups:
         scored = [t for t in group.trajectories if t.trainable]
@@ -74,17 +76,17 @@ def require_own_rewards(groups: Sequence[Group]) -> None:
                 i for i, pair in enumerate(zip(rewards, earned, strict=True)) if pair[0] != pair[1]
             )
             raise TrainingError(
-                f"trajectory {scored[wrong].trajectory_id} has reward {rewards[wrong]:g}, and its "
+                f"trajectory {scored[wrong].trajectory_id} has reward {rewards[wrong]:g}, but its "
                 f"turns earned {earned[wrong]:g}: the rewards of group {group.group_id} went to "
-                "other members; look at what scores it"
+                "the wrong members; check the code that scores it"
             )
 
 
 def require_no_gap(run_dir: Path, step: int, mixture: Mixture) -> None:
-    """
+    """Checks that a resumed run skips no task: the next one must follow the last one played.
+
     Raises:
-        CheckpointError: the tasks that a resumed run would take next are not those behind the last
-            that it played.
+        CheckpointError: tasks would be skipped.
     """
     try:
         last_step = range(step, step + 1)
@@ -96,11 +98,11 @@ def require_no_gap(run_dir: Path, step: int, mixture: Mixture) -> None:
         ours = (each.removeprefix(prefix) for each in played if each.startswith(prefix))
         last = max((int(each) for each in ours if each.isdigit()), default=None)
         source = part.scheduler.source
-        # Who plays ahead has handed out more, and says which; those are played first.
+        # A stream that plays ahead has taken more tasks; `returned` lists them, to be played first.
         in_order = part.scheduler.capacity is None and not source.returned
         if last is not None and in_order and source.position > last + 1:
             raise CheckpointError(
-                f"the checkpoint of step {step} goes on with task {source.position}, and the last "
-                f"that was played is {last}: {source.position - last - 1} tasks would be skipped; "
-                "restore data_position, or start anew"
+                f"the checkpoint of step {step} continues with task {source.position}, but the "
+                f"last task played is {last}: {source.position - last - 1} tasks would be skipped; "
+                "restore the checkpoint's data_position, or start a new run"
             )

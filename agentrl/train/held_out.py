@@ -1,6 +1,6 @@
-"""Evaluations of a run while it trains, and what follows from them: the best checkpoint, the end.
+"""Evaluations during a run, which decide its best checkpoint and may end it early.
 
-What the best is follows from the lines of metrics.jsonl alone, so a resumed run finds it again.
+The best step is derived from the lines of metrics.jsonl alone, so a resumed run finds it again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from agentrl.train.sampling import evaluation_sampling
 logger = logging.getLogger(__name__)
 
 SHORTEST = 10
-"""Steps between evaluations that nobody asked for, at least; in all there are at most ten."""
+"""Fewest steps between evaluations that the run file did not ask for; a run has at most ten."""
 
 
 async def default_interval(config: RunConfig, envs: Mapping[str, EnvClient], *, quiet: bool) -> int:
-    """Returns the steps between evaluations where `run.eval_every` is not given; 0 for none.
+    """Returns the steps between evaluations if `run.eval_every` is not set; 0 for none.
 
     Raises:
-        ConfigError: an evaluation that was asked for has no such split.
+        ConfigError: the run file asks for an evaluation on a split that the environment lacks.
     """
     run, split = config.run, config.eval.split
     asked = run.eval_every or run.keep_best or config.eval.sets
@@ -57,7 +57,7 @@ async def default_interval(config: RunConfig, envs: Mapping[str, EnvClient], *, 
 
 
 class HeldOut:
-    """The evaluations of a run, and the best one so far."""
+    """Plays the evaluations of a run and remembers the best one so far."""
 
     def __init__(self, config: RunConfig, default_interval: int) -> None:
         """
@@ -83,14 +83,14 @@ class HeldOut:
         """Tells whether a step ends with evaluations.
 
         Args:
-            config: as it is now, a callback may have changed it.
+            config: the current one; a callback may have changed `run.eval_every`.
         """
         given = config.run.eval_every
         every = self._default_interval if given is None else given
         return bool(every) and step % every == 0
 
-    def see(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Takes in a step's metrics; returns whether they are the best so far."""
+    def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Records a step's metrics; returns whether `run.keep_best` is at its best so far."""
         value = metrics.get(self._key) if self._key else None
         if value is None:
             return False
@@ -100,8 +100,8 @@ class HeldOut:
         self._num_since += 1
         return False
 
-    def why_enough(self) -> str | None:
-        """Returns why the run ends before its last step; None where it goes on."""
+    def reason_to_stop(self) -> str | None:
+        """Returns why the run ends before its last step; None if it continues."""
         if not self._patience or self._num_since < self._patience:
             return None
         return (
@@ -110,10 +110,15 @@ class HeldOut:
         )
 
     def restore(self, rows: Iterable[Mapping[str, Any]], last_step: int, run_dir: Path) -> None:
-        """Takes in the lines of a run that goes on after `last_step`."""
+        """Records the earlier steps of a run that resumes after `last_step`, and points
+        `checkpoints/best` to the best of them.
+
+        Args:
+            rows: lines of metrics.jsonl.
+        """
         for row in rows:
             if row["step"] <= last_step:
-                self.see(row["step"], row)
+                self.record(row["step"], row)
         if self.best_step is None:
             return
         root = run_dir / "checkpoints"
@@ -137,7 +142,7 @@ class HeldOut:
         agents: Agents | None,
         on_progress: Callable[[int, int], None],
     ) -> dict[str, float]:
-        """Plays every set with the policy as it is; returns their metrics."""
+        """Plays every evaluation set with the current policy; returns the metrics of all."""
         metrics = {}
         parts = {part.name: part.scheduler for part in mixture.parts}
         for name, (part, config) in self.sets.items():

@@ -2,20 +2,20 @@
 
     rollout -> batch -> update -> sync -> metrics -> checkpoint        once per step
 
-With `rollout.max_staleness` = 0 these happen in turn. Above 0 rollouts never stop: a stream plays
-ahead, within the bound, while the trainer works; the order of everything else is the same.
+With `rollout.max_staleness` = 0 these happen one after another. Above 0 a stream keeps playing
+episodes while the trainer works, at most that many policy versions ahead. Nothing else changes.
 
 How this differs from the textbook loop:
 
-1. The trainer learns on the ids the engine sampled; a batch holds arrays, never text.
+1. The trainer learns from the token ids that the engine sampled; a batch holds arrays, never text.
 2. The loss of an update is one weighted sum over all its tokens. The weights are computed before
-   it is cut into micro-batches, so the cut changes memory and speed and nothing else.
-3. Every token carries the version of the policy that sampled it, so "how stale" is measured and
+   the sum is split into micro-batches, so the split changes memory and speed but not the gradient.
+3. Every token carries the version of the policy that sampled it, so staleness is measured and
    bounded, not assumed. Version k is the policy after training step k.
-4. Sampler and trainer must agree on the log-probs of what was sampled; every step measures it.
-   The embedded engine reads the trainer's own weights. A server's are compared after every sync.
-5. Everything random derives from the seed and from names (task, member, turn), not from what
-   happened before, so a killed run continues bit for bit.
+4. Sampler and trainer must agree on the log-probs of the sampled tokens; every step measures it.
+   The embedded engine reads the trainer's own weights; servers are compared after every sync.
+5. All randomness derives from the seed and from names (task, member, turn), never from what
+   happened before, so a killed run resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -39,7 +39,7 @@ from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
-from agentrl.train.guards import disagreement, look_at, require_no_gap
+from agentrl.train.guards import check_rollouts, mismatch_warning, require_no_gap
 from agentrl.train.logprobs import packing_of
 from agentrl.train.profile import span
 from agentrl.train.run import (
@@ -47,13 +47,13 @@ from agentrl.train.run import (
     Run,
     assemble,
     open_outputs,
+    replay_config,
     require_saved,
     restore,
     save,
     save_first,
     unless_interrupted,
-    warn_of_rate,
-    without_players,
+    warn_about_learning_rate,
 )
 from agentrl.train.sampling import training_sampling
 from agentrl.train.setup import interruptible, newest_run, resolve_device
@@ -65,14 +65,17 @@ from agentrl.view.report import first_sentence, report_run
 
 
 def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool = False) -> Path:
-    """Do a whole run; returns its directory.
+    """Trains from beginning to end and returns the run directory.
+
+    Where torchrun started several ranks, each calls this: rank 0 drives the run, and the others
+    follow it until it tells them to stop.
 
     Args:
         callbacks: called after every step, see `agentrl.train.callbacks`.
-        quiet: no display and no lines per step.
+        quiet: show no display and print no line per step.
 
     Raises:
-        AgentRLError: with the reason and the remedy. Whatever was saved before stays valid.
+        AgentRLError: with the reason and the fix. Checkpoints saved before remain valid.
     """
     ranks.join(resolve_device(config.model.device), config.train.parallel)
     with ranks.losses_named():
@@ -87,10 +90,10 @@ def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool 
 
 
 def _after_restart(config: RunConfig) -> RunConfig:
-    """Has ranks that torchrun restarts after one of them died continue the run that they began.
+    """Resumes the run that the ranks had begun when torchrun restarted them; else returns `config`.
 
-    Its store says which run that was. Where agents start a store of their own each time, it is the
-    newest run of this name, as with --resume.
+    The launcher's store remembers the run directory. If torchrun made a new store for this attempt,
+    the newest run of this name is resumed, as with --resume.
     """
     if not ranks.attempt():
         return config
@@ -102,12 +105,10 @@ def _after_restart(config: RunConfig) -> RunConfig:
 
 
 async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: bool) -> Path:
+    """Sets up the run, trains all its steps and writes its report; returns the run directory."""
     if config.run.replay is not None:
-        config = without_players(config)
-    async with (
-        connected(config) as envs,
-        running_agents(config) as agents,
-    ):
+        config = replay_config(config)
+    async with connected(config) as envs, running_agents(config) as agents:
         with loading(f"loading {config.model.path}", quiet=quiet):
             run = await assemble(config, envs, agents, quiet=quiet)
         async with aclosing(run.serving):
@@ -123,7 +124,7 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
                 run.saver,
             ):
                 if not config.run.resume:
-                    warn_of_rate(run, outputs.display)
+                    warn_about_learning_rate(run, outputs.display)
                     save_first(run, outputs.display)
                 run.mixture.start(config, last_step)
                 try:
@@ -145,22 +146,24 @@ async def _steps(
     interrupted: asyncio.Event,
     trainer_thread: ThreadPoolExecutor,
 ) -> None:
+    """Trains the steps after `last_step`: all of them, or until the run is interrupted or its
+    evaluations stop improving (`run.patience`)."""
     display = outputs.display
     in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, trainer_thread)
     finished_step = last_step
-    disagreed = False  # sampler and trainer, which is told once
+    warned = False  # of a mismatch between sampler and trainer; once is enough
     for step in range(last_step + 1, run.config.run.num_steps + 1):
-        if run.held_out.why_enough():
+        if run.held_out.reason_to_stop():
             break
 
-        # Rollout: groups of episodes, played now or, by the stream, while the last step trained.
+        # Rollout: the step's groups of episodes, played now, or by a stream during earlier steps.
         step_started = time.perf_counter()
         run.profiler.start(step)
         with span("rollout"):
-            collected = await unless_interrupted(interrupted, _collect(run, step, display), run)
-        if collected is None:
+            played = await unless_interrupted(interrupted, _play(run, step, display), run)
+        if played is None:
             break
-        batches, greedy_rewards = collected
+        batches, greedy_rewards = played
         rollouts = merged(batches)
         if run.config.track.log_trajectories:
             outputs.trajectories.append(step, rollouts.trajectories)
@@ -168,34 +171,31 @@ async def _steps(
         metrics = rollout_metrics(rollouts) | environment_metrics(batches)
         metrics |= run.mixture.take_in(batches)
         metrics["time/rollout_s"] = rollout_s
-        look_at(run, rollouts, step, display)
+        check_rollouts(run, rollouts, step, display)
 
-        # Learn: one batch, one or more optimizer updates.
+        # Batch and update: the samples of all groups, in one optimizer update or several.
         train_started = time.perf_counter()
         groups = rollouts.groups
         if run.replay is not None:
-            again, of_replay = run.replay.take(step)
-            groups = groups + again
-            metrics |= of_replay
+            replayed, metrics_of_replay = run.replay.take(step)
+            groups = groups + replayed
+            metrics |= metrics_of_replay
         samples = trainable_samples(groups)
         if samples:
             metrics |= await run.serving.sleep(run.trainer.model)
             metrics |= await in_thread(_learn, run, step, samples, groups, greedy_rewards, outputs)
-        warning = disagreement(metrics, run.config)
-        if warning and not disagreed:
+        if (warning := mismatch_warning(metrics, run.config)) and not warned:
             display.note(f"step {step}: {warning}")
-            disagreed = True
+            warned = True
         if run.replay is not None:
             run.replay.add(step, rollouts.groups)
         train_s = time.perf_counter() - train_started
-        metrics |= staleness_metrics(samples, current_version=step - 1)
-        metrics |= _training_metrics(run, samples, train_s, metrics.pop("computed_tokens", 0.0))
-        for name in batches:
-            metrics |= _metrics_of_environment(name, samples, step) if name else {}
-        metrics.setdefault("loss/policy", 0.0)
+        num_computed = metrics.pop("computed_tokens", 0.0)
+        metrics |= _training_metrics(run, step, samples, batches, train_s, num_computed)
+        metrics.setdefault("loss/policy", 0.0)  # its curve has no hole where nothing was trained
         metrics.setdefault("loss/kl", 0.0)
 
-        # Sync: whoever samples has the new weights before the stream may play further ahead.
+        # Sync: the engine gets the new weights before a stream may play further ahead.
         display.phase("sync", 0, 1)
         with span("push"):
             metrics |= await run.serving.push(run.trainer.model, step)
@@ -203,17 +203,11 @@ async def _steps(
         if trace := run.profiler.stop():
             display.note(f"trace of step {step}: {trace}")
 
-        # Metrics, an evaluation among them where one is due, and what callbacks add and decide.
+        # Metrics: with those of an evaluation, if one is due. Callbacks may add some, or stop here.
         is_best = False
         if run.held_out.is_due(step, run.config):
-            metrics |= await run.held_out.play(
-                step,
-                run.mixture,
-                run.policy,
-                run.agents,
-                lambda done, total: display.phase("eval", done, total),
-            )
-            is_best = run.held_out.see(step, metrics)
+            metrics |= await _evaluate(run, step, display)
+            is_best = run.held_out.record(step, metrics)
         metrics["time/step_s"] = time.perf_counter() - step_started
         end = StepEnd(step, metrics, rollouts.trajectories, run, interrupted, display)
         for callback in callbacks:
@@ -222,28 +216,24 @@ async def _steps(
         display.step(step, metrics)
         finished_step = outputs.status.step = step
 
-        # Checkpoint: where one is due, or where the disk refused the last.
+        # Checkpoint: if one is due, or if the last one did not fit on the disk.
         due = step % run.config.run.save_every == 0 or step == run.config.run.num_steps
         if due or is_best or run.saver.refused:
             await in_thread(save, run, step, run.data_position(), display, is_best)
         if interrupted.is_set():
             break
-    run.saver.wait()
-    if (interrupted.is_set() or run.held_out.why_enough()) and finished_step > run.saver.step:
-        save(run, finished_step, run.data_position(), display)
-        run.saver.wait()
-    require_saved(run, finished_step)
-    if interrupted.is_set():
-        display.note(f"stopped after step {finished_step}; continue with --resume")
-    elif enough := run.held_out.why_enough():
-        display.note(f"ended after step {finished_step}: {enough}")
+    _finish(run, finished_step, display, interrupted=interrupted.is_set())
 
 
-async def _collect(
+async def _play(
     run: Run, step: int, display: Display
 ) -> tuple[dict[str, RolloutBatch], dict[str, float] | None]:
-    """A step's rollouts by environment and, where the objective compares with them, greedy rewards
-    by group."""
+    """Plays a step's episodes.
+
+    Returns:
+        Its groups by environment, and the reward of a greedy answer to each group's task by group
+        id; None instead unless the objective uses such rewards as baselines (ReMax).
+    """
     before = run.mixture.data_position()
     try:
         batches = await run.mixture.collect(
@@ -256,13 +246,14 @@ async def _collect(
             rewards |= await _greedy_rewards(run, part, batches[part.name])
     except asyncio.CancelledError:
         if not run.mixture.plays_ahead:
-            run.mixture.restore(before)  # a resumed run plays these tasks again
+            run.mixture.restore(before)  # so that a resumed run plays these tasks
         raise
     return batches, rewards
 
 
 async def _greedy_rewards(run: Run, part: Part, batch: RolloutBatch) -> dict[str, float]:
-    """ReMax: the same tasks once more, one answer each, always the most probable token."""
+    """Plays each group's task once more, always taking the most probable token; returns the rewards
+    by group id. Groups whose greedy answer failed are dropped from `batch`."""
     answers = await part.scheduler.replay(
         batch.groups,
         run.policy(training_sampling(part.config, temperature=0.0)),
@@ -290,7 +281,10 @@ def _learn(
     greedy_rewards: dict[str, float] | None,
     outputs: Outputs,
 ) -> dict[str, float]:
-    """Train on a step's samples; returns its metrics. Blocks, so it has a thread of its own."""
+    """Trains on a step's samples and returns the metrics.
+
+    It blocks, so it runs in a thread of its own while the event loop goes on playing episodes.
+    """
     states = None
     if "state_ids" in run.config.objective.needs():
         played = [t for group in groups for t in group.trajectories]
@@ -314,24 +308,66 @@ def _learn(
         )
 
 
-def _metrics_of_environment(name: str, samples: list[Sample], step: int) -> dict[str, float]:
-    """Counts the samples of one environment among several."""
-    own = [sample for sample in samples if environment_of(sample.group_id) == name]
-    if not own:
-        return {}
-    metrics = staleness_metrics(own, current_version=step - 1)
-    metrics |= {"train/samples": len(own), "train/tokens": sum(len(sample) for sample in own)}
-    return {f"env/{name}/{key}": value for key, value in metrics.items()}
+async def _evaluate(run: Run, step: int, display: Display) -> dict[str, float]:
+    """Plays the held-out tasks with the policy as it is now; returns their metrics."""
+    return await run.held_out.play(
+        step,
+        run.mixture,
+        run.policy,
+        run.agents,
+        lambda done, total: display.phase("eval", done, total),
+    )
 
 
 def _training_metrics(
-    run: Run, samples: list[Sample], seconds: float, computed: float
+    run: Run,
+    step: int,
+    samples: list[Sample],
+    batches: Mapping[str, RolloutBatch],
+    seconds: float,
+    num_computed: float,
 ) -> dict[str, float]:
-    return {
+    """Returns staleness, sizes and speed of a step's training, over all samples and for each named
+    environment.
+
+    Args:
+        seconds: time that training took.
+        num_computed: tokens that went through the model in updates; a prefix that several samples
+            share may count once.
+    """
+    metrics = staleness_metrics(samples, current_version=step - 1)
+    metrics |= {
         "train/samples": len(samples),
         "train/tokens": sum(len(sample) for sample in samples),
         "train/packing": packing_of(run.trainer.learner.model),
         "train/updates": run.trainer.learner.num_updates,
         "time/train_s": seconds,
-        "train/tokens_per_s": computed / seconds,
+        "train/tokens_per_s": num_computed / seconds,
     }
+    for name in filter(None, batches):
+        own = [sample for sample in samples if environment_of(sample.group_id) == name]
+        if not own:
+            continue
+        of_environment = staleness_metrics(own, current_version=step - 1)
+        of_environment["train/samples"] = len(own)
+        of_environment["train/tokens"] = sum(len(sample) for sample in own)
+        metrics |= {f"env/{name}/{key}": value for key, value in of_environment.items()}
+    return metrics
+
+
+def _finish(run: Run, finished_step: int, display: Display, *, interrupted: bool) -> None:
+    """Saves the last step of a run that ended early, and shows why it ended.
+
+    Raises:
+        TrainingError: the last step could not be saved.
+    """
+    run.saver.wait()
+    reason = run.held_out.reason_to_stop()
+    if (interrupted or reason) and finished_step > run.saver.step:
+        save(run, finished_step, run.data_position(), display)
+        run.saver.wait()
+    require_saved(run, finished_step)
+    if interrupted:
+        display.note(f"stopped after step {finished_step}; continue with --resume")
+    elif reason:
+        display.note(f"ended after step {finished_step}: {reason}")

@@ -1,6 +1,6 @@
-"""The parts of a training run: how they are built, saved, restored and watched over.
+"""The parts of a training run: builds, saves, restores and watches them.
 
-`agentrl.train.loop` says what it does with these parts.
+`agentrl.train.loop` shows what a run does with these parts.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ T = TypeVar("T")
 
 SAMPLER_KEYS = {"sampler", "sampler_stages"}
 REPLAY = "replay/groups"
-"""In a checkpoint, beside the names of environments, none of which has a stroke."""
+"""Key of a checkpoint's data position, beside the names of environments, which hold no slash."""
 STALL_REPORT_ROWS = 40
 MOST_FAILED = 0.75
-"""Share of a step's trajectories that fail for one cause where something is broken."""
+"""Share of a step's trajectories; if more fail for one cause, something is broken."""
 FAILING_STEPS = 3
-"""So many such steps in a row end the run. Fewer do not, because an outage may pass."""
+"""This many such steps in a row end the run. Fewer do not, because an outage may pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Run:
 
     run_dir: Path
     lock: IO[bytes]
-    """Keeps the directory for this process until it is closed."""
+    """Reserves the directory for this process until it is closed."""
     fingerprint: dict[str, JSON]
     """Everything that a resumed run must have in common with the one that was saved."""
     trainer: Trainer
@@ -98,17 +98,17 @@ class Run:
     first_rewards: FirstRewards
     profiler: Profiler
     replay: ReplayBuffer | None = None
-    """Groups to train on again; None where `rollout.replay_share` is 0."""
+    """Groups to train on again; None if `rollout.replay_share` is 0."""
     failing_steps: int = 0
     """Steps in a row in which most trajectories failed for one cause."""
 
     @property
     def config(self) -> RunConfig:
-        """The configuration as it is now: callbacks may have changed a few keys."""
+        """Returns the current configuration; callbacks may have changed a few keys."""
         return self.trainer.config
 
     def change(self, key: str, value: JSON) -> None:
-        """Give a key another value from the next step on; every later checkpoint holds it.
+        """Changes a key from the next step on; every later checkpoint holds the change.
 
         Raises:
             ConfigError: the key cannot change during this run, or not to this value.
@@ -123,25 +123,26 @@ class Run:
         self.set_policies()
 
     def set_policies(self) -> None:
-        """Let every environment be played as the configuration says now."""
+        """Gives every environment a policy that samples as the current configuration says."""
         for part in self.mixture.parts:
             part.config = self.config.environments[part.name]
             part.scheduler.policy = self.policy(training_sampling(part.config))
 
     def data_position(self) -> dict[str, JSON]:
-        """Returns the positions of the task sources, and the groups held to be trained on again."""
+        """Returns the positions of the task sources, and the groups held for replay."""
         position = self.mixture.data_position()
         if self.replay is not None:
             position[REPLAY] = self.replay.state()
         return position
 
     def policy(self, sampling: SamplingParams) -> TokenPolicy:
-        """The policy that is trained, sampling like this."""
+        """Returns the policy in training, with these sampling parameters."""
         return token_policy(self.config, self.serving.engine, self.renderer, sampling)
 
 
-def without_players(config: RunConfig) -> RunConfig:
-    """The configuration of a replay, which has no servers, no agent and no evaluations."""
+def replay_config(config: RunConfig) -> RunConfig:
+    """Returns `config` without servers, agent and evaluations: a replay (`run.replay`) trains on
+    recorded episodes."""
     return config.model_copy(
         update={
             "inference": InferenceSection.model_validate({}),
@@ -155,14 +156,14 @@ def without_players(config: RunConfig) -> RunConfig:
 async def assemble(
     config: RunConfig, envs: Mapping[str, EnvClient], agents: Agents | None, *, quiet: bool
 ) -> Run:
-    """Build everything, checking first what is cheapest to check.
+    """Builds all parts of a run. The cheapest checks come first.
 
     Args:
-        envs: a client of each environment, by its name.
-        agents: play the episodes; None: the policy plays itself.
+        envs: a client of each environment, by name.
+        agents: play the episodes; if None, the policy plays them itself.
 
     Raises:
-        AgentRLError: a part is misconfigured or out of reach; says which and how to mend it.
+        AgentRLError: a part is misconfigured or cannot be reached; names it and the fix.
     """
     rollout = config.rollout
     require_optimizer(config.train)
@@ -204,11 +205,12 @@ async def assemble(
     ranks.remember("run_dir", str(run_dir))
     ranks.tell("start", str(run_dir))
     if config.model.compile and not quiet:
-        print("compiling the model's layers, about a minute")
+        print("compiling the model's layers; this takes about a minute")
     with ranks.working("start"):
         trainer = await make_trainer(config, tokenizer, run_dir)
     if trainer.chose_token_budget and not config.run.resume and not quiet:
-        print(f"train.token_budget = {trainer.config.train.token_budget}, by the device's memory")
+        budget = trainer.config.train.token_budget
+        print(f"train.token_budget = {budget}, chosen for the device's free memory")
 
     if config.inference.quantization and not quiet:
         print(correction_of_rounding(config))
@@ -254,7 +256,7 @@ async def assemble(
 
 @contextmanager
 def named_in_errors(name: str) -> Iterator[None]:
-    """Say which of several environments an error at the start is about."""
+    """Adds the environment's name to an error raised during setup, if the run has several."""
     try:
         yield
     except (EnvError, ConfigError, DataError) as error:
@@ -266,7 +268,7 @@ def named_in_errors(name: str) -> Iterator[None]:
 def _fingerprint(
     config: RunConfig, *, num_tasks: Mapping[str, int | None], model: PreTrainedModel
 ) -> dict[str, JSON]:
-    """Returns what two runs must have in common for one to go on where the other stopped."""
+    """Returns the settings that two runs must share for one to continue the other."""
     rollout, lora = config.rollout, config.model.lora
     return {
         "run.seed": config.run.seed,
@@ -291,7 +293,7 @@ def _fingerprint(
         ),
         "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,
         "teacher.path": config.teacher.path,
-        # How an update is computed; memory settings such as token_budget may change.
+        # How an update is computed. Settings of memory and speed, such as token_budget, may differ.
         "train": config.train.model_dump(
             mode="json",
             exclude={
@@ -309,7 +311,7 @@ def _reference(model: ModelSection) -> dict[str, JSON]:
 
 
 def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dict[str, JSON]:
-    """Returns what is played, without addresses and deadlines of servers: they may change."""
+    """Returns the environments, without addresses and deadlines, which may differ."""
     if not config.envs:
         env = config.env
         return {
@@ -334,7 +336,7 @@ def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
 
 
 def _sampler(config: RunConfig) -> dict[str, JSON]:
-    """Returns how tasks are chosen, but for the keys of `[[env]]`: those are in `_environments`."""
+    """Returns how tasks are chosen, except keys of `[[env]]`, which `_environments` returns."""
     if all(each.rollout.sampler == "uniform" for each in config.environments.values()):
         return {}
     rollout = config.rollout
@@ -348,7 +350,7 @@ def _replay(rollout: RolloutSection) -> dict[str, JSON]:
 
 
 def _agent(agent: AgentSection) -> dict[str, JSON]:
-    """Returns which agent plays. Where its endpoint listens is left out: it may change."""
+    """Returns the agent that plays, without its endpoint's address, which may differ."""
     who = agent.model_dump(mode="json", include={"run", "command", "container"})
     if agent.answer != "last_line":
         who["answer"] = agent.answer
@@ -357,12 +359,12 @@ def _agent(agent: AgentSection) -> dict[str, JSON]:
     return {"agent": who} if agent.is_on else {}
 
 
-# what is written ----------------------------------------------------------------------------------
+# outputs and checkpoints --------------------------------------------------------------------------
 
 
 @dataclass(slots=True, frozen=True)
 class Outputs:
-    """Everything that a run writes and shows besides its checkpoints."""
+    """Writes and shows everything that a run produces besides checkpoints."""
 
     metrics: MetricsWriter
     trajectories: TrajectoryLog
@@ -373,7 +375,7 @@ class Outputs:
 
 @contextmanager
 def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
-    """Continue the files of the run after `last_step`, or begin them."""
+    """Opens the run's files, new or to be continued after `last_step`, and its display."""
     config = run.config
     with (
         run.lock,
@@ -396,16 +398,16 @@ def open_outputs(run: Run, last_step: int, *, quiet: bool) -> Iterator[Outputs]:
     ):
         trajectories = TrajectoryLog(run.run_dir, resume_step=last_step)
         if steps := run.profiler.unreached(last_step, config.run.num_steps):
-            said = ", ".join(map(str, steps))
+            listed = ", ".join(map(str, steps))
             display.note(
-                f"no trace is written of step {said}: this run goes from step {last_step + 1} to "
-                f"{config.run.num_steps} (run.profile)"
+                f"run.profile: no trace will be written of step {listed}, because this run trains "
+                f"steps {last_step + 1} to {config.run.num_steps}"
             )
         yield Outputs(metrics, trajectories, signals, status, display)
 
 
 def restore(run: Run) -> int:
-    """Load the newest good checkpoint; returns its step."""
+    """Loads the newest valid checkpoint and returns its step."""
     ranks.tell("restore", [run.fingerprint, run.config.run.force_resume])
     with ranks.working("restore"):
         state = checkpoint.resume(
@@ -421,12 +423,12 @@ def restore(run: Run) -> int:
         held: Any = state.data_position.get(REPLAY, [])
         run.replay.restore(held, run.run_dir, run.renderer.processor)
     run.trainer.restore_counters(state)
-    if run.serving.sleeps:  # moments are restored to where their weights are
+    if run.serving.sleeps:  # the moments were restored onto the device of the weights
         leave_device(run.trainer)
     run.saver.step = state.step
     if run.trainer.changes:
-        said = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())
-        logger.warning("the run goes on with what its callbacks changed: %s", said)
+        listed = ", ".join(f"{key} = {value}" for key, value in run.trainer.changes.items())
+        logger.warning("the resumed run keeps the changes of its callbacks: %s", listed)
         run.set_policies()
     if run.config.run.keep_best:
         run.held_out.restore(read_metrics(run.run_dir), state.step, run.run_dir)
@@ -436,13 +438,13 @@ def restore(run: Run) -> int:
 def save(
     run: Run, step: int, position: dict[str, JSON], display: Display, is_best: bool = False
 ) -> None:
-    """Write a checkpoint, or begin to (`run.async_save`): `run.saver` says what is in place.
+    """Writes a checkpoint, in the background with `run.async_save`.
+
+    If the disk is full, `run.saver.refused` is set and the loop tries again after the next step. A
+    run that ends without its last checkpoint has failed (`require_saved`).
 
     Args:
-        is_best: it becomes `checkpoints/best`.
-
-    Where a full disk refused it the loop tries again after the next step, and a run that ends
-    without its last checkpoint has failed (`require_saved`).
+        is_best: make this checkpoint `checkpoints/best`.
     """
     display.phase("checkpoint", 0, 1)
     run.saver.wait()
@@ -453,10 +455,11 @@ def save(
 
 
 def save_first(run: Run, display: Display) -> None:
-    """Write the checkpoint of step 0, from which a run killed at any moment can be resumed.
+    """Writes the checkpoint of step 0, so that a run killed at any moment can be resumed, and warns
+    if the disk has no room for the checkpoints to come.
 
     Raises:
-        TrainingError: there is no room even for this one.
+        TrainingError: the disk has no room even for this one.
     """
     save(run, 0, run.data_position(), display)
     run.saver.wait()
@@ -466,35 +469,36 @@ def save_first(run: Run, display: Display) -> None:
     free, needed = shutil.disk_usage(run.run_dir).free, run.config.run.keep_checkpoints * size
     if free < needed:
         logger.warning(
-            "%s has %.1f GB free, and run.keep_checkpoints = %d checkpoints and the one that is "
-            "being written need %.1f GB more",
+            "%s has %.1f GB free, but run.keep_checkpoints = %d checkpoints and the one being "
+            "written need %.1f GB more; free some space or lower run.keep_checkpoints",
             *(run.run_dir, free / 1e9, run.config.run.keep_checkpoints, needed / 1e9),
         )
 
 
 def require_saved(run: Run, finished_step: int) -> None:
-    """
+    """Checks that the weights after the last step are saved.
+
     Raises:
-        TrainingError: the weights after the last step are in no checkpoint.
+        TrainingError: no checkpoint holds them.
     """
     if finished_step > run.saver.step:
         raise TrainingError(
-            f"the weights of step {finished_step} are NOT saved, for the disk refused them (see "
+            f"the weights of step {finished_step} are NOT saved, because the disk is full (see "
             f"above): the newest checkpoint is that of step {run.saver.step}; free space under "
             f"{run.run_dir}, then train the missing steps again with --resume"
         )
 
 
-# what ends a run early ----------------------------------------------------------------------------
+# reasons to stop early ----------------------------------------------------------------------------
 
 
 async def unless_interrupted(
     interrupted: asyncio.Event, work: Coroutine[None, None, T], run: Run
 ) -> T | None:
-    """The result of `work`, or None if the interruption came first; then `work` is cancelled.
+    """Returns the result of `work`; if `interrupted` is set first, cancels it and returns None.
 
     Raises:
-        StallError: no episode moved for `run.stall_timeout_s` while this waited.
+        StallError: no episode made progress for `run.stall_timeout_s` seconds.
     """
     task = asyncio.ensure_future(work)
     signal = asyncio.ensure_future(interrupted.wait())
@@ -515,12 +519,12 @@ async def unless_interrupted(
 
 
 def _stall_report(mixture: Mixture) -> str:
-    """Describes the stage of every episode on a line, the longest wait first."""
+    """Lists the stage of every episode in flight, one per line, the longest wait first."""
     now = time.monotonic()
     live = sorted(mixture.live.values(), key=lambda episode: episode.since)
     lines = [
         f"no episode moved for {mixture.stalled_for_s():.0f} s (run.stall_timeout_s); "
-        f"{len(live)} in flight. Continue with --resume once its cause is gone",
+        f"{len(live)} in flight. Remove the cause, then continue with --resume",
         f"{'trajectory':24} {'stage':10} {'turn':>4} {'waits':>8}",
     ]
     lines += [
@@ -533,11 +537,11 @@ def _stall_report(mixture: Mixture) -> str:
 
 
 def require_some_success(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
-    """Stop when next to nothing can be played: that is a broken setup, not a bad policy.
+    """Stops a run whose episodes fail: its setup is broken, not its policy bad.
 
     Raises:
-        TrainingError: every trajectory of the step failed, or MOST_FAILED of each of FAILING_STEPS
-            steps in a row did for one cause; names it.
+        TrainingError: every trajectory of the step failed, or `FAILING_STEPS` steps in a row lost
+            `MOST_FAILED` of their trajectories, each step to one cause; names the cause.
     """
     total = len(rollouts.trajectories)
     failed = [t for t in rollouts.trajectories if t.error is not None]
@@ -549,18 +553,18 @@ def require_some_success(run: Run, rollouts: RolloutBatch, step: int, display: D
     run.failing_steps += 1
     example = next(t.error for t in failed if t.error and t.error.code == code)
     how_many = "all" if len(failed) == total else f"{len(failed)} of the"
-    said = (
+    summary = (
         f"{how_many} {total} trajectories of step {step} failed, {count} of them during "
         f"{example.stage} with {code}: {example.message}"
     )
     if len(failed) == total or run.failing_steps >= min(FAILING_STEPS, run.config.run.num_steps):
         more = "" if run.failing_steps == 1 else f", and in {run.failing_steps} steps in a row"
-        raise TrainingError(f"{said}{more}; mend it, then continue with --resume")
-    display.note(f"{said}; the run stops after {FAILING_STEPS} such steps in a row")
+        raise TrainingError(f"{summary}{more}; fix it, then continue with --resume")
+    display.note(f"{summary}; the run stops after {FAILING_STEPS} such steps in a row")
 
 
-def warn_of_rate(run: Run, display: Display) -> None:
-    """Say where the learning rate is far from what models of this size take."""
+def warn_about_learning_rate(run: Run, display: Display) -> None:
+    """Warns if the learning rate is far from the usual one for this number of weights."""
     learning = (p.numel() for p in run.trainer.model.parameters() if p.requires_grad)
     if warning := rate_is_unusual(run.config, sum(learning)):
         display.note(warning)

@@ -13,7 +13,7 @@ from agentrl.cli import main
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.train import memory
-from agentrl.train.guards import disagreement
+from agentrl.train.guards import mismatch_warning
 from agentrl.train.model import load_model
 from agentrl.train.preflight import correction_of_rounding
 from agentrl.train.serving import start_serving
@@ -79,12 +79,12 @@ def test_rounding_is_corrected_unless_the_run_file_chooses(objective, level, anc
 
 def test_the_mismatch_has_a_limit_of_its_own():
     def told(gap, run):
-        return disagreement({"policy/rollout_train_logprob_diff_mean": gap}, run)
+        return mismatch_warning({"policy/rollout_train_logprob_diff_mean": gap}, run)
 
     plain = RunConfig.model_validate({"model": {"path": "m", "dtype": "bfloat16"}})
     assert told(0.07, plain) is not None and told(0.07, config()) is None
     assert "fp8 explains 0.1" in (told(0.12, config()) or "")
-    with pytest.raises(TrainingError, match="no rounding does that"):
+    with pytest.raises(TrainingError, match="rounding cannot explain this"):
         told(1.1, config())
 
 

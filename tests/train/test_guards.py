@@ -9,7 +9,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, TrainingError
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.scheduler import TaskSource
-from agentrl.train.guards import disagreement, require_no_gap, require_own_rewards
+from agentrl.train.guards import mismatch_warning, require_no_gap, require_own_rewards
 from agentrl.types import Group, StopReason, TokenRow, Trajectory, Turn
 
 STALE = {
@@ -34,19 +34,19 @@ def apart(gap: float) -> dict[str, float]:
 
 
 def test_two_policies_end_a_run_and_a_smaller_difference_warns():
-    assert disagreement({}, config()) is None
-    assert disagreement(apart(0.004), config()) is None
-    assert "differ by 0.02 nats" in (disagreement(apart(0.02), config()) or "")
-    with pytest.raises(TrainingError, match="no rounding does that"):
-        disagreement(apart(0.06), config())
+    assert mismatch_warning({}, config()) is None
+    assert mismatch_warning(apart(0.004), config()) is None
+    assert "differ by 0.02 nats" in (mismatch_warning(apart(0.02), config()) or "")
+    with pytest.raises(TrainingError, match="rounding cannot explain this"):
+        mismatch_warning(apart(0.06), config())
 
 
 @pytest.mark.parametrize("sections", STALE.values(), ids=STALE.keys())
 def test_a_policy_that_moved_since_it_sampled_is_not_taken_for_another(sections):
     stale = config(**sections)
-    assert disagreement(apart(0.02), stale) is None
-    assert "differ by 0.06 nats" in (disagreement(apart(0.06), stale) or "")
-    assert disagreement(apart(9.0), stale) is not None, "told, and no end"
+    assert mismatch_warning(apart(0.02), stale) is None
+    assert "differ by 0.06 nats" in (mismatch_warning(apart(0.06), stale) or "")
+    assert mismatch_warning(apart(9.0), stale) is not None, "told, and no end"
 
 
 def trajectory(group_id: str, member: int, reward: float, earned: float) -> Trajectory:
@@ -63,7 +63,7 @@ def test_rewards_that_went_to_another_member_are_named():
     sound = [trajectory("g0", 0, 1.0, 1.0), trajectory("g0", 1, 0.0, 0.0)]
     require_own_rewards([Group("g0", "t", sound)])
     dealt = [trajectory("g0", 0, 0.0, 1.0), trajectory("g0", 1, 1.0, 0.0)]
-    with pytest.raises(TrainingError, match="g0-m0 has reward 0, and its turns earned 1"):
+    with pytest.raises(TrainingError, match="g0-m0 has reward 0, but its turns earned 1"):
         require_own_rewards([Group("g0", "t", dealt)])
 
 

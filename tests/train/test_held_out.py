@@ -143,20 +143,22 @@ def test_the_best_is_forgotten_aloud_where_its_checkpoint_is_gone(tmp_path, capl
     state.restore([{"step": 1, "eval/avg@1": 0.5}, {"step": 2, "eval/avg@1": 0.9}], 1, tmp_path)
     assert state.best is None
     assert "eval/avg@1 was best at step 1, whose checkpoint is gone" in caplog.text
-    assert state.see(2, {"eval/avg@1": 0.1})
+    assert state.record(2, {"eval/avg@1": 0.1})
 
 
 def test_patience_counts_evaluations_in_a_row():
     config = load_config(QUICKSTART, ["--run.keep_best", "eval/avg@1", "--run.patience", "2"])
     state = HeldOut(config, 1)
     seen = [
-        (state.see(step, {"eval/avg@1": value}), state.why_enough() is not None)
+        (state.record(step, {"eval/avg@1": value}), state.reason_to_stop() is not None)
         for step, value in enumerate([0.2, 0.1, 0.3, 0.3], 1)
     ]
     assert seen == [(True, False), (False, False), (True, False), (False, False)]
-    assert not state.see(5, {"reward/mean": 1.0}), "a step without an evaluation counts for nothing"
-    assert not state.see(6, {"eval/avg@1": 0.2})
-    assert "did not rise above 0.300, that of step 3, in 2 evaluations" in state.why_enough()
+    assert not state.record(5, {"reward/mean": 1.0}), (
+        "a step without an evaluation counts for nothing"
+    )
+    assert not state.record(6, {"eval/avg@1": 0.2})
+    assert "did not rise above 0.300, that of step 3, in 2 evaluations" in state.reason_to_stop()
 
 
 def test_sets_of_several_environments_are_those_of_the_one_they_name():
