@@ -1,16 +1,16 @@
-"""Ranks above 0: they do their part of what rank 0 does, in its order, until it says stop.
+"""Runs ranks above 0: they carry out rank 0's commands, in order, until it tells them to stop.
 
-    start     load the networks, each rank its shard
-    restore   take the weights and moments of a checkpoint
-    learn     a step's samples -> one or more updates
-    change    a key of the configuration has another value from now on
-    adapter   put the adapter together on rank 0, for servers to start with
-    push      put the weights together on rank 0, tensor by tensor, and compute the probe
-    save      write the own shards of a checkpoint
-    stop
+    start     load this rank's shard of the networks
+    restore   load this rank's weights and moments from a checkpoint
+    learn     train on a step's samples
+    change    change a key of the configuration
+    adapter   send this rank's part of the adapter to rank 0, which starts servers with it
+    push      send this rank's part of the weights to rank 0, and compute the probe with it
+    save      write this rank's shards of a checkpoint
+    stop      end
 
-They write no file but their shards, show nothing, and ignore SIGINT and SIGTERM: rank 0 decides
-when a run stops, and needs them for its last checkpoint.
+These ranks write only their shards and traces, show nothing, and ignore SIGINT and SIGTERM: rank 0
+decides when a run stops, and needs them for the last checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from agentrl.types import JSON, Sample
 
 
 def follow(config: RunConfig) -> None:
-    """
+    """Carries out rank 0's commands until it says stop.
+
     Raises:
-        RuntimeError: rank 0, or another, is gone.
+        RuntimeError: the connection to rank 0 or another rank broke.
+        SystemExit: training failed; rank 0 reports why.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -74,7 +76,7 @@ def _obey(
             with span("update"):
                 trainer.learn(step, unpacked(plain, arrays), states, greedy_rewards)
         except TrainingError:
-            raise SystemExit(1) from None  # rank 0 says why
+            raise SystemExit(1) from None  # rank 0 reports the reason
         finally:
             profiler.stop()
     elif word == "change":
@@ -115,7 +117,7 @@ def _obey(
 
 
 def packed(samples: Sequence[Sample]) -> tuple[JSON, dict[str, np.ndarray]]:
-    """Samples as JSON and a few arrays, to be told to other ranks."""
+    """Returns samples as JSON and a few arrays, the form in which `ranks.tell` sends them."""
     plain: dict[str, JSON] = {}
     arrays = {}
     for field in fields(Sample):
@@ -132,7 +134,7 @@ def packed(samples: Sequence[Sample]) -> tuple[JSON, dict[str, np.ndarray]]:
 
 
 def unpacked(plain: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Sample]:
-    """The samples of `packed`."""
+    """Returns the samples that `packed` turned into JSON and arrays."""
     columns: dict[str, list] = {}
     for name, values in plain.items():
         if name in arrays:

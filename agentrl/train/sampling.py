@@ -1,4 +1,4 @@
-"""Sampling parameters of training and evaluation: the run file's, else the model's own."""
+"""Chooses the sampling parameters of training and evaluation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ FILE = "generation_config.json"
 _OF_MODEL = {"max_tokens": "max_new_tokens"} | {
     key: key for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 }
-"""Key of `eval` -> its name in generation_config.json."""
+"""Key of `eval` -> name in generation_config.json."""
 
 
 def training_sampling(config: RunConfig, temperature: float | None = None) -> SamplingParams:
-    """Returns the sampling parameters of rollouts, at another temperature if one is given."""
+    """Returns the sampling parameters of rollouts in training.
+
+    Args:
+        temperature: replaces `rollout.temperature`.
+    """
     rollout = config.rollout
     chosen = rollout.temperature if temperature is None else temperature
     return SamplingParams(
@@ -36,8 +40,10 @@ def training_sampling(config: RunConfig, temperature: float | None = None) -> Sa
 
 
 def evaluation_sampling(config: RunConfig, path: str) -> tuple[SamplingParams, str | None]:
-    """Returns the sampling parameters of evaluation, and a line about those that were taken from
-    the generation_config.json of the model at `path`; None if none were.
+    """Returns the sampling parameters of evaluation.
+
+    Keys that `eval` does not set come from the generation_config.json of the model at `path`. The
+    second result is a line that tells the user which; None if there are none.
 
     Raises:
         ConfigError: that file cannot be used.
@@ -52,12 +58,13 @@ def evaluation_sampling(config: RunConfig, path: str) -> tuple[SamplingParams, s
     sampling = replace(rest, **models | given)
     if not models:
         return sampling, None
-    said = ", ".join(f"{key} {value:g}" for key, value in models.items())
+    values = ", ".join(f"{key} {value:g}" for key, value in models.items())
     keys = ", ".join(f"eval.{key}" for key in models)
-    return sampling, f"eval samples with {said}, as {FILE} says; override: {keys}"
+    return sampling, f"eval samples with {values}, as {FILE} says; override: {keys}"
 
 
 def _recommended(path: str) -> dict[str, Any]:
+    """Returns the sampling parameters that generation_config.json sets, by key of `eval`."""
     path = base_of(path) if is_adapter(path) else path
     try:
         config = GenerationConfig.from_pretrained(path)

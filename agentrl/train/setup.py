@@ -1,4 +1,4 @@
-"""Sets up what a run needs before its first step: directory, device, seeds, interruption."""
+"""Prepares a run before its first step: directory, device, seeds and signal handlers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ LOCK_FILE = ".lock"
 
 
 def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
-    """Create or find the run directory and write `config.toml` into it; also returns what keeps it
-    for this process, until it is closed.
+    """Creates or finds the run directory and writes `config.toml` into it.
 
-    A new run never touches an old one: `runs/<name>` that is in use becomes `runs/<name>-2`, and
-    so on; an explicit `run.dir` in use is an error. `run.resume` takes the newest of them.
+    A new run never touches an old one: if `runs/<name>` holds a run, it takes `runs/<name>-2`, and
+    so on; an explicit `run.dir` that holds one is an error. `run.resume` takes the newest of them.
+
+    Returns:
+        The directory, and its lock file, which reserves it for this process until it is closed.
 
     Raises:
-        ConfigError: the directory is in use, or nothing is there to resume.
+        ConfigError: the directory is in use or cannot be written, or there is no run to resume.
     """
     newest = newest_run(config)
     if config.run.resume:
@@ -55,7 +57,7 @@ def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
     partial = run_dir / ".config.toml.partial"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = _keep(run_dir)
+        lock = _reserve(run_dir)
         partial.write_text(config.to_toml())
         os.replace(partial, run_dir / "config.toml")
     except OSError as error:
@@ -66,14 +68,20 @@ def run_directory(config: RunConfig) -> tuple[Path, IO[bytes]]:
     return run_dir, lock
 
 
-def _keep(run_dir: Path) -> IO[bytes]:
-    """Two processes that train in one directory would write each step twice, and each would remove
-    what the other is just saving."""
+def _reserve(run_dir: Path) -> IO[bytes]:
+    """Locks the directory for this process and returns the open lock file.
+
+    Two processes that train in one directory would write each step twice, and each would delete
+    the checkpoint that the other is saving.
+
+    Raises:
+        ConfigError: another process on this machine holds the lock.
+    """
     lock = (run_dir / LOCK_FILE).open("a+b")
     lock.seek(0)
     host, _, process = lock.read().decode(errors="replace").partition(" ")
     try:
-        # Of this process alone: what a killed one has forked does not hold it any longer.
+        # POSIX locks belong to this process alone, so children of a killed run do not keep it.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         if host == socket.gethostname():
@@ -82,8 +90,8 @@ def _keep(run_dir: Path) -> IO[bytes]:
                 f"process {process} trains in {run_dir}; stop it first, or choose another run.name "
                 "or --run.dir"
             ) from None
-        # A network's file system keeps the lock of a machine that was lost for a while.
-        logger.warning("%s is locked by process %s on %s; going on", run_dir, process, host)
+        # A network file system keeps the lock of a lost machine for a while.
+        logger.warning("%s is locked by process %s on %s; continuing", run_dir, process, host)
     except OSError:
         logger.info("%s is on a file system without locks", run_dir)
     lock.truncate(0)
@@ -93,7 +101,7 @@ def _keep(run_dir: Path) -> IO[bytes]:
 
 
 def newest_run(config: RunConfig) -> Path | None:
-    """The run directory of this name that was made last, if any holds a run."""
+    """Returns the newest directory of this name that holds a run; None if there is none."""
     return next((path for path in reversed(_numbered(config)) if _holds_a_run(path)), None)
 
 
@@ -103,7 +111,7 @@ def _holds_a_run(path: Path) -> bool:
 
 
 def _numbered(config: RunConfig) -> list[Path]:
-    """The directories that exist for this name, in order, and the next free one."""
+    """Returns the existing directories of this name, oldest first, and the next free one."""
     first = config.run.path
     if config.run.dir is not None:
         return [first]
@@ -115,10 +123,10 @@ def _numbered(config: RunConfig) -> list[Path]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """Returns the torch device; `auto` is the GPU where there is one.
+    """Returns the torch device; `auto` is the GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: a GPU was asked for and torch sees none.
+        ConfigError: `device` is `cuda`, but torch sees no GPU.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -142,7 +150,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[asyncio.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second ends the process as usual."""
+    """Yields an event that the first SIGINT or SIGTERM sets; a second ends the process as usual."""
     requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -156,7 +164,7 @@ def interruptible() -> Iterator[asyncio.Event]:
         for number in signals:
             loop.add_signal_handler(number, first)
     except (RuntimeError, ValueError, NotImplementedError):
-        # In a thread beside a notebook's loop, or on a platform without signals.
+        # This runs in a thread beside a notebook's loop, or the platform has no signals.
         with event_loop.stopped_by(lambda: loop.call_soon_threadsafe(requested.set)):
             yield requested
         return

@@ -1,4 +1,4 @@
-"""The networks of a run and how they learn from a step's samples, the same on every rank."""
+"""Holds the networks of a run and trains them on a step's samples; every rank has one."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from agentrl.types import JSON, Sample
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
+    """The networks of a run. `make_trainer` loads them, then every step calls `learn`."""
+
     config: RunConfig
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase
@@ -52,12 +54,12 @@ class Trainer:
     teacher: PreTrainedModel | TeacherServer | None
     kl: KLController
     chose_token_budget: bool = False
-    """Nobody had set `train.token_budget`, so a resumed run takes that of the saved one: another
-    would round differently."""
+    """The run file does not set `train.token_budget`. A resumed run then takes the saved one,
+    because another budget would round differently."""
     reference_step: int = 0
-    """The step after which the reference became the policy last."""
+    """The step after which the reference last took the policy's weights."""
     changes: dict[str, JSON] = field(default_factory=dict)
-    """Keys that were changed since the run began, and what they are now."""
+    """Keys changed by callbacks since the run began, and their current values."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -65,7 +67,8 @@ class Trainer:
 
     @property
     def changing_reference(self) -> sharding.Frozen | None:
-        """The reference, where it is not what a run file names for long."""
+        """Returns the reference if it changes (`model.reference_every`), so that checkpoints must
+        hold it; else None."""
         if self.reference is None or not self.config.model.reference_every:
             return None
         return sharding.Frozen(self.reference)
@@ -79,12 +82,12 @@ class Trainer:
         on_progress: Callable[[int, int], None] | None = None,
         on_signals: Callable[[StepSignals], None] | None = None,
     ) -> dict[str, float]:
-        """Train on a step's samples; returns its metrics.
+        """Trains on a step's samples and returns the metrics.
 
         Args:
             states, greedy_rewards: see `make_batch`.
             on_progress: see `update_policy`.
-            on_signals: gets what was computed for each token, where `track.signals` asks for it.
+            on_signals: called with the values computed for each token, if `track.signals` is set.
 
         Raises:
             TrainingError: too many updates in a row had a non-finite gradient.
@@ -122,7 +125,7 @@ class Trainer:
         if signals is not None and on_signals is not None:
             on_signals(signals)
         every, reference = config.model.reference_every, self.changing_reference
-        # A step without samples is not learned from: what was due then is made up for.
+        # A step without samples does not come here, so an overdue change is made up for now.
         if reference and every and step // every > self.reference_step // every:
             reference.become(self.model)
             self.reference_step = step
@@ -137,7 +140,7 @@ class Trainer:
         return metrics
 
     def change(self, key: str, value: JSON) -> None:
-        """Learn with another value of a key from now on.
+        """Changes a key of the configuration from now on.
 
         Raises:
             ConfigError: the key cannot change, or not to this value.
@@ -151,10 +154,10 @@ class Trainer:
     def state(
         self, step: int, fingerprint: dict[str, JSON], position: dict[str, JSON]
     ) -> TrainState:
-        """Returns what a checkpoint after this step holds.
+        """Returns the contents of a checkpoint after this step.
 
         Args:
-            position: of the task source.
+            position: see `Run.data_position`.
         """
         return capture_state(
             step=step,
@@ -180,7 +183,7 @@ class Trainer:
         )
 
     def restore_counters(self, state: TrainState) -> None:
-        """Restore what is neither weights nor moments, once the tensors of a state are restored."""
+        """Restores everything but tensors, whose values `checkpoint.resume` has restored before."""
         saved: Any = state.extra
         if self.chose_token_budget and "token_budget" in saved:
             self.config = with_token_budget(self.config, saved["token_budget"])
@@ -197,7 +200,7 @@ class Trainer:
 async def make_trainer(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, run_dir: Path
 ) -> Trainer:
-    """Load every network of a run, each rank its shard of it.
+    """Loads every network of a run. Every rank calls it and gets its shard of each network.
 
     Raises:
         ConfigError: a model cannot be loaded or trained, or a teacher cannot be reached.
@@ -241,15 +244,15 @@ async def make_trainer(
         make_replayable(model, probe=ranks.rank() == 0)
         if config.model.gradient_checkpointing and not packing_of(model):
             raise ConfigError(
-                f"train.router_replay: {type(model).__name__} runs one segment at a time, of which "
-                "the backward pass would know the last one's routes only; set "
-                "model.gradient_checkpointing = false"
+                f"train.router_replay: {type(model).__name__} runs one segment at a time, and when "
+                "the backward pass recomputes a layer, only the last segment's routes are known; "
+                "set model.gradient_checkpointing = false"
             )
     if config.model.lora.rank:
         add_adapter(model, config.model.lora, path=config.model.path)
     if config.model.quantization:
         for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-            parameter.data = parameter.data.to(dtype)  # PEFT goes by the dtype of what is beneath
+            parameter.data = parameter.data.to(dtype)  # PEFT took the dtype of the packed weights
     set_gradient_checkpointing(model, config.model.gradient_checkpointing)
     model = sharding.shard(model, dtype=dtype, device=device, optimizer=config.train.optimizer)
     if config.model.compile:
@@ -261,7 +264,7 @@ async def make_trainer(
     reference = None
     named = config.model.reference
     if "ref_logprobs" in objective.needs() and config.model.lora.rank and not named:
-        reference = model  # without its adapter
+        reference = model  # `without_adapter` makes it the frozen base
     elif "ref_logprobs" in objective.needs():
         if named:
             require_same_tokenizer(named, tokenizer, "model.reference")
@@ -274,7 +277,7 @@ async def make_trainer(
         model,
         config.train,
         total_updates=num_updates,
-        # The weights beneath an adapter are frozen, and its own begin here.
+        # With an adapter nothing else is trained, and its weights do not come from a file.
         weights=None if config.model.lora.rank else sharding.load_masters(config.model.path, dtype),
     )
     return Trainer(
@@ -291,17 +294,22 @@ async def make_trainer(
 
 
 def _require_same_shapes(reference: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Checks that the reference can take the policy's weights (`model.reference_every`).
+
+    Raises:
+        ConfigError: their parameters differ in shape.
+    """
     theirs, ours = ([each.shape for each in m.parameters()] for m in (reference, model))
     if theirs != ours:
         raise ConfigError(
-            "model.reference_every: the reference cannot become the policy, because its weights "
-            "have other shapes; set model.reference to a model of the same shape, or leave "
+            "model.reference_every: the reference cannot take the policy's weights, because the "
+            "shapes differ; set model.reference to a model of the same shape, or leave "
             "model.reference_every out"
         )
 
 
 def _fitting_token_budget(config: RunConfig, device_type: str) -> int:
-    """Returns the same budget on all ranks, by the memory of the one that has the least."""
+    """Returns a token budget that fits the rank with the least free memory; the same on all."""
     free: list[Any] = ranks.gather(torch.cuda.mem_get_info()[0])
     budget: Any = None
     if ranks.rank() == 0:
@@ -312,7 +320,8 @@ def _fitting_token_budget(config: RunConfig, device_type: str) -> int:
 
 
 def _save_failed_batch(run_dir: Path, step: int, batch: Batch) -> None:
-    """Keep what the optimizer could not digest, for a post-mortem."""
+    """Writes the batch whose gradients were not finite to `failed_batch.safetensors`, with its step
+    in `failed_batch.json`, for inspection."""
     tensors = {
         name: value.contiguous()
         for name in ("loss_mask", "rewards", "group_ids", "rollout_logprobs", "advantages")

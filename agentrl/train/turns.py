@@ -1,11 +1,11 @@
-"""A trainer that shares its GPU with servers, and leaves it while they sample.
+"""Lets the trainer and servers take turns on one GPU (`inference.share = "sleep"`).
 
     servers sample     the trainer keeps only the policy's weights on the device, for the push
-    trainer learns     everything is on the device again, and the servers are asleep
+    trainer learns     everything is on the device, and the servers are asleep
 
-What leaves for host memory is what no push reads: float32 masters, the optimizer's moments, the
-reference, the teacher and the critic. Nothing is rounded on the way, so a run with turns learns
-what one without does.
+Whatever a push does not read moves to host memory: float32 masters, the optimizer's moments, the
+reference, the teacher and the critic. Nothing is rounded on the way, so taking turns does not
+change what a run learns.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from agentrl.train.optimizer import Learner
 from agentrl.train.trainer import Trainer
 
 _host = WeakTensorKeyDictionary()
-"""The host memory of each tensor meanwhile; its pages are pinned once, not in every step."""
+"""Tensor on the device -> its pinned host memory, kept so that pages are pinned only once."""
 
 
 def leave_device(trainer: Trainer) -> None:
-    """Move to host memory what servers can do without, and give the device's memory back."""
+    """Moves everything but the policy's weights to host memory, and frees the device's memory."""
     _move(trainer, torch.device("cpu"))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -36,7 +36,11 @@ def leave_device(trainer: Trainer) -> None:
 
 @contextmanager
 def on_device(trainer: Trainer, takes_turns: bool) -> Iterator[None]:
-    """Keep all that an update computes with on the device while the block runs."""
+    """Moves everything that an update needs onto the device while the block runs.
+
+    Args:
+        takes_turns: False if the trainer never leaves the device; then this does nothing.
+    """
     if not takes_turns:
         yield
         return
@@ -60,6 +64,7 @@ def _move(trainer: Trainer, device: torch.device) -> None:
 
 
 def _resting(trainer: Trainer) -> Iterator[Tensor]:
+    """Yields the tensors that leave the device while servers sample."""
     yield from _state(trainer.learner)
     if trainer.critic is not None:
         yield from _tensors(trainer.critic.model)
@@ -70,7 +75,7 @@ def _resting(trainer: Trainer) -> Iterator[Tensor]:
 
 
 def _state(learner: Learner[Any]) -> Iterator[Tensor]:
-    """Masters and moments, unless their update is computed on the host."""
+    """Yields masters and moments, unless their update is computed on the host."""
     if learner.config.optimizer == "adamw_cpu":
         return
     yield from learner.masters.values()
