@@ -755,7 +755,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from agentrl.train.export import export
+    from agentrl.train.checkpoint import export
 
     export(arguments.checkpoint, arguments.out)
     print(arguments.out)

@@ -8,10 +8,13 @@
         state.json              step, data position, random states, optimizers' options, fingerprint
         manifest.json           sha256 and size of every other file; written last
 
-Where every rank has a shard of each network, each writes its own (`agentrl.train.shard_files`):
-folders `model/`, `optimizer/` and so on stand in the place of those files, every rank computes the
-sums of what it wrote, and rank 0 does the rest. Both are read by any number of ranks; `agentrl
-export` makes one folder for `from_pretrained` of the second.
+Where every rank has a shard of each network, folders stand in the place of those files:
+
+        model/shard-00001-model-00001-of-00001.safetensors      of rank 0
+        model/shard-00002-model-00001-of-00001.safetensors      of rank 1, and so on
+
+Every rank writes its own and computes its sums, and rank 0 does the rest. Both are read by any
+number of ranks; `agentrl export` makes one folder for `from_pretrained` of the second.
 
 A checkpoint is written into a hidden sibling folder, forced to disk and renamed, so `step_N` is
 either complete or absent. Older ones are removed only after that. Whatever else can be damaged
@@ -20,29 +23,44 @@ loudly, and if none is left the run stops: a resumed run never starts afresh in 
 pickled: safetensors and JSON only.
 
 The life of a run: `clean_leftovers` or `resume` at the start, then after every k-th training step
-`save_checkpoint(run_dir, capture_state(...))`, where `CheckpointNotSaved` (disk full) is a warning.
+`Saver.save(capture_state(...))`, which writes before training goes on or, with `run.async_save`, in
+a thread while it does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import save  # pyright: ignore
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.sync.adapter import WEIGHTS_FILE
 from agentrl.train import ranks
-from agentrl.train.shard_files import entry_of, force_to_disk, sha256, together, write_shards
-from agentrl.train.state import STATE_FILE, Trained, TrainState, Weights, exact_json, restore_state
+from agentrl.train.model import require_empty
+from agentrl.train.state import (
+    STATE_FILE,
+    Trained,
+    TrainState,
+    Weights,
+    exact_json,
+    read_tensors,
+    restore_state,
+)
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -56,6 +74,7 @@ BEST_NAME = "best"
 """A link to the checkpoint at which `run.keep_best` was highest."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LEFTOVER_NAME = re.compile(r"\.(tmp|old|prune)-(step_\d{6,})")
+_SHARD_NAME = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 
 class CheckpointNotSaved(CheckpointError):
@@ -104,9 +123,9 @@ def save_checkpoint(
             _move_into_place(partial, target)
 
     try:
-        together(begin)
+        _together(begin)
         entries = _write_tensors(partial, state)
-        together(finish)
+        _together(finish)
     except (OSError, SafetensorError) as error:
         # safetensors wraps the operating system's errors in its own class.
         if leads:
@@ -130,10 +149,40 @@ def _write_tensors(folder: Path, state: TrainState) -> dict[str, JSON]:
     entries: dict[str, JSON] = {}
     for stem, tensors in state.tensors.items():
         if ranks.size() > 1:
-            entries |= write_shards(folder / stem, tensors)
+            entries |= _write_shards(folder / stem, tensors)
         else:
             # transformers reads the "format" entry of the header.
             save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
+    return entries
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, JSON]:
+    """Write this rank's part of the tensors into the folder; every rank calls it.
+
+    Returns:
+        Every rank's files with their sha256 and size, as the manifest lists them.
+
+    Raises:
+        OSError: on every rank, naming the one whose disk refused.
+    """
+    try:
+        save(
+            dict(tensors),
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            process_group=ranks.saving_group(),
+            no_dist=ranks.size() == 1,
+        )
+    except CheckpointException as error:
+        reasons = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
+        raise OSError("; ".join(reasons)) from error
+    own = [
+        path
+        for path in sorted(folder.iterdir())
+        if (match := _SHARD_NAME.fullmatch(path.name)) and int(match[1]) == ranks.rank() + 1
+    ]
+    entries: dict[str, JSON] = {}
+    for each in _together(lambda: {f"{folder.name}/{path.name}": _entry_of(path) for path in own}):
+        entries |= each
     return entries
 
 
@@ -164,15 +213,15 @@ def _write_rest(folder: Path, state: TrainState, entries: Mapping[str, JSON]) ->
     }
     manifest = {
         "files": {
-            name: entries[name] if name in entries else entry_of(path)
+            name: entries[name] if name in entries else _entry_of(path)
             for name, path in files.items()
         }
     }
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    force_to_disk(folder / MANIFEST_FILE)
+    _force_to_disk(folder / MANIFEST_FILE)
     for subfolder in [path for path in folder.rglob("*") if path.is_dir()]:
-        force_to_disk(subfolder)
-    force_to_disk(folder)
+        _force_to_disk(subfolder)
+    _force_to_disk(folder)
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
@@ -190,7 +239,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
         if old.exists():
             old.rename(target)
         raise
-    force_to_disk(target.parent)
+    _force_to_disk(target.parent)
     _remove(old)
 
 
@@ -225,6 +274,122 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def _together(work: Callable[[], Any]) -> list[Any]:
+    """Do a part of a save on every rank; every rank's result, which is JSON, on each.
+
+    Raises:
+        OSError: on every rank, naming those whose disk refused.
+    """
+    result, problem = None, None
+    try:
+        result = work()
+    except (OSError, SafetensorError) as error:
+        problem = str(error)
+    outcomes: list[Any] = ranks.gather([result, problem], ranks.saving_group())
+    problems = [f"rank {rank}: {each[1]}" for rank, each in enumerate(outcomes) if each[1]]
+    if problems:
+        raise OSError("; ".join(problems))
+    return [each[0] for each in outcomes]
+
+
+def _entry_of(path: Path) -> dict[str, JSON]:
+    """A file's entry in the manifest, once it is forced to disk."""
+    _force_to_disk(path)
+    return {"sha256": _sha256(path), "size": path.stat().st_size}
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Saver:
+    """Writes checkpoints. Used as a context manager, it waits at the end for the one under way,
+    unless that can never finish."""
+
+    def __init__(self, run_dir: Path, *, in_background: bool) -> None:
+        self.in_background = in_background
+        self.step = 0
+        """The newest step whose checkpoint is in place."""
+        self.refused = False
+        """The disk refused the last one."""
+        self._run_dir = run_dir
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: TrainState, *, keep: int, is_best: bool = False) -> None:
+        """Write a state; the one before is written (`wait`).
+
+        Args:
+            state: in the background, one whose tensors are copies.
+            is_best: see `save_checkpoint`.
+        """
+        assert self._thread is None
+        if not self.in_background:
+            with ranks.working("save"):
+                self._write(state, keep, is_best)
+            return
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # A daemon: it may never end where a connection to another rank broke; the process has to.
+        self._thread = threading.Thread(
+            target=self._write_apart,
+            args=(state, keep, is_best, device),
+            name="agentrl-save",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is under way; then `step` and `refused` are final.
+
+        Raises:
+            BaseException: whatever ended the thread; a disk that refused does not.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # An interruption that is not to be delayed, or ranks of which some are gone.
+        if error is None or (isinstance(error, Exception) and not ranks.is_broken(error)):
+            self.wait()
+
+    def _write_apart(self, state: TrainState, keep: int, is_best: bool, device: int | None) -> None:
+        try:
+            if device is not None:  # every thread begins with the first
+                torch.cuda.set_device(device)
+            with ranks.working("save", breaks=False):
+                self._write(state, keep, is_best)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, state: TrainState, keep: int, is_best: bool) -> None:
+        """Write a checkpoint. A full disk is a warning, not an error: the run itself is still good,
+        and so are older checkpoints."""
+        try:
+            save_checkpoint(self._run_dir, state, keep=keep, is_best=is_best)
+        except CheckpointNotSaved as error:
+            self.refused = True
+            if ranks.rank() == 0:
+                logger.warning("%s", error)
+        else:
+            self.step, self.refused = state.step, False
+
+
 # reading ------------------------------------------------------------------------------------------
 
 
@@ -255,8 +420,7 @@ def clean_leftovers(run_dir: str | Path) -> list[str]:
 
 
 def load_checkpoint(path: str | Path) -> TrainState:
-    """Read and verify one checkpoint folder. Shards, and what a rank needs of a file of whole
-    tensors, are read when the state is restored.
+    """Read and verify one checkpoint folder. Tensors are read when the state is restored.
 
     Every file is compared with the manifest before it is parsed, so nothing damaged is used.
 
@@ -264,7 +428,7 @@ def load_checkpoint(path: str | Path) -> TrainState:
         CheckpointError: a file is missing, truncated, changed or not what its name says; names it.
     """
     folder = Path(path)
-    names = verify(folder)
+    verify(folder)
     content = _read_json(folder / STATE_FILE)
     version = content.get("format_version")
     if version not in (FORMAT_VERSION, SHARDED_VERSION):
@@ -272,7 +436,6 @@ def load_checkpoint(path: str | Path) -> TrainState:
             f"{folder / STATE_FILE} has format version {version}; this release of agentrl reads "
             f"{FORMAT_VERSION} and {SHARDED_VERSION}"
         )
-    whole = version == FORMAT_VERSION and ranks.size() == 1
     try:
         return TrainState(
             step=int(content["step"]),
@@ -281,12 +444,7 @@ def load_checkpoint(path: str | Path) -> TrainState:
             extra=content["extra"],
             rng=content["rng"],
             optimizer_groups=content["optimizer_groups"],
-            tensors={
-                name.removesuffix(".safetensors"): _read_tensors(folder / name)
-                for name in names
-                if whole and name.endswith(".safetensors")
-            },
-            folder=None if whole else folder,
+            folder=folder,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / STATE_FILE} is not a checkpoint's: {error!r}") from error
@@ -332,11 +490,10 @@ def check_fingerprint(
     """
     before = _flatten(exact_json(saved, "fingerprint"))
     now = _flatten(exact_json(current, "fingerprint"))
-    absent = object()
     differences = [
-        f"{key}: checkpoint {_shown(before, key)}, now {_shown(now, key)}"
+        f"{key}: checkpoint {before.get(key, '(absent)')}, now {now.get(key, '(absent)')}"
         for key in sorted(before.keys() | now.keys())
-        if not _same(before.get(key, absent), now.get(key, absent))
+        if before.get(key) != now.get(key)
     ]
     if not differences:
         return
@@ -414,8 +571,13 @@ def _damage(folder: Path, entries: Iterable[tuple[str, Any]]) -> str | None:
             size = path.stat().st_size
             if size != entry.get("size"):
                 return f"{path} is damaged: {size} bytes, the manifest says {entry.get('size')}"
-            if sha256(path) != entry.get("sha256"):
+            if _sha256(path) != entry.get("sha256"):
                 return f"{path} is damaged: its sha256 is not the one in the manifest"
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+        except SafetensorError as error:
+            return f"{path} is not a safetensors file: {error}"
         except OSError as error:
             return f"{path} cannot be read: {error}"
     return None
@@ -433,29 +595,52 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            # Cloned: the file is mapped, and optimizers write into their state in place.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-
-
-def _flatten(value: Mapping[str, JSON], prefix: str = "") -> dict[str, JSON]:
-    flat: dict[str, JSON] = {}
+def _flatten(value: Mapping[str, JSON], prefix: str = "") -> dict[str, str]:
+    """Returns the JSON text of each value by its dotted key. Texts tell 1 from 1.0 and from true,
+    which are equal in Python."""
+    flat: dict[str, str] = {}
     for key, item in value.items():
         if isinstance(item, dict) and item:
             flat |= _flatten(item, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = item
+            flat[f"{prefix}{key}"] = json.dumps(item, ensure_ascii=False, sort_keys=True)
     return flat
 
 
-def _same(left: object, right: object) -> bool:
-    """Equal and of one JSON type: `1 == True` in Python, and `1 == 1.0` is a changed config."""
-    return type(left) is type(right) and left == right
+# export -------------------------------------------------------------------------------------------
 
 
-def _shown(values: Mapping[str, JSON], key: str) -> str:
-    return json.dumps(values[key], ensure_ascii=False) if key in values else "(absent)"
+def export(checkpoint: Path, out: Path) -> None:
+    """Write the model, or the adapter, that a checkpoint holds: whole, or not at all.
+
+    Its weights are the float32 masters, and its `config.json` names what the run computed in.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+        ConfigError: `checkpoint` is not one or has no shards, or `out` is not empty.
+    """
+    require_empty(out)
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint} is no checkpoint: it has no {MANIFEST_FILE}; name RUN/checkpoints/step_N"
+        )
+    names = verify(checkpoint)
+    stem = next((s for s in ("model", "adapter_model") if (checkpoint / s).is_dir()), None)
+    if stem is None:
+        raise ConfigError(f"{checkpoint} has no shards: it is a model's folder already")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = read_tensors(
+        checkpoint,
+        stem,
+        lambda saved: {name: torch.empty_like(each, device="cpu") for name, each in saved.items()},
+    )
+    # transformers reads the "format" entry of the header.
+    save_file(tensors, partial / f"{stem}.safetensors", metadata={"format": "pt"})
+    for name in names:
+        if "/" not in name and name not in (STATE_FILE, MANIFEST_FILE):
+            shutil.copyfile(checkpoint / name, partial / name)
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)

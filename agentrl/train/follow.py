@@ -30,9 +30,9 @@ from agentrl.errors import TrainingError
 from agentrl.sync.probe import trainer_logprobs
 from agentrl.sync.shards import copy_trained, take_part
 from agentrl.train import checkpoint, ranks
+from agentrl.train.checkpoint import Saver
 from agentrl.train.model import load_tokenizer
 from agentrl.train.profile import Profiler, span
-from agentrl.train.saver import Saver
 from agentrl.train.trainer import Trainer, make_trainer
 from agentrl.types import JSON, Sample
 

@@ -48,6 +48,7 @@ from agentrl.rollout.setup import (
 from agentrl.rollout.signals import SignalLog
 from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
 from agentrl.train import checkpoint, ranks
+from agentrl.train.checkpoint import Saver
 from agentrl.train.filters import filters_of
 from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.model import load_processor, load_tokenizer
@@ -55,7 +56,6 @@ from agentrl.train.optimizer import require_optimizer
 from agentrl.train.preflight import FirstRewards, correction_of_rounding, rate_is_unusual
 from agentrl.train.profile import Profiler
 from agentrl.train.sampling import training_sampling
-from agentrl.train.saver import Saver
 from agentrl.train.serving import Serving, start_serving
 from agentrl.train.setup import run_directory
 from agentrl.train.trainer import Trainer, make_trainer

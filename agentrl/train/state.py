@@ -1,6 +1,10 @@
 """Captures the state of a run between two optimizer updates, and restores it bit for bit.
 
 Tensors by file and name, everything else as JSON: nothing that would have to be unpickled.
+
+A network that is sharded over ranks is read by torch's distributed checkpoint, which knows which
+part of which tensor lies where: any number of ranks can read what any other number wrote, and what
+one process wrote whole. Every rank reads its own part into the tensors that it trains.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import base64
 import copy
 import logging
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import load  # pyright: ignore
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from agentrl.errors import CheckpointError
@@ -27,29 +35,12 @@ from agentrl.sync.adapter import (
     adapter_tensors,
     has_adapter,
 )
-from agentrl.train.shard_files import read_shards
+from agentrl.train import ranks
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
-
-
-class Trained(Protocol):
-    """A network and what updates it, such as a `Learner`."""
-
-    @property
-    def model(self) -> torch.nn.Module: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def masters(self) -> Mapping[Tensor, Tensor]:
-        """The weights that the optimizer updates in place of parameters, by parameter."""
-        ...
-
-    def cast(self) -> None:
-        """Give those parameters what their masters are now."""
-        ...
 
 
 class Weights(Protocol):
@@ -58,7 +49,20 @@ class Weights(Protocol):
     @property
     def model(self) -> torch.nn.Module: ...
     @property
-    def masters(self) -> Mapping[Tensor, Tensor]: ...
+    def masters(self) -> Mapping[Tensor, Tensor]:
+        """The weights that an optimizer updates in place of parameters, by parameter."""
+        ...
+
+
+class Trained(Weights, Protocol):
+    """A network and what updates it, such as a `Learner`."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def cast(self) -> None:
+        """Give the parameters what their masters are now."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -84,12 +88,12 @@ class TrainState:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`,
     `reference`) -> name -> CPU tensor. Those of a model on the CPU, and shards, alias the live ones
-    unless they were copied: save before the next update. Empty where `folder` holds them."""
+    unless they were copied: save before the next update. Empty in a loaded state."""
     pretrained: dict[str, str] = field(default_factory=dict)
     """Further small text files of the folder, e.g. config.json, by name."""
     tokenizer: Tokenizer | None = None
     folder: Path | None = None
-    """The folder from which `restore_state` reads tensors, where no process reads all of them."""
+    """The checkpoint from which `restore_state` reads the tensors of a loaded state."""
 
 
 def capture_state(
@@ -127,16 +131,12 @@ def capture_state(
         tokenizer=tokenizer,
     )
     for trained, stem, optimizer_stem in _parts(policy, critic):
-        state.tensors[stem] = _cpu_tensors(trained, copy_tensors)
-        state.tensors[optimizer_stem] = _optimizer_tensors(trained, copy_tensors)
+        state.tensors[stem] = _to_cpu(_named_tensors(trained), copy_tensors)
+        state.tensors[optimizer_stem] = _to_cpu(_moments(trained), copy_tensors)
         state.optimizer_groups[optimizer_stem] = _optimizer_groups(trained)
     if reference is not None:
-        state.tensors["reference"] = _cpu_tensors(reference, copy_tensors)
+        state.tensors["reference"] = _to_cpu(_named_tensors(reference), copy_tensors)
     return state
-
-
-def _cpu_tensors(trained: Weights, copied: bool) -> dict[str, Tensor]:
-    return {name: _to_cpu(each, copied) for name, each in _named_tensors(trained).items()}
 
 
 def restore_state(
@@ -147,21 +147,19 @@ def restore_state(
     reference: Weights | None = None,
 ) -> None:
     """Put a loaded state into freshly built objects, in place and bit for bit. Tied tensors stay
-    tied; sharded parameters receive their shard.
+    tied; sharded parameters receive their shard. Every rank calls it.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not fit; names the file and the tensor.
     """
+    assert state.folder is not None, "a captured state is restored once it is saved and loaded"
     for trained, stem, optimizer_stem in _parts(policy, critic):
-        _load_weights(state, trained, stem)
-        if state.folder is None:
-            moments = state.tensors.get(optimizer_stem, {})
-        else:
-            moments = _read_moments(state.folder, trained, optimizer_stem)
-        _load_optimizer(trained, state, optimizer_stem, moments)
+        _restore_weights(state.folder, trained, stem)
+        groups = state.optimizer_groups.get(optimizer_stem)
+        _restore_optimizer(state.folder, trained, optimizer_stem, groups)
         trained.cast()
     if reference is not None:
-        _load_weights(state, reference, "reference")
+        _restore_weights(state.folder, reference, "reference")
     # Last, because building and loading may draw random numbers.
     restore_rng(state.rng)
 
@@ -179,11 +177,50 @@ def _parts(policy: Trained, critic: Trained | None) -> list[tuple[Trained, str, 
 # tensors ------------------------------------------------------------------------------------------
 
 
-def _load_weights(state: TrainState, trained: Weights, stem: str) -> None:
-    if state.folder is None:
-        _load_tensors(trained, state.tensors.get(stem, {}), f"{stem}.safetensors")
-    else:
-        _read_weights(state.folder, trained, stem)
+def read_tensors(
+    folder: Path, stem: str, targets: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Read a network or an optimizer of a checkpoint in place, whether it was written whole or in
+    shards: of each tensor the part that this rank holds. Every rank calls it.
+
+    Args:
+        targets: gets the saved tensors, without data, by name. It returns what they are read into,
+            of the same shape and dtype; a sharded one receives this rank's shard. What it leaves
+            out is not read.
+
+    Returns:
+        The targets.
+    """
+    shards, whole = folder / stem, folder / f"{stem}.safetensors"
+    reader = HuggingFaceStorageReader(str(shards))
+    if not shards.is_dir():
+        reader.fs = _OneFile(whole)
+    saved = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")  # pyright: ignore
+        for name, each in reader.read_metadata().state_dict_metadata.items()
+    }
+    read = dict(targets(saved))
+    with warnings.catch_warnings():
+        # That there is one process, which is what it is told.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(
+            dict(read),
+            storage_reader=reader,
+            process_group=ranks.host_group(),
+            no_dist=ranks.size() == 1,
+        )
+    return read
+
+
+class _OneFile(FileSystem):
+    """A folder in which this file alone is seen, if it is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def ls(self, path: object) -> list[str]:
+        return [str(self._path)] if self._path.is_file() else []
 
 
 def _named_tensors(trained: Weights) -> dict[str, Tensor]:
@@ -207,196 +244,151 @@ def _named_tensors(trained: Weights) -> dict[str, Tensor]:
     return named
 
 
+def _to_cpu(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Tensor]:
+    """Returns the tensors on the host, each in storage of its own size. A shard remains one, for
+    its rank to write."""
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if copied:
+            tensor = tensor.to("cpu", copy=True).contiguous()
+        elif not isinstance(tensor, DTensor):
+            tensor = tensor.cpu().contiguous()
+            # safetensors refuses tensors that share storage, e.g. two views of one buffer.
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()
+        found[name] = tensor
+    return found
+
+
 @torch.no_grad()
-def _read_weights(folder: Path, trained: Weights, stem: str) -> None:
-    """Read them in place: there is no room for a second copy of what fills a device."""
+def _restore_weights(folder: Path, trained: Weights, stem: str) -> None:
+    """Read a network in place: there is no room for a second copy of what fills a device."""
+    live, file = _named_tensors(trained), f"{stem}.safetensors"
 
     def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _fitting(trained, saved, f"{stem}.safetensors")
-
-    if not _read(folder, stem, targets):
-        targets({})  # raises
-
-
-def _read_moments(folder: Path, trained: Trained, stem: str) -> dict[str, Tensor]:
-    """Read moments into new memory on their parameters' devices; skip what fits no parameter."""
-    updated = _updated_parameters(trained)
-
-    def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in saved.items():
-            kind, _, parameter_name = name.partition("/")
-            parameter = updated.get(parameter_name)
-            if parameter is not None and parameter.shape == tensor.shape and kind != "step":
-                like = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
-                found[name] = like
-            elif parameter is not None:
-                found[name] = torch.empty_like(tensor, device="cpu")
-        return found
-
-    return _read(folder, stem, targets)
-
-
-def _read(
-    folder: Path, stem: str, targets: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Reads a network or an optimizer, whether it was written whole or in shards."""
-    if (folder / stem).is_dir():
-        return read_shards(folder / stem, targets)
-    if (folder / f"{stem}.safetensors").is_file():
-        return read_shards(folder, targets, [f"{stem}.safetensors"])
-    return {}
-
-
-def _to_cpu(tensor: Tensor, copied: bool) -> Tensor:
-    """Returns the tensor on the host, in storage of its own size. A shard remains one, for its rank
-    to write."""
-    tensor = tensor.detach()
-    if copied:
-        return tensor.to("cpu", copy=True).contiguous()
-    if isinstance(tensor, DTensor):
-        return tensor
-    tensor = tensor.cpu().contiguous()
-    # safetensors refuses tensors that share storage, e.g. two views of one buffer.
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone()
-
-
-def _updated_parameters(trained: Trained) -> dict[str, Tensor]:
-    """Returns the tensors that the optimizer may update, by the parameter's name."""
-    return {name: trained.masters.get(p, p) for name, p in trained.model.named_parameters()}
-
-
-def _parameter_names(trained: Trained) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in _updated_parameters(trained).items()}
-
-
-def _optimizer_tensors(trained: Trained, copied: bool) -> dict[str, Tensor]:
-    names, optimizer = _parameter_names(trained), trained.optimizer
-    tensors = {}
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            if isinstance(value, int):
-                value = torch.tensor(value)  # how bitsandbytes counts steps
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"optimizer state {key!r} of {names[id(parameter)]} is not a tensor; "
-                    f"{type(optimizer).__name__} cannot be saved"
+        missing, unexpected = sorted(live.keys() - saved), sorted(saved.keys() - live)
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{file} does not fit the model: {len(missing)} tensors missing {missing[:3]}, "
+                f"{len(unexpected)} unexpected {unexpected[:3]}"
+            )
+        for name, target in live.items():
+            source = saved[name]
+            if source.shape != target.shape or source.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{file}: {name} is {source.dtype} {tuple(source.shape)}, this run trains "
+                    f"{target.dtype} {tuple(target.shape)}; start a new run with its folder as "
+                    "model.path"
                 )
-            tensors[f"{key}/{names[id(parameter)]}"] = _to_cpu(value, copied)
-    return tensors
+        return live
+
+    read_tensors(folder, stem, targets)
 
 
-def _optimizer_groups(trained: Trained) -> list[JSON]:
-    names = _parameter_names(trained)
-    groups: list[JSON] = []
+# optimizers ---------------------------------------------------------------------------------------
+
+# `torch.distributed.checkpoint.state_dict` has loaders for these, which know no master weights, and
+# which take a step with gradients of zeros first: memory that a device may not have.
+
+
+def _parameters_by_group(trained: Trained) -> list[dict[str, Tensor]]:
+    """Returns the tensors that the optimizer updates by the names of the parameters that they are,
+    or are masters of.
+
+    Raises:
+        TypeError: the optimizer updates something else as well.
+    """
+    names = {trained.masters.get(p, p): name for name, p in trained.model.named_parameters()}
+    groups = []
     for index, group in enumerate(trained.optimizer.param_groups):
-        strangers = [p for p in group["params"] if id(p) not in names]
+        strangers = [p for p in group["params"] if p not in names]
         if strangers:
             raise TypeError(
                 f"optimizer group {index} holds {len(strangers)} parameters that are not in the "
                 f"{type(trained.model).__name__} it is saved with"
             )
-        hyperparameters = {key: value for key, value in group.items() if key != "params"}
-        saved = exact_json(hyperparameters, f"optimizer group {index}")
-        saved["params"] = [names[id(parameter)] for parameter in group["params"]]
-        saved["optimizer"] = type(trained.optimizer).__name__
-        groups.append(saved)
+        groups.append({names[p]: p for p in group["params"]})
     return groups
 
 
-@torch.no_grad()
-def _load_tensors(trained: Weights, saved: Mapping[str, Tensor], file: str) -> None:
-    for name, target in _fitting(trained, saved, file).items():
-        target.copy_(saved[name])
+def _moments(trained: Trained) -> dict[str, Tensor]:
+    tensors, optimizer = {}, trained.optimizer
+    for group in _parameters_by_group(trained):
+        for name, parameter in group.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, int):
+                    value = torch.tensor(value)  # how bitsandbytes counts steps
+                if not isinstance(value, Tensor):
+                    raise TypeError(
+                        f"optimizer state {key!r} of {name} is not a tensor; "
+                        f"{type(optimizer).__name__} cannot be saved"
+                    )
+                tensors[f"{key}/{name}"] = value
+    return tensors
 
 
-def _fitting(trained: Weights, saved: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """The tensors of this run that saved ones are for, by name.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ.
-    """
-    live = _named_tensors(trained)
-    _compare_names(live.keys(), saved.keys(), file)
-    for name, target in live.items():
-        source = saved[name]
-        if source.shape != target.shape or source.dtype != target.dtype:
-            raise CheckpointError(
-                f"{file}: {name} is {source.dtype} {tuple(source.shape)}, this run trains "
-                f"{target.dtype} {tuple(target.shape)}; start a new run with its folder as "
-                "model.path"
-            )
-    return live
+def _optimizer_groups(trained: Trained) -> list[JSON]:
+    groups: list[JSON] = []
+    for index, parameters in enumerate(_parameters_by_group(trained)):
+        options = {**trained.optimizer.param_groups[index], "params": list(parameters)}
+        options["optimizer"] = type(trained.optimizer).__name__
+        groups.append(exact_json(options, f"optimizer group {index}"))
+    return groups
 
 
-def _load_optimizer(
-    trained: Trained, state: TrainState, key: str, tensors: Mapping[str, Tensor]
-) -> None:
-    file, optimizer = f"{key}.safetensors", trained.optimizer
-    saved_groups = state.optimizer_groups.get(key)
-    names = _parameter_names(trained)
-    live_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if not isinstance(saved_groups, list) or live_groups != [
+def _restore_optimizer(folder: Path, trained: Trained, stem: str, saved_groups: Any) -> None:
+    """Read moments into new memory where their parameters are, and set the groups' options."""
+    file, optimizer = f"{stem}.safetensors", trained.optimizer
+    live_groups = _parameters_by_group(trained)
+    if not isinstance(saved_groups, list) or [list(group) for group in live_groups] != [
         group.get("params") if isinstance(group, dict) else None for group in saved_groups
     ]:
         raise CheckpointError(
-            f"{STATE_FILE}: the parameter groups of {key} are not those of this run's optimizer"
+            f"{STATE_FILE}: the parameter groups of {stem} are not those of this run's optimizer"
         )
-    saved_options: list[Any] = saved_groups
-    saved_by = {group.get("optimizer", "AdamW") for group in saved_options}
+    saved_by = {group.get("optimizer", "AdamW") for group in saved_groups}
     if saved_by != {type(optimizer).__name__}:
         raise CheckpointError(
             f"{file} is the state of {', '.join(sorted(saved_by))}, this run's optimizer is "
             f"{type(optimizer).__name__}; set train.optimizer as it was"
         )
-    parameters = _updated_parameters(trained)
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    loaded: dict[Tensor, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
+    parameters = {name: p for group in live_groups for name, p in group.items()}
+
+    def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in saved.items():
+            kind, _, parameter_name = name.partition("/")
+            parameter = parameters.get(parameter_name)
+            if parameter is None:
+                raise CheckpointError(f"{file}: {parameter_name} is not a parameter of this model")
+            if kind.startswith(("step", "qmap", "absmax")):  # the latter two of 8-bit moments
+                found[name] = torch.empty_like(tensor, device="cpu")
+            elif tensor.shape == parameter.shape:
+                like = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
+                found[name] = like
+            else:
+                raise CheckpointError(
+                    f"{file}: {name} has shape {tuple(tensor.shape)}, its parameter "
+                    f"{tuple(parameter.shape)}"
+                )
+        return found
+
+    # Optimizers number their parameters.
+    numbers = {name: number for number, name in enumerate(parameters)}
+    moments: dict[int, dict[str, Any]] = {}
+    for name, tensor in read_tensors(folder, stem, targets).items():
         kind, _, parameter_name = name.partition("/")
-        parameter = parameters.get(parameter_name)
-        if parameter is None:
-            raise CheckpointError(f"{file}: {parameter_name} is not a parameter of this model")
-        if kind == "step" and tensor.dtype == torch.int64:
-            loaded.setdefault(parameter, {})[kind] = tensor.item()
-        elif kind == "step":
-            # Where torch's own optimizers keep it; a step on the wrong device is an error there.
-            group = group_of[id(parameter)]
-            on_device = group.get("capturable") or group.get("fused")
-            value = tensor.clone()
-            loaded.setdefault(parameter, {})[kind] = (
-                value.to(parameter.device) if on_device else value
-            )
-        elif kind.startswith(("qmap", "absmax")):  # of 8-bit moments
-            loaded.setdefault(parameter, {})[kind] = tensor.to(parameter.device)
-        elif tensor.shape == parameter.shape:
-            # What was read is there already; a state in memory keeps its own.
-            loaded.setdefault(parameter, {})[kind] = tensor.to(
-                parameter.device, copy=state.folder is None
-            )
-        else:
-            raise CheckpointError(
-                f"{file}: {name} has shape {tuple(tensor.shape)}, its parameter "
-                f"{tuple(parameter.shape)}"
-            )
-    optimizer.state.clear()
-    optimizer.state.update(loaded)
-    for group, saved in zip(optimizer.param_groups, saved_options, strict=True):
-        for option, value in saved.items():
-            if option not in ("params", "optimizer"):
-                # JSON has no tuples, and optimizers compare and unpack betas as one.
-                is_tuple = isinstance(group.get(option), tuple) and isinstance(value, list)
-                group[option] = tuple(value) if is_tuple else value
-
-
-def _compare_names(live, saved, file: str) -> None:
-    missing, unexpected = sorted(live - saved), sorted(saved - live)
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{file} does not fit the model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unexpected)} unexpected {unexpected[:3]}"
-        )
+        counts = kind == "step" and tensor.dtype == torch.int64
+        moments.setdefault(numbers[parameter_name], {})[kind] = tensor.item() if counts else tensor
+    groups = []
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        options = {**group, **saved, "params": [numbers[name] for name in saved["params"]]}
+        options.pop("optimizer", None)
+        # JSON has no tuples, and optimizers compare and unpack betas as one.
+        tuples = {key for key, value in group.items() if isinstance(value, tuple)}
+        groups.append({k: tuple(v) if k in tuples else v for k, v in options.items()})
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def _config_files(model: torch.nn.Module) -> dict[str, str]:
