@@ -1,8 +1,12 @@
 """Samples of any tokens, for tests of the trainer."""
 
 import numpy as np
+from hypothesis import strategies as st
 
 from agentrl.types import Sample
+
+VOCAB_SIZE = 61
+"""Ids of `forked_samples` are below it."""
 
 
 def sample_of(token_ids, loss_mask, **fields) -> Sample:
@@ -20,3 +24,23 @@ def sample_of(token_ids, loss_mask, **fields) -> Sample:
         "turn_rewards": np.zeros(1, np.float32),
     }
     return Sample(**known | fields)
+
+
+@st.composite
+def forked_samples(draw) -> list[Sample]:
+    """Groups whose rows begin with a prompt, or with a part of a row before them: forks, rows that
+    end where another goes on, the same row twice. Trained tokens may lie in what is shared."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    samples = []
+    for group in range(draw(st.integers(1, 3))):
+        rows = [rng.integers(0, VOCAB_SIZE, draw(st.integers(1, 60)))]
+        for _ in range(draw(st.integers(0, 5))):
+            parent = rows[draw(st.integers(0, len(rows) - 1))]
+            kept = parent[: draw(st.integers(0, len(parent)))]
+            own = rng.integers(0, VOCAB_SIZE, draw(st.integers(not len(kept), 50)))
+            rows.append(np.concatenate([kept, own]))
+        for row in rows:
+            mask = rng.random(len(row)) < 0.4
+            mask[0] = False
+            samples.append(sample_of(row, mask, group_id=str(group)))
+    return [samples[index] for index in rng.permutation(len(samples))]

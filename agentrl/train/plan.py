@@ -12,24 +12,53 @@ trained tokens only. Two samples of 5 and 3 tokens, trained tokens marked with t
     column_of       0 1 0 1                   tokens only: [[A, B], [C, D]]
 
 What samples of one group begin with, their prompt or the history before a fork, may stand there
-once (`agentrl.train.prefixes`). Two samples of 6 tokens that agree on three:
+once. Two samples of 6 tokens that agree on three:
 
     input_ids       . . . | A B . | . C D     position_ids   0 1 2 | 3 4 5 | 3 4 5
     cu_seqlens      0       3       6       9
     branch_ends     9         6       9       what continues the first segment ends at 9
     trained_index   2 3 6 7                   A and B are read at 2 and 3, C and D at 6 and 7
+
+Rows as a prefix tree, each of whose segments is computed once:
+
+    row 0    S S S P P a b c                    S S S P P ─┬─ a b c
+    row 1    S S S P P d e            S S S  ─┬─           └─ d e
+    row 2    S S S f g h                      └─ f g h
+
+The segments lie in a packed row in depth-first order, `SSSPP abc de fgh`, each before everything
+that continues it. Whatever continues a segment therefore lies in one piece right behind it, and its
+end is all that attention has to know: a query sees the keys before it whose segment it continues.
+
+Ranks of a sharded model work in lockstep: each waits in every layer of every micro-batch for all
+others (they gather its weights together). So all ranks need the same number of micro-batches, and
+those of one round should cost the same; equal totals over a whole batch are not enough. Therefore
+the plan is made for the ranks from the start: a multiple of their number of micro-batches, each as
+dear as any, and the dearest of them first.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from agentrl.train.prefixes import Segment, SortedRows
 from agentrl.types import Sample, ShownImage
+
+# A shared segment costs a kernel call more per layer, and a merge of two results at every token
+# that continues it.
+_MIN_SHARED_TOKENS = 16
+_MIN_SHARED_FRACTION = 1 / 16
+
+QUADRATIC_FROM = 24_000
+"""Tokens of a row from which attention costs more than all the rest: parameters / (2 x hidden size
+x layers), for a model of 1.7B. Larger models have about the same."""
+
+Round = list[list[int]]
+"""The bundles of every rank's micro-batch; none for a rank that has nothing to add."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,6 +128,127 @@ class MicroBatch:
         return np.diff(self.cu_seqlens).tolist()
 
 
+# common prefixes ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Segment:
+    """Tokens [start, stop) of each of `rows`, which agree on them."""
+
+    rows: list[int]
+    start: int
+    stop: int
+    parent: int
+    """Index of the segment that this one continues; -1 for none."""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class SortedRows:
+    """Rows in lexicographic order, in which those that share most stand side by side."""
+
+    def __init__(self, rows: Sequence[int], token_ids: Sequence[np.ndarray]) -> None:
+        """
+        Args:
+            rows: names of the rows.
+            token_ids: of the rows, in the order of `rows`.
+        """
+        # As big-endian bytes, non-negative integers sort like the numbers.
+        keys = [ids.astype(">u4").tobytes() for ids in token_ids]
+        order = sorted(range(len(rows)), key=keys.__getitem__)
+        self.rows = [rows[index] for index in order]
+        self._lengths = [len(token_ids[index]) for index in order]
+        self._common = [0]  # with the row before
+        for one, other in pairwise(order):
+            self._common.append(_common_prefix(token_ids[one], token_ids[other]))
+
+    def tree(self, first: int = 0, last: int | None = None) -> list[Segment]:
+        """The prefix tree of rows `first` to `last`, depth first.
+
+        A segment of several rows is left out, and its tokens stay with the rows, where it is too
+        short to pay: below 16 tokens or a sixteenth of what comes after it in the longest row.
+        """
+        last = len(self.rows) if last is None else last
+        segments: list[Segment] = []
+        todo = [(first, last, 0, -1)]
+        while todo:
+            low, high, start, parent = todo.pop()
+            longest = max(self._lengths[low:high])
+            stop = min(self._common[low + 1 : high], default=longest)
+            pays = stop - start >= max(_MIN_SHARED_TOKENS, _MIN_SHARED_FRACTION * (longest - stop))
+            if stop > start and (pays or high - low == 1):
+                segments.append(Segment(self.rows[low:high], start, stop, parent))
+                start, parent = stop, len(segments) - 1
+            if high - low > 1:
+                apart = (row for row in range(low + 1, high) if self._common[row] == stop)
+                runs = pairwise([low, *apart, high])
+                todo += reversed([(*run, start, parent) for run in runs])
+        return segments
+
+    def bundles(self, token_budget: int) -> list[tuple[list[int], int]]:
+        """Runs of rows whose trees have at most `token_budget` tokens, or one row; with those."""
+        found, first = [], 0
+        while first < len(self.rows):
+            last, tokens = len(self.rows), _num_tokens(self.tree(first))
+            if tokens > token_budget:
+                last, tokens = first + 1, self._lengths[first]
+                while last < len(self.rows):
+                    with_next = _num_tokens(self.tree(first, last + 1))
+                    if with_next > token_budget:
+                        break
+                    last, tokens = last + 1, with_next
+            found.append((self.rows[first:last], tokens))
+            first = last
+        return found
+
+
+def _num_tokens(tree: list[Segment]) -> int:
+    return sum(map(len, tree))
+
+
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length
+
+
+def bundles(
+    samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
+) -> list[tuple[list[int], int]]:
+    """Rows that belong into one micro-batch, with the tokens that they take there together.
+
+    With `share` the rows of a group are a bundle, as far as the budget allows, and what they begin
+    with counts once; without, every row is one by itself.
+    """
+    groups = _groups(samples, rows, share)
+    return [bundle for group in groups for bundle in group.bundles(token_budget)]
+
+
+def _groups(samples: Sequence[Sample], rows: Sequence[int], share: bool) -> list[SortedRows]:
+    """Returns the rows of each group; without `share` every row as one of its own."""
+    groups: dict[object, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(samples[row].group_id if share else number, []).append(row)
+    return [
+        SortedRows(group, [_compared(samples[row]) for row in group]) for group in groups.values()
+    ]
+
+
+def _compared(sample: Sample) -> np.ndarray:
+    """Its tokens, as rows are compared with each other: placeholders of different images differ."""
+    if not sample.images:
+        return sample.token_ids
+    ids = sample.token_ids.astype(np.int64)
+    for image in sample.images:
+        ids[image.start : image.end] = 2**31 + int(image.sha256[:15], 16)
+    return ids
+
+
+# micro-batches ------------------------------------------------------------------------------------
+
+
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Partition samples into micro-batches of at most `token_budget` tokens.
 
@@ -136,23 +286,86 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
     return [sorted(micro_batch) for micro_batch in micro_batches]
 
 
-def bundles(
-    samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
-) -> list[tuple[list[int], int]]:
-    """Rows that belong into one micro-batch, with the tokens that they take there together.
+def cost(tokens: int, lengths: Sequence[int]) -> float:
+    """Returns the cost of rows in a micro-batch, in tokens of a short row.
 
-    With `share` the rows of a group are a bundle, as far as the budget allows, and what they begin
-    with counts once; without, every row is one by itself.
+    Args:
+        tokens: number of them in the micro-batch; fewer than the rows have where they share a
+            prefix.
+        lengths: of the rows.
     """
-    if not share:
-        return [([row], len(samples[row])) for row in rows]
-    return [
-        bundle
-        for group in _by_group(samples, rows)
-        for bundle in SortedRows(group, [_compared(samples[row]) for row in group]).bundles(
-            token_budget
-        )
-    ]
+    return tokens + sum(length * length for length in lengths) / QUADRATIC_FROM
+
+
+def deal(
+    lengths: Sequence[int], costs: Sequence[float], token_budget: int, num_ranks: int
+) -> list[Round]:
+    """Partition bundles of samples into rounds of one micro-batch per rank.
+
+    The result depends on nothing but the arguments. With one rank it is `plan_micro_batches`.
+
+    Args:
+        lengths: tokens of each bundle, at least 1.
+        costs: of each bundle.
+        token_budget: tokens per micro-batch, at least 1; a longer bundle has one of its own.
+    """
+    packed = plan_micro_batches(lengths, token_budget)
+    if num_ranks == 1:
+        return [[chosen] for chosen in packed]
+    count = -(-len(packed) // num_ranks) * num_ranks
+    while count <= len(lengths):
+        even = _even(lengths, costs, token_budget, count)
+        if even is not None:
+            return _rounds(even, costs, num_ranks)
+        count += -(-count // (100 * num_ranks)) * num_ranks  # by 1%
+    return _rounds([[index] for index in range(len(lengths))], costs, num_ranks)
+
+
+def share_of(
+    rank: int, rounds: Sequence[Round], costs: Sequence[float]
+) -> list[tuple[list[int], float]]:
+    """A rank's micro-batches with their weights.
+
+    Where it has none it goes through the motions on the cheapest bundle, weighted 0: a rank that
+    left a forward or backward pass out would leave the others waiting.
+    """
+    cheapest = min(range(len(costs)), key=costs.__getitem__)
+    return [(chosen, 1.0) if (chosen := each[rank]) else ([cheapest], 0.0) for each in rounds]
+
+
+def _even(
+    lengths: Sequence[int], costs: Sequence[float], token_budget: int, count: int
+) -> list[list[int]] | None:
+    """Makes exactly `count` micro-batches: the longest bundle first, each into the cheapest one
+    that still has room for it. None where the budget does not allow it."""
+    bins: list[tuple[float, int]] = [(0.0, number) for number in range(count)]  # a heap
+    members: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length, full = lengths[index], []
+        while bins and tokens[bins[0][1]] and tokens[bins[0][1]] + length > token_budget:
+            full.append(heapq.heappop(bins))
+        if not bins:
+            return None
+        paid, number = heapq.heappop(bins)
+        members[number].append(index)
+        tokens[number] += length
+        heapq.heappush(bins, (paid + costs[index], number))
+        for each in full:
+            heapq.heappush(bins, each)
+    return [sorted(each) for each in members]
+
+
+def _rounds(micro_batches: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[Round]:
+    def dearest_first(chosen: list[int]) -> tuple[float, int]:
+        return -sum(costs[index] for index in chosen), chosen[0]
+
+    ordered = sorted(micro_batches, key=dearest_first)
+    ordered += [[] for _ in range(-len(ordered) % num_ranks)]
+    return [ordered[start : start + num_ranks] for start in range(0, len(ordered), num_ranks)]
+
+
+# packed rows --------------------------------------------------------------------------------------
 
 
 def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False) -> MicroBatch:
@@ -170,13 +383,11 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
     for row in rows:
         _require_trainable(samples[row])
     segments: list[Segment] = []
-    for group in _by_group(samples, rows) if share else []:
-        tree = SortedRows(group, [_compared(samples[row]) for row in group]).tree()
+    for group in _groups(samples, rows, share):
+        tree = group.tree()
         for segment in tree:
             segment.parent += len(segments) if segment.parent >= 0 else 0
         segments += tree
-    if not share:
-        segments = [Segment([row], 0, len(samples[row]), -1) for row in rows]
 
     starts = np.concatenate([[0], np.cumsum([len(segment) for segment in segments])])
     branch_ends = starts[1:].copy()
@@ -210,16 +421,6 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
         routes=_routes(samples, segments),
         shown=_shown(samples, segments) if any(samples[row].images for row in rows) else None,
     )
-
-
-def _compared(sample: Sample) -> np.ndarray:
-    """Its tokens, as rows are compared with each other: placeholders of different images differ."""
-    if not sample.images:
-        return sample.token_ids
-    ids = sample.token_ids.astype(np.int64)
-    for image in sample.images:
-        ids[image.start : image.end] = 2**31 + int(image.sha256[:15], 16)
-    return ids
 
 
 def _shown(samples: Sequence[Sample], segments: Sequence[Segment]) -> list[SegmentOfRow]:
@@ -273,10 +474,3 @@ def _require_trainable(sample: Sample) -> None:
             f"{name} whose first token is marked as trained; no position predicts it, so its mask "
             "must be 0"
         )
-
-
-def _by_group(samples: Sequence[Sample], rows: Sequence[int]) -> list[list[int]]:
-    groups: dict[str, list[int]] = {}
-    for row in rows:
-        groups.setdefault(samples[row].group_id, []).append(row)
-    return list(groups.values())

@@ -40,7 +40,6 @@ from agentrl.algo import (
 from agentrl.config import TrainSection
 from agentrl.train import context, ranks
 from agentrl.train.critic import Critic, explained_variance
-from agentrl.train.deal import cost, deal, share_of
 from agentrl.train.logprobs import (
     computing_device,
     sample_logprobs,
@@ -49,7 +48,7 @@ from agentrl.train.logprobs import (
 )
 from agentrl.train.lora import without_adapter
 from agentrl.train.optimizer import Learner, Update
-from agentrl.train.plan import MicroBatch, bundles, pack
+from agentrl.train.plan import MicroBatch, bundles, cost, deal, pack, share_of
 from agentrl.train.routers import aux_loss
 from agentrl.train.signals import StepSignals
 from agentrl.train.teacher import TeacherServer

@@ -14,8 +14,7 @@ from families import save_tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from samples_for_tests import sample_of
-from test_prefixes import forked_samples
+from samples_for_tests import forked_samples, sample_of
 from test_ranks import CASES, config_of, make_samples, relative, run
 from torch.distributed import TCPStore
 

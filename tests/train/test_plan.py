@@ -2,9 +2,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples_for_tests import sample_of
+from samples_for_tests import forked_samples, sample_of
 
-from agentrl.train.plan import MicroBatch, pack, plan_micro_batches
+from agentrl.train.plan import (
+    MicroBatch,
+    SortedRows,
+    bundles,
+    cost,
+    deal,
+    pack,
+    plan_micro_batches,
+    share_of,
+)
+from agentrl.train.update import own_share
 
 lengths_lists = st.lists(st.integers(1, 60), max_size=40)
 
@@ -143,3 +153,126 @@ def test_rows_without_trained_tokens_are_allowed():
 def test_pack_refuses_nonsense(samples, rows, message):
     with pytest.raises(ValueError, match=message):
         pack(samples, rows)
+
+
+# common prefixes ----------------------------------------------------------------------------------
+
+
+def seen_from(micro: MicroBatch, position: int) -> np.ndarray:
+    """The packed positions that attention sees from one of them, by `branch_ends` alone."""
+    ends = np.repeat(micro.branch_ends, np.diff(micro.cu_seqlens))
+    before = np.arange(position + 1)
+    return before[ends[: position + 1] > position]
+
+
+@settings(deadline=None, max_examples=60)
+@given(forked_samples(), st.integers(1, 300))
+def test_every_trained_token_sees_its_own_history(samples, token_budget):
+    plan = [rows for rows, _ in own_share(samples, range(len(samples)), token_budget, share=True)]
+    assert sorted(row for rows in plan for row in rows) == list(range(len(samples)))
+    for rows in plan:
+        micro = pack(samples, rows, share=True)
+        assert len(rows) == 1 or micro.num_tokens <= token_budget
+        assert micro.num_tokens <= sum(len(samples[row]) for row in rows)
+        assert micro.num_trained == sum(samples[row].num_trained for row in rows)
+        for index in range(micro.num_trained):
+            sample = samples[micro.rows[micro.row_of[index]]]
+            at = np.flatnonzero(sample.loss_mask)[micro.column_of[index]]
+            seen = seen_from(micro, micro.trained_index[index])
+            assert np.array_equal(micro.input_ids[seen], sample.token_ids[:at])
+            assert np.array_equal(micro.position_ids[seen], np.arange(at))
+            assert micro.targets[index] == sample.token_ids[at]
+
+
+def test_a_tree_by_hand():
+    system, prompt = list(range(20)), list(range(20, 40))
+    rows = [
+        [*system, *prompt, 1, 2, 3],
+        [*system, 7, 8],
+        [*system, *prompt, 4],
+        [*system, *prompt],
+    ]
+    samples = [sample_of(row, [0] * (len(row) - 1) + [1]) for row in rows]
+    tree = SortedRows([0, 1, 2, 3], [np.array(row) for row in rows]).tree()
+    assert [(s.start, s.stop, sorted(s.rows), s.parent) for s in tree] == [
+        (0, 20, [0, 1, 2, 3], -1),
+        (20, 22, [1], 0),
+        (20, 40, [0, 2, 3], 0),
+        (40, 43, [0], 2),
+        (40, 41, [2], 2),
+    ]
+    micro = pack(samples, [0, 1, 2, 3], share=True)
+    assert micro.input_ids.tolist() == [*system, 7, 8, *prompt, 1, 2, 3, 4]
+    assert micro.cu_seqlens.tolist() == [0, 20, 22, 42, 45, 46]
+    assert micro.branch_ends.tolist() == [46, 22, 46, 45, 46]
+    # The last token of each row is read where the one before it stands, for the third and fourth
+    # row within what they share.
+    assert micro.trained_index.tolist() == [43, 20, 41, 40]
+    assert micro.targets.tolist() == [3, 8, 4, 39]
+
+
+@pytest.mark.parametrize(("shared", "own", "pays"), [(15, 4, 0), (16, 4, 1), (16, 300, 0)])
+def test_short_prefixes_stay_with_their_rows(shared, own, pays):
+    rows = [np.r_[np.arange(shared), np.full(own, 90 + row)] for row in range(3)]
+    tokens = sum(map(len, SortedRows(range(3), rows).tree()))
+    assert tokens == 3 * (shared + own) - 2 * shared * pays
+
+
+def test_a_group_above_the_budget_has_its_prompt_in_every_bundle():
+    prompt = np.arange(50)
+    samples = [sample_of([*prompt, *[row] * 20], [0] * 50 + [1] * 20) for row in range(5)]
+    found = bundles(samples, range(5), 100, share=True)
+    assert found == [([0, 1], 90), ([2, 3], 90), ([4], 70)]
+    assert bundles(samples, range(5), 100, share=False) == [([row], 70) for row in range(5)]
+
+
+def test_groups_share_nothing_with_each_other():
+    samples = [sample_of(range(40), [0] * 39 + [1], group_id=group) for group in "ab"]
+    assert pack(samples, [0, 1], share=True).num_tokens == 80
+
+
+# several ranks ------------------------------------------------------------------------------------
+
+
+lengths_of = st.lists(st.integers(1, 300), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths_of, st.integers(1, 400), st.integers(1, 8))
+def test_every_bundle_is_dealt_once_within_the_budget(lengths, budget, num_ranks):
+    costs = [cost(length, [length]) for length in lengths]
+    rounds = deal(lengths, costs, budget, num_ranks)
+    dealt = [index for each in rounds for chosen in each for index in chosen]
+    assert sorted(dealt) == list(range(len(lengths)))
+    assert all(len(each) == num_ranks for each in rounds)
+    for each in rounds:
+        assert each[0], "rank 0 always has something to add"
+        for chosen in each:
+            assert len(chosen) <= 1 or sum(lengths[index] for index in chosen) <= budget
+    # Equal counts on all ranks, and what counts adds up to the batch.
+    shares = [share_of(rank, rounds, costs) for rank in range(num_ranks)]
+    assert len({len(share) for share in shares}) == 1
+    counted = [index for share in shares for chosen, weight in share if weight for index in chosen]
+    assert sorted(counted) == list(range(len(lengths)))
+
+
+@given(lengths_of, st.integers(1, 400))
+def test_for_one_rank_it_is_the_plan(lengths, budget):
+    plan = plan_micro_batches(lengths, budget)
+    rounds = deal(lengths, [float(length) for length in lengths], budget, 1)
+    assert share_of(0, rounds, lengths) == [(chosen, 1.0) for chosen in plan]
+
+
+def test_ranks_seldom_wait_on_heavy_tailed_lengths():
+    """Each round costs its dearest micro-batch; 512 rows, 8 ranks, a budget of 32k."""
+    idle = []
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).lognormal(np.log(2000), 1.0, 512)
+        lengths = np.clip(drawn, 64, 32768).astype(int).tolist()
+        costs = [cost(length, [length]) for length in lengths]
+        rounds = [
+            [sum(costs[index] for index in chosen) for chosen in each]
+            for each in deal(lengths, costs, 32768, 8)
+        ]
+        idle.append(8 * sum(map(max, rounds)) / sum(map(sum, rounds)) - 1)
+    assert np.median(idle) <= 0.10
