@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError, first_line
+from agentrl.train.attention import SegmentMask
 from agentrl.train.logprobs import PACKED, probe_rows, tolerance
 from agentrl.train.plan import MicroBatch
-from agentrl.train.segments import SegmentMask
 
 _REMEDY = "set model.compile = false"
 

@@ -10,8 +10,8 @@ from model_shapes import config_of
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from agentrl.config import RunConfig
+from agentrl.train.attention import SegmentMask
 from agentrl.train.memory import estimate
-from agentrl.train.segments import SegmentMask
 
 KEPT = {"gradient_checkpointing": False}
 CASES = {
