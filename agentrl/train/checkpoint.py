@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on bit for bit, written so that no kill can spoil it.
+"""Writes, finds, verifies, prunes and exports checkpoints, from which a run resumes bit for bit.
 
     run_dir/checkpoints/step_000020/
         model.safetensors       parameters and buffers of the policy, tied tensors once
@@ -8,23 +8,22 @@
         state.json              step, data position, random states, optimizers' options, fingerprint
         manifest.json           sha256 and size of every other file; written last
 
-Where every rank has a shard of each network, folders stand in the place of those files:
+With several ranks, each network and optimizer is a folder of shards instead of one file:
 
-        model/shard-00001-model-00001-of-00001.safetensors      of rank 0
-        model/shard-00002-model-00001-of-00001.safetensors      of rank 1, and so on
+        model/shard-00001-model-00001-of-00001.safetensors      written by rank 0
+        model/shard-00002-model-00001-of-00001.safetensors      written by rank 1, and so on
 
-Every rank writes its own and computes its sums, and rank 0 does the rest. Both are read by any
-number of ranks; `agentrl export` makes one folder for `from_pretrained` of the second.
+Each rank writes and hashes its own shards, and rank 0 writes the rest. Any number of ranks can read
+either kind; `agentrl export` turns the second into a folder for `from_pretrained`.
 
-A checkpoint is written into a hidden sibling folder, forced to disk and renamed, so `step_N` is
-either complete or absent. Older ones are removed only after that. Whatever else can be damaged
-(a flipped bit, a truncated copy) is found by the manifest on loading; then the one before is used,
-loudly, and if none is left the run stops: a resumed run never starts afresh in silence. Nothing is
-pickled: safetensors and JSON only.
+A checkpoint is written to a hidden folder beside its place, forced to disk and renamed, so that a
+kill at any time leaves `step_N` complete or absent. Older checkpoints are removed only then. Other
+damage (a flipped bit, a truncated copy) is found on loading, by the manifest: the run then warns
+and uses the checkpoint before, and if none is left it stops, rather than start from scratch. Files
+are safetensors, JSON and the tokenizer's; nothing is pickled.
 
-The life of a run: `clean_leftovers` or `resume` at the start, then after every k-th training step
-`Saver.save(capture_state(...))`, which writes before training goes on or, with `run.async_save`, in
-a thread while it does.
+A run calls `clean_leftovers` or `resume` when it starts, and `Saver.save(capture_state(...))` after
+every k-th training step.
 """
 
 from __future__ import annotations
@@ -66,22 +65,22 @@ from agentrl.types import JSON
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""One process wrote it: a file of whole tensors per network and optimizer."""
+"""Of checkpoints of one process: one file of whole tensors per network and optimizer."""
 SHARDED_VERSION = 2
-"""Several ranks wrote it: a folder of shards in the place of each of those files."""
+"""Of checkpoints of several ranks: a folder of shards in place of each of those files."""
 MANIFEST_FILE = "manifest.json"
 BEST_NAME = "best"
-"""A link to the checkpoint at which `run.keep_best` was highest."""
+"""Name of the link to the checkpoint with the highest `run.keep_best`."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LEFTOVER_NAME = re.compile(r"\.(tmp|old|prune)-(step_\d{6,})")
 _SHARD_NAME = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 
 class CheckpointNotSaved(CheckpointError):
-    """The disk refused a checkpoint (full, read-only, I/O error).
+    """A checkpoint could not be written (disk full, read-only, I/O error).
 
-    The partial folder is already removed and the older checkpoints are intact, so the training
-    loop logs this as a warning and goes on.
+    The partial folder is already removed and older checkpoints are intact, so the training loop
+    logs this as a warning and continues.
     """
 
 
@@ -91,18 +90,21 @@ class CheckpointNotSaved(CheckpointError):
 def save_checkpoint(
     run_dir: str | Path, state: TrainState, *, keep: int = 2, is_best: bool = False
 ) -> Path:
-    """Write `state` to `run_dir/checkpoints/step_N` and prune all but the newest `keep` and the
-    best, which `run_dir/checkpoints/best` links to.
+    """Writes `state` to `run_dir/checkpoints/step_N`, and removes old checkpoints.
 
-    The new folder appears by one rename after everything in it is on disk. Checkpoints of later
-    steps belong to a timeline that this run left when it resumed from an earlier one: they are
-    set aside as `step_N.abandoned`, not deleted and not used again.
+    The newest `keep` remain, and the one that `run_dir/checkpoints/best` links to. Checkpoints of
+    later steps than this one were abandoned when the run resumed from an earlier step: they are
+    renamed to `step_N.abandoned`, and neither deleted nor used again. Every rank has to call this.
 
     Args:
-        is_best: the link moves to this one.
+        is_best: let `best` link to this checkpoint.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        CheckpointNotSaved: the operating system refused; the older checkpoints are intact.
+        CheckpointNotSaved: the operating system refused; older checkpoints are intact.
+        ValueError: `keep` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
@@ -127,7 +129,7 @@ def save_checkpoint(
         entries = _write_tensors(partial, state)
         _together(finish)
     except (OSError, SafetensorError) as error:
-        # safetensors wraps the operating system's errors in its own class.
+        # safetensors wraps errors of the operating system in its own class.
         if leads:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointNotSaved(
@@ -145,7 +147,7 @@ def save_checkpoint(
 
 
 def _write_tensors(folder: Path, state: TrainState) -> dict[str, JSON]:
-    """Write all tensors, this rank's shards of them; entries of the shards for the manifest."""
+    """Writes all tensors, or this rank's shards, and returns the shards' manifest entries."""
     entries: dict[str, JSON] = {}
     for stem, tensors in state.tensors.items():
         if ranks.size() > 1:
@@ -157,13 +159,13 @@ def _write_tensors(folder: Path, state: TrainState) -> dict[str, JSON]:
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, JSON]:
-    """Write this rank's part of the tensors into the folder; every rank calls it.
+    """Writes this rank's shards of the tensors into the folder. Every rank has to call this.
 
     Returns:
-        Every rank's files with their sha256 and size, as the manifest lists them.
+        The manifest entries of all ranks' files.
 
     Raises:
-        OSError: on every rank, naming the one whose disk refused.
+        OSError: a rank could not write; raised on every rank, and names that one.
     """
     try:
         save(
@@ -187,10 +189,10 @@ def _write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, JSON
 
 
 def _write_rest(folder: Path, state: TrainState, entries: Mapping[str, JSON]) -> None:
-    """Write everything but tensors, and the manifest last.
+    """Writes everything but the tensors, and the manifest last.
 
     Args:
-        entries: of files that those who wrote them have forced to disk.
+        entries: manifest entries of shards, which are already forced to disk.
     """
     for name, text in state.pretrained.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -225,7 +227,7 @@ def _write_rest(folder: Path, state: TrainState, entries: Mapping[str, JSON]) ->
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
-    """Rename, keeping an older folder of the same step until the new one stands.
+    """Renames the new folder, and removes an older one of the same step after that.
 
     A kill between the two renames leaves `.old-step_N`, which `clean_leftovers` puts back.
     """
@@ -244,7 +246,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
 
 
 def point_best_to(target: Path) -> None:
-    """Makes `best` a link to this checkpoint beside it, in one step."""
+    """Makes `best`, beside this checkpoint, a link to it, atomically."""
     link = target.with_name(f".{BEST_NAME}.partial")
     link.unlink(missing_ok=True)
     link.symlink_to(target.name)
@@ -262,7 +264,7 @@ def _prune(root: Path, *, newest: int, keep: int) -> None:
     for _, path in _steps(root)[:-keep]:
         if path.resolve() == best:
             continue
-        # Renamed first: a kill during the removal must not leave a half-empty `step_N`.
+        # Renamed first, since a kill during the removal must not leave a half-empty `step_N`.
         doomed = path.with_name(f".prune-{path.name}")
         _remove(doomed)
         path.rename(doomed)
@@ -275,10 +277,10 @@ def _remove(path: Path) -> None:
 
 
 def _together(work: Callable[[], Any]) -> list[Any]:
-    """Do a part of a save on every rank; every rank's result, which is JSON, on each.
+    """Calls `work` on every rank and returns all ranks' results, which have to be JSON.
 
     Raises:
-        OSError: on every rank, naming those whose disk refused.
+        OSError: a rank could not write; raised on every rank, and names that one.
     """
     result, problem = None, None
     try:
@@ -293,7 +295,7 @@ def _together(work: Callable[[], Any]) -> list[Any]:
 
 
 def _entry_of(path: Path) -> dict[str, JSON]:
-    """A file's entry in the manifest, once it is forced to disk."""
+    """Forces a file to disk and returns its manifest entry."""
     _force_to_disk(path)
     return {"sha256": _sha256(path), "size": path.stat().st_size}
 
@@ -311,26 +313,35 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# saving while training continues ------------------------------------------------------------------
+
+
 class Saver:
-    """Writes checkpoints. Used as a context manager, it waits at the end for the one under way,
-    unless that can never finish."""
+    """Writes a run's checkpoints one at a time, in the background or not.
+
+    In the background (`run.async_save`) the caller captures copies of all tensors, and a thread
+    writes them while training continues. Every rank has such a thread; these threads communicate
+    in a process group of their own (`ranks.saving_group`).
+
+    As a context manager, it waits at the end for the save in progress, unless that cannot finish.
+    """
 
     def __init__(self, run_dir: Path, *, in_background: bool) -> None:
         self.in_background = in_background
         self.step = 0
-        """The newest step whose checkpoint is in place."""
+        """The newest step whose checkpoint is in place; 0 if there is none."""
         self.refused = False
-        """The disk refused the last one."""
+        """Whether the last save failed, because the operating system refused it."""
         self._run_dir = run_dir
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, state: TrainState, *, keep: int, is_best: bool = False) -> None:
-        """Write a state; the one before is written (`wait`).
+        """Saves a state, or starts to. Call `wait` first.
 
         Args:
-            state: in the background, one whose tensors are copies.
-            is_best: see `save_checkpoint`.
+            state: its tensors must be copies if saves run in the background.
+            keep, is_best: see `save_checkpoint`.
         """
         assert self._thread is None
         if not self.in_background:
@@ -338,9 +349,10 @@ class Saver:
                 self._write(state, keep, is_best)
             return
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # A daemon: it may never end where a connection to another rank broke; the process has to.
+        # A daemon, because a broken connection to another rank can block it forever, and the
+        # process must still be able to exit.
         self._thread = threading.Thread(
-            target=self._write_apart,
+            target=self._write_in_thread,
             args=(state, keep, is_best, device),
             name="agentrl-save",
             daemon=True,
@@ -348,10 +360,10 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is under way; then `step` and `refused` are final.
+        """Waits for the save in progress, after which `step` and `refused` are up to date.
 
         Raises:
-            BaseException: whatever ended the thread; a disk that refused does not.
+            BaseException: what ended the thread. A refused save does not; it sets `refused`.
         """
         if self._thread is not None:
             self._thread.join()
@@ -364,13 +376,15 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # An interruption that is not to be delayed, or ranks of which some are gone.
+        # An interruption must not be delayed, and if a rank is gone the save never finishes.
         if error is None or (isinstance(error, Exception) and not ranks.is_broken(error)):
             self.wait()
 
-    def _write_apart(self, state: TrainState, keep: int, is_best: bool, device: int | None) -> None:
+    def _write_in_thread(
+        self, state: TrainState, keep: int, is_best: bool, device: int | None
+    ) -> None:
         try:
-            if device is not None:  # every thread begins with the first
+            if device is not None:  # a new thread's current device is the first
                 torch.cuda.set_device(device)
             with ranks.working("save", breaks=False):
                 self._write(state, keep, is_best)
@@ -378,8 +392,8 @@ class Saver:
             self._error = error
 
     def _write(self, state: TrainState, keep: int, is_best: bool) -> None:
-        """Write a checkpoint. A full disk is a warning, not an error: the run itself is still good,
-        and so are older checkpoints."""
+        """Writes a checkpoint. A refused one is only a warning: the run and older checkpoints are
+        intact."""
         try:
             save_checkpoint(self._run_dir, state, keep=keep, is_best=is_best)
         except CheckpointNotSaved as error:
@@ -394,15 +408,16 @@ class Saver:
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest `step_N` folder, not verified; None when there is none."""
+    """Returns the newest `step_N` folder, without verifying it; None if there is none."""
     steps = _steps(Path(run_dir) / "checkpoints")
     return steps[-1][1] if steps else None
 
 
 def clean_leftovers(run_dir: str | Path) -> list[str]:
-    """Remove what a killed save left behind and return the removed folders' names.
+    """Removes the folders that a killed save left behind, and returns their names.
 
-    Call it once when a run starts, before anything is saved; no other process may be saving.
+    A folder that was being replaced is put back. Call this once, when a run starts; no other
+    process may be saving.
     """
     root = Path(run_dir) / "checkpoints"
     removed = []
@@ -420,21 +435,21 @@ def clean_leftovers(run_dir: str | Path) -> list[str]:
 
 
 def load_checkpoint(path: str | Path) -> TrainState:
-    """Read and verify one checkpoint folder. Tensors are read when the state is restored.
+    """Verifies a checkpoint and reads everything but the tensors, which `restore_state` reads.
 
-    Every file is compared with the manifest before it is parsed, so nothing damaged is used.
+    Every file is compared with the manifest before it is parsed. Every rank has to call this.
 
     Raises:
-        CheckpointError: a file is missing, truncated, changed or not what its name says; names it.
+        CheckpointError: a file is missing, damaged or not of its format; names the file.
     """
     folder = Path(path)
-    verify(folder)
+    _verify(folder)
     content = _read_json(folder / STATE_FILE)
     version = content.get("format_version")
     if version not in (FORMAT_VERSION, SHARDED_VERSION):
         raise CheckpointError(
-            f"{folder / STATE_FILE} has format version {version}; this release of agentrl reads "
-            f"{FORMAT_VERSION} and {SHARDED_VERSION}"
+            f"{folder / STATE_FILE} has format version {version}, but this release of agentrl "
+            f"reads {FORMAT_VERSION} and {SHARDED_VERSION}; resume with the release that wrote it"
         )
     try:
         return TrainState(
@@ -447,20 +462,20 @@ def load_checkpoint(path: str | Path) -> TrainState:
             folder=folder,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / STATE_FILE} is not a checkpoint's: {error!r}") from error
+        raise CheckpointError(f"{folder / STATE_FILE} is damaged: {error!r}") from error
 
 
 def load_latest(run_dir: str | Path) -> TrainState:
-    """Read the newest checkpoint that verifies; each damaged one is reported as a warning.
+    """Loads the newest checkpoint that is intact, and warns about each damaged one.
 
     Raises:
-        CheckpointError: there is none to load. Never a silent fresh start.
+        CheckpointError: there is none, so that a run never starts from scratch unnoticed.
     """
     steps = _steps(Path(run_dir) / "checkpoints")
     if not steps:
         raise CheckpointError(
             f"no checkpoint under {Path(run_dir) / 'checkpoints'} to resume from; start without "
-            "--resume or point to another run folder"
+            "--resume or name another run folder"
         )
     problems = []
     for _, path in reversed(steps):
@@ -482,11 +497,13 @@ def load_latest(run_dir: str | Path) -> TrainState:
 def check_fingerprint(
     saved: Mapping[str, JSON], current: Mapping[str, JSON], *, force: bool = False
 ) -> None:
-    """Refuse to continue another run's checkpoint.
+    """Compares the fingerprint of a checkpoint with that of the current run.
+
+    Args:
+        force: log a warning instead of raising.
 
     Raises:
-        CheckpointError: lists every differing key with both values. With `force` the same line is
-            logged as a warning instead.
+        CheckpointError: they differ; lists every differing key with both values.
     """
     before = _flatten(exact_json(saved, "fingerprint"))
     now = _flatten(exact_json(current, "fingerprint"))
@@ -499,10 +516,10 @@ def check_fingerprint(
         return
     text = f"the checkpoint is of a different run: {'; '.join(differences)}"
     if force:
-        logger.warning("%s (resumed all the same: run.force_resume)", text)
+        logger.warning("%s (resumed anyway: run.force_resume)", text)
         return
     raise CheckpointError(
-        f"{text}; restore the old values or pass --run.force_resume true to continue with the new"
+        f"{text}; restore the old values, or pass --run.force_resume true to continue with the new"
     )
 
 
@@ -515,10 +532,17 @@ def resume(
     reference: Weights | None = None,
     force: bool = False,
 ) -> TrainState:
-    """Clean up, load the newest good checkpoint, compare fingerprints, restore everything.
+    """Restores a run from its newest intact checkpoint, and returns the loaded state.
+
+    Every rank has to call this.
+
+    Args:
+        reference: the reference model, if its weights change during the run.
+        force: continue even if the fingerprints differ, with a warning.
 
     Raises:
-        CheckpointError: nothing to load, another run's fingerprint, or tensors that do not fit.
+        CheckpointError: there is no intact checkpoint, the fingerprints differ, or tensors do not
+            fit.
     """
     if ranks.rank() == 0:
         clean_leftovers(run_dir)
@@ -530,18 +554,18 @@ def resume(
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """`step_N` folders, oldest first."""
+    """Returns the steps and paths of the `step_N` folders, oldest first."""
     if not root.is_dir():
         return []
     found = [(STEP_NAME.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
     return sorted((int(match.group(1)), path) for match, path in found if match)
 
 
-def verify(folder: Path) -> list[str]:
-    """Names of the files in the manifest, each present and unchanged.
+def _verify(folder: Path) -> list[str]:
+    """Checks all files against the manifest and returns their names. Every rank calls this.
 
     Raises:
-        CheckpointError: one is not; names it.
+        CheckpointError: a file is missing or damaged; names it.
     """
     files = _read_json(folder / MANIFEST_FILE).get("files")
     if not isinstance(files, dict):
@@ -553,7 +577,7 @@ def verify(folder: Path) -> list[str]:
     for name in needed:
         if name not in files:
             raise CheckpointError(f"{folder / MANIFEST_FILE} does not list {name}")
-    # Each rank looks at its share of them, and all come to the same end.
+    # Each rank checks its share of the files, and all raise the same error.
     own = list(files.items())[ranks.rank() :: ranks.size()]
     problems = [each for each in ranks.gather(_damage(folder, own)) if each]
     if problems:
@@ -562,7 +586,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _damage(folder: Path, entries: Iterable[tuple[str, Any]]) -> str | None:
-    """Returns the first thing that is wrong with these files; None if nothing is."""
+    """Returns the first problem with these files; None if they are intact."""
     for name, entry in entries:
         path = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute() or not isinstance(entry, dict):
@@ -570,9 +594,9 @@ def _damage(folder: Path, entries: Iterable[tuple[str, Any]]) -> str | None:
         try:
             size = path.stat().st_size
             if size != entry.get("size"):
-                return f"{path} is damaged: {size} bytes, the manifest says {entry.get('size')}"
+                return f"{path} is damaged: {size} bytes instead of {entry.get('size')}"
             if _sha256(path) != entry.get("sha256"):
-                return f"{path} is damaged: its sha256 is not the one in the manifest"
+                return f"{path} is damaged: its sha256 differs from the manifest's"
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt"):
                     pass
@@ -596,8 +620,8 @@ def _read_json(path: Path) -> dict:
 
 
 def _flatten(value: Mapping[str, JSON], prefix: str = "") -> dict[str, str]:
-    """Returns the JSON text of each value by its dotted key. Texts tell 1 from 1.0 and from true,
-    which are equal in Python."""
+    """Returns the JSON text of each value by its dotted key. Unlike the values, the texts of 1, 1.0
+    and true differ."""
     flat: dict[str, str] = {}
     for key, item in value.items():
         if isinstance(item, dict) and item:
@@ -611,23 +635,27 @@ def _flatten(value: Mapping[str, JSON], prefix: str = "") -> dict[str, str]:
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    """Write the model, or the adapter, that a checkpoint holds: whole, or not at all.
+    """Writes the model, or the adapter, of a checkpoint that consists of shards to one folder.
 
-    Its weights are the float32 masters, and its `config.json` names what the run computed in.
+    `out` appears complete or not at all. The weights are the float32 masters; the dtype in
+    `config.json` is the one in which the run computed.
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
-        ConfigError: `checkpoint` is not one or has no shards, or `out` is not empty.
+        ConfigError: `checkpoint` is not a checkpoint or has no shards, or `out` is not empty.
     """
     require_empty(out)
     if not (checkpoint / MANIFEST_FILE).is_file():
         raise ConfigError(
-            f"{checkpoint} is no checkpoint: it has no {MANIFEST_FILE}; name RUN/checkpoints/step_N"
+            f"{checkpoint} is not a checkpoint: it has no {MANIFEST_FILE}; name "
+            "RUN/checkpoints/step_N"
         )
-    names = verify(checkpoint)
+    names = _verify(checkpoint)
     stem = next((s for s in ("model", "adapter_model") if (checkpoint / s).is_dir()), None)
     if stem is None:
-        raise ConfigError(f"{checkpoint} has no shards: it is a model's folder already")
+        raise ConfigError(
+            f"{checkpoint} has no shards: it is already a model's folder; use it as is"
+        )
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

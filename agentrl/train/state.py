@@ -1,10 +1,10 @@
 """Captures the state of a run between two optimizer updates, and restores it bit for bit.
 
-Tensors by file and name, everything else as JSON: nothing that would have to be unpickled.
+The state is tensors, by file and name, and JSON: nothing in it has to be unpickled.
 
-A network that is sharded over ranks is read by torch's distributed checkpoint, which knows which
-part of which tensor lies where: any number of ranks can read what any other number wrote, and what
-one process wrote whole. Every rank reads its own part into the tensors that it trains.
+Tensors are read with torch's distributed checkpoint, which knows where each part of each tensor is
+stored. So any number of ranks can read what any other number wrote, in shards or whole, and each
+rank reads only its own part, into the tensors that it trains.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ STATE_FILE = "state.json"
 
 
 class Weights(Protocol):
-    """A network that nothing updates."""
+    """A network, which may be frozen."""
 
     @property
     def model(self) -> torch.nn.Module: ...
     @property
     def masters(self) -> Mapping[Tensor, Tensor]:
-        """The weights that an optimizer updates in place of parameters, by parameter."""
+        """Maps a parameter to the float32 weights that the optimizer updates in its place."""
         ...
 
 
 class Trained(Weights, Protocol):
-    """A network and what updates it, such as a `Learner`."""
+    """A network with its optimizer, such as a `Learner`."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def cast(self) -> None:
-        """Give the parameters what their masters are now."""
+        """Copies the masters into their parameters, rounded to the parameters' dtype."""
         ...
 
 
@@ -71,29 +71,31 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True)
 class TrainState:
-    """The contents of a checkpoint, made by `capture_state` or `load_checkpoint`."""
+    """The contents of a checkpoint, as `capture_state` or `load_checkpoint` returns them."""
 
     step: int
-    """Training steps finished; the version of the policy."""
+    """Number of finished training steps, which is also the policy's version."""
     fingerprint: dict[str, JSON]
-    """Everything that makes two runs the same run: task and environment ids, model, group size,
-    seed, ... A resumed run compares it, see `check_fingerprint`."""
+    """Identifies the run: task and environment ids, model, group size, seed and so on. A resumed
+    run must have the same one, see `check_fingerprint`."""
     data_position: dict[str, JSON] = field(default_factory=dict)
+    """The position of the task source."""
     extra: dict[str, JSON] = field(default_factory=dict)
-    """Whatever else the loop wants back, e.g. the state of a KL controller."""
+    """Anything else the loop needs back, e.g. the state of a KL controller."""
     rng: dict[str, JSON] = field(default_factory=dict)
-    """States of the random generators of python, numpy and torch, see `capture_rng`."""
+    """States of the random generators of Python, NumPy and torch, see `capture_rng`."""
     optimizer_groups: dict[str, JSON] = field(default_factory=dict)
-    """Hyper-parameters of the optimizers' parameter groups, by file stem."""
+    """Parameter groups of each optimizer, by file stem: names of parameters and options."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """File stem (`model` or `adapter_model`, `optimizer`, `critic`, `critic_optimizer`,
-    `reference`) -> name -> CPU tensor. Those of a model on the CPU, and shards, alias the live ones
-    unless they were copied: save before the next update. Empty in a loaded state."""
+    `reference`) -> name -> tensor on the CPU, or a shard (`DTensor`) on its own device. Shards, and
+    tensors of a model on the CPU, share memory with the live ones unless they were copied, so save
+    them before the next update. Empty in a loaded state."""
     pretrained: dict[str, str] = field(default_factory=dict)
-    """Further small text files of the folder, e.g. config.json, by name."""
+    """Text of further small files, e.g. config.json, by file name."""
     tokenizer: Tokenizer | None = None
     folder: Path | None = None
-    """The checkpoint from which `restore_state` reads the tensors of a loaded state."""
+    """Folder from which `restore_state` reads the tensors; None in a captured state."""
 
 
 def capture_state(
@@ -108,18 +110,19 @@ def capture_state(
     tokenizer: Tokenizer | None = None,
     copy_tensors: bool = False,
 ) -> TrainState:
-    """Collect the state of a run between two optimizer updates.
+    """Collects the state of a run between two optimizer updates.
 
-    Of sharded networks it holds this rank's shards: every rank captures, and all save together.
-    The random states are those of the calling process.
+    With sharded networks each rank captures its own shards, and all ranks save together. The random
+    states are those of the calling process.
 
     Args:
-        reference: one whose weights change while the run goes on.
-        copy_tensors: into host memory, shards as well, so that the next update may come before the
-            save.
+        reference: the reference model, if its weights change during the run.
+        copy_tensors: copy all tensors, shards included, into host memory, so that the next update
+            may run before the state is saved.
 
     Raises:
-        TypeError: something in it has no exact JSON form; names the key.
+        TypeError: a value has no exact JSON form (names its key), or a state of a network or an
+            optimizer is not a tensor.
     """
     state = TrainState(
         step=step,
@@ -146,13 +149,14 @@ def restore_state(
     critic: Trained | None = None,
     reference: Weights | None = None,
 ) -> None:
-    """Put a loaded state into freshly built objects, in place and bit for bit. Tied tensors stay
-    tied; sharded parameters receive their shard. Every rank calls it.
+    """Restores a loaded state into newly built objects, in place and bit for bit.
+
+    Tied tensors stay tied. Each rank reads its own shards; every rank has to call this.
 
     Raises:
         CheckpointError: names, shapes or dtypes do not fit; names the file and the tensor.
     """
-    assert state.folder is not None, "a captured state is restored once it is saved and loaded"
+    assert state.folder is not None, "only a loaded state can be restored"
     for trained, stem, optimizer_stem in _parts(policy, critic):
         _restore_weights(state.folder, trained, stem)
         groups = state.optimizer_groups.get(optimizer_stem)
@@ -160,14 +164,14 @@ def restore_state(
         trained.cast()
     if reference is not None:
         _restore_weights(state.folder, reference, "reference")
-    # Last, because building and loading may draw random numbers.
+    # Last, because restoring the rest may draw random numbers.
     restore_rng(state.rng)
 
 
 def _parts(policy: Trained, critic: Trained | None) -> list[tuple[Trained, str, str]]:
-    """Lists what is trained, with the stems of the files of its weights and of its optimizer.
+    """Lists the trained networks, each with the file stems of its weights and of its optimizer.
 
-    Where only an adapter is trained and saved, its file has the name that PEFT gives it.
+    An adapter's file has the name that PEFT expects.
     """
     adapter = WEIGHTS_FILE.removesuffix(".safetensors")
     parts = [(policy, adapter if has_adapter(policy.model) else "model", "optimizer")]
@@ -180,16 +184,20 @@ def _parts(policy: Trained, critic: Trained | None) -> list[tuple[Trained, str, 
 def read_tensors(
     folder: Path, stem: str, targets: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Read a network or an optimizer of a checkpoint in place, whether it was written whole or in
-    shards: of each tensor the part that this rank holds. Every rank calls it.
+    """Reads the tensors of a network or an optimizer in place, from shards or from one file.
+
+    Each rank reads the parts of tensors that it holds; every rank has to call this.
 
     Args:
-        targets: gets the saved tensors, without data, by name. It returns what they are read into,
-            of the same shape and dtype; a sharded one receives this rank's shard. What it leaves
-            out is not read.
+        folder: the checkpoint.
+        stem: name of the folder of shards, or of the file without its suffix. If neither exists,
+            no tensors are found.
+        targets: receives the saved tensors by name, on the meta device (without data), and returns
+            the tensors to read into, of the same shape and dtype. Tensors that it leaves out are
+            not read; a `DTensor` receives this rank's shard.
 
     Returns:
-        The targets.
+        The targets, filled.
     """
     shards, whole = folder / stem, folder / f"{stem}.safetensors"
     reader = HuggingFaceStorageReader(str(shards))
@@ -201,7 +209,7 @@ def read_tensors(
     }
     read = dict(targets(saved))
     with warnings.catch_warnings():
-        # That there is one process, which is what it is told.
+        # torch warns that there is only one process, which is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(
             dict(read),
@@ -213,7 +221,7 @@ def read_tensors(
 
 
 class _OneFile(FileSystem):
-    """A folder in which this file alone is seen, if it is there."""
+    """Lists one file, if it exists, and hides the rest of its folder."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -224,11 +232,13 @@ class _OneFile(FileSystem):
 
 
 def _named_tensors(trained: Weights) -> dict[str, Tensor]:
-    """Returns parameters, or their masters, and persistent buffers by name. A tied tensor stands
-    under its first name only. Of a model with an adapter it is the adapter's tensors alone.
+    """Returns parameters (or their masters) and persistent buffers by name.
+
+    A tied tensor has only its first name. Of a model with an adapter, only the adapter's tensors
+    are returned.
 
     Raises:
-        TypeError: the module keeps a state that is not a tensor.
+        TypeError: the module has a state that is not a tensor.
     """
     module, masters = trained.model, trained.masters
     if has_adapter(module):
@@ -245,8 +255,10 @@ def _named_tensors(trained: Weights) -> dict[str, Tensor]:
 
 
 def _to_cpu(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Tensor]:
-    """Returns the tensors on the host, each in storage of its own size. A shard remains one, for
-    its rank to write."""
+    """Returns contiguous tensors in host memory, each in storage of its own size.
+
+    A shard (`DTensor`) stays where it is, unless `copied` is set, and stays a shard.
+    """
     found = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
@@ -254,7 +266,7 @@ def _to_cpu(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Tensor]:
             tensor = tensor.to("cpu", copy=True).contiguous()
         elif not isinstance(tensor, DTensor):
             tensor = tensor.cpu().contiguous()
-            # safetensors refuses tensors that share storage, e.g. two views of one buffer.
+            # safetensors refuses tensors that share storage, such as two views of one buffer.
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone()
         found[name] = tensor
@@ -263,7 +275,7 @@ def _to_cpu(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _restore_weights(folder: Path, trained: Weights, stem: str) -> None:
-    """Read a network in place: there is no room for a second copy of what fills a device."""
+    """Reads a network in place, since a device may have no room for a second copy."""
     live, file = _named_tensors(trained), f"{stem}.safetensors"
 
     def targets(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -277,7 +289,7 @@ def _restore_weights(folder: Path, trained: Weights, stem: str) -> None:
             source = saved[name]
             if source.shape != target.shape or source.dtype != target.dtype:
                 raise CheckpointError(
-                    f"{file}: {name} is {source.dtype} {tuple(source.shape)}, this run trains "
+                    f"{file}: {name} is {source.dtype} {tuple(source.shape)}, but this run trains "
                     f"{target.dtype} {tuple(target.shape)}; start a new run with its folder as "
                     "model.path"
                 )
@@ -288,16 +300,17 @@ def _restore_weights(folder: Path, trained: Weights, stem: str) -> None:
 
 # optimizers ---------------------------------------------------------------------------------------
 
-# `torch.distributed.checkpoint.state_dict` has loaders for these, which know no master weights, and
-# which take a step with gradients of zeros first: memory that a device may not have.
+# `torch.distributed.checkpoint.state_dict` does not fit here: it knows optimizers of a module's own
+# parameters only, not of masters, and allocates a gradient for every parameter to load moments.
 
 
 def _parameters_by_group(trained: Trained) -> list[dict[str, Tensor]]:
-    """Returns the tensors that the optimizer updates by the names of the parameters that they are,
-    or are masters of.
+    """Returns, for each group of the optimizer, its tensors by parameter name.
+
+    A tensor is the parameter itself or its master.
 
     Raises:
-        TypeError: the optimizer updates something else as well.
+        TypeError: a tensor of the optimizer belongs to no parameter of the model.
     """
     names = {trained.masters.get(p, p): name for name, p in trained.model.named_parameters()}
     groups = []
@@ -313,12 +326,17 @@ def _parameters_by_group(trained: Trained) -> list[dict[str, Tensor]]:
 
 
 def _moments(trained: Trained) -> dict[str, Tensor]:
+    """Returns the optimizer's state as "<state name>/<parameter name>" -> tensor.
+
+    Raises:
+        TypeError: a state is neither a tensor nor an integer.
+    """
     tensors, optimizer = {}, trained.optimizer
     for group in _parameters_by_group(trained):
         for name, parameter in group.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, int):
-                    value = torch.tensor(value)  # how bitsandbytes counts steps
+                    value = torch.tensor(value)  # bitsandbytes counts steps in an int
                 if not isinstance(value, Tensor):
                     raise TypeError(
                         f"optimizer state {key!r} of {name} is not a tensor; "
@@ -329,6 +347,7 @@ def _moments(trained: Trained) -> dict[str, Tensor]:
 
 
 def _optimizer_groups(trained: Trained) -> list[JSON]:
+    """Returns each group's options, names of parameters and the optimizer's class."""
     groups: list[JSON] = []
     for index, parameters in enumerate(_parameters_by_group(trained)):
         options = {**trained.optimizer.param_groups[index], "params": list(parameters)}
@@ -338,19 +357,24 @@ def _optimizer_groups(trained: Trained) -> list[JSON]:
 
 
 def _restore_optimizer(folder: Path, trained: Trained, stem: str, saved_groups: Any) -> None:
-    """Read moments into new memory where their parameters are, and set the groups' options."""
+    """Reads moments into new memory on their parameters' devices, and sets the groups' options.
+
+    Raises:
+        CheckpointError: groups, the optimizer's class, names or shapes differ.
+    """
     file, optimizer = f"{stem}.safetensors", trained.optimizer
     live_groups = _parameters_by_group(trained)
     if not isinstance(saved_groups, list) or [list(group) for group in live_groups] != [
         group.get("params") if isinstance(group, dict) else None for group in saved_groups
     ]:
         raise CheckpointError(
-            f"{STATE_FILE}: the parameter groups of {stem} are not those of this run's optimizer"
+            f"{STATE_FILE}: the parameter groups of {stem} differ from those of this run's "
+            "optimizer; train the same parameters as the saved run"
         )
     saved_by = {group.get("optimizer", "AdamW") for group in saved_groups}
     if saved_by != {type(optimizer).__name__}:
         raise CheckpointError(
-            f"{file} is the state of {', '.join(sorted(saved_by))}, this run's optimizer is "
+            f"{file} is the state of {', '.join(sorted(saved_by))}, but this run's optimizer is "
             f"{type(optimizer).__name__}; set train.optimizer as it was"
         )
     parameters = {name: p for group in live_groups for name, p in group.items()}
@@ -362,19 +386,19 @@ def _restore_optimizer(folder: Path, trained: Trained, stem: str, saved_groups: 
             parameter = parameters.get(parameter_name)
             if parameter is None:
                 raise CheckpointError(f"{file}: {parameter_name} is not a parameter of this model")
-            if kind.startswith(("step", "qmap", "absmax")):  # the latter two of 8-bit moments
+            if kind.startswith(("step", "qmap", "absmax")):  # the latter two are of 8-bit moments
                 found[name] = torch.empty_like(tensor, device="cpu")
             elif tensor.shape == parameter.shape:
                 like = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
                 found[name] = like
             else:
                 raise CheckpointError(
-                    f"{file}: {name} has shape {tuple(tensor.shape)}, its parameter "
+                    f"{file}: {name} has shape {tuple(tensor.shape)}, but its parameter has "
                     f"{tuple(parameter.shape)}"
                 )
         return found
 
-    # Optimizers number their parameters.
+    # `load_state_dict` knows parameters by their numbers.
     numbers = {name: number for number, name in enumerate(parameters)}
     moments: dict[int, dict[str, Any]] = {}
     for name, tensor in read_tensors(folder, stem, targets).items():
@@ -385,25 +409,25 @@ def _restore_optimizer(folder: Path, trained: Trained, stem: str, saved_groups: 
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         options = {**group, **saved, "params": [numbers[name] for name in saved["params"]]}
         options.pop("optimizer", None)
-        # JSON has no tuples, and optimizers compare and unpack betas as one.
+        # JSON has no tuples, which optimizers expect some options, such as betas, to be.
         tuples = {key for key, value in group.items() if isinstance(value, tuple)}
         groups.append({k: tuple(v) if k in tuples else v for k, v in options.items()})
     optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def _config_files(model: torch.nn.Module) -> dict[str, str]:
-    """Returns config.json, generation_config.json and the processor's files of a transformers
-    model, nothing of others."""
+    """Returns the text of a transformers model's config.json, generation_config.json, adapter
+    configuration and processor files, by file name; of other models, nothing."""
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
-        # A model built from a config carries neither; inference engines choose the class by the
-        # first and the precision by the second. FSDP2 renames the class it wraps.
+        # A model built from a config has neither of these set, but inference engines choose the
+        # class by the first and the precision by the second. FSDP2 renames the class it wraps.
         if not config.architectures:
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
         first = next(model.parameters())
-        if not isinstance(first, DTensor):  # whose dtype is that of the masters
+        if not isinstance(first, DTensor):  # a shard is a float32 master, whatever computes
             config.dtype = first.dtype
         files["config.json"] = config.to_json_string()
     if has_adapter(model):
@@ -419,10 +443,11 @@ def _config_files(model: torch.nn.Module) -> dict[str, str]:
 
 
 def capture_rng() -> dict[str, JSON]:
-    """States of the global generators of python, numpy, torch and, if in use, every CUDA device.
+    """Returns the states of the global generators of Python, NumPy, torch and, if CUDA is in use,
+    every CUDA device.
 
-    A `numpy.random.Generator` of the loop's own is not in it: its `bit_generator.state` is plain
-    JSON and goes into `extra`.
+    A separate `numpy.random.Generator` is not included: its `bit_generator.state` is plain JSON and
+    belongs in `extra`.
     """
     version, words, gauss_next = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
@@ -444,10 +469,10 @@ def capture_rng() -> dict[str, JSON]:
 
 
 def restore_rng(rng: Mapping[str, JSON]) -> None:
-    """Set the generators to a state of `capture_rng`.
+    """Sets the generators to what `capture_rng` returned.
 
     Raises:
-        CheckpointError: it is not such a state.
+        CheckpointError: `rng` is not such a state.
     """
     state: Any = rng
     try:
@@ -471,8 +496,8 @@ def restore_rng(rng: Mapping[str, JSON]) -> None:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if saved_cuda and num_devices != len(saved_cuda):
         logger.warning(
-            "the checkpoint holds random states of %d CUDA devices, this machine has %d: "
-            "the run goes on, but not bit for bit",
+            "the checkpoint holds random states of %d CUDA devices, and this machine has %d: "
+            "the run continues, but not bit for bit",
             len(saved_cuda),
             num_devices,
         )
@@ -494,10 +519,13 @@ def _decode(text: object, dtype: type[np.generic]) -> np.ndarray:
 
 
 def exact_json(value: Mapping, where: str) -> dict[str, JSON]:
-    """The value as plain JSON; `where` it stands is for the error.
+    """Returns the value as plain JSON. Tuples become lists.
+
+    Args:
+        where: name of the value, for the error.
 
     Raises:
-        TypeError: JSON would lose something in silence; names the key.
+        TypeError: JSON cannot represent a part of the value exactly; names the key.
     """
     plain = _json_value(dict(value), where)
     assert isinstance(plain, dict)
