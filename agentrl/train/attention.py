@@ -1,22 +1,22 @@
-"""Causal attention inside the segments of a packed row, for any transformers decoder.
+"""Causal attention within the segments of a packed row, for any transformers decoder.
 
-transformers looks up by name how a decoder makes its masks and how its layers attend. Under the
-name `agentrl_packed` stand one function for each:
+transformers looks up by name how a decoder makes its masks and how its layers attend. This module
+registers one function for each under the name `agentrl_packed`:
 
-* `packed_mask` is asked once per kind of layer (full, sliding window, chunks) and answers with a
-  `SegmentMask`: which tokens lie together, and how far back one may look. Nothing of the size
-  [N, N] is built. The decoder hands it to its layers untouched.
-* `packed_attention` computes what the layer asks for (scaling, soft caps, sinks, key and value
-  heads of their own number and size) inside each segment. On CUDA in one call for the whole row;
-  on a CPU segment by segment, so that the work is the sum of the squared lengths.
+* `packed_mask` is called once per kind of layer (full, sliding window, chunks) and returns a
+  `SegmentMask`, which holds the segments and the window but nothing of size [N, N]. The decoder
+  passes it to its layers unchanged.
+* `packed_attention` computes what the layer asks for (scaling, soft caps, sinks, any number and
+  size of key and value heads) within each segment: on CUDA in one call for the whole row, on a CPU
+  segment by segment, so that the work is the sum of the squared lengths.
 
-Segments may continue others (`agentrl.train.plan`), whose tokens they see as well; only layers
-of plain causal attention compute that. `agentrl_shared` stands for the same two functions, and says
-of a model that all its layers do.
+Segments may continue others (`agentrl.train.plan`), whose tokens they then see as well. Only layers
+of plain causal attention support that; a model whose layers all do uses the name `agentrl_shared`,
+which stands for the same two functions.
 
-Which segments a forward pass has is said around it, `with packed_segments(lengths)`. A decoder that
-makes its masks in another way fails there instead of mixing the segments, and without that block
-the names behave as transformers' `sdpa`, so `generate` works.
+The segments of a forward pass are set around it by `with packed_segments(lengths)`. A decoder that
+makes its masks in another way raises an error there, rather than mix the segments. Outside such a
+block both names behave like transformers' `sdpa`, so `generate` works.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ ATTENTION_NAME = "agentrl_packed"
 SHARED_ATTENTION_NAME = "agentrl_shared"
 WHOLE_ROW = Context()
 BLOCK_SIZE = 128
-"""The default block size of flex attention's kernels."""
+"""Default block size of flex attention's kernels, in tokens."""
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# `varlen_attn` does not differentiate through its log-sum-exp, so its backward pass is called here.
+# `varlen_attn` cannot differentiate through its log-sum-exp, so its backward pass is called here.
 _cuda_backward = torch.ops.torch_attn._varlen_attn_backward
 _WITH_LSE = AuxRequest(lse=True)
-# Torch 2.11 takes fewer heads of keys than of queries without being told.
-_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# Torch 2.11 accepts fewer heads of keys than of queries without this argument.
+_HAS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
-# Rows of fewer than 128 tokens would get the kernel for decoding, which torch 2.11 cannot build for
-# rows of any length.
+# Without it, rows of fewer than 128 tokens get the decoding kernel, which torch 2.11 cannot build
+# for dynamic lengths.
 _FLEX_OPTIONS = {"BACKEND": "TRITON"}
 
-# What the flash kernels behind `varlen_attn` can hold.
+# Limit of the flash kernels behind `varlen_attn`.
 _MAX_FLASH_HEAD_DIM = 256
 
 _segments: ContextVar[tuple[list[int], list[int], Context] | None] = ContextVar(
@@ -78,9 +78,9 @@ _segments: ContextVar[tuple[list[int], list[int], Context] | None] = ContextVar(
 
 @dataclass(slots=True, frozen=True)
 class _Pieces:
-    """Pieces of a row, gathered end to end."""
+    """P pieces of a row, gathered end to end into M tokens."""
 
-    index: torch.Tensor  # (M,) int64: where each of their tokens lies in the row
+    index: torch.Tensor  # (M,) int64: position of each token in the row
     borders: torch.Tensor  # (P + 1,) int32: where each piece begins; the last entry is M
     longest: int
 
@@ -96,15 +96,18 @@ class _Pieces:
 
 @dataclass(slots=True, frozen=True)
 class Level:
-    """Pieces of queries, each of which sees all keys of its piece."""
+    """Pieces of queries, each of which sees all keys of the corresponding piece of keys."""
 
     queries: _Pieces
     keys: _Pieces
 
 
 class SegmentMask:
-    """Says which keys a query of a packed row sees: those before it in its segment, `window` at
-    most, and all of the segments that its own continues."""
+    """The keys that each query of a packed row sees.
+
+    These are the last `window` keys up to its own position in its segment, and all keys of the
+    segments that its segment continues.
+    """
 
     def __init__(
         self,
@@ -120,16 +123,21 @@ class SegmentMask:
         self._device = device
         stops = list(accumulate(lengths))
         self.spans = list(zip([0, *stops], stops, strict=False))
-        """(start, stop) of every segment."""
+        """(start, stop) of each segment in the row."""
         self.shared = [
             (start, stop, end)
             for (start, stop), end in zip(self.spans, branch_ends or stops, strict=True)
             if end > stop
         ]
-        """(start, stop, end): queries [stop, end) see all keys [start, stop). Outermost first."""
+        """(start, stop, end) of each continued segment: queries [stop, end) see all keys
+        [start, stop). Outermost first."""
 
     def dense(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """(length, length) bool, True where a query sees a key; None for plain causal attention."""
+        """Returns the mask of one segment of `length` tokens, without those that it continues.
+
+        Returns:
+            (length, length) bool, True where a query sees a key; None for plain causal attention.
+        """
         if self.window is None or length <= self.window:
             return None
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
@@ -137,15 +145,16 @@ class SegmentMask:
 
     @functools.cached_property
     def borders(self) -> torch.Tensor:
-        """(S + 1,) int32: where each segment begins; the last entry is N."""
+        """(S + 1,) int32: where each segment begins in the row; the last entry is N."""
         starts = [0, *accumulate(self.lengths)]
         return _sent(torch.tensor(starts, dtype=torch.int32), self._device)
 
     @functools.cached_property
     def levels(self) -> list[Level]:
-        """The shared segments by how many others they continue: those of one level in one call."""
+        """The continued segments, grouped by how many others they continue themselves. One call
+        computes a level."""
         levels: list[list[tuple[int, int, int]]] = []
-        around: list[int] = []  # where the segments end that the next one continues
+        around: list[int] = []  # ends of the branches that contain the current segment
         for start, stop, end in self.shared:
             while around and around[-1] <= start:
                 around.pop()
@@ -163,20 +172,21 @@ class SegmentMask:
 
     @functools.cached_property
     def blocks(self) -> BlockMask:
-        """The same as flex attention wants it: the blocks of keys that each block of queries sees.
+        """The mask for flex attention: the blocks of keys that each block of queries sees.
 
-        Nothing of the size [N, N] is built. A listed block may hold nothing that is seen: flex
-        attention asks for each of its entries, but for those of the blocks that are seen whole.
+        Nothing of size [N, N] is built. A block that is listed as seen in part may contain no pair
+        that is seen: flex attention evaluates the mask for each of its entries. For blocks that
+        are listed as seen whole it does not.
         """
         ends = {start: end for start, _, end in self.shared}
         of_segment = torch.tensor([ends.get(start, stop) for start, stop in self.spans])
         total = sum(self.lengths)
         window = self.window or total
-        last = of_segment.repeat_interleave(  # (N,): no later query sees it
+        last = of_segment.repeat_interleave(  # (N,): the first later query that does not see it
             torch.tensor(self.lengths), output_size=total
         )
         padded = torch.nn.functional.pad(last, (0, -total % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
-        key = torch.arange(0, total, BLOCK_SIZE)  # where each block begins
+        key = torch.arange(0, total, BLOCK_SIZE)  # start of each block
         query = key[:, None]
         seen = (key <= query) & (query < padded.amax(1)) & (query - key < window + BLOCK_SIZE - 1)
         whole = (
@@ -199,14 +209,19 @@ class SegmentMask:
 
 
 def _listed(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts the blocks of each row of (rows, columns) bool, and lists their columns first."""
+    """Converts (rows, columns) bool to flex attention's lists of blocks.
+
+    Returns:
+        (1, 1, rows) int32, the number of True entries of each row; and (1, 1, rows, columns) int32,
+        their columns followed by the others.
+    """
     columns = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     numbers = blocks.sum(1, dtype=torch.int32)
     return _sent(numbers[None, None], device), _sent(columns.int()[None, None], device)
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device, which the host does not wait for."""
+    """Copies the tensor to the device without waiting for the copy."""
     return tensor.to(device, non_blocking=True)
 
 
@@ -214,12 +229,12 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def packed_segments(
     lengths: list[int], branch_ends: list[int] | None = None, context: Context | None = None
 ) -> Iterator[None]:
-    """Decoders called in this block read their row as segments of these lengths, summing to N.
+    """Splits the rows of decoders that are called in this block into segments.
 
     Args:
-        branch_ends: where what continues each segment ends (`MicroBatch.branch_ends`); None where
-            no segment continues another.
-        context: the ranks that hold a slice of the row each; None for a rank that holds it all.
+        lengths: tokens of each segment, summing to N.
+        branch_ends: see `MicroBatch.branch_ends`; None if no segment continues another.
+        context: the ranks that hold a slice of the row each; None if this rank holds the whole row.
     """
     token = _segments.set((lengths, branch_ends or list(accumulate(lengths)), context or WHOLE_ROW))
     try:
@@ -240,16 +255,19 @@ def packed_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> SegmentMask | torch.Tensor | None:
-    """A mask function as transformers' `AttentionMaskInterface` wants it.
+    """Makes the mask of a kind of layer, for transformers' `AttentionMaskInterface`.
 
     Args:
-        local_size: the layer's window, or the size of its chunks.
-        use_vmap: true where the decoder adds conditions of its own.
+        local_size: tokens of the layer's window, or of a chunk.
+        use_vmap: True if the decoder adds conditions of its own to the mask.
         allow_is_bidirectional_skip: passed for masks that are not causal.
 
+    Returns:
+        The mask; outside of `packed_segments` what transformers' `sdpa` takes.
+
     Raises:
-        ValueError: a mask other than a causal one, with or without a window or chunks; or a window
-            or chunks where segments continue others.
+        ValueError: the mask is not causal or has further conditions; or it has a window or chunks,
+            and segments continue others.
     """
     segments = _segments.get()
     if segments is None:
@@ -271,9 +289,9 @@ def packed_mask(
     if local_size is None:
         return SegmentMask(lengths, None, torch.device(device), branch_ends, context)
     if branch_ends != list(accumulate(lengths)):
-        raise ValueError("has layers that do not see the whole of a shared prefix")
+        raise ValueError("some of its layers do not see the whole shared prefix")
     if local_size == getattr(config, "attention_chunk_size", None):
-        # Chunks count from the start of their own segment: each is a segment by itself.
+        # Chunks are counted from the start of their segment, and each becomes a segment.
         chunk, local_size = local_size, None
         lengths = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
     return SegmentMask(lengths, local_size, torch.device(device), context=context)
@@ -282,7 +300,7 @@ def packed_mask(
 # attention ----------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # loops over segments would be compiled anew for each other row
+@torch.compiler.disable  # it would recompile the loops over segments for every new row
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -293,19 +311,23 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers' `AttentionInterface` wants it.
+    """Computes a layer's attention, for transformers' `AttentionInterface`.
 
     Args:
-        query: (1, num_heads, N, head_dim); of ranks that hold a slice of the row each, its N.
-        key: (1, num_key_value_heads, N, head_dim); `value` likewise, with a head size of its own.
+        query: (1, num_heads, N, head_dim). With context parallelism, N here and below is the number
+            of tokens in this rank's slice.
+        key: (1, num_key_value_heads, N, head_dim).
+        value: (1, num_key_value_heads, N, value_dim).
         scaling: factor on the scores; None means 1 / sqrt(head_dim).
-        kwargs: what else the family's own attention takes: `softcap`, `s_aux` (sinks) and so on.
+        kwargs: further arguments of the family's attention, such as `softcap` and `s_aux` (sinks).
 
     Returns:
-        (1, N, num_heads, size of a value's head), and None for the attention weights.
+        (1, N, num_heads, value_dim), and None for the attention weights.
 
     Raises:
-        ValueError: the decoder made no mask, so the segments are not known, or has dropout.
+        ValueError: the decoder did not make its mask with `packed_mask` or has dropout; the
+            segments do not add up to the row; or they continue others and the layer cannot
+            compute that.
     """
     if not isinstance(attention_mask, SegmentMask):
         if _segments.get() is not None:
@@ -316,7 +338,7 @@ def packed_attention(
     if dropout:
         raise ValueError(f"{type(module).__name__} has dropout")
     if attention_mask.shared and not (_is_plain(kwargs) and query.shape[-1] == value.shape[-1]):
-        raise ValueError(f"{type(module).__name__} attends in a way that shares no prefixes")
+        raise ValueError(f"{type(module).__name__} attends in a way that cannot share prefixes")
     attend = functools.partial(_attend, module, attention_mask, scaling, kwargs)
     if attention_mask.context.size > 1:
         return attend_by_heads(attend, query, key, value, attention_mask.context), None
@@ -333,12 +355,14 @@ def _attend(
     value: torch.Tensor,
 ) -> torch.Tensor:
     if query.shape[2] != sum(mask.lengths):
-        raise ValueError(f"the segments have {sum(mask.lengths)} tokens, the row {query.shape[2]}")
+        raise ValueError(
+            f"the segments have {sum(mask.lengths)} tokens, but the row has {query.shape[2]}"
+        )
     attend = _in_one_call if query.is_cuda else _by_segment
     if query.device.type == "cpu" and query.itemsize == 2:
-        # Rounded once, at the end, like that of vLLM servers on a CPU
-        # (`agentrl.sync.vllm_plugin.rounding`): both then round the same values, in whatever
-        # order each of them sums. Torch's 16-bit CPU kernels are no faster.
+        # Rounds once, at the end, as vLLM servers on a CPU do
+        # (`agentrl.sync.vllm_plugin.rounding`): in float64 the order of a sum hardly matters, so
+        # both round the same values. Torch's 16-bit CPU kernels are no faster.
         wide = query.double(), key.double(), value.double()
         return attend(module, *wide, mask, scaling, wanted).to(query.dtype)
     return attend(module, query, key, value, mask, scaling, wanted)
@@ -366,7 +390,7 @@ def _by_segment(
                 q, k, v, seen, is_causal=seen is None, scale=scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            # Soft caps and sinks are computed in as many ways as there are families.
+            # Each family computes soft caps and sinks in its own way.
             eager: Callable = sys.modules[type(module).__module__].eager_attention_forward
             if seen is None:
                 seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
@@ -386,7 +410,7 @@ def _in_one_call(
     scaling: float | None,
     wanted: dict[str, Any],
 ) -> torch.Tensor:
-    """Flash attention where it can, compiled flex attention elsewhere."""
+    """Computes plain attention in 16 bits by flash attention, anything else by flex attention."""
     equal = query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
     if not (query.itemsize == 2 and equal and _is_plain(wanted)):
         output, _ = flex_attention_forward(
@@ -423,16 +447,20 @@ def _in_one_call(
 
 
 def _grouped(query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
-    """Arguments of `varlen_attn` for the heads of both, in dimension 1."""
-    return {"enable_gqa": query.shape[1] != key.shape[1]} if _TOLD_OF_GROUPS else {}
+    """Returns the argument with which `varlen_attn` accepts fewer heads of keys than of queries.
+
+    Heads are in dimension 1 of both.
+    """
+    return {"enable_gqa": query.shape[1] != key.shape[1]} if _HAS_ENABLE_GQA else {}
 
 
 class _FlashOnCPU(torch.autograd.Function):
-    """Each segment on itself, then whatever continues a segment on it, merged by log-sum-exp.
+    """Attends from each segment to itself, then from what continues a segment to that segment, and
+    merges the results by their log-sum-exp (lse).
 
-    The backward pass of a part takes the merged output and log-sum-exp, and is exact: a query's
-    probability of a key is exp(score - lse), and grad . output is the query's, whichever part the
-    key stands in.
+    Each part's backward pass takes the merged output and lse, which is exact: a query's probability
+    of a key is exp(score - lse), and grad . output belongs to the query alone, so neither depends
+    on the part that a key is in.
     """
 
     @staticmethod
@@ -477,8 +505,8 @@ class _FlashOnCPU(torch.autograd.Function):
 
 
 class _FlashOnCUDA(torch.autograd.Function):
-    """The same as `_FlashOnCPU` for (N, heads, head_dim), in one call for all segments and one for
-    each level of those that others continue."""
+    """Does the same as `_FlashOnCPU` for (N, heads, head_dim), with one call for all segments and
+    one for each level of continued segments."""
 
     @staticmethod
     def forward(ctx, query, key, value, mask: SegmentMask, scale):
@@ -562,13 +590,13 @@ class _FlashOnCUDA(torch.autograd.Function):
 
 
 def _merge(output: torch.Tensor, lse: torch.Tensor, there: torch.Tensor, more: torch.Tensor):
-    """Softmax over two sets of keys, in place, from the softmax over each."""
+    """Merges attention to two sets of keys, in place in `output` and `lse`."""
     output.lerp_(there, torch.sigmoid(more - lse)[..., None].to(output.dtype))
     lse.copy_(torch.logaddexp(lse, more))
 
 
 def _is_plain(wanted: dict[str, Any]) -> bool:
-    """Tells whether scaled dot products with a mask compute all that a layer asks for."""
+    """Returns whether masked scaled dot products are all that a layer asks for."""
     return all(wanted.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
 
 

@@ -1,17 +1,18 @@
-"""One row on several ranks (`train.parallel.context`): rows too long for one device.
+"""Context parallelism (`train.parallel.context`): one row on several ranks, if it is too long for
+one device.
 
-All of a decoder but attention looks at one token at a time, so each of W ranks holds a slice of a
-micro-batch's row. Around attention two exchanges turn
+Every part of a decoder except attention treats each token by itself, so each of W ranks can hold a
+slice of a micro-batch's row. Two exchanges around attention turn
 
     all heads of a slice's tokens   (1, heads, N / W, d)   <->   (1, heads / W, N, d)   all tokens
 
-and what attends in between is what attends on one rank, segments and shared prefixes included:
-Jacobs et al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509. (torch's own context
-parallelism passes keys around a ring, for one causal sequence, and knows no segments.)
+and between them attention is the same as on one rank, with segments and shared prefixes: Jacobs et
+al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509. (torch's own context parallelism
+passes keys around a ring, for one causal sequence, and does not support segments.)
 
-The objective sees whole rows. So the ranks put their log-probs together, those of others without
-gradient; all compute the same loss, and each takes its own part of the gradient from it. These
-parts add up like those of ranks with other rows, so the networks are sharded over all ranks alike.
+The objective sees whole rows. So the ranks combine their log-probs, those of other ranks without
+gradient; all compute the same loss, and each computes its own part of the gradient. These parts are
+added up like those of ranks with different rows, so networks are sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -32,24 +33,32 @@ from agentrl.train.plan import KeptIds, MicroBatch
 
 @dataclass(slots=True, frozen=True)
 class Context:
-    """The ranks that hold one row together; neighbours, so that they lie in one machine."""
+    """The ranks that hold one row together. Their numbers are consecutive, so that they are usually
+    on one machine."""
 
     size: int = 1
+    """Number of these ranks, W."""
     rank: int = 0
-    """This one, among them."""
+    """Index of this rank among them."""
     group: dist.ProcessGroup | None = None
-    """None: this process computes the heads of all of them, one after the other."""
+    """None if this process holds the whole row and computes the heads of all W, one after the
+    other."""
 
 
 _context = Context()
 
 
 def current() -> Context:
+    """Returns the context of this rank."""
     return _context
 
 
 def join(size: int) -> None:
-    """Form groups of `size` neighbouring ranks. Every rank calls it, with a divisor of them all."""
+    """Forms groups of `size` consecutive ranks. Every rank has to call this.
+
+    Args:
+        size: a divisor of the number of ranks.
+    """
     global _context
     for first in range(0, dist.get_world_size(), size):
         group: Any = dist.new_group(list(range(first, first + size)))
@@ -58,26 +67,26 @@ def join(size: int) -> None:
 
 
 def leave() -> None:
-    """Forget the group, which ends with its ranks; this process computes whole rows again."""
+    """Forgets the group, so that this process computes whole rows again."""
     global _context
     _context = Context()
 
 
 def of(model: nn.Module) -> Context:
-    """Returns the group of ranks with which a model computes its rows: of a sharded model
-    (`agentrl.train.sharding`) this rank's group.
+    """Returns the ranks with which this rank computes a model's rows.
 
-    With any other model, such as one that rank 0 checks or samples from, this process asks nothing
-    of the others and computes whole rows.
+    For a sharded model (`agentrl.train.sharding`) this is this rank's group. Any other model, such
+    as one that rank 0 checks or samples from, computes whole rows in this process alone.
     """
     return getattr(model, "row_context", Context(_context.size))
 
 
 def require_position_free(config: PretrainedConfig) -> None:
-    """
+    """Refuses a model whose rotary angles depend on the length of its row, since each rank sees
+    only a slice of it.
+
     Raises:
-        ConfigError: how the model turns a token's position into angles depends on the last
-            position of the row, which the ranks do not see alike.
+        ConfigError: the model's angles do.
     """
     text = config.get_text_config()
     found = getattr(text, "rope_parameters", None) or {}
@@ -94,10 +103,10 @@ def require_position_free(config: PretrainedConfig) -> None:
 
 
 def own_part(micro: MicroBatch, context: Context) -> MicroBatch:
-    """This rank's slice of the row, and the trained tokens that are predicted there.
+    """Returns this rank's slice of the row, with the trained tokens that are predicted there.
 
-    Its segments remain those of the whole row, with one more that fills it up to a multiple of the
-    ranks.
+    The segments stay those of the whole row, followed by one of padding, if needed, that makes its
+    length a multiple of the number of ranks. Without a group, returns `micro` itself.
     """
     if context.group is None:
         return micro
@@ -130,8 +139,15 @@ def own_part(micro: MicroBatch, context: Context) -> MicroBatch:
 
 
 def of_all(micro: MicroBatch, own: Tensor, context: Context) -> Tensor:
-    """Returns (Q,) values of all trained tokens, put together from the ranks' own parts; the
-    gradient goes to this rank's own."""
+    """Combines the ranks' values of trained tokens.
+
+    Args:
+        micro: the whole row.
+        own: values of the trained tokens of this rank's part, see `own_part`.
+
+    Returns:
+        (Q,) values of all trained tokens of the row. The gradient flows to `own` only.
+    """
     if context.group is None:
         return own
     here = torch.from_numpy(np.flatnonzero(_is_own(micro, context)))
@@ -143,11 +159,13 @@ def of_all(micro: MicroBatch, own: Tensor, context: Context) -> Tensor:
 
 
 def _bounds(micro: MicroBatch, context: Context) -> tuple[int, int]:
+    """Returns where this rank's slice begins and ends in the row, padding included."""
     size = -(-micro.num_tokens // context.size)
     return context.rank * size, (context.rank + 1) * size
 
 
 def _is_own(micro: MicroBatch, context: Context) -> np.ndarray:
+    """Returns (Q,) bool: whether each trained token is predicted in this rank's slice."""
     start, stop = _bounds(micro, context)
     return (start <= micro.trained_index) & (micro.trained_index < stop)
 
@@ -162,20 +180,24 @@ def attend_by_heads(
     value: Tensor,
     context: Context,
 ) -> Tensor:
-    """Attention of a slice's tokens over the whole row.
+    """Computes attention of a slice's tokens over the whole row.
 
     Args:
-        attend: what computes it for some heads of the whole row; see `packed_attention` for its
-            arguments and its result.
-        context: as it was in the forward pass; a layer may be computed again outside of it.
+        attend: computes attention over the whole row for some of the heads; see `packed_attention`
+            for its arguments and result, and for those of this function.
+        context: that of the forward pass, passed explicitly because a layer may be recomputed
+            outside of it (gradient checkpointing).
 
     Raises:
-        ValueError: the ranks cannot share the heads evenly.
+        ValueError: the heads cannot be divided evenly among the ranks.
     """
     size = context.size
     if query.shape[1] % size or (key.shape[1] % size and size % key.shape[1]):
-        raise ValueError(f"has {query.shape[1]} heads, {key.shape[1]} of keys, for {size} ranks")
-    if key.shape[1] < size:  # ranks whose queries belong to one head of keys all get it
+        raise ValueError(
+            f"its {query.shape[1]} heads and {key.shape[1]} heads of keys cannot be divided among "
+            f"{size} ranks"
+        )
+    if key.shape[1] < size:  # all ranks whose queries belong to one head of keys get a copy of it
         key, value = (each.repeat_interleave(size // each.shape[1], 1) for each in (key, value))
     if context.group is None:
         parts = (each.chunk(size, dim=1) for each in (query, key, value))
@@ -192,7 +214,10 @@ def _exchanged(tensor: Tensor, context: Context, *, to_heads: bool) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """(1, heads, n, d) to (1, heads / W, W n, d), or back; the one is the gradient of the other."""
+    """Converts (1, heads, n, d) to (1, heads / W, W n, d), or back, among the ranks of a group.
+
+    Each direction is the gradient of the other.
+    """
 
     @staticmethod
     def forward(ctx, tensor: Tensor, context: Context, to_heads: bool):
@@ -201,7 +226,7 @@ class _Exchange(torch.autograd.Function):
             parts = tensor[0].unflatten(0, (context.size, -1))
         else:
             parts = tensor[0].unflatten(1, (context.size, -1)).transpose(0, 1)
-        parts = parts.contiguous()  # (W, heads / W, n, d): what each of the ranks gets
+        parts = parts.contiguous()  # (W, heads / W, n, d): the part for each rank
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=context.group)
         if to_heads:

@@ -1,39 +1,39 @@
-"""Decides which samples share a forward pass, and how they lie in it. No torch.
+"""Plans which samples share a forward pass, and lays them out in one row. No torch.
 
-A micro-batch is one packed row: its samples end to end, no padding. Attention is kept inside each
-segment by `cu_seqlens`, positions restart at 0, and everything after the backbone happens at
-trained tokens only. Two samples of 5 and 3 tokens, trained tokens marked with their letter:
+A micro-batch is one packed row: its samples end to end, without padding. `cu_seqlens` keeps
+attention inside each segment, positions restart at 0, and everything after the backbone is computed
+at trained tokens only. Two samples of 5 and 3 tokens, with trained tokens as letters:
 
     input_ids       . . A B . | . C D         position_ids   0 1 2 3 4 | 0 1 2
     cu_seqlens      0           5       8
     trained_index   1 2 5 6                   the hidden state at t-1 predicts the token at t
     targets         A B C D
-    row_of          0 0 1 1                   so that values [Q] scatter into a matrix of trained
+    row_of          0 0 1 1                   these two scatter values [Q] into a matrix of trained
     column_of       0 1 0 1                   tokens only: [[A, B], [C, D]]
 
-What samples of one group begin with, their prompt or the history before a fork, may stand there
-once. Two samples of 6 tokens that agree on three:
+Samples of one group can share a common prefix (their prompt, or the history before a fork), which
+then is in the row only once. Two samples of 6 tokens, the first three of which are the same:
 
     input_ids       . . . | A B . | . C D     position_ids   0 1 2 | 3 4 5 | 3 4 5
     cu_seqlens      0       3       6       9
-    branch_ends     9         6       9       what continues the first segment ends at 9
-    trained_index   2 3 6 7                   A and B are read at 2 and 3, C and D at 6 and 7
+    branch_ends     9         6       9       the segments that continue the first one end at 9
+    trained_index   2 3 6 7                   A and B are predicted at 2 and 3, C and D at 6 and 7
 
-Rows as a prefix tree, each of whose segments is computed once:
+The segments form a prefix tree, and each of them is computed once:
 
     row 0    S S S P P a b c                    S S S P P ─┬─ a b c
     row 1    S S S P P d e            S S S  ─┬─           └─ d e
     row 2    S S S f g h                      └─ f g h
 
-The segments lie in a packed row in depth-first order, `SSSPP abc de fgh`, each before everything
-that continues it. Whatever continues a segment therefore lies in one piece right behind it, and its
-end is all that attention has to know: a query sees the keys before it whose segment it continues.
+They are laid out depth first: `SSS PP abc de fgh`. So all segments that continue a segment directly
+follow it, and attention needs to know only where they end: a query sees the keys before it in all
+segments that its own one continues.
 
-Ranks of a sharded model work in lockstep: each waits in every layer of every micro-batch for all
-others (they gather its weights together). So all ranks need the same number of micro-batches, and
-those of one round should cost the same; equal totals over a whole batch are not enough. Therefore
-the plan is made for the ranks from the start: a multiple of their number of micro-batches, each as
-dear as any, and the dearest of them first.
+The ranks of a sharded model work in lockstep, since they gather each layer's weights together: in
+every layer of every micro-batch each rank waits for all others. So all ranks need the same number
+of micro-batches, and those that they compute at the same time (a round) should cost the same; equal
+totals over the whole batch are not enough. `deal` therefore makes micro-batches of about equal
+costs, in a number that is divisible by that of the ranks, and sorts them by cost.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ import numpy as np
 
 from agentrl.types import Sample, ShownImage
 
-# A shared segment costs a kernel call more per layer, and a merge of two results at every token
+# A shared segment costs one more kernel call per layer, and a merge of two results at every token
 # that continues it.
 _MIN_SHARED_TOKENS = 16
 _MIN_SHARED_FRACTION = 1 / 16
 
 QUADRATIC_FROM = 24_000
-"""Tokens of a row from which attention costs more than all the rest: parameters / (2 x hidden size
-x layers), for a model of 1.7B. Larger models have about the same."""
+"""Length in tokens above which attention costs more than the rest of the model: parameters / (2 x
+hidden size x layers), for a model of 1.7B parameters. It is about the same for larger models."""
 
 Round = list[list[int]]
-"""The bundles of every rank's micro-batch; none for a rank that has nothing to add."""
+"""For each rank the bundles of its micro-batch; an empty list for a rank without one."""
 
 
 @dataclass(slots=True, frozen=True)
 class SegmentOfRow:
-    """A segment of a micro-batch that shows images, with what stands before it in its row."""
+    """A segment of a micro-batch with images, and the tokens before it in its sample."""
 
-    token_ids: np.ndarray  # of the row up to the segment's end
+    token_ids: np.ndarray  # (stop,) of the sample up to the segment's end
     start: int
-    """Where the segment begins in the row."""
+    """Index in `token_ids` at which the segment begins."""
     images: list[ShownImage]
-    """Those of `token_ids`."""
+    """The images in `token_ids`."""
 
 
 @dataclass(slots=True, frozen=True)
 class KeptIds:
-    """The ids from which each of Q trained tokens was drawn, where sampling was truncated."""
+    """The ids from which each of Q trained tokens was drawn by truncated sampling."""
 
     ids: np.ndarray
-    """(M,) int64, those of one token after those of the one before."""
+    """(M,) int64, the ids of all tokens end to end."""
     starts: np.ndarray
-    """(Q + 1,) int64: where each token's begin; the last entry is M."""
+    """(Q + 1,) int64: index in `ids` of each token's first one; the last entry is M."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,24 +87,24 @@ class MicroBatch:
     """R samples packed into one row of N tokens, S segments and Q trained tokens."""
 
     rows: np.ndarray
-    """(R,) int64: index of each sample in the list that was packed from."""
+    """(R,) int64: index of each sample in the list given to `pack`."""
     input_ids: np.ndarray  # (N,) int64
-    position_ids: np.ndarray  # (N,) int64, of the token in its sample
+    position_ids: np.ndarray  # (N,) int64, position of each token in its sample
     cu_seqlens: np.ndarray  # (S + 1,) int32, where each segment begins; the last entry is N
     branch_ends: np.ndarray
-    """(S,) int32: where the segments that continue each one end; its own end where none do."""
+    """(S,) int32: where the last segment that continues each one ends, or else its own end."""
     trained_index: np.ndarray
-    """(Q,) int64: packed position of the hidden state that predicts each trained token."""
+    """(Q,) int64: position in the row of the hidden state that predicts each trained token."""
     targets: np.ndarray  # (Q,) int64, the trained tokens
     row_of: np.ndarray  # (Q,) int64 in [0, R): the sample of each trained token
     column_of: np.ndarray  # (Q,) int64: how many trained tokens precede it in its sample
     kept: KeptIds | None = None
-    """None: every token was drawn from the whole vocabulary."""
+    """None if a sample's kept ids are not known, as when tokens come from the whole vocabulary."""
     routes: np.ndarray | None = None
-    """(N, routers, experts per token) int16: the experts of each token, -1 where its router
-    chooses; None where all do."""
+    """(N, routers, experts per token) int16: the experts of each token, -1 if its router is to
+    choose; None if all routers are."""
     shown: list[SegmentOfRow] | None = None
-    """Of each segment; None where no row shows an image."""
+    """One entry per segment; None if no sample has an image."""
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +120,7 @@ class MicroBatch:
 
     @property
     def max_trained(self) -> int:
-        """The number of trained tokens of the sample that has most: the width of their matrix."""
+        """The most trained tokens in one sample, which is the width of the matrix of them."""
         return int(self.column_of.max()) + 1 if len(self.column_of) else 0
 
     @property
@@ -133,41 +133,41 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Segment:
-    """Tokens [start, stop) of each of `rows`, which agree on them."""
+    """Tokens [start, stop) of `rows`, which are the same in each of them."""
 
     rows: list[int]
     start: int
     stop: int
     parent: int
-    """Index of the segment that this one continues; -1 for none."""
+    """Index of the segment that this one continues; -1 if it begins its rows."""
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class SortedRows:
-    """Rows in lexicographic order, in which those that share most stand side by side."""
+    """Rows in lexicographic order, so that rows with long common prefixes are neighbours."""
 
     def __init__(self, rows: Sequence[int], token_ids: Sequence[np.ndarray]) -> None:
         """
         Args:
-            rows: names of the rows.
-            token_ids: of the rows, in the order of `rows`.
+            rows: the rows' indices.
+            token_ids: (T,) non-negative token ids of each row, in the order of `rows`.
         """
-        # As big-endian bytes, non-negative integers sort like the numbers.
+        # The big-endian bytes of non-negative integers sort like the integers.
         keys = [ids.astype(">u4").tobytes() for ids in token_ids]
         order = sorted(range(len(rows)), key=keys.__getitem__)
         self.rows = [rows[index] for index in order]
         self._lengths = [len(token_ids[index]) for index in order]
-        self._common = [0]  # with the row before
+        self._common = [0]  # number of first tokens that a row shares with the row before
         for one, other in pairwise(order):
             self._common.append(_common_prefix(token_ids[one], token_ids[other]))
 
     def tree(self, first: int = 0, last: int | None = None) -> list[Segment]:
-        """The prefix tree of rows `first` to `last`, depth first.
+        """Returns the prefix tree of rows [first, last), depth first.
 
-        A segment of several rows is left out, and its tokens stay with the rows, where it is too
-        short to pay: below 16 tokens or a sixteenth of what comes after it in the longest row.
+        Tokens are shared only where that pays: at least 16, and at least a sixteenth of what
+        follows them in the longest row. Otherwise each row keeps its own.
         """
         last = len(self.rows) if last is None else last
         segments: list[Segment] = []
@@ -187,7 +187,10 @@ class SortedRows:
         return segments
 
     def bundles(self, token_budget: int) -> list[tuple[list[int], int]]:
-        """Runs of rows whose trees have at most `token_budget` tokens, or one row; with those."""
+        """Splits the rows into runs, each with the number of tokens in its tree.
+
+        That is at most `token_budget`, unless the run is a single row.
+        """
         found, first = [], 0
         while first < len(self.rows):
             last, tokens = len(self.rows), _num_tokens(self.tree(first))
@@ -208,6 +211,7 @@ def _num_tokens(tree: list[Segment]) -> int:
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns the number of first tokens that both have in common."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     first = int(different.argmax()) if length else 0
@@ -217,17 +221,17 @@ def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 def bundles(
     samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
 ) -> list[tuple[list[int], int]]:
-    """Rows that belong into one micro-batch, with the tokens that they take there together.
+    """Bundles rows that belong in one micro-batch, each bundle with its number of tokens.
 
-    With `share` the rows of a group are a bundle, as far as the budget allows, and what they begin
-    with counts once; without, every row is one by itself.
+    With `share`, the rows of a group form a bundle as far as the budget allows, and tokens that
+    they share count once. Without, each row is a bundle.
     """
     groups = _groups(samples, rows, share)
     return [bundle for group in groups for bundle in group.bundles(token_budget)]
 
 
 def _groups(samples: Sequence[Sample], rows: Sequence[int], share: bool) -> list[SortedRows]:
-    """Returns the rows of each group; without `share` every row as one of its own."""
+    """Sorts the rows of each group; without `share`, each row is a group."""
     groups: dict[object, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(samples[row].group_id if share else number, []).append(row)
@@ -237,7 +241,8 @@ def _groups(samples: Sequence[Sample], rows: Sequence[int], share: bool) -> list
 
 
 def _compared(sample: Sample) -> np.ndarray:
-    """Its tokens, as rows are compared with each other: placeholders of different images differ."""
+    """Returns the token ids for comparing rows. Placeholders of images become a hash, so that those
+    of different images differ."""
     if not sample.images:
         return sample.token_ids
     ids = sample.token_ids.astype(np.int64)
@@ -250,12 +255,11 @@ def _compared(sample: Sample) -> np.ndarray:
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Partition samples into micro-batches of at most `token_budget` tokens.
+    """Partitions samples into micro-batches of at most `token_budget` tokens.
 
     Best-fit decreasing: the longest sample first, each into the fullest micro-batch that still has
-    room for it. A sample longer than the budget gets a micro-batch of its own. The result depends
-    on nothing but the arguments; the first micro-batch is the largest risk for memory, so a run
-    that does not fit fails at its start.
+    room for it. A sample longer than the budget gets a micro-batch of its own. The first
+    micro-batch holds the longest sample, so a run that does not fit in memory fails at its start.
 
     Args:
         lengths: tokens of each sample, at least 1.
@@ -263,6 +267,9 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
 
     Returns:
         One ascending list of indices into `lengths` per micro-batch. Every index occurs once.
+
+    Raises:
+        ValueError: a length or the budget is below 1.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
@@ -287,12 +294,11 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
 
 
 def cost(tokens: int, lengths: Sequence[int]) -> float:
-    """Returns the cost of rows in a micro-batch, in tokens of a short row.
+    """Returns the cost of rows in a micro-batch, where one token of a short row costs 1.
 
     Args:
-        tokens: number of them in the micro-batch; fewer than the rows have where they share a
-            prefix.
-        lengths: of the rows.
+        tokens: the rows' tokens in the micro-batch; shared ones count once.
+        lengths: tokens of each row.
     """
     return tokens + sum(length * length for length in lengths) / QUADRATIC_FROM
 
@@ -300,14 +306,17 @@ def cost(tokens: int, lengths: Sequence[int]) -> float:
 def deal(
     lengths: Sequence[int], costs: Sequence[float], token_budget: int, num_ranks: int
 ) -> list[Round]:
-    """Partition bundles of samples into rounds of one micro-batch per rank.
+    """Partitions bundles into rounds of one micro-batch per rank, the most costly round first.
 
-    The result depends on nothing but the arguments. With one rank it is `plan_micro_batches`.
+    With one rank, the micro-batches are those of `plan_micro_batches`.
 
     Args:
         lengths: tokens of each bundle, at least 1.
-        costs: of each bundle.
-        token_budget: tokens per micro-batch, at least 1; a longer bundle has one of its own.
+        costs: cost of each bundle, see `cost`.
+        token_budget: tokens per micro-batch, at least 1; a longer bundle gets one of its own.
+
+    Returns:
+        The rounds. Every index into `lengths` occurs once.
     """
     packed = plan_micro_batches(lengths, token_budget)
     if num_ranks == 1:
@@ -317,17 +326,17 @@ def deal(
         even = _even(lengths, costs, token_budget, count)
         if even is not None:
             return _rounds(even, costs, num_ranks)
-        count += -(-count // (100 * num_ranks)) * num_ranks  # by 1%
+        count += -(-count // (100 * num_ranks)) * num_ranks  # 1% more, a multiple of the ranks
     return _rounds([[index] for index in range(len(lengths))], costs, num_ranks)
 
 
 def share_of(
     rank: int, rounds: Sequence[Round], costs: Sequence[float]
 ) -> list[tuple[list[int], float]]:
-    """A rank's micro-batches with their weights.
+    """Returns a rank's micro-batches with their weights, which are 1 or 0.
 
-    Where it has none it goes through the motions on the cheapest bundle, weighted 0: a rank that
-    left a forward or backward pass out would leave the others waiting.
+    In a round without a micro-batch for it, the rank computes the cheapest bundle with weight 0:
+    the others would wait forever for a rank that skipped a forward or backward pass.
     """
     cheapest = min(range(len(costs)), key=costs.__getitem__)
     return [(chosen, 1.0) if (chosen := each[rank]) else ([cheapest], 0.0) for each in rounds]
@@ -336,8 +345,10 @@ def share_of(
 def _even(
     lengths: Sequence[int], costs: Sequence[float], token_budget: int, count: int
 ) -> list[list[int]] | None:
-    """Makes exactly `count` micro-batches: the longest bundle first, each into the cheapest one
-    that still has room for it. None where the budget does not allow it."""
+    """Partitions bundles into `count` micro-batches; returns None if the budget is too small.
+
+    The longest bundle comes first, and each goes into the cheapest micro-batch with room for it.
+    """
     bins: list[tuple[float, int]] = [(0.0, number) for number in range(count)]  # a heap
     members: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -357,10 +368,12 @@ def _even(
 
 
 def _rounds(micro_batches: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[Round]:
-    def dearest_first(chosen: list[int]) -> tuple[float, int]:
+    """Sorts micro-batches by descending cost and cuts them into rounds; the last may be padded."""
+
+    def costly_first(chosen: list[int]) -> tuple[float, int]:
         return -sum(costs[index] for index in chosen), chosen[0]
 
-    ordered = sorted(micro_batches, key=dearest_first)
+    ordered = sorted(micro_batches, key=costly_first)
     ordered += [[] for _ in range(-len(ordered) % num_ranks)]
     return [ordered[start : start + num_ranks] for start in range(0, len(ordered), num_ranks)]
 
@@ -369,14 +382,14 @@ def _rounds(micro_batches: list[list[int]], costs: Sequence[float], num_ranks: i
 
 
 def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False) -> MicroBatch:
-    """Lay `samples[row] for row in rows` end to end.
+    """Lays `samples[row] for row in rows` end to end.
 
     Args:
-        share: what samples of one group begin with stands in the row once, where that pays.
+        share: let samples of one group share their common prefixes, where that pays.
 
     Raises:
-        ValueError: `rows` is empty, or a sample is empty, its mask has another length than its
-            tokens, or its mask trains position 0, which no hidden state predicts.
+        ValueError: `rows` is empty, or a sample is empty, its mask and tokens differ in length, or
+            its mask trains position 0, which no hidden state predicts.
     """
     if len(rows) == 0:
         raise ValueError("a micro-batch needs at least one row")
@@ -424,6 +437,7 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], *, share: bool = False)
 
 
 def _shown(samples: Sequence[Sample], segments: Sequence[Segment]) -> list[SegmentOfRow]:
+    """Returns each segment with the tokens and images before it in its first sample."""
     shown = []
     for segment in segments:
         sample = samples[segment.rows[0]]
@@ -433,8 +447,7 @@ def _shown(samples: Sequence[Sample], segments: Sequence[Segment]) -> list[Segme
 
 
 def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarray | None:
-    """Returns the routes of the packed tokens. A token that stands once for several samples goes to
-    the experts that it went to in the first of them."""
+    """Returns the experts of the packed tokens; a shared token has those of its first sample."""
     known = [
         each.routes for each in (samples[s.rows[0]] for s in segments) if each.routes is not None
     ]
@@ -450,8 +463,7 @@ def _routes(samples: Sequence[Sample], segments: Sequence[Segment]) -> np.ndarra
 
 
 def _kept(samples: Sequence[Sample]) -> KeptIds | None:
-    """Returns the kept ids of the samples' trained tokens, end to end; None where those of one
-    sample are not known."""
+    """Returns the kept ids of all trained tokens; None if those of one sample are not known."""
     kept: list[np.ndarray] = []
     for sample in samples:
         if sample.kept_ids is None:

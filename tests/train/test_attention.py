@@ -139,7 +139,7 @@ def test_masks_that_are_more_than_causal_are_refused(condition):
 def test_segments_that_do_not_cover_the_row_are_refused():
     query = torch.randn(1, 2, 10, 8)
     mask = SegmentMask([4, 5], None, query.device)
-    with pytest.raises(ValueError, match="9 tokens, the row 10"):
+    with pytest.raises(ValueError, match="9 tokens, but the row has 10"):
         packed_attention(torch.nn.Module(), query, query, query, mask)
 
 
@@ -339,7 +339,7 @@ def test_caps_and_value_heads_of_their_own_size_share_no_prefixes():
     query = torch.randn(1, 2, 7, 8)
     mask = SegmentMask([3, 2, 2], None, query.device, [7, 5, 7])
     for value, wanted in ((query, {"softcap": 2.0}), (query[..., :4], {})):
-        with pytest.raises(ValueError, match="shares no prefixes"):
+        with pytest.raises(ValueError, match="cannot share prefixes"):
             packed_attention(torch.nn.Module(), query, query, value, mask, **wanted)
 
 
