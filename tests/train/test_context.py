@@ -84,7 +84,7 @@ def test_heads_by_heads_is_all_at_once(num_heads, num_key_heads, size):
 @pytest.mark.parametrize(("num_heads", "num_key_heads", "size"), [(6, 6, 4), (12, 3, 4)])
 def test_heads_that_ranks_cannot_share_are_refused(num_heads, num_key_heads, size):
     query, key = torch.randn(1, num_heads, 3, 5), torch.randn(1, num_key_heads, 3, 5)
-    with pytest.raises(ValueError, match=f"has {num_heads} heads, {num_key_heads} of keys, for"):
+    with pytest.raises(ValueError, match=f"{num_heads} heads and {num_key_heads} heads of keys"):
         attend_by_heads(lambda *_: query, query, key, key, Context(size))
 
 
