@@ -200,7 +200,7 @@ def test_a_push_needs_memory_for_two_tensors(tmp_path, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_trains_can_be_resumed(tmp_path, num_ranks):
     """On no rank a restore needs more memory than an update, and it is bit for bit."""
     worker = WORKER.with_name("restore_worker.py")
