@@ -1,14 +1,17 @@
 """CPU time of the embedded engine against what transformers offers, on one model.
 
     python benchmarks/embedded_engine.py [--requests 16 64 256] [--tokens 32] [--model PATH]
+                                         [--vllm PYTHON]
 
-Three ways to sample `--tokens` tokens for every request, one thread, no end token:
+Four ways to sample `--tokens` tokens for every request, one thread, no end token:
 
 * `embedded`: `agentrl.inference.embedded.sample`, as `EmbeddedEngine` calls it.
 * `continuous`: transformers' continuous batching with log-probabilities, at the best of several
   page sizes and batch budgets, with prompt blocks shared where prompts are.
 * `generate`: `model.generate` on prompts of one length, without log-probabilities: a limit, since
   it can serve neither prompts of several lengths nor the trainer.
+* `vllm`: vLLM's CPU build, where `--vllm` names the Python of its environment and `--model` a
+  folder, with its engine in one process and its prompt cache emptied before each repeat.
 
 Prompts have 40 to 80 tokens; `shared` gives each to a group of 8 requests. Beside the CPU seconds
 per 1,000 sampled tokens stands the largest difference of a side's log-probabilities from those of
@@ -20,10 +23,15 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import logging
+import os
 import random
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -153,6 +161,32 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) 
     ]
 
 
+def vllm(
+    python: str, model: str, prompts: list[list[list[int]]], num_tokens: int, repeats: int
+) -> list[tuple[float, Rows]]:
+    """Returns what `measure` does for each list of prompts, from one engine of vLLM."""
+    job = {"model": model, "prompts": prompts, "num_tokens": num_tokens, "repeats": repeats}
+    script = Path(__file__).with_name("embedded_engine_vllm.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "out.json", Path(folder) / "log"
+        with log.open("w") as said:
+            command = [python, str(script), str(out)]
+            done = subprocess.run(
+                command, input=json.dumps(job), stdout=said, stderr=said, env=environment, text=True
+            )
+        if done.returncode:
+            raise SystemExit(f"vLLM failed:\n{log.read_text()[-2000:]}")
+        answers = json.loads(out.read_text())
+    return [
+        (
+            1000 * answer["seconds"] / (len(asked) * num_tokens),
+            [(prompt, *row) for prompt, row in zip(asked, answer["rows"], strict=True)],
+        )
+        for asked, answer in zip(prompts, answers, strict=True)
+    ]
+
+
 @torch.no_grad()
 def parity(model: PreTrainedModel, rows: Rows) -> float:
     """Largest difference of a reported log-probability from a full forward pass over its row."""
@@ -183,7 +217,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="sampled per request")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", help="a folder of transformers (default: a small random one)")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of vLLM's environment; needs --model")
     args = parser.parse_args()
+    if args.vllm and not args.model:
+        parser.error("--vllm needs --model: vLLM reads a folder")
     if not is_accelerate_available():
         raise SystemExit("transformers' continuous batching needs accelerate: pip install it")
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
@@ -191,10 +228,15 @@ def main() -> None:
     base = load(args.model) if args.model else make_model()
     ours = share_weights(base)
     theirs = share_weights(base)  # continuous batching changes a model's attention
+    cases = list(itertools.product(args.requests, (False, True)))
+    of_vllm: list[tuple[float, Rows]] = []
+    if args.vllm:
+        asked = [make_prompts(num, shared=shared) for num, shared in cases]
+        of_vllm = vllm(args.vllm, args.model, asked, args.tokens, args.repeats)
     print("CPU seconds per 1,000 sampled tokens, one thread, best of", args.repeats)
-    print("requests  prompts   embedded  continuous  generate    continuous/emb.  generate/emb.")
-    ratios, worst = [], {"embedded": 0.0, "continuous": 0.0}
-    for num, shared in itertools.product(args.requests, (False, True)):
+    print("requests  prompts   embedded  continuous  generate     vllm   each over embedded")
+    ratios, worst = [], {"embedded": 0.0, "continuous": 0.0, "vllm": 0.0}
+    for case, (num, shared) in enumerate(cases):
         prompts = make_prompts(num, shared=shared)
         one_length = make_prompts(num, shared=shared, length=60)
         embedded(ours, prompts, 2)  # warm
@@ -221,15 +263,21 @@ def main() -> None:
             slow = min(slow, seconds)
             worst["continuous"] = max(worst["continuous"], parity(base, rows))
         limit, _ = measure(lambda: generate(ours, one_length, args.tokens), args.repeats)  # noqa: B023
+        served = float("nan")
+        if of_vllm:
+            served, rows = of_vllm[case]
+            worst["vllm"] = max(worst["vllm"], parity(base, rows))
         ratios.append(slow / fast)
         print(
             f"{num:8d}  {'shared  ' if shared else 'distinct'} {fast:9.3f} {slow:11.3f} "
-            f"{limit:9.3f} {slow / fast:18.2f} {limit / fast:14.2f}",
+            f"{limit:9.3f} {served:8.3f}   "
+            f"{slow / fast:.2f}, {limit / fast:.2f}, {served / fast:.2f}",
             flush=True,
         )
     print(f"continuous batching takes {min(ratios):.1f} to {max(ratios):.1f} times as long")
     for side, difference in worst.items():
-        print(f"{side}: log-probabilities within {difference:.1e} of a full forward pass")
+        if side != "vllm" or of_vllm:
+            print(f"{side}: log-probabilities within {difference:.1e} of a full forward pass")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,8 @@ from learning_rows import ROOT, ROWS, Arm, Row
 
 DOCS = ROOT / "docs"
 RESULTS = DOCS / "learning" / "results.json"
-SAMPLES_PER_STEP = 64
 WINDOW = 5
-"""A reward is the mean of so many steps, of 64 samples each."""
-GOAL = 0.8
-REAL_GOAL = 0.35
-"""Of the pretrained model, which begins at about half of it."""
+"""Steps over which a reward is averaged."""
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Arm -> seed -> what its run left."""
@@ -53,10 +49,10 @@ def smooth(curve: np.ndarray) -> np.ndarray:
     return (summed[..., steps] - summed[..., first]) / (steps - first)
 
 
-def samples_to_goal(curve: np.ndarray, goal: float = GOAL) -> float:
-    """Returns the samples until one seed's smoothed reward reaches `goal`; nan if it never does."""
-    reached = np.flatnonzero(smooth(curve) >= goal)
-    return float("nan") if not len(reached) else float(reached[0] + 1) * SAMPLES_PER_STEP
+def samples_to_goal(row: Row, curve: np.ndarray) -> float:
+    """Returns the samples until one seed's smoothed reward reaches the goal, else nan."""
+    reached = np.flatnonzero(smooth(curve) >= row.goal)
+    return float("nan") if not len(reached) else float(reached[0] + 1) * row.samples_per_step
 
 
 def spread(values: np.ndarray, digits: int = 3) -> str:
@@ -71,8 +67,8 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def to_goal(arm: str, results: Results, goal: float = GOAL) -> str:
-    samples = np.asarray([samples_to_goal(curve, goal) for curve in curves(arm, results)])
+def to_goal(row: Row, arm: str, results: Results) -> str:
+    samples = np.asarray([samples_to_goal(row, curve) for curve in curves(arm, results)])
     if np.isnan(samples).all():
         return "-"
     reached = samples[~np.isnan(samples)]
@@ -91,10 +87,10 @@ def trl_table(row: Row, results: Results) -> str:
     ours = smoothed["agentrl"]
     lines = []
     for step in range(10, ours.shape[1] + 1, 10):
-        cells = [f"{step} ({step * SAMPLES_PER_STEP:,})"]
+        cells = [f"{step} ({step * row.samples_per_step:,})"]
         cells += [spread(smoothed[arm.name][:, step - 1]) for arm in arms]
         lines.append(cells)
-    lines.append([f"samples to {GOAL}", *(to_goal(arm.name, results) for arm in arms)])
+    lines.append([f"samples to {row.goal}", *(to_goal(row, arm.name, results) for arm in arms)])
     lines.append(["CPU s per step", *(f"{cpu(arm.name, results).min():.3f}" for arm in arms)])
     ratios = ["1"]
     for arm in arms[1:]:
@@ -180,14 +176,14 @@ def curve_table(row: Row, results: Results) -> str:
             str(values.shape[1]),
             spread(first),
             spread(last),
-            to_goal(arm.name, results),
+            to_goal(row, arm.name, results),
             f"{cpu(arm.name, results).min():.2f}",
         ]
         if explained[0] is not None:
             known = [v for run in explained for v in run[-WINDOW:] if v is not None]
             cells[0] += f" (explained variance of the critic {np.mean(known):.2f})"
         lines.append(cells)
-    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {GOAL}"]
+    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {row.goal}"]
     return table([*head, "CPU s per step"], lines)
 
 
@@ -203,11 +199,11 @@ def staleness_table(row: Row, results: Results) -> str:
                 f"{np.mean(stale):.2f}",
                 spread(values[:, :WINDOW].mean(1)),
                 spread(values[:, -WINDOW:].mean(1)),
-                to_goal(arm.name, results),
+                to_goal(row, arm.name, results),
             ]
         )
     head = ["", "seeds", "mean staleness", "first 5 steps", "last 5 steps"]
-    return table([*head, f"samples to {GOAL}"], lines)
+    return table([*head, f"samples to {row.goal}"], lines)
 
 
 def real_table(row: Row, results: Results) -> str:
@@ -224,20 +220,24 @@ def real_table(row: Row, results: Results) -> str:
             [
                 *(arm.about, str(len(values)), str(values.shape[1])),
                 *(spread(values[:, :WINDOW].mean(1)), spread(values[:, -WINDOW:].mean(1))),
-                to_goal(arm.name, results, REAL_GOAL),
+                to_goal(row, arm.name, results),
                 spread(np.asarray(held_out)) if held_out else "-",
                 f"{cpu(arm.name, results).min():.1f}",
                 f"{peak:.1f}" if peak else "-",
             ]
         )
-    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {REAL_GOAL}"]
+    head = ["", "seeds", "steps", "first 5 steps", "last 5 steps", f"samples to {row.goal}"]
     head.append("held out, at the end")
-    made = table([*head, "CPU s per step", "peak GiB"], lines)
-    return f"{made}\n\n![the curves](learning/real.svg)" if len(lines) > 1 else made
+    return table([*head, "CPU s per step", "peak GiB"], lines)
 
 
 def present(row: Row, results: Results) -> list[Arm]:
     return [arm for arm in row.arms if arm.name in results]
+
+
+def shows(row: Row, results: Results) -> bool:
+    """Returns whether enough of a row was run to compare: two arms, if it has two."""
+    return len(present(row, results)) >= min(2, len(row.arms))
 
 
 TABLES: dict[str, Callable[[Row, Results], str]] = {
@@ -246,6 +246,7 @@ TABLES: dict[str, Callable[[Row, Results], str]] = {
     "packing": packing_table,
     "staleness": staleness_table,
     "real": real_table,
+    "tools": real_table,
 }
 
 
@@ -263,7 +264,7 @@ def tables(results: Results) -> dict[str, str]:
     return {
         name: f"{TABLES.get(name, curve_table)(row, results)}\n\n{recorded(row, results)}"
         for name, row in ROWS.items()
-        if len(present(row, results)) > 1
+        if shows(row, results)
     }
 
 
@@ -277,7 +278,7 @@ def pages(results: Results) -> dict[Path, str]:
             text = f"{before}{begin}\n{made}\n\n{end}{rest.partition(end)[2]}"
     made = {DOCS / "learning.md": text}
     for name, row in ROWS.items():
-        if len(present(row, results)) > 1 and name not in ("replay", "packing"):
+        if shows(row, results) and name not in ("replay", "packing"):
             made[RESULTS.parent / f"{name}.svg"] = chart(row, results)
     return made
 
@@ -305,7 +306,7 @@ def chart(row: Row, results: Results) -> str:
         parts.append(f'<text x="{left - 6}" y="{float(y) + 4}" text-anchor="end">{value}</text>')
     for step in range(0, longest + 1, 10):
         x = place(step, 0).split(",")[0]
-        shown = f"{step * SAMPLES_PER_STEP:,}"
+        shown = f"{step * row.samples_per_step:,}"
         parts.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{shown}</text>')
     middle = left + width / 2
     parts.append(f'<text x="{middle}" y="{top + height + 36}" text-anchor="middle">samples</text>')

@@ -61,8 +61,9 @@ def test_samples_to_the_goal_and_the_spread_by_hand(report):
     curve = [0.0] * 5 + [1.0] * 5  # the mean of five steps is .8 after the ninth
     import numpy as np
 
-    assert report.samples_to_goal(np.asarray(curve)) == 9 * 64
-    assert np.isnan(report.samples_to_goal(np.zeros(10)))
+    row = report.Row("", [], goal=0.8, samples_per_step=64)
+    assert report.samples_to_goal(row, np.asarray(curve)) == 9 * 64
+    assert np.isnan(report.samples_to_goal(row, np.zeros(10)))
     assert report.smooth(np.asarray([1.0, 0.0, 0.5])).tolist() == [1.0, 0.5, 0.5]
     assert report.spread(np.asarray([0.25, 0.75])) == "0.500 ± 0.354"
 
