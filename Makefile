@@ -239,7 +239,9 @@ $(VLLM_VENV)/.vllm:
 	@# Vision-language models need torchvision; their tests are skipped without it.
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
 		--index-url https://download.pytorch.org/whl/cpu torchvision torch==$(TORCH_VERSION) \
-		2>/dev/null || echo "PyTorch's CPU index gave no torchvision"
+		2>/dev/null && $(VLLM_VENV)/bin/python -c 'import torchvision' 2>/dev/null || { \
+		echo "there is no torchvision for this torch: vLLM does without it"; \
+		$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision; }
 	@$(VLLM_VENV)/bin/python -c 'import vllm' && touch $@
 
 $(SGLANG_VENV)/.sglang: tests/sglang_cpu/install.sh tests/sglang_cpu/sglang_cpu_stubs.py
