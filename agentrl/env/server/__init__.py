@@ -1,1 +1,1 @@
-"""The server: an ASGI application, and several processes that run it."""
+"""Serves environments over HTTP: an ASGI application, and the processes that run it."""

@@ -1,9 +1,9 @@
-"""Access to a server: hosts, origins, tokens and protocol versions.
+"""Checks the host, origin, token and protocol version of requests.
 
-A server's token, sent as `Authorization: Bearer <token>`, opens everything. A server on a loopback
-address needs none; there, a session's id is what protects it. Such a server answers only requests
-that name a loopback host and come from no page of another origin, so that a website open in a
-browser on the same machine cannot reach it.
+A server's token, sent as `Authorization: Bearer <token>`, gives access to everything. A server on a
+loopback address does not need one; there, a session is protected by its id, which cannot be
+guessed. Such a server answers only requests that name a loopback host and do not come from a page
+of another origin, so that a website open in a browser on the same machine cannot reach it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from agentrl.env import protocol
 from agentrl.env.protocol import make_error
 
 PUBLIC_PATHS = ("/healthz", "/readyz")
-"""Asked by what watches over processes, which holds no token."""
+"""Answered without the token, for programs that monitor the process."""
 VERSIONLESS_PATHS = ("/v1/server", *PUBLIC_PATHS)
-"""Answered whatever protocol version the client speaks, so that it can find out."""
+"""Answered for every protocol version, so that a client can find out which one is spoken here."""
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 
 
 @dataclass(slots=True, frozen=True)
 class Access:
+    """The rules by which a server accepts or refuses requests."""
+
     token: str | None
-    """The server token; None leaves everything open."""
+    """The token that requests must present; None: none is needed."""
     loopback_only: bool
-    """Answer only requests for a loopback host, from no other origin."""
+    """Refuse requests that name another host than a loopback one or come from another origin."""
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Let a request pass, or refuse it.
+        """Raises an error if a request is to be refused.
 
         Args:
-            headers: names in lower case, and values.
+            headers: pairs of a name in lower case and a value.
 
         Raises:
-            EnvError: `forbidden`, `unauthorized`, or `invalid_request` for a protocol version that
-                is not spoken here.
+            EnvError: `forbidden`: host or origin; `unauthorized`: token; `invalid_request`: the
+                protocol version is not spoken here.
         """
         given = Headers(raw=list(headers))
         if self.loopback_only:
@@ -59,12 +61,12 @@ class Access:
 
 
 def usable_token(token: str | None) -> str | None:
-    """The token without blanks around it; None where nothing is left, which protects nothing."""
+    """Returns the token without surrounding whitespace; None if nothing is left of it."""
     return (token or "").strip() or None
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether a host name or address stands for this machine alone."""
+    """Returns True if a host name or address can only be reached from this machine."""
     if host.lower() == "localhost":
         return True
     try:
@@ -76,7 +78,9 @@ def is_loopback(host: str) -> bool:
 def _check_loopback(hosts: list[str], origins: list[str]) -> None:
     if len(hosts) != 1 or not names_loopback(hosts[0]):
         named = ", ".join(hosts)[:200]
-        raise make_error("forbidden", f"this server answers on localhost, not as '{named}'")
+        raise make_error(
+            "forbidden", f"this server answers on localhost only, not for the host '{named}'"
+        )
     own = (f"http://{hosts[0].lower()}", f"https://{hosts[0].lower()}")
     if origins and (len(origins) > 1 or origins[0].lower() not in own):
         named = ", ".join(origins)[:200]
@@ -85,12 +89,18 @@ def _check_loopback(hosts: list[str], origins: list[str]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def names_loopback(host: str) -> bool:
+    """Returns True if a Host header names a loopback host, with or without a port."""
     match = _HOST.fullmatch(host)
     return match is not None and is_loopback(match[1] or match[2])
 
 
 def _check_version(path: str, spoken: str | None) -> None:
-    """A client may name several versions it speaks, separated by commas."""
+    """Refuses a request unless one of the versions that its client speaks is spoken here.
+
+    Args:
+        spoken: the header's value, versions separated by commas; None: the client names none, and
+            is not refused.
+    """
     if spoken is None:
         return
     versions = [version.strip() for version in spoken.split(",")]

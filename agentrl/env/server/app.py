@@ -1,13 +1,13 @@
-"""The server's FastAPI application: the HTTP calls in front of a `SessionManager`.
+"""Makes the server's FastAPI application: HTTP calls in front of a `SessionManager`.
 
     routes.py      the calls
-    access.py      who may call: hosts, origins, tokens, protocol versions
-    transit.py     limits on bodies: size, time, and memory of all together
-    docs.py        the errors in the schema, and /docs
-    serve.py       the HTTP server around the application
+    access.py      checks of host, origin, token and protocol version
+    transit.py     limits on bodies: size, time, and the memory of all together
+    docs.py        the OpenAPI schema, and the page /docs
+    serve.py       the HTTP server that runs the application
     supervisor.py  several such servers
 
-Whatever is wrong is an `EnvError`, or becomes one, and is answered as problem details (RFC 9457).
+Every error is an `EnvError`, or becomes one, and is answered as problem details (RFC 9457).
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ def make_app(
     max_wait_s: float = MAX_WAIT_S,
     name: str = "",
 ) -> FastAPI:
-    """An application that serves these environments, and no other, to whoever may ask. Its session
-    manager is `app.state.manager`.
+    """Makes an application that serves only the given environments.
+
+    Its session manager is `app.state.manager`.
 
     Args:
         environments: classes, or names for `agentrl.env.registry.resolve`.
-        token: what clients must present; None, or an empty one, asks for nothing.
-        loopback_only: answer only requests for a loopback host, from no other origin.
-        max_sessions: live sessions over all environments.
-        worker_threads: the most threads for plain `def` methods of all sessions together.
+        token: the token that clients must present; None or blank: none is needed.
+        loopback_only: refuse requests for another host than a loopback one, or from another origin.
+        max_sessions: see `SessionManager`, as for the next four.
+        worker_threads: most threads for plain `def` methods, over all sessions.
+        config: environment id -> values that every session's configuration starts from.
+        max_wait_s: seconds that a creation waits for capacity before it is `at_capacity`.
+        name: prefix of the session ids.
         max_body_bytes: larger requests are refused.
-        config: by environment id, what every session's configuration starts from.
-        max_wait_s: how long a creation waits for capacity before it is `at_capacity`.
-        name: what the ids of sessions begin with; see `SessionManager`.
 
     Raises:
-        ConfigError: an environment cannot be found, or two have one id.
+        ConfigError: an environment cannot be found, or two have the same id.
     """
     served = Served(environments)
     manager = SessionManager(
@@ -87,7 +88,7 @@ def make_app(
         version=protocol.PROTOCOL_VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
-        openapi_url=None,  # for both of these the application has routes of its own
+        openapi_url=None,  # routes.py has its own /openapi.json and /docs
         docs_url=None,
         redoc_url=None,
     )
@@ -101,17 +102,17 @@ def make_app(
     )
     for kind in (EnvError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _answer_problem)
-    # Not `include_router`, which would make each route again, for half a second.
+    # `include_router` would build every route again, which takes half a second.
     app.router.routes.extend(routes.router.routes)
     app.openapi = lambda: make_schema(app)
     return app
 
 
 class Gate:
-    """Checks access and reads the body before the application sees a request.
+    """Middleware that checks access and reads the body before the application gets a request.
 
-    FastAPI reads a body before it looks at dependencies, so that access as a dependency would let
-    anybody have megabytes read.
+    FastAPI reads a body before it calls dependencies: with the access check as a dependency,
+    anybody could make the server read megabytes.
     """
 
     def __init__(self, app: ASGIApp, access: Access, transit: Transit) -> None:
@@ -150,29 +151,29 @@ def _problem(error: EnvError, headers: Mapping[str, str] | None = None) -> Reply
     if error.status == 401:
         more["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
-        more["connection"] = "close"  # the rest of the body is not going to be read
+        more["connection"] = "close"  # the rest of the body will not be read
     body = protocol.encode(protocol.to_problem(error))
     return Reply(body, error.status, more, protocol.PROBLEM_TYPE)
 
 
 async def _answer_problem(request: Request, error: Exception) -> Response:
-    """The one handler of exceptions."""
+    """Handles every exception: answers it as problem details."""
     if isinstance(error, EnvError):
         return _problem(error)
     if isinstance(error, RequestValidationError):
         return _problem(make_error("invalid_request", protocol.describe_problems(error.errors())))
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path[:200]
-        return _problem(make_error("not_found", f"there is nothing at {path}"))
+        return _problem(make_error("not_found", f"there is no call {path}; /docs lists them"))
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = ", ".join(_methods_of(request))
         return _problem(make_error("method_not_allowed", f"send {allowed}"), {"allow": allowed})
-    # A bug here. Its trace is logged by the HTTP server, to which it is raised again.
+    # A bug in the server: it is raised again to the HTTP server, which logs its traceback.
     return _problem(make_error("env_error", f"internal error: {type(error).__name__}"))
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Returns the methods that may be sent to the request's path."""
+    """Returns the methods that the request's path accepts."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

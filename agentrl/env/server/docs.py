@@ -1,5 +1,5 @@
-"""Completes FastAPI's schema with problem details and tokens, and makes a page of it that needs no
-script from another site."""
+"""Adds problem details and tokens to FastAPI's schema, and renders it as a page that loads nothing
+from other sites."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PROBLEM: dict[str, Any] = {
 }
 _CODES = ", ".join(f"`{code}` ({status})" for code, (status, _) in protocol.PROBLEMS.items())
 _DESCRIPTION = f"""\
-Sessions of environments for language-model agents. `POST /v1/sessions` opens one,
+Serves environments for language-model agents in sessions. `POST /v1/sessions` opens a session,
 `POST /v1/sessions/{{id}}/step` takes a step in it, exactly once. Every reply has the header
-`{protocol.PROTOCOL_HEADER}: {protocol.PROTOCOL_VERSION}`; what goes wrong is answered as
-`{protocol.PROBLEM_TYPE}` (RFC 9457), whose `code` says what it is and whose `retryable` whether the
-same call may succeed later: {_CODES}. Send bodies as `Content-Type: application/json`. A server
-that asks for a token wants it as `Authorization: Bearer ...`."""
+`{protocol.PROTOCOL_HEADER}: {protocol.PROTOCOL_VERSION}`. Errors are answered as
+`{protocol.PROBLEM_TYPE}` (RFC 9457): `code` names the error, and `retryable` is true if the same
+call may succeed later. The codes are {_CODES}. Send bodies as `Content-Type: application/json`, and
+the token of a server that has one as `Authorization: Bearer ...`."""
 
 
 def make_schema(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, made once."""
+    """Returns the OpenAPI document, which is made once per application."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes
@@ -36,13 +36,13 @@ def make_schema(app: FastAPI) -> dict[str, Any]:
         components = schema["components"]
         components["schemas"]["Problem"] = TypeAdapter(protocol.Problem).json_schema()
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        schema["security"] = [{"token": []}, {}]  # {}: a server without a token asks for none
+        schema["security"] = [{"token": []}, {}]  # {}: for a server without a token
         app.openapi_schema = schema
     return app.openapi_schema
 
 
 def make_page(schema: dict[str, Any]) -> str:
-    """The document for people: one block per call, and one per message."""
+    """Renders the document as an HTML page with a block per call and one per message."""
     calls = [
         _fold(f"{method.upper()} {path}", call.get("description", ""), call)
         for path, methods in schema["paths"].items()

@@ -1,7 +1,7 @@
-"""The HTTP calls, one function each. What a call is about stands in `app.state`.
+"""Answers the HTTP calls, one function each, from the objects in `app.state`.
 
-Bodies are decoded and replies are encoded by `protocol`, as those of the client in one process are;
-FastAPI takes their types for the schema.
+`protocol` decodes bodies and encodes replies, as it does for the client in the same process;
+FastAPI uses their types only for the schema.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from agentrl.env.sessions.manager import SessionManager
 from agentrl.types import Action
 
 MAX_TASKS = 1000
-"""Tasks in one listing."""
+"""Most tasks in one reply."""
 
 
 class Call(APIRoute):
-    """A route whose body is one message, which `protocol.decode` reads: FastAPI is less strict, and
-    needs several times as long."""
+    """A route whose body is one message, decoded by `protocol.decode`.
+
+    FastAPI's own decoding is less strict and takes several times as long.
+    """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
@@ -56,7 +58,7 @@ class Call(APIRoute):
             self.app = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive())["body"]  # all of it, as `Gate` has read it
+        body = (await receive())["body"]  # the whole body, which `Gate` has read
         headers = Headers(scope=scope)
         if body and not headers.get("content-type", "").lower().startswith("application/json"):
             raise make_error("invalid_request", "send the body as Content-Type: application/json")
@@ -114,14 +116,14 @@ async def status(session_id: str, manager: Manager) -> Response:
 
 @router.delete("/v1/sessions/{session_id}", status_code=204)
 async def delete(session_id: str, manager: Manager) -> Response:
-    """Close a session; closing it again is no error."""
+    """Close a session. Closing it again is not an error."""
     manager.delete(session_id)
     return Reply(status=204)
 
 
 @router.post("/v1/sessions/{session_id}/renew", response_model=SessionStatus)
 async def renew(session_id: str, manager: Manager, request: RenewRequest) -> Response:
-    """Hold a session that has nothing to do yet."""
+    """Renew the lease of a session."""
     return _reply(manager.renew(session_id, request.lease_s))
 
 
@@ -129,7 +131,7 @@ async def renew(session_id: str, manager: Manager, request: RenewRequest) -> Res
 
 Config = Annotated[
     str | None,
-    Query(description="a JSON object: the configuration, where it differs from the server's"),
+    Query(description="a JSON object: the configuration's values that differ from the server's"),
 ]
 Position = Annotated[int, Query(ge=0, le=protocol.MAX_INTEGER)]
 
@@ -146,7 +148,7 @@ async def environments(request: Request) -> Response:
     return _reply(EnvList(request.app.state.server.environments))
 
 
-# `:path`, because `path/to/env.py:Class` names an environment too.
+# `:path`, because an environment's name may be `path/to/env.py:Class`.
 @router.get("/v1/envs/{env_id:path}/tasks", response_model=TaskList)
 async def tasks(
     env_id: str,
@@ -156,7 +158,7 @@ async def tasks(
     stop: Position | None = None,
     config: Config = None,
 ) -> Response:
-    """List tasks of a split, without what would give answers away; 20 unless `stop` is given."""
+    """List ids and prompts of tasks of a split: 20 of them unless `stop` is given."""
     stop = start + 20 if stop is None else stop
     if stop - start > MAX_TASKS:
         raise make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
@@ -175,7 +177,7 @@ async def environment(
         Query(
             gt=0,
             allow_inf_nan=False,
-            description="how long to wait for what it loads, such as a dataset",
+            description="seconds to wait for it to load, such as a dataset",
         ),
     ] = None,
 ) -> Response:
@@ -183,16 +185,16 @@ async def environment(
     return _reply(await manager.info(env_id, protocol.decode_config(config), timeout_s))
 
 
-# As in Gym, for trying an environment with curl
+# Gym's reset and step, for trying an environment with curl
 
 
 @router.post("/reset", response_model=GymReply)
 async def gym_reset(request: GymReset, manager: Manager) -> Response:
-    """Open a session, as in Gym; for curl."""
+    """Open a session as in Gym, for example with curl."""
     try:
         task = TaskSpec(request.split, request.index, request.task)
     except ValueError:
-        message = "GymReset: give either split and index, or task"
+        message = "GymReset: give either `split` and `index`, or `task`"
         raise make_error("invalid_request", message) from None
     create = CreateRequest(request.env, task, request.seed, request.config)
     opened = (await manager.create(create)).sessions[0]
@@ -201,7 +203,7 @@ async def gym_reset(request: GymReset, manager: Manager) -> Response:
 
 @router.post("/step", response_model=StepReply)
 async def gym_step(request: GymStep, manager: Manager) -> Response:
-    """Take a step, as in Gym; for curl. Without `step`, a repetition is a second step."""
+    """Take a step as in Gym. Without `step`, a repeated call takes another step."""
     action = request.action
     if isinstance(action, str):
         action = Action(action)
@@ -214,14 +216,14 @@ async def gym_step(request: GymStep, manager: Manager) -> Response:
 
 @router.get("/healthz", response_model=Health)
 async def healthz(manager: Manager) -> Response:
-    """Tell whether the process lives."""
+    """Answer while the process is alive."""
     state = "draining" if manager.draining else "ok"
     return _reply(Health(state, manager.num_live, manager.workers.num_abandoned))
 
 
 @router.get("/readyz", response_model=Health)
 async def readyz(manager: Manager) -> Response:
-    """Tell whether the process should get new sessions."""
+    """Answer 200 if the process should get new sessions, else the error `unavailable`."""
     reason = manager.readiness()
     if reason is not None:
         raise make_error("unavailable", reason, retry_after_s=5.0)
@@ -230,7 +232,7 @@ async def readyz(manager: Manager) -> Response:
 
 @router.get("/metrics", response_class=PlainText)
 async def metrics(manager: Manager) -> Response:
-    """Return the metrics as Prometheus text."""
+    """Return the metrics in Prometheus' text format."""
     return Reply(manager.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,7 +1,7 @@
-"""The HTTP server around the application: granian, a server in Rust.
+"""Runs the application in granian, an HTTP server written in Rust.
 
-It has the limits on headers as settings: how large they may be, how long they may take, and how
-long an idle connection is kept. In this process it runs on the process's own event loop.
+granian limits the size of headers, the time they may take to arrive, and how long an idle
+connection is kept. It runs on this process's own event loop.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from agentrl.errors import ConfigError
 logger = logging.getLogger("agentrl.env")
 
 HEAD_TIMEOUT_S = 45.0
-"""A request's headers must be complete by then. The time between two requests counts too, so this
-is how long an idle connection is kept; the client gives it up earlier."""
+"""Seconds within which a request's headers must be complete. The time since the last request on a
+connection counts too, so an idle connection is kept this long; the client closes it earlier."""
 MAX_HEAD_BYTES = 2**15
-"""Also what the server reads of a body before the application asks for more."""
+"""Largest size of a request's headers. The server also reads this much of a body before the
+application asks for more."""
 MAX_CONNECTIONS = 8192
-"""Further ones wait until another is closed."""
+"""Most open connections; further ones wait."""
 DRAIN_S = 5.0
-"""How long open sessions may go on after SIGTERM. With what follows it, it stays within the 10 s
-that container engines grant."""
+"""Seconds that open sessions may go on after SIGTERM. Together with `CLOSE_S` this is less than the
+10 s that container engines wait before they kill a process."""
 CLOSE_S = 3.0
-"""How long environments may take to close after that."""
+"""Seconds that environments may take to close after draining."""
 _STOP_S = 1.0
 _FREE_FILES = 256
-"""Files that are left for other things than connections."""
+"""Open files reserved for other things than connections."""
 
 
 def serve(
@@ -55,17 +56,17 @@ def serve(
     drain_s: float = DRAIN_S,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT, which stops it, or SIGTERM, which drains it first.
+    """Serves until SIGINT, which stops it at once, or SIGTERM, which drains it first.
 
     Args:
         app: from `make_app`, with the same token.
         port: 0 takes a free one.
-        drain_s: how long open sessions may go on after the signal.
+        drain_s: seconds that open sessions may go on after SIGTERM.
         ready: called with the server's URL once it listens.
 
     Raises:
-        ConfigError: `host` is not a loopback address and there is no token, or the address is in
-            use.
+        ConfigError: `host` is not a loopback address and there is no token, or the server cannot
+            listen on the address.
     """
     if usable_token(token) is None and not is_loopback(host):
         raise ConfigError(
@@ -81,24 +82,24 @@ def serve(
             if ready is not None:
                 ready(url)
             gc.collect()
-            gc.freeze()  # modules; else each full collection looks at them again
+            gc.freeze()  # so that full collections skip the loaded modules
             await stop.wait()
             await manager.aclose(CLOSE_S)
         for task in tasks:
             task.cancel()
 
     event_loop.run(main())
-    # The server's threads end when their connections do. One that touches Python while the
-    # interpreter is taken down would abort the process.
+    # granian's threads end when their connections do. One that calls into Python while the
+    # interpreter shuts down would abort the process.
     time.sleep(0.2)
 
 
 @contextlib.asynccontextmanager
 async def running(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve an application while in the context. Yields the server's URL.
+    """Serves an application while in the context, and yields the server's URL.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: the server cannot listen on the address.
     """
     with _claim(host, port) as claim:
         ip, port = claim.getsockname()[:2]
@@ -106,7 +107,7 @@ async def running(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Async
             app,
             address=ip,
             port=port,
-            interface=Interfaces.ASGINL,  # the application's lifespan is over before connections
+            interface=Interfaces.ASGINL,  # without lifespan, which would end before connections
             http=HTTPModes.http1,
             websockets=False,
             backlog=2048,
@@ -137,8 +138,10 @@ async def running(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Async
 def _on_signals(
     manager: SessionManager, stop: asyncio.Event, drain_s: float
 ) -> set[asyncio.Task[None]]:
-    """SIGINT stops at once, SIGTERM after draining; a second SIGTERM does not wait any longer.
-    Returns the set of tasks that drain."""
+    """Makes SIGINT and a second SIGTERM set `stop` at once, and the first SIGTERM after draining.
+
+    Returns the set of tasks that drain, which is filled as signals arrive.
+    """
     loop = asyncio.get_running_loop()
     draining: set[asyncio.Task[None]] = set()
 
@@ -158,7 +161,8 @@ def _on_signals(
 
 
 def _max_connections() -> int:
-    """Raises the limit of open files as far as it goes, and returns as many connections."""
+    """Raises the limit of open files towards `MAX_CONNECTIONS`, and returns how many connections
+    it leaves room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _FREE_FILES
     if hard != resource.RLIM_INFINITY:
@@ -169,10 +173,10 @@ def _max_connections() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, for another server than this one.
+    """Returns a listening socket, for servers other than granian.
 
     Raises:
-        ConfigError: the address is not to be had.
+        ConfigError: the address cannot be bound.
     """
     listener = _claim(host, port)
     try:
@@ -184,16 +188,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _claim(host: str, port: int) -> socket.socket:
-    """A socket that has the address and does not listen, so that nobody else takes the port until
-    the server does.
+    """Returns a socket that is bound to the address and does not listen.
 
-    The server shares a port with whoever listens there already, which would go unnoticed.
+    It reserves the port until the server listens. The server itself would share a port with another
+    process that listens there, and nobody would notice.
 
     Raises:
-        ConfigError: the address is not to be had.
+        ConfigError: the address cannot be bound.
     """
     claim = None
-    if not 0 <= port <= 65535:  # the system would take the remainder of a division
+    if not 0 <= port <= 65535:  # the system would take it modulo 65536
         raise _cannot_listen(host, port, "ports are 0 to 65535")
     try:
         family, kind, number, _, address = socket.getaddrinfo(

@@ -1,8 +1,8 @@
-"""Several servers on consecutive ports, kept alive: `agentrl env serve ID --workers N`.
+"""Keeps several servers on consecutive ports alive: `agentrl env serve ID --workers N`.
 
-Each is a server like any other, with sessions, a port and a URL of its own; a client takes all the
-URLs and spreads its sessions over them. One that dies is started again; its sessions are lost, and
-those of the others go on. On Linux all end with the process that started them, however it ends.
+Each is an ordinary server with its own sessions, port and URL; a client takes all the URLs and
+spreads its sessions over them. A server that dies is restarted: its sessions are lost, and those of
+the others go on. On Linux the servers end with the process that started them, however it ends.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from agentrl.processes import die_with_parent
 logger = logging.getLogger("agentrl.env")
 
 FIRST_PAUSE_S = 0.5
+"""Seconds before the first restart of a server."""
 SERVES = b"serving "
-"""How the line begins that a server prints once it listens. What else it prints, as the code of an
-environment may, goes to standard error."""
+"""Prefix of the line that a server prints once it listens. Other lines, such as an environment's
+own, are passed on to standard error."""
 SUPERVISOR_VARIABLE = "AGENTRL_SUPERVISOR_PID"
-"""Tells a server's process whose end is its own."""
+"""Environment variable with the id of the process that a server's process ends with."""
 MAX_PAUSE_S = 30.0
-"""Pauses before starting a server again double up to this, and begin anew once it lived longer."""
+"""The pause before a restart doubles up to this, and starts over once a server lived longer."""
 
 
 def supervise(
@@ -38,16 +39,17 @@ def supervise(
     ready: Callable[[], None],
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Run one process per command until SIGTERM or SIGINT, which is passed on to them. For the main
-    thread.
+    """Runs one process per command until SIGTERM or SIGINT, and passes the signal on to them.
+
+    Must be called in the main thread.
 
     Args:
         commands: each prints a line that begins with `SERVES` once it serves.
-        ready: called once all do.
-        environ: environment variables of the processes; None: this one's.
+        ready: called once all of them serve.
+        environ: environment variables of the processes; None: those of this process.
 
     Raises:
-        ConfigError: one ended before it served; the others are stopped.
+        ConfigError: a process ended before it served; the others are stopped.
     """
     stopping = threading.Event()
     workers = [_Worker(number, each, environ, stopping) for number, each in enumerate(commands)]
@@ -76,15 +78,17 @@ def supervise(
 
 
 def end_with_supervisor() -> None:
-    """In a process that `supervise` started, end with the one that called it, even if that one is
-    killed: its ports are then free for the next."""
+    """Makes a process that `supervise` started end with the supervisor, even if that is killed.
+
+    Its port is then free for the next start. Does nothing in other processes, nor off Linux.
+    """
     pid = os.environ.pop(SUPERVISOR_VARIABLE, None)
     if pid is not None and sys.platform == "linux":
         die_with_parent(int(pid))
 
 
 class _Worker(threading.Thread):
-    """Keeps the process of one command alive."""
+    """Runs a command's process, and restarts it when it ends."""
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class _Worker(threading.Thread):
         while (process := self._begin()) is not None:
             started = time.monotonic()
             assert process.stdout is not None
-            # Read to the end: a pipe that is full would stop the server that prints into it.
+            # Read everything: a server that prints into a full pipe would block.
             for line in process.stdout:
                 if line.startswith(SERVES) and not self.serves.done():
                     self.serves.set_result(None)
@@ -117,11 +121,11 @@ class _Worker(threading.Thread):
             status = process.wait()
             process.stdout.close()
             if not self.serves.done() and not self._stopping.is_set():
-                message = f"server {self._number} could not be started; see what it says above"
+                message = f"server {self._number} could not be started; its output above says why"
                 self.serves.set_exception(ConfigError(message))
                 return
             if not self._stopping.is_set():
-                logger.error("server %d ended with %d; starting it again", self._number, status)
+                logger.error("server %d ended with status %d; restarting", self._number, status)
             if time.monotonic() - started > MAX_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             self._stopping.wait(pause_s)

@@ -1,7 +1,8 @@
-"""Bodies on their way: how large they may be, how long they may take, and what all hold together.
+"""Limits bodies in transit: their size, their time, and the memory of all of them together.
 
-A client that sends or reads slowly holds memory as long as it likes to take. So each body has a
-time limit, and all large ones together a limit in bytes, beyond which a request is `at_capacity`.
+A client that sends or reads slowly makes the server hold its body in memory. So each body has a
+time limit, and all large bodies together have a limit in bytes, beyond which a request is
+`at_capacity`.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ from agentrl.env import protocol
 from agentrl.env.protocol import make_error
 
 MAX_BODY_BYTES = 2 * 2**20
+"""Default limit of a request's body."""
 BODY_TIMEOUT_S = 30.0
-"""A request must have sent its body by then, and a client read a large reply."""
+"""Seconds in which a client must send its body, and in which it must read a large reply."""
 FREE_BYTES = 2**14
-"""A request of this size always passes; what is beyond it counts against the limit for all."""
+"""The first bytes of each request, which do not count against the limit for all bodies."""
 MAX_LARGE_BODIES = 32
-"""Bodies of the largest size that may be held at a time."""
+"""The limit for all bodies together, in bodies of the largest size."""
 _CHUNK_BYTES = 2**16
 _SCOPE_KEY = "agentrl.hold"
 
 
 class Transit:
-    """Counts what the bodies of all requests hold."""
+    """Counts the memory that the bodies of all requests hold."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
-        """Held beyond each request's first `FREE_BYTES`."""
+        """Bytes held, without the first `FREE_BYTES` of each request."""
 
     def hold(self, scope: Scope) -> Hold:
-        """`with transit.hold(scope) as hold:` around all of a request."""
+        """Returns the hold of a request, a context to surround all of it."""
         scope[_SCOPE_KEY] = hold = Hold(self)
         return hold
 
 
 class Hold:
-    """The memory that one request and its reply hold."""
+    """Counts the memory that one request and its reply hold."""
 
     __slots__ = ("_counted", "_num_bytes", "_transit")
 
@@ -56,9 +58,10 @@ class Hold:
         self._transit.num_bytes -= self._counted
 
     def add(self, num_bytes: int) -> None:
-        """
+        """Adds to the memory that is held.
+
         Raises:
-            EnvError: `at_capacity`.
+            EnvError: `at_capacity`: all bodies together would exceed the limit.
         """
         self._num_bytes += num_bytes
         counted = max(self._num_bytes - FREE_BYTES, 0)
@@ -66,24 +69,25 @@ class Hold:
             return
         others = self._transit.num_bytes - self._counted
         if others and others + counted > MAX_LARGE_BODIES * self._transit.max_body_bytes:
-            message = "too many large requests at a time; send this one again later"
+            message = "too many large requests at a time; retry later"
             raise make_error("at_capacity", message, retry_after_s=1.0)
         self._transit.num_bytes = others + counted
         self._counted = counted
 
     async def read(self, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> bytes:
-        """The request's body.
+        """Reads the request's body.
 
         Raises:
-            EnvError: `payload_too_large`, `request_timeout`, or `at_capacity`.
+            EnvError: `payload_too_large`; `request_timeout`: it did not arrive in time, or the
+                client disconnected; `at_capacity`.
         """
         limit = self._transit.max_body_bytes
         length = next((value for name, value in headers if name == b"content-length"), b"0")
-        announced = int(length[:20])  # the HTTP server has seen to it that this is a number
-        too_large = f"a body may have {limit} bytes at most"
+        announced = int(length[:20])  # the HTTP server has checked that this is a number
+        too_large = f"the body is larger than the {limit} bytes that this server accepts"
         if announced > limit:
             raise make_error("payload_too_large", too_large)
-        self.add(announced)  # before any of it is read
+        self.add(announced)  # before reading any of it
         chunks: list[bytes] = []
         size = 0
         try:
@@ -91,7 +95,7 @@ class Hold:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise make_error("request_timeout", "the client went away")
+                        raise make_error("request_timeout", "the client disconnected")
                     chunk = message.get("body", b"")
                     size += len(chunk)
                     if size > limit:
@@ -99,15 +103,19 @@ class Hold:
                     if not announced:
                         self.add(len(chunk))
                     chunks.append(chunk)
-                    # To ask for the end of a body that is there costs as much as to ask for it.
+                    # One more receive() to learn that a complete body has ended would cost as much.
                     if size == announced or not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
-            raise make_error("request_timeout", "the body did not arrive in time") from None
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise make_error("request_timeout", message) from None
 
 
 class Reply(Response):
-    """Bytes that are JSON, or of another type. Each has the protocol's header."""
+    """A response of bytes, by default JSON, with the protocol's header.
+
+    A large body is sent in chunks and abandoned after `BODY_TIMEOUT_S`.
+    """
 
     media_type = "application/json"
 
@@ -136,4 +144,4 @@ class Reply(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
-            return  # the server closes a connection whose reply was not finished
+            return  # the server closes a connection whose reply is incomplete
