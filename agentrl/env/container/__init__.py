@@ -1,1 +1,1 @@
-"""Containers for episodes and images of environments, which need a Docker engine."""
+"""Runs containers for episodes and builds images of environments; both need a Docker engine."""

@@ -1,12 +1,12 @@
-"""A container for an episode: hardened, bounded, and gone when the process that made it is.
+"""Runs a container for an episode, hardened and limited, that ends with the process that made it.
 
-A container's first process is a shell that waits for the end of its input, which the engine closes
-when the process that made the container is gone: a container outlives its owner by a second,
-however that ended. That shell adopts and reaps orphans, and no signal from inside the container
-reaches it, so `kill -9 -1` ends the agent's processes alone.
+A container's first process is a shell that waits for the end of its input. The engine closes that
+input when the process that made the container is gone, so a container outlives its owner by about
+a second, however the owner ended. The shell also adopts and reaps orphans. No signal from inside
+the container ends it, so `kill -9 -1` kills the agent's processes only.
 
-Each command is a process of its own. It ends when its shell does, whatever it left in the
-background; at its deadline everything but the first process is killed.
+Each command runs as a process of its own. It is over when its shell ends, even if processes are
+left in the background; at its deadline everything but the first process is killed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
 MAX_COMMAND_CHARS = 60_000
-"""An argument of a Linux process has at most 131,072 bytes."""
+"""Longest command: Linux limits an argument of a process to 131,072 bytes."""
 MAX_STREAM_BYTES = 64 << 20
-"""A command that writes more is stopped."""
+"""A command that writes more than this is stopped."""
 _MAX_FILE_BYTES = 4 << 30
 _KILL_TIMEOUT_S = 20.0
 _QUIET_POLL_S = 1.0
 
-# From inside, a container's first process gets only signals that it handles, so those that bash
-# handles are ignored. `read` gives 1 at the end of the input and more than 128 when its time is up;
-# each round also reaps what has exited. A line on the input, which the agent could write, changes
-# nothing.
+# Inside a container, signals reach the first process only if it handles them, so it ignores all
+# those that bash handles. `read` returns 1 at the end of the input and more than 128 when its time
+# is up; each round also reaps exited processes. A line on the input, which the agent could write,
+# has no effect.
 _FIRST_PROCESS = (
     "trap '' HUP INT QUIT ILL TRAP ABRT BUS FPE SEGV SYS PIPE ALRM TERM XCPU XFSZ VTALRM "
     "USR1 USR2; "
@@ -47,12 +47,12 @@ _FIRST_PROCESS = (
 
 _FIRST_USER = "65533:65533"
 
-# The docker package loses what a command writes before the package has read the head of the
-# engine's answer, so each command first waits for a byte, which is sent after that. (`-p`: the
-# agent's BASH_ENV runs in the shell of its command alone.)
+# The docker package loses output that a command writes before the package has read the head of the
+# engine's answer. So each command first waits for a byte, which is sent after that. (`-p`: only the
+# inner shell, which runs the command, sources the agent's BASH_ENV.)
 _SHELL = ["/bin/bash", "-p", "-c"]
 _WAIT = "read -r -N 1 || exit; exec </dev/null; "
-# Out of memory, the kernel should take the agent's processes and not the container's first.
+# When memory runs out, the kernel should kill the agent's processes, not the container's first.
 _COMMAND = _WAIT + 'echo 1000 > /proc/self/oom_score_adj; exec /bin/bash -c "$1" 2>&1'
 
 _OOM_FILES = "cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events"
@@ -60,59 +60,63 @@ _OOM_FILES = "cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory
 
 @dataclass(slots=True, frozen=True)
 class ContainerSpec:
-    """The image of containers and their limits. There are no mounts: nothing of the host,
-    its engine's socket least of all, is ever in one."""
+    """The image of a container and its limits.
+
+    Containers have no mounts: no file of the host, and never the engine's socket, is inside one.
+    """
 
     image: str
-    """Local, with /bin/bash in it."""
+    """A local image that has /bin/bash."""
     workdir: str = "/tmp"
-    """Where commands start; must be in the image or in `tmpfs`."""
+    """Folder in which commands start; it must be in the image or in `tmpfs`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of commands, beside the image's own."""
+    """Variables of commands, in addition to the image's own."""
     user: str = "10001:10001"
-    """Of commands. The first process has a user of its own, so that not even root without
-    capabilities can trace it or write to its memory."""
+    """User and group of commands. The first process has another user, so that not even a root user
+    without capabilities can trace it or write to its memory."""
     read_only: bool = True
-    """Only what `tmpfs` names can be written."""
+    """Allow writing only to the folders in `tmpfs`."""
     tmpfs: tuple[str, ...] = ("/tmp",)
-    """Folders in memory; what is in them counts as memory."""
+    """Folders kept in memory; their content counts towards `memory_mb`."""
     network: str = "none"
-    """A network of the engine's; with any but `none` agents reach what it reaches."""
+    """A network of the engine's. With any but `none`, agents can reach whatever it reaches."""
     capabilities: tuple[str, ...] = ()
-    """Given back, after all are dropped."""
+    """Capabilities that the container keeps; all others are dropped."""
     memory_mb: int = 1024
-    """Swap included."""
+    """Limit in MiB, swap included."""
     cpus: float = 1.0
-    """Cores, also in part."""
+    """Cores; fractions are allowed."""
     max_processes: int = 256
-    """Threads count as well."""
+    """Limit of processes and threads together."""
     disk_mb: int | None = None
-    """Of what is written outside `tmpfs`; None: no limit. The engine must store on btrfs, where the
-    image counts too, on zfs, or by overlay2 on xfs that is mounted with pquota."""
+    """Limit in MB on files written outside `tmpfs`; None: no limit. The engine must store on btrfs
+    (where the image counts too), on zfs, or with overlay2 on xfs mounted with pquota."""
     life_s: int = MAX_LIFE_S
-    """It ends by itself after this long."""
+    """Seconds after which the container ends by itself."""
 
 
 @dataclass(slots=True, frozen=True)
 class CommandResult:
-    """The result of a command of the agent's."""
+    """The result of an agent's command."""
 
     output: str
-    """Its output and errors as they came; the middle of a long one is left out."""
+    """Standard output and errors, interleaved; the middle of a long output is left out."""
     exit_code: int | None
-    """None: it was killed at its deadline or for writing too much."""
+    """None if it was killed at its deadline or for writing too much."""
     num_dropped: int = 0
     """Characters left out of the middle."""
     timed_out: bool = False
+    """True if it was killed at its deadline."""
     flooded: bool = False
-    """It wrote more than MAX_STREAM_BYTES and was killed."""
+    """True if it was killed for writing more than `MAX_STREAM_BYTES`."""
     out_of_memory: bool = False
-    """A process of it was killed by the container's memory limit."""
+    """True if one of its processes was killed because the container ran out of memory."""
     seconds: float = 0.0
+    """Wall time."""
 
 
 def describe(ran: CommandResult, spec: ContainerSpec, timeout_s: float) -> str:
-    """Returns what an agent is shown of a command: its output and how it ended."""
+    """Returns what an agent is shown of a command's result: the output, and how it ended."""
     killed = "every process in the container was killed"
     if ran.timed_out:
         end = f"stopped after {timeout_s:g} seconds; {killed}"
@@ -128,32 +132,35 @@ def describe(ran: CommandResult, spec: ContainerSpec, timeout_s: float) -> str:
 
 @dataclass(slots=True, frozen=True)
 class ScriptResult:
-    """The result of a script of agentrl's."""
+    """The result of one of agentrl's own scripts."""
 
     output: bytes
+    """Standard output."""
     errors: str
+    """Standard error."""
     exit_code: int | None
-    """None: it was killed."""
+    """None if it was killed."""
     too_long: bool
-    """Killed for writing more than `max_bytes`; else for its time."""
+    """True if it was killed for writing more than `max_bytes`; otherwise it was killed at its
+    deadline."""
 
 
 class ContainerGone(EnvError):
-    """The container ended under a running episode: by the engine or by who can reach it."""
+    """The container ended during an episode: the engine, or somebody else, removed it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="container_gone")
 
 
 class Container:
-    """A running container; `create` makes one and `remove` ends it."""
+    """A running container: `create` starts one and `remove` ends it."""
 
     def __init__(self, engine: Engine, container_id: str, lease: Any, spec: ContainerSpec) -> None:
         self.id = container_id
         self.spec = spec
         self.started = time.monotonic()
         self.on_end: Callable[[], None] | None = None
-        """Called once, when `remove` is."""
+        """Called once, by the first `remove`."""
         self._engine = engine
         self._lease = lease
         self._oom_kills = 0
@@ -162,19 +169,19 @@ class Container:
     async def create(
         cls, engine: Engine, spec: ContainerSpec, container_labels: dict[str, str]
     ) -> Self:
-        """Start a container of a local image.
+        """Starts a container of a local image.
 
         Raises:
             ImageMissing: there is no such image.
-            EnvError: the engine refused or does not answer; nothing is left behind.
+            EnvError: the engine refused or does not answer. No container is left behind.
         """
 
         def start(client: DockerClient) -> tuple[str, Any]:
             container_id = client.containers.create(**_arguments(spec, container_labels)).id or ""
             lease = None
             try:
-                # Made with StdinOnce, it reads the end of its input when this connection ends, by
-                # whatever ends this process too.
+                # It was created with StdinOnce, so it reads the end of its input when this
+                # connection closes, which also happens when this process is killed.
                 lease = client.api.attach_socket(container_id, params={"stdin": 1, "stream": 1})
                 client.api.start(container_id)
             except BaseException:
@@ -193,24 +200,28 @@ class Container:
         except EngineError as error:
             if spec.disk_mb and "storage-opt" in str(error):
                 raise EnvError(
-                    f"disk_mb = {spec.disk_mb} is more than this engine can do ({error}): leave it "
-                    "out, or have the engine store on btrfs, zfs, or xfs mounted with pquota",
+                    f"disk_mb = {spec.disk_mb} is more than this engine can do ({error}): remove "
+                    "disk_mb, or let the engine store on btrfs, zfs, or xfs mounted with pquota",
                     code="no_disk_quota",
                 ) from error
             if error.engine_status != 404:
                 raise
             raise ImageMissing(
-                f"no image {spec.image} on the Docker engine: `docker pull {spec.image}`"
+                f"image {spec.image} is not on the Docker engine: `docker pull {spec.image}`"
             ) from error
         return cls(engine, container_id, lease, spec)
 
     async def run(
         self, command: str, *, timeout_s: float, max_chars: int = 10_000
     ) -> CommandResult:
-        """Run a shell command in the working folder, with no input.
+        """Runs a shell command in the working folder, without input.
+
+        Args:
+            timeout_s: time limit, after which everything but the first process is killed.
+            max_chars: most characters of output to keep.
 
         Raises:
-            ContainerGone: the container has ended.
+            ContainerGone: the container has ended, or processes in it could not be killed.
             EnvError: the engine failed.
         """
         clip = Clip(max_chars)
@@ -218,7 +229,7 @@ class Container:
         ran = await self._execute(argv, self.spec.environment, clip, timeout_s, MAX_STREAM_BYTES)
         output, num_dropped = clip.text()
         ran = replace(ran, output=output, num_dropped=num_dropped)
-        # 137: killed. A shell reports so for its last process; others it names in its output.
+        # 137 means that the shell's last process was killed; for others it prints "Killed".
         if ran.exit_code == 137 or "Killed" in ran.output[-2000:]:
             count = await self._count_oom_kills()
             if count > self._oom_kills:
@@ -234,13 +245,16 @@ class Container:
         max_bytes: int = 4 << 20,
         environment: Mapping[str, str] | None = None,
     ) -> ScriptResult:
-        """Run a script of agentrl's, outside the agent's environment.
+        """Runs one of agentrl's own scripts, without the variables of the agent's commands.
 
         Args:
-            environment: variables of the script; with None, it has no home folder.
+            arguments: the script's `$1`, `$2`, ...
+            timeout_s: time limit, after which everything but the first process is killed.
+            max_bytes: the script is killed for writing more than this.
+            environment: variables of the script; None: only HOME, a folder that does not exist.
 
         Raises:
-            ContainerGone: the container has ended.
+            ContainerGone: the container has ended, or processes in it could not be killed.
             EnvError: the engine failed.
         """
         streams = Streams()
@@ -251,7 +265,11 @@ class Container:
         return ScriptResult(bytes(streams.output), errors, ended.exit_code, ended.flooded)
 
     async def alive(self) -> bool:
-        """Tells whether it still runs; False where it is gone."""
+        """Returns True if the container is running.
+
+        Raises:
+            EnvError: the engine failed.
+        """
         try:
             state = await self._call(lambda client: client.api.inspect_container(self.id))
         except ContainerGone:
@@ -259,15 +277,22 @@ class Container:
         return bool(state["State"]["Running"])
 
     async def processes(self) -> list[str]:
-        """Command lines of all processes but the first, as the host sees them."""
+        """Returns the command lines of all processes but the first, as the host sees them.
+
+        Raises:
+            ContainerGone: the container has ended.
+            EnvError: the engine failed.
+        """
         top = await self._call(lambda client: client.api.top(self.id, "-eo pid,args"))
         return [" ".join(row[1:]) for row in top["Processes"]][1:]
 
     async def sweep(self) -> None:
-        """Kill everything but the first process.
+        """Kills everything but the first process.
 
         Raises:
-            ContainerGone: something would not die, so the container was removed.
+            ContainerGone: the container has ended, or a process could not be killed, so that the
+                container was removed.
+            EnvError: the engine failed.
         """
         left = []
         for attempt in range(4):
@@ -278,19 +303,26 @@ class Container:
                 return
             await asyncio.sleep(0.2)
         await self.remove()
-        raise ContainerGone(f"{len(left)} processes of the agent could not be killed: {left[:3]}")
+        raise ContainerGone(
+            f"container {self.id[:12]} was removed, because {len(left)} processes of the agent "
+            f"could not be killed: {left[:3]}"
+        )
 
     async def end(self) -> None:
-        """Remove it, also where this is cancelled, and a second time where the engine failed."""
+        """Removes the container even if this call is cancelled, and tries again if that fails."""
         try:
             await asyncio.shield(self.remove())
         except EnvError:
-            # Its input is closed, so it ends by itself; the engine is in trouble, not the work.
+            # Its input is closed, so it ends by itself. An engine's failure must not fail the work.
             with contextlib.suppress(EnvError):
                 await self.remove()
 
     async def remove(self) -> None:
-        """End it. Calling it twice is fine."""
+        """Kills and removes the container. May be called more than once.
+
+        Raises:
+            EnvError: the engine failed.
+        """
         _close(self._lease)
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
@@ -305,7 +337,7 @@ class Container:
         timeout_s: float,
         max_bytes: int,
     ) -> CommandResult:
-        """Run a program and sweep where it had to be given up; the output is the sink's."""
+        """Runs a program, and sweeps if it was stopped. The output goes to `sink`."""
         cancelled = threading.Event()
         try:
             ended = await self._call(
@@ -330,8 +362,8 @@ class Container:
         max_bytes: int,
         cancelled: threading.Event,
     ) -> CommandResult:
-        """Run a program and read what it writes until it ends, has no time left or wrote too
-        much."""
+        """Runs a program and reads its output until it ends, its time is up, it wrote more than
+        `max_bytes`, or `cancelled` is set. Blocks; the result has no output."""
         started = time.monotonic()
         exec_id: str = client.api.exec_create(
             self.id,
@@ -364,8 +396,8 @@ class Container:
                 try:
                     chunk = connection.recv(1 << 16)
                 except TimeoutError:
-                    # A process left in the background may hold the output open. What the command
-                    # wrote before it ended may still be on its way, so the pause comes twice.
+                    # A process left in the background may hold the output open. Output that the
+                    # command wrote before it ended may still be in transit, so wait twice.
                     if has_ended:
                         break
                     has_ended = not client.api.exec_inspect(exec_id)["Running"]
@@ -380,8 +412,8 @@ class Container:
                     return ended(flooded=True)
         finally:
             _close(stream)
-        # The output can end a moment before the engine has noted the exit; a command that closed
-        # its output itself runs on.
+        # The output may end shortly before the engine records the exit, and a command that closed
+        # its own output runs on.
         while (state := client.api.exec_inspect(exec_id))["Running"]:
             if time.monotonic() - started > timeout_s or cancelled.is_set():
                 return ended()
@@ -393,10 +425,10 @@ class Container:
     def _kill_all(self, client: DockerClient, attempt: int) -> None:
         api = client.api
         if attempt:
-            # Perhaps the agent's processes are so many that there is no room for another.
+            # The agent's processes may be so many that the limit leaves no room for one more.
             limit = {"PidsLimit": self.spec.max_processes + 16 * attempt}
             api.post(f"{api.base_url}/v{api.api_version}/containers/{self.id}/update", json=limit)
-        # A shell's `kill -9 -1` spares itself and the first process, and nothing forks past it.
+        # `kill -9 -1` spares the calling shell and the first process; no fork can escape it.
         exec_id = api.exec_create(self.id, [*_SHELL, "kill -9 -1; exit 0"], user=self.spec.user)[
             "Id"
         ]
@@ -414,18 +446,19 @@ class Container:
         try:
             return await self._engine.call(function)
         except EngineError as error:
-            # 404 and 409 of an exec say that the container is removed or not running.
+            # For a command, 404 and 409 mean that the container was removed or is not running.
             if error.engine_status in (404, 409):
                 raise ContainerGone(f"container {self.id[:12]} has ended ({error})") from error
             raise
 
 
 def hardened(*, memory: int | str, cpus: float, max_processes: int) -> dict[str, Any]:
-    """Arguments for `client.containers.create`: no capabilities, nothing to gain them by, a file
-    system that can't be written, and limits.
+    """Returns arguments for `client.containers.create` that drop all capabilities and every way to
+    regain them, make the file system read-only, and set limits.
 
     Args:
-        memory: in bytes, or as the engine reads it, such as `2g`; swap included.
+        memory: in bytes, or as text that the engine reads, such as `2g`; swap included.
+        cpus: cores; fractions are allowed.
     """
     return {
         "read_only": True,
@@ -466,12 +499,12 @@ def _arguments(spec: ContainerSpec, container_labels: dict[str, str]) -> dict[st
 
 
 def _connection(stream: Any) -> Any:
-    """The socket beneath what the docker package gives for one, which can only be read."""
+    """Returns the socket inside the docker package's wrapper, which itself can only be read."""
     return getattr(stream, "_sock", stream)
 
 
 def _close(stream: Any) -> None:
     connection = _connection(stream)
-    if connection is not None:  # as after an earlier call
-        connection.close()  # the descriptor is closed with the last of the two
+    if connection is not None:  # None after an earlier call
+        connection.close()  # the descriptor is closed once both are
     stream.close()

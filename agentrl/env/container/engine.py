@@ -1,12 +1,12 @@
-"""The Docker engine: one client, and the labels that say to whom a container belongs.
+"""Connects to the Docker engine, and labels containers with the process that owns them.
 
-The client is the `docker` package. It blocks, so an event loop calls it through `Engine`, in
-threads.
+The client is the `docker` package. Its calls block, so an event loop makes them through `Engine`,
+in threads.
 
-An owner is a process: host boot, process-id namespace, process id and start time name it for good,
-so that a reused process id is never taken for it. Whoever can see the same process ids can tell
-whether the owner lives; to all others the label `agentrl.expires` says when a container is
-abandoned.
+The owner of a container is a process, identified by the host's boot, the process-id namespace, the
+process id and the start time, so that a reused process id is never mistaken for it. A process that
+sees the same process ids can tell whether the owner is alive; for all others the label
+`agentrl.expires` gives the time after which a container is abandoned.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ RUN_LABEL = "agentrl.run"
 EXPIRES_LABEL = "agentrl.expires"
 
 MAX_LIFE_S = 6 * 3600
-"""A container is abandoned after this long, whatever became of its owner."""
+"""Default lifetime of a container in seconds. After it a container counts as abandoned, even if its
+owner is alive."""
 
 CALL_TIMEOUT_S = 120.0
+"""Seconds in which the engine must answer a call."""
 MAX_CALLS = 512
-"""Calls of one `Engine` at a time, a running command being one; further ones wait."""
+"""Most calls of one `Engine` at a time; a running command counts as one. Further calls wait."""
 
 
 class EngineError(EnvError):
-    """The engine refused a call; `engine_status` is its HTTP status."""
+    """The engine refused a call; `engine_status` is the HTTP status of its answer."""
 
     def __init__(self, message: str, engine_status: int) -> None:
         super().__init__(message, code="engine_error")
@@ -59,12 +61,13 @@ class ImageMissing(EnvError):
 
 
 def connect(timeout_s: float = CALL_TIMEOUT_S) -> DockerClient:
-    """A client of the engine that DOCKER_HOST names (by default the local socket).
+    """Returns a client of the engine that DOCKER_HOST names, by default the local socket.
 
-    `timeout_s` is for each answer of the engine.
+    Args:
+        timeout_s: seconds in which the engine must answer each call.
 
     Raises:
-        ConfigError: the `docker` package is missing or DOCKER_HOST can't be read.
+        ConfigError: the `docker` package is missing or DOCKER_HOST is malformed.
         EnvUnavailable: no engine answers there.
     """
     try:
@@ -80,25 +83,25 @@ def connect(timeout_s: float = CALL_TIMEOUT_S) -> DockerClient:
         options = kwargs_from_env()
     except DockerException as error:
         raise ConfigError(
-            f"DOCKER_HOST must be unix:///path or tcp://host:port, with the certificates that "
-            f"DOCKER_CERT_PATH names: {error}"
+            f"DOCKER_HOST must be unix:///path or tcp://host:port, with certificates in the folder "
+            f"DOCKER_CERT_PATH if it needs them: {error}"
         ) from error
     with engine_errors():
-        # The package keeps connections by URL, and drops those of the URL that was unused longest,
-        # which must not be one that another thread is about to use.
+        # The package keeps a pool of connections per URL and drops the least recently used pool.
+        # There must be enough pools that it never drops one that another thread is about to use.
         client = DockerClient(timeout=int(timeout_s), num_pools=2 * MAX_CALLS, **options)
-        # A URL names one container or command, so a connection that is kept is not used again.
+        # Most URLs are specific to one container or command, so kept connections are not reused.
         client.api.headers["Connection"] = "close"
     return client
 
 
 @contextlib.contextmanager
 def engine_errors() -> Iterator[None]:
-    """Turns the `docker` package's errors into agentrl's.
+    """Converts the `docker` package's errors, raised inside the context, into agentrl's.
 
     Raises:
-        EngineError: the engine refused.
-        EnvUnavailable: it does not answer.
+        EngineError: the engine refused a call.
+        EnvUnavailable: the engine does not answer.
     """
     from docker.errors import APIError, DockerException
     from requests.exceptions import RequestException
@@ -114,12 +117,12 @@ def engine_errors() -> Iterator[None]:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise EnvUnavailable(
             f"no Docker engine answers at {host} ({reason}): start one (`dockerd`, or `systemctl "
-            "start docker`), let this user reach its socket, or name another in DOCKER_HOST"
+            "start docker`), give this user access to its socket, or set DOCKER_HOST to another"
         ) from error
 
 
 class Engine:
-    """One engine for event loops: a client that connects at the first call, and its threads."""
+    """Calls the engine from event loops: a client that connects at the first call, and threads."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_CALLS, "docker")
@@ -136,13 +139,13 @@ class Engine:
         """Calls `function` with the client in a thread and returns its result.
 
         Args:
-            undo: called in a thread with the client and the result, where the caller was cancelled
-                before that came.
+            undo: called in a thread with the client and the result, if the caller was cancelled
+                before the result came.
 
         Raises:
-            EngineError: the engine refused.
-            EnvUnavailable: it does not answer.
-            ConfigError: the `docker` package is missing or DOCKER_HOST can't be read.
+            EngineError: the engine refused a call.
+            EnvUnavailable: the engine does not answer.
+            ConfigError: the `docker` package is missing or DOCKER_HOST is malformed.
         """
         future = self._threads.submit(self._call, function)
         try:
@@ -157,7 +160,7 @@ class Engine:
             raise
 
     async def settle(self, timeout_s: float = 30.0) -> None:
-        """Wait until what cancelled callers asked for is undone."""
+        """Waits at most `timeout_s` until the calls of cancelled callers are undone."""
         undoing = [asyncio.wrap_future(each) for each in list(self._undoing)]
         if undoing:
             done = asyncio.gather(*undoing, return_exceptions=True)
@@ -172,7 +175,7 @@ class Engine:
 
 
 def remove(client: DockerClient, container_id: str) -> None:
-    """Kill and remove a container; it may be gone, or going, already."""
+    """Kills and removes a container, which may be gone already or about to be."""
     from docker.errors import APIError
 
     try:
@@ -181,7 +184,7 @@ def remove(client: DockerClient, container_id: str) -> None:
         except APIError as error:
             if error.status_code != 409:
                 raise
-            # The engine is removing it: it ended a moment ago.
+            # It has just ended, and the engine is removing it.
             client.api.wait(container_id, condition="removed")
     except APIError as error:
         if error.status_code != 404:
@@ -189,11 +192,11 @@ def remove(client: DockerClient, container_id: str) -> None:
 
 
 def reap(client: DockerClient, *, label: str = OWNER_LABEL, everything: bool = False) -> list[str]:
-    """Remove containers of agentrl's whose owner is gone; a line about each.
+    """Removes agentrl's abandoned containers, and returns a line about each.
 
     Args:
-        label: only those that have it, `NAME` or `NAME=VALUE`.
-        everything: also those whose owner lives or cannot be seen.
+        label: only containers with this label, `NAME` or `NAME=VALUE`.
+        everything: also remove containers whose owner is alive or cannot be seen.
 
     Raises:
         EnvError: the engine failed or does not answer.
@@ -202,7 +205,7 @@ def reap(client: DockerClient, *, label: str = OWNER_LABEL, everything: bool = F
     with engine_errors():
         for summary in client.api.containers(all=True, filters={"label": label}):
             its_labels: dict[str, str] = summary["Labels"]
-            reason = "asked for" if everything else abandoned(its_labels, time.time())
+            reason = "as requested" if everything else abandoned(its_labels, time.time())
             if reason is not None:
                 remove(client, summary["Id"])
                 removed.append(
@@ -214,29 +217,29 @@ def reap(client: DockerClient, *, label: str = OWNER_LABEL, everything: bool = F
 
 @dataclass(slots=True, frozen=True)
 class Owner:
-    """A process, named so that the name is never reused."""
+    """Identifies a process by a name that no other process will ever have."""
 
     boot_id: str
     pid_namespace: str
     pid: int
     start_ticks: int
-    """When it started, in clock ticks since boot."""
+    """Start time, in clock ticks since boot."""
 
     def __str__(self) -> str:
         return f"{self.boot_id}/{self.pid_namespace}/{self.pid}/{self.start_ticks}"
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """The owner whose `str` this is; None if it is none's."""
+        """Returns the owner whose `str` is `text`; None if `text` is malformed."""
         parts = text.split("/")
         if len(parts) != 4 or not parts[2].isdigit() or not parts[3].isdigit():
             return None
         return cls(parts[0], parts[1], int(parts[2]), int(parts[3]))
 
     def alive(self) -> bool | None:
-        """Tells whether the process runs; None: it can't be seen from here."""
+        """Returns True if the process is running; None if it cannot be seen from here."""
         if self.boot_id != _boot_id():
-            # Another boot of this host is over; another host's engine can't be told from it.
+            # Either an earlier boot of this host, or another host; they cannot be told apart.
             return None
         if self.pid_namespace != _pid_namespace():
             return None
@@ -244,7 +247,7 @@ class Owner:
 
 
 def current_owner() -> Owner:
-    """This process."""
+    """Returns the name of this process."""
     pid = os.getpid()
     return Owner(_boot_id(), _pid_namespace(), pid, _start_ticks(pid) or 0)
 
@@ -252,12 +255,14 @@ def current_owner() -> Owner:
 def labels(
     run_id: str, role: str, *, owner: Owner | None = None, life_s: float | None = MAX_LIFE_S
 ) -> dict[str, str]:
-    """Labels of a container that this process (or `owner`) answers for.
+    """Returns the labels of a container that this process owns.
 
     Args:
-        run_id: names the rollout, grading or image it belongs to.
-        role: what it is for: `episode`, `server`, `check`, `agent`, `grade` or `build`.
-        life_s: after which it is abandoned; None: never while its owner may be alive.
+        run_id: name of the rollout, grading or image that it belongs to.
+        role: its purpose: `episode`, `server`, `check`, `agent`, `grade` or `build`.
+        owner: the process that owns it, if another.
+        life_s: seconds after which it is abandoned even if its owner is alive; None: only when its
+            owner is gone.
     """
     made = {
         OWNER_LABEL: str(owner or current_owner()),
@@ -268,14 +273,18 @@ def labels(
 
 
 def abandoned(its_labels: dict[str, str], now: float) -> str | None:
-    """Why a container with these labels has nobody any more; None: it may have."""
+    """Returns why a container with these labels is abandoned; None if it may still be in use.
+
+    Args:
+        now: seconds since the epoch.
+    """
     owner = Owner.parse(its_labels.get(OWNER_LABEL, ""))
     alive = owner.alive() if owner else None
     if alive is False:
         return f"its owner, process {owner.pid}, is gone" if owner else None
     expires = its_labels.get(EXPIRES_LABEL, "")
     if expires.isdigit() and now > int(expires):
-        return "its maximal life is over"
+        return "its lifetime is over"
     return None
 
 
@@ -286,16 +295,16 @@ def _boot_id() -> str:
 
 @functools.cache
 def _pid_namespace() -> str:
-    """Inode of the process-id namespace; a process does not change its own."""
+    """Returns the inode of the process-id namespace, which a process cannot change for itself."""
     return os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
 
 
 def _start_ticks(pid: int) -> int | None:
-    """None: there is no such process, or it is a zombie."""
+    """Returns when a process started; None if it does not exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field, the name in parentheses, may hold spaces and parentheses.
+    # The second field, the name in parentheses, may itself contain spaces and parentheses.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] == "Z" else int(fields[19])

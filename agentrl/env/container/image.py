@@ -1,8 +1,8 @@
-"""`agentrl env build`: an environment in an image.
+"""Builds the image of an environment, for `agentrl env build`.
 
-A build context holds what the image needs and nothing else: the project, if it is one of your own,
-and wheels of what is installed from a checkout, agentrl's among them. All else comes from the
-package index. `Dockerfile` beside this file builds both.
+The build context holds only the project, if it is one of your own, and wheels of the distributions
+that are installed from a checkout here, such as agentrl. Everything else comes from the package
+index. The `Dockerfile` beside this file builds images of projects and of installed environments.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from agentrl.env.scaffold import DOCKERFILE
 from agentrl.errors import ConfigError
 
 _ADDED = ".agentrl"
-"""Folder of a build context with what this command adds; the Dockerfile copies it to /deps."""
+"""Folder that this command adds to a build context; the Dockerfile copies it to /deps."""
 _LEFT_OUT = shutil.ignore_patterns(
     *(".agentrl", ".cache", ".env", ".git", ".hypothesis", ".mypy_cache", ".pytest_cache"),
     *(".ruff_cache", ".tox", ".venv", "__pycache__", "node_modules", "runs", "venv"),
     *("*.egg-info", "*.pyc", "*.pyo"),
 )
-"""Of a project, whatever its .dockerignore says."""
+"""Files of a project that are left out of the context, whatever its .dockerignore says."""
 
 
 def build_image(
@@ -45,19 +45,26 @@ def build_image(
     build_args: dict[str, str] | None = None,
     cache: bool = True,
 ) -> str:
-    """Build the image of an installed environment (by id) or of the project in a folder; its tag.
+    """Builds the image of an installed environment or of a project, and returns its tag.
 
-    What is installed from a checkout goes in as a wheel that `pip wheel` makes of it; what is
-    installed from an index is installed from it again, in the same version. The builder's output
-    goes to the standard error.
+    A distribution that is installed from a checkout here is installed in the image from a wheel
+    that `pip wheel` makes of it; one that is installed from an index is installed from the index
+    again, in the same version. The builder's output goes to standard error.
 
     Args:
-        base_image: None: the Dockerfile's own.
-        wheels: files that are installed in place of what stands on an index or in a checkout.
-        cert: trusted while packages are installed; it is not in the finished image.
+        target: an environment's id, or a project's folder.
+        tag: name of the image; None: the project's name, or `agentrl-ID`.
+        base_image: image to build on; None: the Dockerfile's default.
+        wheels: wheel files to install instead of those from an index or a checkout.
+        index_url: package index to use instead of PyPI.
+        extra_index_url: package index to use in addition.
+        cert: file of certificates to trust while packages are installed; it is not in the finished
+            image.
+        build_args: further arguments of the Dockerfile.
+        cache: reuse layers of earlier builds.
 
     Raises:
-        ConfigError: there is no such environment, or the build failed; says why.
+        ConfigError: there is no such environment or file, or the build failed.
         EnvUnavailable: there is no engine.
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-build-") as scratch:
@@ -80,7 +87,7 @@ def build_image(
 
 
 def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[str, str]]:
-    """Fill the context's folder; the image's name, and the arguments of its Dockerfile."""
+    """Fills the folder `context`, and returns the image's name and the Dockerfile's arguments."""
     added = context / _ADDED
     folder = Path(target)
     if (folder / "pyproject.toml").is_file():
@@ -93,23 +100,23 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[
         if not (folder / "Dockerfile").is_file():
             if not environments:
                 raise ConfigError(
-                    f"{folder / 'pyproject.toml'} offers no environments under "
-                    f"'{ENTRY_POINT_GROUP}': offer one, or write a Dockerfile"
+                    f"{folder / 'pyproject.toml'} has no entry points in '{ENTRY_POINT_GROUP}': "
+                    "add your environment there, or write a Dockerfile"
                 )
             shutil.copyfile(DOCKERFILE, context / "Dockerfile")
         return name, {"AGENTRL": _requirement("agentrl-gym", added, wheels)}
     if folder.is_dir() or "/" in target:
         raise ConfigError(
-            f"{folder} has no pyproject.toml: name an environment's id, or a project such as "
-            "`agentrl env init` writes"
+            f"{folder} has no pyproject.toml: give an environment's id, or the folder of a project "
+            "(`agentrl env init` makes one)"
         )
     entries = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     entry = next((each for each in entries if each.name == target), None)
     if entry is None or entry.dist is None:
         known = ", ".join(sorted(each.name for each in entries)) or "none"
         raise ConfigError(
-            f"no installed environment '{target}'; there are {known}. A class in a file has no "
-            "image of its own: make it a project (`agentrl env init`)"
+            f"no installed environment '{target}'; installed are {known}. For a class in a file, "
+            "make a project first (`agentrl env init`)"
         )
     added.mkdir(parents=True)
     shutil.copyfile(DOCKERFILE, context / "Dockerfile")
@@ -123,7 +130,13 @@ def _prepare(target: str, context: Path, wheels: list[Path]) -> tuple[str, dict[
 
 
 def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") -> str:
-    """Returns pip's argument that installs, in the image, a distribution that is installed here."""
+    """Returns the argument for pip in the image that installs a distribution installed here.
+
+    Its wheel, if it needs one, is put into the folder `added`.
+
+    Raises:
+        ConfigError: a wheel cannot be read or made.
+    """
     extras = f"[{extra}]" if extra else ""
     distribution = importlib.metadata.distribution(name)
     prefix = f"{re.sub(r'[-_.]+', '_', name).lower()}-"
@@ -146,18 +159,17 @@ def _requirement(name: str, added: Path, wheels: list[Path], extra: str = "") ->
     if done.returncode or made is None:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         raise ConfigError(
-            f"pip can't make a wheel of {source} ({' '.join(last)[:300]}): make one and name it "
+            f"pip can't make a wheel of {source} ({' '.join(last)[:300]}): make one and pass it "
             "with --wheel"
         )
     return f"/deps/{made.name}{extras}"
 
 
 def docker_build(tag: str, context: Path, arguments: dict[str, str], *, cache: bool = True) -> None:
-    """Build the image of a folder with a Dockerfile; the builder's output goes to the standard
-    error.
+    """Builds the image of a folder that has a Dockerfile; the output goes to standard error.
 
     Raises:
-        ConfigError: the build failed; says why.
+        ConfigError: the build failed.
         EnvUnavailable: there is no engine.
     """
     print(f"building {tag}", file=sys.stderr)
@@ -177,7 +189,7 @@ def docker_build(tag: str, context: Path, arguments: dict[str, str], *, cache: b
             print(line.get("stream", ""), end="", file=sys.stderr, flush=True)
     if failed:
         raise ConfigError(
-            f"{tag} can't be built: {' '.join(failed.split())[:300]} (what led to it is above). "
-            "--base-image names another base, with python3 and python3-venv; --pip-index-url, "
-            "--pip-cert and --wheel say where packages come from and whom to trust for them"
+            f"{tag} can't be built: {' '.join(failed.split())[:300]} (the output is above). "
+            "--base-image sets another base, which needs python3 and python3-venv; "
+            "--pip-index-url, --pip-cert and --wheel set where packages are installed from"
         )

@@ -1,4 +1,4 @@
-"""The output of a command: the engine's frames, and how much of it is kept."""
+"""Reads the output of a command from the engine's frames, and shortens it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 
 def take_frames(buffer: bytearray) -> Iterator[tuple[int, bytes]]:
-    """Take the whole frames from the front of a command's stream: 1 or 2 for output or errors, and
-    the payload. A frame is its kind, three zeros, a length of 4 bytes and the payload."""
+    """Removes the complete frames at the front of a command's stream and yields (kind, payload).
+
+    A frame is one byte with its kind (1: output, 2: errors), three zero bytes, the payload's length
+    in 4 bytes (big-endian), and the payload.
+    """
     while len(buffer) >= 8:
         end = 8 + int.from_bytes(buffer[4:8], "big")
         if len(buffer) < end:
@@ -18,8 +21,7 @@ def take_frames(buffer: bytearray) -> Iterator[tuple[int, bytes]]:
 
 
 class Clip:
-    """Text from bytes as they come: its first and last `max_chars / 2` characters, and how many
-    stood between."""
+    """Decodes output as it arrives and keeps its first and last `max_chars // 2` characters."""
 
     def __init__(self, max_chars: int) -> None:
         self._half = max(max_chars // 2, 1)
@@ -35,7 +37,7 @@ class Clip:
             self._kept = self._kept[: self._half] + self._kept[-self._half :]
 
     def text(self) -> tuple[str, int]:
-        """The text with a line for what was left out, and how many characters that is."""
+        """Returns the text and the number of characters left out, which a line in it states too."""
         self.add(1, b"", final=True)
         dropped = self._num_chars - 2 * self._half
         if dropped <= 0:
@@ -45,7 +47,7 @@ class Clip:
 
 
 class Streams:
-    """All output, and the errors, as bytes."""
+    """Keeps all output and all errors as bytes, separately."""
 
     def __init__(self) -> None:
         self.output = bytearray()

@@ -1,4 +1,4 @@
-"""Containers started ahead, so that an episode does not wait the second that a start takes.
+"""Starts containers ahead of time, so that an episode does not wait a second for one.
 
 spec = ContainerSpec("python:3.12-slim", memory_mb=512)
 
@@ -12,7 +12,7 @@ class Shell(Environment):
     async def bash(self, command: str) -> str:
         return (await self.container.run(command, timeout_s=30)).output
     async def close(self):
-        if hasattr(self, "container"):  # a reset that failed got none
+        if hasattr(self, "container"):  # reset may have failed before it got one
             await self.container.remove()
     @classmethod
     def close_shared(cls, shared):
@@ -38,14 +38,14 @@ __all__ = ["ContainerPool", "ContainerSpec"]
 logger = logging.getLogger(__name__)
 
 _MAX_PAUSE_S = 30.0
-"""Before a container is started again after failures."""
+"""Longest pause, in seconds, before the next attempt to start a container after failures."""
 
 
 class ContainerPool:
-    """Containers kept ready, for one event loop at a time.
+    """Keeps containers ready, for one event loop at a time.
 
-    A container is used once: whoever acquires it removes it, and the pool starts another. `close`,
-    as from `close_shared`, ends all; without it they end with the process.
+    A container is used once: its user removes it, and the pool starts another. `close`, to be
+    called in `close_shared`, removes all; otherwise they end with the process.
     """
 
     def __init__(
@@ -58,12 +58,20 @@ class ContainerPool:
     ) -> None:
         """
         Args:
-            ready: containers kept waiting, beside those in use.
-            max_containers: in use at a time; further callers wait.
-            max_starting: starts at a time; an engine that is asked for dozens slows to a crawl.
+            spec: image and limits of the containers.
+            ready: idle containers to keep, in addition to those in use.
+            max_containers: most containers in use at a time; further callers wait.
+            max_starting: most containers started at a time; an engine that starts dozens at a time
+                becomes very slow.
+
+        Raises:
+            ConfigError: a number is too small.
         """
         if ready < 0 or max_containers < 1 or max_starting < 1:
-            raise ConfigError("ready is at least 0, max_containers and max_starting at least 1")
+            raise ConfigError(
+                f"ContainerPool: ready = {ready} must be at least 0, max_containers = "
+                f"{max_containers} and max_starting = {max_starting} at least 1"
+            )
         self.spec = spec
         self._num_wanted = ready
         self._max_containers = max_containers
@@ -75,14 +83,15 @@ class ContainerPool:
 
     @property
     def num_live(self) -> int:
-        """Containers there are, those in use and those waiting."""
+        """Containers in use and idle ones."""
         return len(self._known)
 
     async def warm(self, timeout_s: float = 60.0) -> None:
-        """Wait until as many are ready as should be; the first `acquire` starts them otherwise.
+        """Starts the idle containers and waits for them. Without this, the first `acquire` starts
+        them.
 
         Raises:
-            EnvUnavailable: they were not in time.
+            EnvUnavailable: they were not ready in time.
         """
         self._refill()
         deadline = time.monotonic() + timeout_s
@@ -95,11 +104,11 @@ class ContainerPool:
             await asyncio.sleep(0.02)
 
     async def acquire(self, *, timeout_s: float = 60.0) -> Container:
-        """A fresh container; the caller removes it.
+        """Returns a fresh container, which the caller must remove.
 
         Raises:
-            EnvUnavailable: all are in use for `timeout_s`, or the engine does not answer.
-            EnvError: the engine refused; says why.
+            EnvUnavailable: none became available within `timeout_s`, or the engine does not answer.
+            EnvError: the engine refused, or the pool belongs to another event loop that is open.
         """
         self._bind()
         in_use = self._in_use
@@ -113,8 +122,9 @@ class ContainerPool:
                     raise
         except TimeoutError:
             raise EnvUnavailable(
-                f"no container of {self.spec.image} within {timeout_s:g} s; "
-                f"{self._max_containers} may be in use at a time, {self._max_starting} start",
+                f"no container of {self.spec.image} became available within {timeout_s:g} s: at "
+                f"most {self._max_containers} may be in use (max_containers) and "
+                f"{self._max_starting} be starting (max_starting) at a time",
                 retry_after_s=1.0,
             ) from None
 
@@ -128,7 +138,7 @@ class ContainerPool:
 
     @asynccontextmanager
     async def container(self, *, timeout_s: float = 60.0) -> AsyncIterator[Container]:
-        """`acquire`, and `remove` at the end."""
+        """Acquires a container while in the context, and removes it afterwards."""
         container = await self.acquire(timeout_s=timeout_s)
         try:
             yield container
@@ -136,7 +146,7 @@ class ContainerPool:
             await container.remove()
 
     async def aclose(self) -> None:
-        """Remove all containers, those in use too."""
+        """Removes all containers, including those in use."""
         tasks, self._loop = list(self._tasks) if self._loop else [], None
         for task in tasks:
             task.cancel()
@@ -147,7 +157,7 @@ class ContainerPool:
         await self._engine.settle()
 
     def close(self) -> None:
-        """`aclose` from another thread than the loop's, or after the loop has ended."""
+        """Calls `aclose` from another thread than the event loop's, or after the loop has ended."""
         if self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self.aclose(), self._loop).result(60)
         elif self._known:
@@ -155,7 +165,11 @@ class ContainerPool:
             asyncio.run(self.aclose())
 
     def _bind(self) -> None:
-        """Make what belongs to an event loop; containers of a loop that has ended are removed."""
+        """Binds the pool to the running event loop, and removes containers of an earlier loop.
+
+        Raises:
+            EnvError: it is bound to another loop, which is not closed.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -173,7 +187,7 @@ class ContainerPool:
         self._spawn(self._reap())
 
     async def _next(self) -> Container:
-        """One that waits, or a new one."""
+        """Returns an idle container that is still alive, or a new one."""
         while self._idle:
             container = self._idle.popleft()
             age_s = time.monotonic() - container.started
@@ -181,7 +195,7 @@ class ContainerPool:
                 return container
             self._spawn(self._end(container))
         async with self._starting:
-            # One may have become ready while this caller waited for its turn.
+            # One may have become idle while this caller waited for its turn.
             return self._idle.popleft() if self._idle else await self._create()
 
     async def _create(self) -> Container:
@@ -190,14 +204,14 @@ class ContainerPool:
         return container
 
     def _refill(self) -> None:
-        """Start as many as should be ready and are not."""
+        """Starts the idle containers that are missing."""
         self._bind()
         while len(self._idle) + self._num_filling < self._num_wanted:
             self._num_filling += 1
             self._spawn(self._fill())
 
     async def _fill(self) -> None:
-        """Start a container that waits; where that fails, again after a pause."""
+        """Starts an idle container, and tries again after a pause if that fails."""
         pause_s = 2.0
         try:
             while True:
@@ -216,8 +230,8 @@ class ContainerPool:
         try:
             for line in await self._engine.call(reap):
                 logger.info("removed an abandoned container: %s", line)
-        except EnvError as error:  # whoever acquires a container hears of it
-            logger.warning("abandoned containers can't be removed: %s", error)
+        except EnvError as error:  # `acquire` raises it too
+            logger.warning("cannot remove abandoned containers: %s", error)
 
     async def _end(self, container: Container) -> None:
         self._known.discard(container)

@@ -1,4 +1,4 @@
-"""Files of a container that decide how tests run, whatever the tests are."""
+"""Names the files of a container that decide how any test runs."""
 
 import re
 
@@ -9,10 +9,11 @@ RUNNER_PATH = re.compile(
     r"|/.*bin/(?:python[\d.]*|py\.?test|bash|sh|dash|env|git|tox|make|prove|node|ruby|perl|java|go)"
     r"|/(?:etc/ld\.so\.preload|etc/bash\.bashrc|etc/profile|root/\.bashrc|etc/passwd)"
 )
-"""What runs or finds tests: runners and their plugins, the standard library, interpreters, shells.
-Compiled files and folders are left out: any run may write into those."""
+"""Paths of files that run or find tests: runners and their plugins, the standard library,
+interpreters, shells. Compiled files and folders are not among them, because any run may write
+them."""
 
 PROGRAM_PATH = re.compile(
     r"/(?:usr/(?:local/)?)?s?bin/[^/]+|/(?:usr/)?lib(?:32|64)?/(?:.*/)?lib[^/]+\.so.*"
 )
-"""Programs and libraries of the system."""
+"""Paths of the system's programs and libraries."""

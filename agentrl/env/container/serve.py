@@ -1,7 +1,7 @@
-"""Containers that serve an environment's image: hardened, and reached from this machine alone.
+"""Runs an environment's image in hardened containers that only this machine can reach.
 
-Their labels name this process, so that what a killed `agentrl env run` left behind is found and
-removed by the next.
+Their labels name this process, so that the next `agentrl env run` finds and removes what a killed
+one left behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 PORT = 8700
-"""Of the server inside a container."""
+"""Default port of the server inside a container."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,23 +38,24 @@ class Server:
 
     container: Container
     port: int
-    """On this machine."""
+    """Port on this machine's loopback address."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def running(self) -> bool:
+        """Returns True if the container is running."""
         with engine_errors():
             self.container.reload()
         return self.container.status == "running"
 
 
 def read_project(folder: Path) -> tuple[str, list[str]]:
-    """A project's name and the ids of its environments.
+    """Returns a project's name, in lower case, and the ids of its environments.
 
     Raises:
-        ConfigError: its pyproject.toml can't be read.
+        ConfigError: its pyproject.toml is malformed, or has no [project] with a name.
     """
     path = folder / "pyproject.toml"
     try:
@@ -62,14 +63,17 @@ def read_project(folder: Path) -> tuple[str, list[str]]:
         entries = project.get("entry-points", {}).get(ENTRY_POINT_GROUP, {})
         return str(project["name"]).lower(), sorted(entries)
     except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise ConfigError(f"{path}: no [project] with a name can be read ({error})") from error
+        raise ConfigError(f"{path} needs a [project] table with a name ({error})") from error
 
 
 def find_image(target: str) -> str:
-    """The local image of an environment's id, a project's folder or an image's own name.
+    """Returns the name of a local image.
+
+    Args:
+        target: an environment's id, a project's folder, or the name of the image itself.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such image.
         EnvUnavailable: there is no engine.
     """
     names = [f"agentrl-{target}", target]
@@ -81,9 +85,11 @@ def find_image(target: str) -> str:
             with engine_errors():
                 client.images.get(name)
             return name
-        except EngineError:  # there is none, or it can't be one's name
+        except EngineError:  # there is no such image, or the name is malformed
             continue
-    raise ConfigError(f"no image of '{target}' is here: `agentrl env build {target}` builds it")
+    raise ConfigError(
+        f"there is no local image of '{target}': build it with `agentrl env build {target}`"
+    )
 
 
 def start_server(
@@ -98,19 +104,25 @@ def start_server(
     role: Literal["server", "check"] = "server",
     inside_port: int = PORT,
 ) -> Server:
-    """Start a container, reached at a port of this machine's loopback address; 0: a free one.
+    """Starts a container with a server. It may not answer yet; see `wait_until_healthy`.
 
     Args:
-        memory: swap included, such as `2g`.
-        role: its label.
-        inside_port: which the server is told to listen on.
+        token: the server's token.
+        port: port on this machine's loopback address; 0 takes a free one.
+        memory: limit such as `2g`, swap included.
+        cpus: cores; fractions are allowed.
+        role: the role in the container's labels.
+        inside_port: port that the server listens on inside the container.
 
     Raises:
-        ConfigError: the port is taken, there is no such image or network, a limit is malformed.
+        ConfigError: the port is taken, there is no such image or network, or a limit is malformed.
         EnvUnavailable: there is no engine.
     """
     if network == "none":
-        raise ConfigError("--network none: a server without a network can't be reached")
+        raise ConfigError(
+            "--network none: a server without a network can't be reached; name another network, or "
+            "leave --network out"
+        )
     client = connect()
     inside = f"{inside_port}/tcp"
     container = None
@@ -135,18 +147,19 @@ def start_server(
         if isinstance(error, EngineError):
             if re.search(r"port is already allocated|address already in use", str(error)):
                 raise ConfigError(f"port {port} is taken: choose another --port, or 0") from None
-            raise ConfigError(f"{image} can't be run: {error}") from error
+            raise ConfigError(f"image {image} can't be run: {error}") from error
         raise
-    # Without a port it has ended already; `wait_until_healthy` says why.
+    # Without a port the container has ended already; `wait_until_healthy` reports why.
     published = container.ports.get(inside) or [{"HostPort": "0"}]
     return Server(container, int(published[0]["HostPort"]))
 
 
 def wait_until_healthy(server: Server, timeout_s: float = 60.0) -> float:
-    """Wait for a server to answer; how many seconds that took.
+    """Waits for a server to answer, and returns how many seconds that took.
 
     Raises:
-        ConfigError: it ended, or did not answer in time; with the end of its log.
+        ConfigError: it ended, or did not answer in time. The end of its log is printed to standard
+            error.
     """
     started = time.monotonic()
     while True:
@@ -165,14 +178,14 @@ def wait_until_healthy(server: Server, timeout_s: float = 60.0) -> float:
             what = f"did not answer within {timeout_s:g} s" if running else "ended"
             last = next((line for line in reversed(log.splitlines()) if line.strip()), "no log")
             raise ConfigError(
-                f"the container {what} ({' '.join(last.split())[:200]}): its log is above; more "
+                f"the container {what} ({' '.join(last.split())[:200]}). Its log is above; more "
                 "memory or time may help (--memory, --ready-timeout)"
             )
         time.sleep(0.05)
 
 
 def stop_servers(servers: list[Server], *, drain_s: int = 10) -> None:
-    """Drain and remove containers, all at once."""
+    """Drains the servers for at most `drain_s` and removes their containers, all at once."""
     if not servers:
         return
     client = connect()
@@ -190,7 +203,7 @@ def stop_servers(servers: list[Server], *, drain_s: int = 10) -> None:
 
 
 def follow(servers: list[Server]) -> int:
-    """Print the containers' logs until one ends, which is an error."""
+    """Prints the containers' logs until one ends, and returns exit status 1."""
     ended = threading.Event()
 
     def print_log(server: Server) -> None:

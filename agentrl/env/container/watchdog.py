@@ -1,16 +1,17 @@
-"""No container outlives who made it.
+"""Removes containers whose owner is gone.
 
-Three things see to that, because any process may be killed at any time:
+Any process may be killed at any time, so three mechanisms work together:
 
-1. An agent's container ends by itself when its maker's connection to the engine closes
-   (`container.py`), within about a second; one that was made and not yet started does not.
-2. Each process that makes containers starts one *watchdog*, this module as a program, in a session
-   of its own. Every half minute it removes containers whose owner is gone; when its own process is
-   gone it does so at once, and ends when none is left.
-3. A start removes what earlier ones left, and so does `agentrl swebench reap`.
+1. An episode's container ends by itself about a second after its owner's connection to the engine
+   closes (`container.py`), unless it was created but not started yet.
+2. Each process that makes containers starts one *watchdog*, which is this module as a program, in
+   its own session. It removes containers whose owner is gone every half minute, and again for
+   `_LAST_REAPS_S` after its own owner has ended; then it ends too.
+3. `guard` at the start of a program, and `agentrl swebench reap`, remove what earlier programs
+   left.
 
-Only containers with our owner's label are ever removed, and only when the owner is known to be
-gone, or cannot be seen from here and the container is past its maximal life.
+Only containers with agentrl's owner label are removed, and only if their owner is known to be gone
+or their lifetime is over.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from agentrl.env.container.engine import Owner, connect, current_owner, reap
 from agentrl.errors import AgentRLError
 
 POLL_S = 1.0
+"""Seconds between two looks at the owner."""
 REAP_EVERY_S = 30.0
+"""Seconds between two removals while the owner is alive."""
 _LAST_REAPS_S = 45.0
-"""How long a watchdog looks after its owner's end: a worker may be ending, an engine starting."""
+"""Seconds that a watchdog goes on after its owner's end: a child process may still be ending, or
+the engine may be restarting."""
 
 _started = threading.Lock()
 _watchdog: subprocess.Popen | None = None
@@ -35,10 +39,13 @@ _watched: Owner | None = None
 
 
 def guard(timeout_s: float | None = None) -> None:
-    """Remove what earlier processes left, and have this one's containers removed after it.
+    """Removes abandoned containers, and starts the watchdog of this process.
+
+    Args:
+        timeout_s: seconds in which the engine must answer each call; None: the default.
 
     Raises:
-        ConfigError: a package or the engine's address is missing or wrong.
+        ConfigError: the `docker` package is missing or DOCKER_HOST is malformed.
         EnvUnavailable: no engine answers.
     """
     client = connect() if timeout_s is None else connect(timeout_s)
@@ -50,7 +57,7 @@ def guard(timeout_s: float | None = None) -> None:
 
 
 def start_watchdog() -> None:
-    """Have containers removed when this process is gone. Once per process; a fork has its own."""
+    """Starts the watchdog of this process unless it is running; a forked process gets its own."""
     global _watchdog, _watched
     with _started:
         owner = current_owner()
@@ -67,7 +74,7 @@ def start_watchdog() -> None:
 
 
 def watch(owner: Owner) -> None:
-    """Runs the watchdog: waits for the owner's end, and reaps what it left meanwhile and then."""
+    """Removes abandoned containers while the owner is alive and for a while after its end."""
     last_reap = time.monotonic()
     while owner.alive():
         time.sleep(POLL_S)
@@ -81,7 +88,7 @@ def watch(owner: Owner) -> None:
 
 
 def _try_reap() -> None:
-    """An engine that is away now may be back in the next round."""
+    """Removes abandoned containers; errors are ignored, since the engine may answer next time."""
     with contextlib.suppress(AgentRLError):
         reap(connect())
 
