@@ -1,8 +1,9 @@
-"""The conformance kit: `agentrl env check`, and the pytest plugin.
+"""Runs the conformance checks of `agentrl env check` and the pytest plugin.
 
-A check is a plain function that plays the environment (in this process through a real session
-manager, or a server behind a URL) and returns what it looked at, raises `CheckFailed` with what it
-saw and the remedy, or raises `CheckSkipped` with the reason.
+A check is an async function that plays the environment, through a session manager in this process
+or on a server behind a URL. It returns a summary of what it checked, raises `CheckFailed` with what
+it saw and a remedy, or raises `CheckSkipped` with the reason. The first paragraph of its docstring
+is the statement that it checks, which reports show to the user.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ __all__ = [
 ]
 
 TIMEOUT_S = 120.0
-"""A check that takes longer than this has failed; with `thorough`, ten times as long."""
+"""Seconds after which a check has failed; ten times that with `thorough`."""
 SLOW = 5
-"""How many times as long it may take where a class says that a reset may take longer than that."""
+"""Factor on the time limit for an environment whose `reset_timeout_s` is above `TIMEOUT_S`."""
 HUNG = "did not finish"
+"""Beginning of the detail of a check that did not end."""
 STOP_S = 5.0
-"""How long a check that is told to stop is waited for."""
+"""Seconds to wait for a check that was cancelled."""
 
 _WITHOUT_EPISODES = ("tasks", "tools", "container")
-"""Checks that go on where an episode hangs."""
+"""Checks that still run after an episode has hung."""
 
 CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "tasks": check_tasks,
@@ -74,7 +76,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "oracle": check_oracle,
     "container": check_container,
 }
-"""Name -> check, in the order in which they run."""
+"""Name -> check, in the order in which the checks run."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,21 +86,22 @@ class CheckResult:
     name: str
     """A key of `CHECKS`."""
     asserts: str
-    """What holds for an environment that passes."""
+    """The statement that holds for an environment that passes."""
     status: Literal["pass", "fail", "skip"]
-    """`skip`: it does not apply to this environment."""
+    """`skip`: the check does not apply to this environment."""
     detail: str
-    """What was looked at; what was seen instead; or why it was not checked."""
+    """What was checked, what was seen instead, or why it was skipped."""
     remedy: str
-    """What the author can do about a failure, else empty."""
+    """What the author can do about a failure; else empty."""
     seconds: float
     """Wall time."""
     cause: str = ""
-    """Of a failure: what lies behind it, in the words of an exception where there is one."""
+    """The cause of a failure, such as an exception's message; failures with the same cause are
+    reported in full only once."""
 
 
 def asserts(name: str) -> str:
-    """The sentence a check stands for: the first paragraph of its docstring, on one line."""
+    """Returns the statement of a check: the first paragraph of its docstring, on one line."""
     paragraph = (inspect.getdoc(CHECKS[name]) or "").partition("\n\n")[0]
     return " ".join(paragraph.split())
 
@@ -109,17 +112,21 @@ def timeout_of(thorough: bool) -> float:
 
 
 def hung(name: str, seconds: float) -> CheckResult:
-    """The result of a check that did not end."""
+    """Returns the result of a check that did not end."""
     detail = f"{HUNG} within {seconds:.0f} s"
-    remedy = "find the call that hangs with `agentrl env play`, and give it a deadline"
+    remedy = "find the call that hangs with `agentrl env play`, and give it a time limit"
     return CheckResult(name, asserts(name), "fail", detail, remedy, seconds, detail)
 
 
 def select(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
-    """The names of the checks to run, in their order.
+    """Returns the names of the checks to run, in the order in which they run.
+
+    Args:
+        only: names of the checks to run; none: all of them.
+        skip: names of checks to leave out.
 
     Raises:
-        ConfigError: there is no check of a name.
+        ConfigError: there is no check of that name.
     """
     only, skip = list(only), set(skip)
     for name in (*only, *skip):
@@ -129,8 +136,11 @@ def select(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
 
 
 async def run_check(name: str, subject: Subject) -> CheckResult:
-    """One check. It is abandoned at its limit, even if the author's code does not let itself be
-    cancelled; code that blocks the event loop only another process can stop, see `worker`."""
+    """Runs one check and returns its result.
+
+    The check is abandoned at its time limit even if the author's code ignores its cancellation.
+    Code that blocks the event loop can only be stopped from another process; see `worker`.
+    """
     started = time.monotonic()
     status: Literal["pass", "fail", "skip"] = "pass"
     remedy, cause = "", ""
@@ -138,7 +148,7 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
     is_slow = declared is not None and declared.reset_timeout_s > TIMEOUT_S
     timeout_s = timeout_of(subject.thorough) * (SLOW if is_slow else 1)
     if subject.hangs and name not in _WITHOUT_EPISODES:
-        detail = "a reset or step of this environment hangs, so that no other episode was played"
+        detail = "a reset or step of this environment hangs, so no further episodes were played"
         return CheckResult(name, asserts(name), "skip", detail, "", 0.0)
     check = asyncio.ensure_future(CHECKS[name](subject))
     await asyncio.wait({check}, timeout=timeout_s)
@@ -155,8 +165,8 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
         status, detail, remedy, cause = "fail", str(failed), failed.remedy, failed.cause
     except AgentRLError as error:
         status, detail = "fail", str(error)
-        remedy, cause = "the environment refused to be played; try `agentrl env play`", detail
-    except (Exception, SystemExit) as error:  # whatever an author's code raises is a result
+        remedy, cause = "the environment could not be played; try `agentrl env play`", detail
+    except (Exception, SystemExit) as error:  # an author's code may raise anything
         status, detail = "fail", f"{type(error).__name__}: {error}"
         remedy = "the environment's own code raised this outside a session; run it in a debugger"
         cause = detail
@@ -165,7 +175,7 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
 
 
 def once(results: Iterable[CheckResult], result: CheckResult) -> CheckResult:
-    """The result, in short if one before it failed for the same cause."""
+    """Returns the result, shortened to a reference if an earlier one failed for the same cause."""
     if result.status == "fail":
         for earlier in results:
             if earlier.status == "fail" and earlier.cause == result.cause:

@@ -1,5 +1,4 @@
-"""Checks of the reference answer: that it scores, that nothing else does, and that it stays
-secret."""
+"""Checks that the reference answer scores 1, that wrong ones do not, and that it stays secret."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ async def check_canary(subject: Subject) -> str:
             actions = await subject.moves(spec, seed)
             tries = [actions, [Action(text="42")], [UNKNOWN_TOOL] * 2, [NO_OP] * 2]
             num_texts += await _look_for_reference(subject, transport, spec, seed, task, tries)
-            # A reference of the kit's own cannot come up by chance, so it can be looked for
-            # whatever the task's own is like. An environment that looks something up by the
-            # reference has no use for it: then only the task's own is tried.
+            # A made-up reference cannot occur by chance, so it can be searched for even if the
+            # task's own is too short or common. Episodes with it fail in an environment that looks
+            # something up by the reference; then only the task's own is tried.
             replaced = dataclasses.replace(task, reference=_canary(task.reference))
             if replaced.reference is not None and not _fails(
                 await subject.play(transport, TaskSpec(inline=replaced), seed, actions)
@@ -40,11 +39,8 @@ async def check_canary(subject: Subject) -> str:
                 num = await _look_for_reference(subject, transport, spec, seed, replaced, tries)
                 num_replaced += num
     if not num_texts + num_replaced:
-        raise CheckSkipped("tasks have no reference that can be told from other text")
-    return (
-        f"{num_texts + num_replaced} texts, {num_replaced} of them with a reference of the kit's "
-        "own"
-    )
+        raise CheckSkipped("the references are too short or common to be searched for")
+    return f"{num_texts + num_replaced} texts, {num_replaced} of them with a made-up reference"
 
 
 async def _look_for_reference(
@@ -55,12 +51,22 @@ async def _look_for_reference(
     task: Task,
     tries: list[list[Action]],
 ) -> int:
-    """Play a task and look for its reference in all that the agent is shown."""
+    """Plays a task and searches for its reference in everything that the agent is shown.
+
+    Args:
+        tries: the actions of each episode to play.
+
+    Returns:
+        The number of texts searched; 0 if the reference cannot be searched for.
+
+    Raises:
+        CheckFailed: the reference was found.
+    """
     needles = _needles(task.reference, task.prompt)
     if not needles:
         return 0
     written = {needle: _ways_to_write(needle) for needle in needles}
-    is_canary = task.reference == _canary(task.reference)  # which no text holds by chance
+    is_canary = task.reference == _canary(task.reference)  # then no text contains it by chance
     num_texts = 0
     for actions in tries:
         own_words = [said(action) for action in actions]
@@ -76,30 +82,31 @@ async def _look_for_reference(
                     text = _plain(shown) if is_canary and how == "" else shown
                     if any(way in text for way in ways):
                         raise CheckFailed(
-                            f"{place(spec)}: the reference {short(needle)} stands{how} in "
-                            f"{_around(shown, ways)}",
+                            f"{place(spec)}: the agent is shown the reference {short(needle)}{how} "
+                            f"in {_around(shown, ways)}",
                             "leave the reference out of prompts, observations, tool "
-                            "specifications and error messages, in whatever form",
+                            "specifications and error messages, in any form",
                         )
     return num_texts
 
 
 def _plain(text: str) -> str:
-    """The text without case, blanks and separators."""
+    """Returns the text in lower case, without whitespace and separators."""
     return re.sub(r"[\s,_*`|]", "", text).casefold()
 
 
 def _around(text: str, ways: list[str]) -> str:
-    """The place in a text where one of the ways stands, for the report."""
+    """Returns the part of a text that contains one of `ways`, for the report."""
     at = max((text.find(way) for way in ways), default=-1)
     return short(text[max(at - 60, 0) :])
 
 
 def _ways_to_write(needle: str) -> dict[str, list[str]]:
-    """Texts that give a reference away, by how they stand for it."""
+    """Returns texts that give a reference away: description of the encoding -> encoded texts."""
     data = needle.encode()
     rot13 = codecs.encode(needle, "rot13")
-    # Where other bytes come before it, base64 writes it in one of three ways; their ends differ.
+    # After other bytes, base64 encodes it in one of three ways, with different first and last
+    # characters, which are cut off.
     padded = [base64.b64encode(b"x" * n + data).decode()[(0, 2, 3)[n] :] for n in range(3)]
     encoded = [each.rstrip("=")[:-1] for each in padded]
     return {
@@ -119,13 +126,13 @@ def _percent(needle: str) -> list[str]:
 
 
 def _fails(events: list[Event]) -> bool:
-    """Tells whether an episode, or a tool in it, raised."""
+    """Returns True if an episode, or a tool in it, raised an error."""
     last: Any = events[-1]
     return "error" in last or last.get("metrics", {}).get("tool_errors", 0.0) > 0
 
 
 def _canary(reference: JSON) -> JSON:
-    """A reference of the same kind that cannot come up by chance."""
+    """Returns a made-up reference of the same structure, which cannot occur by chance."""
     if isinstance(reference, bool) or reference is None:
         return None
     if isinstance(reference, str):
@@ -140,8 +147,8 @@ def _canary(reference: JSON) -> JSON:
 
 
 def _needles(reference: JSON, prompt: object) -> list[str]:
-    """Returns the texts and numbers to search for: too long to be there by chance, and not in
-    the prompt."""
+    """Returns the texts and numbers in a reference that can be searched for: those that are too
+    long to occur by chance and are not in the prompt."""
     if isinstance(reference, dict):
         return [needle for each in reference.values() for needle in _needles(each, prompt)]
     if isinstance(reference, list):
@@ -153,7 +160,7 @@ def _needles(reference: JSON, prompt: object) -> list[str]:
 
 
 async def check_oracle(subject: Subject) -> str:
-    """The gold answer scores 1; doing nothing, and answers like it that are wrong, do not."""
+    """The oracle's actions score 1; doing nothing and giving wrong answers do not."""
     subject.local()
     num_gold, num_wrong = 0, 0
     async with subject.transport() as transport:
@@ -174,7 +181,7 @@ async def check_oracle(subject: Subject) -> str:
             if nothing >= 1.0 - 1e-6:
                 raise CheckFailed(
                     f"{place(spec)}: an agent that says nothing scores {nothing:g}",
-                    "a grader must not take silence for an answer",
+                    "the grader must not reward an empty answer",
                 )
             answer = _answer(task.reference, actions)
             scores = {
@@ -189,7 +196,7 @@ async def check_oracle(subject: Subject) -> str:
             num_gold += 1
             num_wrong += len(scores)
             if not scores or isinstance(task.reference, dict):
-                continue  # what in it is the answer, if it is one, is not certain
+                continue  # which value of a dict is the answer is not certain
             for flaw, wrong in _lenient(answer).items():
                 guesses = _guesses(wrong, answer, actions)
                 paid = [
@@ -205,12 +212,12 @@ async def check_oracle(subject: Subject) -> str:
                     )
     if not num_gold:
         raise CheckSkipped("the environment has no oracle(self) that returns the right actions")
-    return f"{num_gold} tasks' gold answers, as many empty ones and {num_wrong} wrong ones"
+    return f"right and empty answers to {num_gold} tasks, and {num_wrong} wrong answers"
 
 
 def _answer(reference: JSON, gold: list[Action]) -> str:
-    """The part of the reference that the oracle says: the longest that its actions hold, or else an
-    empty text."""
+    """Returns the longest value in the reference that the oracle's actions contain, as text; empty
+    if they contain none."""
     if isinstance(reference, dict):
         found = [_answer(each, gold) for each in reference.values()]
     elif isinstance(reference, list):
@@ -224,7 +231,7 @@ def _answer(reference: JSON, gold: list[Action]) -> str:
 
 
 _OTHER = "qzx"
-"""A wrong answer."""
+"""A wrong answer in letters."""
 
 
 def _number(text: str) -> float | None:
@@ -235,7 +242,7 @@ def _number(text: str) -> float | None:
 
 
 def _wrong(answer: str) -> list[str]:
-    """Answers that are as wrong as can be."""
+    """Returns answers that are wrong by any standard."""
     number = _number(answer)
     if number is None:
         return [f"not {answer[::-1]} at all", _OTHER, "8675309"]
@@ -243,23 +250,25 @@ def _wrong(answer: str) -> list[str]:
 
 
 def _lenient(answer: str) -> dict[str, list[str]]:
-    """Wrong answers that a grader takes which compares only a part, by what is wrong with it. It
-    has to take all of a list."""
+    """Returns wrong answers that only a lenient grader accepts: the grader's flaw -> answers.
+
+    A grader has the flaw if it accepts all the answers of a list.
+    """
     number = _number(answer)
     whole = re.fullmatch(r"-?[1-9][0-9]*", answer) is not None
     if number is not None and not whole:
-        return {}  # a tolerance takes others as well
+        return {}  # a grader with a tolerance rightly accepts other numbers
     others = [f"{int(answer) * 3 + 17}", f"{-int(answer) - 5}"] if whole else [_OTHER, "blorp"]
-    # Whoever reads the first of several answers, or the last, takes one of the two.
+    # A grader that reads the first of several answers, or the last, accepts only one of the two.
     either = {
-        "an answer among others is taken": [
+        "the right answer among wrong ones is accepted": [
             f"{answer} or {others[0]} or {others[1]}",
             f"{others[0]} or {others[1]} or {answer}",
         ]
     }
     if whole:
         return either | {
-            "a longer number is taken": [f"{answer}7", f"{answer}70"],
+            "a longer number is accepted": [f"{answer}7", f"{answer}70"],
             "the sign does not matter": [f"{-int(answer)}"],
             **(
                 {"the order of the digits does not matter": [_rotated(answer)]}
@@ -268,15 +277,15 @@ def _lenient(answer: str) -> dict[str, list[str]]:
             ),
         }
     if len(answer) < 4 or re.match(r"(?i)\(?[a-z0-9][.):]", answer):
-        return either  # a choice may be given by its letter
+        return either  # for a choice such as "(b) 7", the letter alone is a right answer
     half = len(answer) // 2 - (answer[len(answer) // 2 - 1].isspace())
     flaws = {
-        "a part of the answer is taken": [answer[half], answer[half - 1 : half + 1]],
-        "the beginning of the answer is taken": [answer[:half]],
+        "a part of the answer is accepted": [answer[half], answer[half - 1 : half + 1]],
+        "the beginning of the answer is accepted": [answer[:half]],
         "only the beginning is compared": [answer[:half] + _OTHER, answer[:half] + "8675309"],
         "only the end is compared": [_OTHER + answer[half:], "8675309" + answer[half:]],
-        "what follows the answer does not matter": [f"{answer}{_OTHER}", f"{answer}8675309"],
-        "any answer of this length is taken": [_shifted(answer)],
+        "text after the answer does not matter": [f"{answer}{_OTHER}", f"{answer}8675309"],
+        "any answer of this length is accepted": [_shifted(answer)],
     }
     if answer.isalnum() and len(set(answer)) > 1:
         flaws["the order of the letters does not matter"] = [_rotated(answer)]
@@ -284,7 +293,7 @@ def _lenient(answer: str) -> dict[str, list[str]]:
 
 
 def _shifted(text: str) -> str:
-    """Another text of the same length and kind."""
+    """Returns another text of the same length, with letters for letters and digits for digits."""
     return "".join(
         chr(ord(c) + 1)
         if c in "abcdefghijklmnopqrstuvwxyABCDEFGHIJKLMNOPQRSTUVWXY012345678"
@@ -294,14 +303,17 @@ def _shifted(text: str) -> str:
 
 
 def _rotated(text: str) -> str:
-    """The same characters in another order."""
+    """Returns the same characters in another order."""
     sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
     turns = (digits[n:] + digits[:n] for n in range(1, len(digits)))
     return sign + next((each for each in turns if each != digits and each[0] != "0"), digits + "1")
 
 
 def _guesses(wrong: list[str], answer: str, gold: list[Action]) -> dict[str, list[Action]]:
-    """The oracle's actions with wrong answers in place of the right one, where they hold it."""
+    """Replaces the right answer in the oracle's actions: wrong answer -> actions.
+
+    Empty if `answer` is empty or the actions do not contain it.
+    """
     guesses = {}
     for each in wrong if answer else []:
         actions = [_replaced(action, answer, each) for action in gold]
@@ -332,7 +344,10 @@ def _swap(value: JSON, old: str, new: str) -> JSON:
 async def _score(
     subject: Subject, transport: Transport, spec: TaskSpec, seed: int, actions: list[Action]
 ) -> tuple[float, str | None]:
-    """The reward without the components that only punish; 0 and the error if the episode failed."""
+    """Plays an episode and returns (score, None), or (0, the error) if the episode failed.
+
+    The score is the sum of the rewards without the components of negative weight.
+    """
     events = await subject.play(transport, spec, seed, actions)
     if "error" in events[-1]:
         return 0.0, events[-1]["detail"]

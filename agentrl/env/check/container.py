@@ -1,4 +1,4 @@
-"""Images: a hardened container to check, and an image's promises, tried on a container of it."""
+"""Starts an image in a hardened container to check its environment, and checks the image itself."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from agentrl.env.container.serve import (
 from agentrl.errors import ConfigError
 
 Promise = tuple[str, bool, str, str]
-"""Its name, whether it is kept, what was seen, and what to change where it is not."""
+"""One requirement on an image: name, True if it is met, what was seen, and the remedy."""
 
 STOP_S = 10.0
-"""What engines grant between SIGTERM and SIGKILL."""
+"""Seconds that engines wait between SIGTERM and SIGKILL."""
 _OTHER_PORT = 8711
 _HEALTH_TIMEOUT_S = 45.0
 
-# Runs in the container, with the server's user and rights. What it prints is one JSON object. It
-# waits, because `exec_run` loses what is written before it read the head of the engine's answer.
+# Runs in the container, with the server's user and rights, and prints one JSON object. It sleeps
+# first, because `exec_run` loses output written before it has read the head of the engine's answer.
 _LOOK = r"""
 import glob, json, os, sys, time
 time.sleep(1)
@@ -73,14 +73,13 @@ _SECRET_TEXT = re.compile(
 
 @contextlib.contextmanager
 def served_image(name: str) -> Iterator[tuple[str, str]]:
-    """URL and token of a container of an image, hardened as `agentrl env run` does it, and removed
-    afterwards.
+    """Runs an image in a hardened container while in the context, and yields its URL and token.
 
     Args:
-        name: what `agentrl env run` takes: an environment's id, a project's folder, or an image.
+        name: an environment's id, a project's folder, or an image, as for `agentrl env run`.
 
     Raises:
-        ConfigError: there is no such image, or it does not start.
+        ConfigError: there is no such image, or its server does not start.
         EnvUnavailable: there is no Docker engine.
     """
     token = secrets.token_urlsafe(24)
@@ -93,8 +92,9 @@ def served_image(name: str) -> Iterator[tuple[str, str]]:
 
 
 async def check_container(subject: Subject) -> str:
-    """The image runs without root and capabilities on a file system it cannot change, holds no
-    secret, has a health check that succeeds, heeds its port, and ends within 10 s of SIGTERM."""
+    """The image runs without root, without capabilities and on a read-only file system, contains no
+    secrets, has a health check that succeeds, listens on AGENTRL_ENV_PORT, and ends within 10 s of
+    SIGTERM."""
     if subject.image is None:
         raise CheckSkipped("not an image")
     promises = await asyncio.to_thread(try_image, subject.image)
@@ -105,13 +105,13 @@ async def check_container(subject: Subject) -> str:
 
 
 def try_image(image: str) -> list[Promise]:
-    """Run the image in two hardened containers, one after the other, and look at it and them.
+    """Runs an image in two hardened containers, one after the other, and checks each requirement.
 
     Args:
-        image: what `agentrl env run` takes.
+        image: an environment's id, a project's folder, or an image, as for `agentrl env run`.
 
     Raises:
-        ConfigError: there is no such image, or it does not start.
+        ConfigError: there is no such image, or its server does not start.
         EnvUnavailable: there is no Docker engine.
     """
     name = find_image(image)
@@ -170,7 +170,7 @@ def _inside(inside: dict[str, Any], config: dict[str, Any], history: list[str]) 
             not secret,
             ", ".join(secret[:5]) or "no credentials, keys or paths of the building machine",
             "name them in .dockerignore, pass credentials when the container runs, and use build "
-            "arguments in the first stage alone",
+            "arguments only in the first stage",
         ),
     ]
 
@@ -181,17 +181,17 @@ def _token(server: Server) -> Promise:
         urllib.request.urlopen(f"{server.url}/v1/envs", timeout=5).close()
     except urllib.error.HTTPError as error:
         status = error.code
-    remedy = "serve with `agentrl env serve`, which wants AGENTRL_ENV_TOKEN"
+    remedy = "serve with `agentrl env serve`, which requires AGENTRL_ENV_TOKEN"
     return "token", status in (401, 403), f"a call without the token gets {status}", remedy
 
 
 def _health(server: Server, config: dict[str, Any]) -> Promise:
-    remedy = "give the Dockerfile a HEALTHCHECK that python3 runs on the server's own port"
+    remedy = "add a HEALTHCHECK to the Dockerfile that asks the server's own port with python3"
     if (config.get("Healthcheck") or {}).get("Test") in (None, [], ["NONE"]):
         return "health check", False, "the image has none", remedy
     deadline = time.monotonic() + _HEALTH_TIMEOUT_S
     while True:
-        server.running()  # reads the state anew
+        server.running()  # refreshes the container's state
         health = server.container.attrs["State"]["Health"]
         if health["Status"] == "healthy":
             return "health check", True, "healthy", ""
@@ -208,12 +208,12 @@ def _stop(server: Server) -> Promise:
     while (running := server.running()) and time.monotonic() - started < STOP_S:
         time.sleep(0.1)
     seen = f"{'still running' if running else 'ended'} after {time.monotonic() - started:.1f} s"
-    remedy = "start the server with `exec`, so that the shell does not keep the signal"
+    remedy = "start the server with `exec`, so that it gets the signal instead of the shell"
     return "SIGTERM", not running, seen, remedy
 
 
 def _port(name: str, timeout_s: float) -> Promise:
-    """With another AGENTRL_ENV_PORT, both the server and the health check follow."""
+    """Checks that a server with another AGENTRL_ENV_PORT listens on that port."""
     token, moved = secrets.token_urlsafe(24), True
     server = start_server(name, token=token, role="check", inside_port=_OTHER_PORT)
     try:
@@ -223,4 +223,4 @@ def _port(name: str, timeout_s: float) -> Promise:
     finally:
         stop_servers([server], drain_s=1)
     seen = f"AGENTRL_ENV_PORT={_OTHER_PORT} {'moves' if moved else 'does not move'} the server"
-    return "port", moved, seen, "read the variable in both CMD and HEALTHCHECK"
+    return "port", moved, seen, "use AGENTRL_ENV_PORT in both CMD and HEALTHCHECK"

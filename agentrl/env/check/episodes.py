@@ -1,4 +1,4 @@
-"""Checks of episodes: that they can be played, repeated, and played beside others."""
+"""Checks that episodes can be played, repeated, and played beside others."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from agentrl.types import JSON, Action, ToolCall
 NO_OP = Action(text="")
 UNKNOWN_TOOL = Action(tool_calls=(ToolCall("call-x", "no_such_tool", {"x": 1}),))
 RARE_TEXTS = ("", "0", "-1", "1e400", "inf", "nan", "½", "9" * 400, "1/0", "No.", "\N{MINUS SIGN}7")
-"""Answers on which a grader's arithmetic goes wrong."""
+"""Answers on which a grader's arithmetic may fail."""
 CALLS_PER_TOOL = 5
+"""How often each tool is called."""
 
 
 async def check_close(subject: Subject) -> str:
     """close() returns within 5 s and raises nothing: before the first step, after one, and after
-    the episode's end."""
+    the end of the episode."""
     remedy = (
-        "close() must return whatever state the episode is in; set in reset what it uses, and give "
-        "what it waits for a deadline"
+        "close() must return in every state of an episode: set what it uses in reset(), and limit "
+        "the time of whatever it waits for"
     )
     subject.local()
     spec = subject.specs(1)[0]
@@ -58,7 +59,7 @@ async def check_close(subject: Subject) -> str:
                 turn = take_turn(instance, action, last=action is actions[-1])
                 await subject.limit(turn, "step")
         except EnvError:
-            pass  # whatever happened, it is closed
+            pass  # close() must work after a failure too
         closing = asyncio.ensure_future(instance.call(instance.close))
         await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
         if not closing.done():
@@ -74,7 +75,7 @@ async def check_close(subject: Subject) -> str:
 
 
 async def check_episodes(subject: Subject) -> str:
-    """Episodes can be played to their end, without an error of the environment or its grader."""
+    """Episodes can be played to their end without an error of the environment or its grader."""
     num_turns, specs = 0, subject.specs(32 if subject.thorough else 6)
     async with subject.transport() as transport:
         for seed, spec in enumerate(specs):
@@ -85,20 +86,21 @@ async def check_episodes(subject: Subject) -> str:
                     raise CheckFailed(
                         f"{place(spec)}, {'reset' if not number else f'step {number - 1}'}: "
                         f"{event['error']}: {event['detail']}",
-                        "the server's log has the trace; an error that the agent caused should "
-                        "be an observation",
+                        "the server's log has the traceback; return an error that the agent caused "
+                        "as an observation",
                         cause=event["detail"],
                     )
             if not is_over(events[-1]):
                 raise CheckFailed(
                     f"{place(spec)} had not ended after its last turn ({len(events) - 1})",
-                    "a turn with `last` must terminate or truncate the episode",
+                    "a server must terminate or truncate the episode on a turn with `last`; update "
+                    "it",
                 )
     return f"{len(specs)} episodes of {num_turns} turns"
 
 
 async def check_tool_calls(subject: Subject) -> str:
-    """Every tool works for some arguments that fit its description."""
+    """Every tool works for some arguments that fit its schema."""
     if not subject.info.tools:
         raise CheckSkipped("the environment offers no tools")
     answers: dict[str, list[str]] = defaultdict(list)
@@ -115,7 +117,7 @@ async def check_tool_calls(subject: Subject) -> str:
                     for call in action.tool_calls[:1]:
                         now = event.get("metrics", {}).get("tool_errors", 0.0)
                         if "error" in event or now == failures:
-                            works.add(call.name)  # an error of another kind is for `episodes`
+                            works.add(call.name)  # `episodes` reports errors of other kinds
                         else:
                             answers[call.name] += [
                                 content_text(m["content"]) for m in event["observation"]
@@ -126,20 +128,21 @@ async def check_tool_calls(subject: Subject) -> str:
         is_bug = any(f" failed: {kind}:" in texts[0] for kind in _BUGS)
         if name not in works and (same or is_bug):
             raise CheckFailed(
-                f"each of {len(texts)} calls of {name} failed, one with: {short(texts[0])}",
-                "call the tool with `agentrl env play`, or name in its description what it needs",
+                f"all {len(texts)} calls of {name} failed, one of them with: {short(texts[0])}",
+                "call the tool with `agentrl env play`, or describe in its docstring and parameter "
+                "types which arguments it needs",
             )
     return f"{len(subject.info.tools)} tools, called {CALLS_PER_TOOL} times each"
 
 
 _BUGS = ("NameError", "AttributeError", "TypeError", "ImportError", "ModuleNotFoundError")
 _BUGS += ("NotImplementedError", "UnboundLocalError", "AssertionError")
-"""What a tool raises for no arguments of the agent's."""
+"""Exceptions that are a bug of the tool, whatever its arguments are."""
 
 
 async def check_bad_actions(subject: Subject) -> str:
-    """Mistakes of an agent (no text, an unknown tool, wrong arguments, an unreadable call, odd
-    characters) are answered, and never an error."""
+    """An agent's mistakes (no text, an unknown tool, wrong arguments, an unreadable call, odd
+    characters) get an observation, never an error."""
     bad = [
         NO_OP,
         UNKNOWN_TOOL,
@@ -159,14 +162,14 @@ async def check_bad_actions(subject: Subject) -> str:
             if "error" in event and which_check(event) == "episodes":
                 raise CheckFailed(
                     f"{describe(action)} was answered by {event['error']}: {event['detail']}",
-                    "answer with an observation that says what was wrong; run_tools does",
+                    "return an observation that says what was wrong, as run_tools does",
                     cause=event["detail"],
                 )
     return f"{len(bad)} bad actions"
 
 
 async def check_finite(subject: Subject) -> str:
-    """Rewards, components and metrics are finite numbers, for rare answers as well."""
+    """Rewards, components and metrics are finite numbers, even for unusual answers."""
     num_numbers = 0
     rare = [[Action(text=text)] for text in RARE_TEXTS]
     rare += [[call] for call in rare_calls(subject.info.tools, RARE_TEXTS)]
@@ -180,8 +183,8 @@ async def check_finite(subject: Subject) -> str:
                     if which_check(event) == "finite":
                         raise CheckFailed(
                             f"{place(spec)}, {describe(actions[-1])}: {event['detail']}",
-                            "guard the division or logarithm it comes from, and return a float; a "
-                            "grader that cannot tell should raise GraderError",
+                            "guard the division or logarithm that caused it, and return a float; "
+                            "raise GraderError if the answer cannot be graded",
                             cause=event["detail"],
                         )
                     continue
@@ -191,13 +194,13 @@ async def check_finite(subject: Subject) -> str:
                 if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
                     raise CheckFailed(
                         f"{place(spec)} was answered with {short(numbers)}",
-                        "the server lets numbers through that are not finite",
+                        "the server should refuse numbers that are not finite; update it",
                     )
     return f"{num_numbers} numbers after {len(played)} episodes"
 
 
 async def check_info(subject: Subject) -> str:
-    """Info is JSON, and metrics are a flat table of numbers."""
+    """Info is JSON, and metrics are a flat dict of numbers."""
     num_infos = 0
     async with subject.transport() as transport:
         for seed, spec in enumerate(subject.specs(6)):
@@ -214,7 +217,7 @@ async def check_info(subject: Subject) -> str:
 
 async def check_determinism(subject: Subject) -> str:
     """The same task and seed give the same first prompt: alone, beside other sessions, and in
-    another process, where the tasks are the same as well."""
+    another process; the tasks are the same in another process too."""
     seeds = range(8 if subject.thorough else 3)
     cases = [(spec, seed) for spec in subject.specs(3) for seed in seeds]
     cases = cases[: subject.info.max_sessions]
@@ -238,9 +241,9 @@ async def check_determinism(subject: Subject) -> str:
                 if changed := await _shared_state_that_changes(subject):
                     raise CheckFailed(*changed)
                 raise CheckFailed(
-                    f"{place(spec)} with seed {seed} began with {short(before)} and another "
-                    f"time with {short(now)}",
-                    "draw from self.rng, which follows from the seed, and from nothing else",
+                    f"{place(spec)} with seed {seed} began with {short(before)} once and with "
+                    f"{short(now)} another time",
+                    "draw random numbers only from self.rng, which is seeded",
                 )
     runs = await fresh_runs(subject)
     if runs is not None:
@@ -249,7 +252,7 @@ async def check_determinism(subject: Subject) -> str:
 
 
 def _compare_processes(one: FreshRun, other: FreshRun) -> None:
-    """Fail where tasks, or the beginnings of episodes, differ from process to process."""
+    """Raises CheckFailed if tasks, or the first prompts of episodes, differ between processes."""
     pairs = [(f"task {name}", task, other.tasks[name]) for name, task in one.tasks.items()]
     for number, (before, now) in enumerate(zip(one.first, other.first, strict=True)):
         pairs.append((f"the first prompt of episode {number}", before[0], now[0]))
@@ -257,14 +260,15 @@ def _compare_processes(one: FreshRun, other: FreshRun) -> None:
         if before != now:
             raise CheckFailed(
                 f"{what} is {short(before)} in one process and {short(now)} in another",
-                "do not use hash() of a text, the order of a set or a generator without a seed: "
-                'random.Random(f"{split}/{index}"), zlib.crc32 and sorted() are the same in all',
+                "do not use hash() of a str, the order of a set or an unseeded generator; "
+                'random.Random(f"{split}/{index}"), zlib.crc32() and sorted() give the same result '
+                "in every process",
             )
 
 
 async def check_isolation(subject: Subject) -> str:
-    """Eight sessions that are played at once go as each goes alone, and leave nothing behind that
-    another episode notices."""
+    """Eight sessions played at once go exactly as they do alone, and leave nothing behind that
+    changes a later episode."""
     count = min(8, subject.info.max_sessions)
     cases = [(spec, seed) for seed, spec in enumerate(subject.specs(count))]
     async with subject.transport() as transport:
@@ -280,8 +284,8 @@ async def check_isolation(subject: Subject) -> str:
                 raise CheckFailed(f"{changed[0]}; {seen}", changed[1], cause=changed[0])
             await _check_fresh(subject)
             raise CheckSkipped(
-                f"an episode that is played twice goes differently ({seen}), and nothing that its "
-                "sessions share has changed: others' influence cannot be told from chance"
+                f"an episode played twice goes differently ({seen}), although no shared state has "
+                "changed, so the influence of other sessions cannot be told from chance"
             )
         together = await _play_together(subject, transport, cases, moves)
     for (spec, seed), before, now in zip(cases, alone, together, strict=True):
@@ -296,35 +300,36 @@ async def check_isolation(subject: Subject) -> str:
 
 
 async def _check_fresh(subject: Subject) -> None:
-    """Fail where an episode goes otherwise once others have been played, though it goes the same
-    whenever it is the first of its process."""
+    """Raises CheckFailed if an episode goes differently after others have been played, although it
+    always goes the same as the first of its process."""
     runs = await fresh_runs(subject)
     if runs is None:
         return
     one, other = runs
     if one.first[0] == other.first[0] and one.again != one.first[0]:
         raise CheckFailed(
-            "an episode that goes the same in every fresh process goes otherwise after other "
+            "an episode that goes the same in every fresh process goes differently after other "
             f"episodes: {difference(one.first[0], one.again)}",
             _KEEP_ON_SELF + ", nor in a connection, an iterator or a closure that they hold",
         )
     if one.files and one.again != one.first[0]:
         raise CheckFailed(
-            f"an episode writes {short(one.files[0])}, which another one reads, and goes otherwise "
-            f"the second time: {difference(one.first[0], one.again)}",
-            "give each episode a file of its own, made in reset and removed in close",
+            f"an episode writes {short(one.files[0])}, which another one reads, and goes "
+            f"differently the second time: {difference(one.first[0], one.again)}",
+            "give each episode its own file, created in reset() and removed in close()",
         )
 
 
 _KEEP_ON_SELF = (
-    "keep an episode's state on self, set in reset; not on the class, the module or self.shared"
+    "keep an episode's state on self and set it in reset(), not on the class, the module or "
+    "self.shared"
 )
 
 
 async def _play_together(
     subject: Subject, transport: Transport, cases: list[Any], moves: list[list[Action]]
 ) -> list[list[Event]]:
-    """The episodes of all cases, in sessions that are open at the same time, turn by turn."""
+    """Plays all cases turn by turn, in sessions that are open at the same time."""
     opened = await asyncio.gather(*(subject.open(transport, spec, seed) for spec, seed in cases))
     together: list[list[Event]] = [[first_event(each)] for each in opened]
 
@@ -345,15 +350,15 @@ async def _play_together(
 
 
 async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None:
-    """Returns what an episode changes on the class, its module or `self.shared`, and the remedy;
-    None if it changes nothing."""
+    """Plays an episode twice and returns a message about what it changed on the class, its module
+    or `self.shared`, and the remedy; None if it changed nothing."""
     if subject.environment is None:
         return None
     spec = subject.specs(1)[0]
     actions = await subject.moves(spec)
     before = _shared_state(subject)
     for _ in range(2):
-        with contextlib.suppress(EnvError):  # for other checks to say
+        with contextlib.suppress(EnvError):  # other checks report it
             await subject.play_direct(spec, actions)
     for name, value in _shared_state(subject).items():
         if before.get(name) != value:
@@ -366,7 +371,7 @@ async def _shared_state_that_changes(subject: Subject) -> tuple[str, str] | None
 
 
 def _shared_state(subject: Subject) -> dict[str, str]:
-    """Returns what sessions of a class can share, by name, as text."""
+    """Returns the state that sessions of a class share: name -> value as text."""
     owners: dict[str, Any] = {}
     for cls in subject.local().__mro__:
         if cls is Environment:

@@ -1,7 +1,7 @@
-"""The same tasks and episodes in two fresh processes, to compare this one with.
+"""Plays the same tasks and episodes in two fresh processes with different hash seeds.
 
-What differs there, where strings have other hashes, does not follow from split, index and seed.
-What is the same in both but changes when it is played again was changed by the episodes in between.
+Whatever differs between the two depends on more than split, index and seed. An episode that is the
+same in both, but changes when it is played again, was changed by the episodes in between.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from agentrl.processes import signal_group
 from agentrl.types import JSON
 
 TIMEOUT_S = 20.0
-"""How long both processes may take; what takes longer is not compared."""
+"""Seconds that each process may take; if one takes longer, nothing is compared."""
 NUM_TASKS = 20
+"""Tasks of each split to read."""
 NUM_EPISODES = 4
 _SEEN = ("observation", "tools", "reward", "reward_components", "terminated", "truncated", "error")
-"""What of a reply is compared: metrics and info may well tell how warm a cache is."""
+"""Keys of a reply that are compared. Metrics and info may rightly differ, such as with a cache."""
 
 
 @dataclass(slots=True)
@@ -37,25 +38,30 @@ class FreshRun:
     """The observations of one fresh process."""
 
     tasks: dict[str, JSON]
-    """By `split/index`."""
+    """`split/index` -> task."""
     first: list[list[Event]]
     """The episodes, each played for the first time."""
     again: list[Event]
-    """The first of them, played once more after the others."""
+    """The first episode, played again after the others."""
     files: list[str]
-    """What one episode wrote and another one read."""
+    """Paths of files that one episode wrote and another one read."""
 
 
 async def fresh_runs(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
-    """Starts two fresh processes once and returns what they saw; None if that cannot be known."""
+    """Returns the observations of two fresh processes, which are started once per subject; None if
+    `run_twice` returns None."""
     if subject.fresh is None:
         subject.fresh = asyncio.ensure_future(run_twice(subject))
     return await subject.fresh
 
 
 async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
-    """Plays the subject in two processes with different hash seeds; None where that is not possible
-    (no class, a class that cannot be imported by name, or one that takes too long to load)."""
+    """Plays the subject in two processes with different hash seeds.
+
+    Returns:
+        None if the subject is behind a URL, its class cannot be imported by name, or a process
+        failed or took too long.
+    """
     if subject.environment is None:
         return None
     try:
@@ -90,7 +96,7 @@ async def _run(request: dict[str, Any], hash_seed: str) -> FreshRun | None:
 
 
 def seen(events: list[Event]) -> list[Event]:
-    """The parts of an episode that are compared."""
+    """Returns the parts of an episode that are compared."""
     return [{key: event[key] for key in _SEEN if key in event} for event in events]
 
 
@@ -118,7 +124,7 @@ async def _play(request: dict[str, Any]) -> FreshRun:
 
 
 class _SharedFiles:
-    """Notes which files episodes write and read."""
+    """Records which files each episode writes and reads."""
 
     def __init__(self) -> None:
         self.episode: int | None = None
@@ -138,6 +144,7 @@ class _SharedFiles:
             self._read[path].add(self.episode)
 
     def shared(self) -> list[str]:
+        """Returns the paths that one episode wrote and another one read, sorted."""
         return sorted(
             path
             for path, writers in self._written.items()
@@ -147,13 +154,13 @@ class _SharedFiles:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the environment prints is no part of the answer
+    os.dup2(2, 1)  # the environment's own prints must not mix with the answer
     request = json.load(sys.stdin)
     sys.path[:] = request["path"]
     with contextlib.suppress(AgentRLError):
         json.dump(dataclasses.asdict(asyncio.run(_play(request))), answers)
     answers.flush()
-    os._exit(0)  # whatever threads the environment has left
+    os._exit(0)  # without waiting for the environment's threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks of what an environment does to the process it runs in."""
+"""Checks that an environment does not disturb the process that it runs in."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from agentrl.env.transport import InProcess, Transport
 from agentrl.errors import EnvError
 
 MAX_BLOCK_S = 0.05
+"""Longest time that an episode may hold up the event loop."""
 MAX_GROWTH_BYTES = 4096
-"""Per episode, which is 4 MB for a thousand of them."""
+"""Largest growth of the process per episode, which makes 4 MB in a thousand episodes."""
 MEMORY_TIME_S = 5.0
-"""The memory check stops after this long, with fewer episodes; sixty times that when thorough."""
+"""Seconds after which the memory check stops, even with fewer episodes; sixty times that with
+`thorough`."""
 MIN_MEMORY_EPISODES = 50
-"""Fewer say nothing about growth: connections and caches that fill once outweigh it."""
+"""With fewer episodes, connections and caches that fill only once would outweigh the growth."""
 LEAK_ROUNDS = 3
 LEAK_WAIT_S = 2.0
-"""How long what a session left may take to go away."""
+"""Seconds that the resources of closed sessions may take to be freed."""
 
 
 async def check_event_loop(subject: Subject) -> str:
-    """Nothing of an episode holds up the event loop for more than 50 ms, during which all other
-    sessions would stand still."""
+    """An episode never holds up the event loop for more than 50 ms, during which all other sessions
+    would stand still."""
     subject.local()
     worst = 0.0
     cases = [(spec, seed) for seed, spec in enumerate(subject.specs(4))]
     async with subject.transport() as transport:
         moves = [await subject.moves(spec, seed) for spec, seed in cases]
-        await subject.play(transport, *cases[0], moves[0])  # what is slow only once, as an import
+        await subject.play(transport, *cases[0], moves[0])  # so that imports do not count
         for (spec, seed), actions in zip(cases, moves, strict=True):
-            # A busy machine delays now and then; code that blocks does so every time.
+            # A busy machine causes a delay now and then; blocking code causes one every time.
             block, culprit = math.inf, ""
             for attempt in range(8):
                 async with _Watch() as watch:
                     await subject.play(transport, spec, seed, actions)
                     await subject.play(transport, spec, seed, [NO_OP])
-                    await asyncio.sleep(0.02)  # its close
+                    await asyncio.sleep(0.02)  # while it is closed
                 if watch.worst < block:
                     block, culprit = watch.worst, watch.where
                 if block < MAX_BLOCK_S:
@@ -64,7 +66,7 @@ async def check_event_loop(subject: Subject) -> str:
                 raise CheckFailed(
                     f"{place(spec)}: the event loop stood still for {block * 1000:.0f} ms"
                     + culprit,
-                    "make that method a plain def (it runs in a thread then), or await an async "
+                    "make that method a plain def (it then runs in a thread), or await an async "
                     "library",
                 )
             worst = max(worst, block)
@@ -72,7 +74,7 @@ async def check_event_loop(subject: Subject) -> str:
 
 
 class _Watch(threading.Thread):
-    """Measures how long an event loop was held up, and where the code stood then."""
+    """Measures how long the event loop was held up, and where its code was then."""
 
     def __init__(self) -> None:
         super().__init__(name="agentrl-env-worker-watch")
@@ -108,12 +110,12 @@ class _Watch(threading.Thread):
 
 
 async def check_globals(subject: Subject) -> str:
-    """Episodes leave alone what belongs to the whole process: the working directory, environment
+    """Episodes do not change the state of the whole process: the working directory, environment
     variables, standard output, the seeds of global generators, limits, hooks and settings."""
     subject.local()
     folder, variables, before = subject.folder, subject.variables, subject.process_state
     printed = _Printed()
-    # What an import adds, it adds once; what an episode adds comes back.
+    # An import adds entries here only once; what an episode adds comes back.
     sys.path[:] = subject.search_path
     warnings.filters[:] = subject.warnings_filters  # type: ignore[index]
     try:
@@ -138,8 +140,7 @@ async def check_globals(subject: Subject) -> str:
     if now != folder:
         raise CheckFailed(
             f"an episode changed the working directory to {now}",
-            "use whole paths, or cwd= of the processes that you start: other sessions share the "
-            "directory",
+            "use absolute paths, or pass cwd= to child processes: all sessions share the directory",
         )
     if changed:
         raise CheckFailed(
@@ -151,13 +152,13 @@ async def check_globals(subject: Subject) -> str:
             raise CheckFailed(
                 f"an episode changed {name} of the process from {short(before.get(name), 60)} to "
                 f"{short(value, 60)}",
-                "leave alone what other sessions and the trainer share; what needs it otherwise is "
-                "a process that the environment starts",
+                "other sessions and the trainer share this: start a process for code that needs it "
+                "changed",
             )
     if seeded:
         raise CheckFailed(
-            f"an episode seeds {seeded}, from which other sessions and the trainer draw as well",
-            "draw from self.rng, which follows from the seed, or make a generator of your own",
+            f"an episode seeds {seeded}, which other sessions and the trainer use as well",
+            "draw from self.rng, which is seeded, or make a generator of your own",
         )
     if printed.text or replaced:
         what = f"prints {short(printed.text.strip(), 60)!r}" if printed.text else "replaces"
@@ -165,13 +166,13 @@ async def check_globals(subject: Subject) -> str:
             f"an episode {what} on standard output"
             if printed.text
             else "an episode replaces sys.stdout",
-            "use the module logging: a server's standard output is read by programs",
+            "use the logging module: programs read a server's standard output",
         )
     return "the working directory, os.environ, output, generators and settings as before"
 
 
 class _Printed(io.TextIOBase):
-    """Stands in for standard output and keeps the beginning of what is printed."""
+    """Replaces standard output, and keeps the first 200 characters that are printed."""
 
     text = ""
 
@@ -184,8 +185,10 @@ class _Printed(io.TextIOBase):
 
 
 async def _seeded_generator(subject: Subject) -> str | None:
-    """The global generator that an episode seeds: where it stands afterwards does not depend on
-    where it stood before."""
+    """Returns the name of a global generator that an episode seeds; None if it seeds none.
+
+    A generator was seeded if its state afterwards does not depend on its state before.
+    """
     spec = subject.specs(1)[0]
     actions = await subject.moves(spec)
     states: dict[str, list[str]] = {}
@@ -196,7 +199,7 @@ async def _seeded_generator(subject: Subject) -> str | None:
             random.seed(start)
             if numpy:
                 numpy.random.seed(start)
-            with contextlib.suppress(EnvError):  # for other checks to say
+            with contextlib.suppress(EnvError):  # other checks report it
                 await subject.play_direct(spec, actions)
             states.setdefault("the module random", []).append(repr(random.getstate()))
             if numpy:
@@ -210,11 +213,11 @@ async def _seeded_generator(subject: Subject) -> str | None:
 
 
 async def check_leaks(subject: Subject) -> str:
-    """Clients that disappear in the middle of a step leave no session, thread, asyncio task,
-    process, open file or temporary file behind."""
+    """Sessions of clients that disappear in the middle of a step leave no session, thread, asyncio
+    task, process, open file or temporary file behind."""
     subject.local()
     if subject.close_hangs:
-        raise CheckSkipped("close() hangs, so everything is left")
+        raise CheckSkipped("close() hangs, so nothing is freed")
     spec = subject.specs(1)[0]
     action = (await subject.moves(spec))[0]
     count = min(8, subject.info.max_sessions)
@@ -240,16 +243,15 @@ async def check_leaks(subject: Subject) -> str:
             while transport.manager.num_live:
                 if time.monotonic() > deadline:
                     raise CheckFailed(
-                        f"{transport.manager.num_live} of {count} sessions are live 15 s after "
-                        "their client went away",
+                        f"{transport.manager.num_live} of {count} sessions are still open 15 s "
+                        "after their client disappeared",
                         "close() must return",
                     )
                 await asyncio.sleep(0.05)
 
     with _own_temporary_folder() as folder:
-        await run()  # what is started once and kept, such as a thread
-        # A pool, of connections or of warm containers, grows until it is as large as episodes at a
-        # time ever need; a leak grows in every round.
+        await run()  # so that what is started once and kept, such as a thread, does not count
+        # A pool of connections or containers may still grow in some rounds; a leak grows in all.
         left = ""
         for _ in range(LEAK_ROUNDS):
             gc.collect()
@@ -262,14 +264,15 @@ async def check_leaks(subject: Subject) -> str:
             if not left:
                 return f"{count} sessions; {', '.join(sorted(before))} as before"
     raise CheckFailed(
-        f"each time, {count} sessions whose client went away left {left}",
-        "end and close in close() what reset or a step started and opened",
+        f"each time, {count} sessions whose client disappeared left {left}",
+        "end and close in close() whatever reset() and steps started and opened",
     )
 
 
 @contextlib.contextmanager
 def _own_temporary_folder() -> Iterator[Path]:
-    """Has `tempfile` use one folder, so that other processes' files do not count."""
+    """Makes `tempfile` use a new folder while in the context, so that files of other processes do
+    not count."""
     usual = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="agentrl-check-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder
@@ -280,8 +283,11 @@ def _own_temporary_folder() -> Iterator[Path]:
 
 
 def _resources(folder: Path) -> dict[str, dict[str, str]]:
-    """Threads, tasks and temporary files, and where /proc tells them children and open files of
-    this process, by identity."""
+    """Returns the resources of this process: kind -> identity -> name.
+
+    The kinds are threads, asyncio tasks and temporary files; on Linux also child processes and open
+    files.
+    """
     found = {
         "threads": {
             str(each.ident): each.name
@@ -297,7 +303,7 @@ def _resources(folder: Path) -> dict[str, dict[str, str]]:
     proc = Path("/proc/self")
     if proc.exists():
         children, files = {}, {}
-        # Not /proc/self/task/*/children, which may leave some out while others end.
+        # /proc/self/task/*/children may leave some out while others end.
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
@@ -311,13 +317,13 @@ def _resources(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _left(before: dict[str, dict[str, str]], folder: Path) -> str:
-    """Says what has grown in number since before; empty if nothing has."""
+    """Describes the kinds of resources that have become more; empty if none has."""
     parts = []
     for kind, now in _resources(folder).items():
         new = [name for key, name in now.items() if key not in before[kind]]
         growth = len(now) - len(before[kind])
         if growth > 0 and new:
-            parts.append(f"{growth} {kind} more ({short(sorted(new)[0])})")
+            parts.append(f"{growth} more {kind} ({short(sorted(new)[0])})")
     return ", ".join(parts)
 
 
@@ -325,7 +331,7 @@ async def check_memory(subject: Subject) -> str:
     """A thousand episodes do not make the process grow."""
     subject.local()
     if subject.close_hangs:
-        raise CheckSkipped("close() hangs, so every session keeps what it has")
+        raise CheckSkipped("close() hangs, so no session frees its memory")
     count, limit_s = 1000, MEMORY_TIME_S * (60 if subject.thorough else 1)
     specs = subject.specs(8)
     moves = [await subject.moves(spec) for spec in specs]
@@ -351,7 +357,7 @@ async def check_memory(subject: Subject) -> str:
             warm = await play(count // 4, started + limit_s / 3)
             before = used()
             played = await play(count - warm, started + limit_s)
-            await asyncio.sleep(0.1)  # the last ones' close
+            await asyncio.sleep(0.1)  # while the last sessions are closed
             growth = used().compare_to(before, "lineno")
         finally:
             if not was_tracing:
@@ -363,9 +369,9 @@ async def check_memory(subject: Subject) -> str:
         first = max(growth, key=lambda each: each.size_diff)
         line = first.traceback[0]
         raise CheckFailed(
-            f"{per_episode:,.0f} bytes more per episode over {played} episodes, most of them "
-            f"from {Path(line.filename).name}:{line.lineno}",
-            "keep an episode's data on self; what the class, the module or self.shared collect "
-            "needs a bound",
+            f"the process grew by {per_episode:,.0f} bytes per episode over {played} episodes, "
+            f"mostly at {Path(line.filename).name}:{line.lineno}",
+            "keep an episode's data on self, and limit what the class, the module or self.shared "
+            "collects",
         )
     return f"{per_episode:+,.0f} bytes per episode over {warm + played} episodes"

@@ -1,4 +1,4 @@
-"""Tool calls drawn from JSON schemas, for environments that have no oracle."""
+"""Draws tool calls from JSON schemas, for environments that have no oracle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = ("1", "2", "abc", "hello")
 def sample_calls(
     tools: Sequence[Mapping[str, Any]], rng: random.Random, count: int
 ) -> list[Action]:
-    """`count` turns: one call each of a tool drawn at random, or plain text without tools."""
+    """Returns `count` actions, each a call of a random tool; plain texts if there are no tools."""
     if not tools:
         return [Action(text=rng.choice(TEXTS)) for _ in range(count)]
     actions = []
@@ -29,7 +29,7 @@ def sample_calls(
 
 
 def rare_calls(tools: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Action]:
-    """Calls of each tool with rare values in place of its text and number arguments."""
+    """Returns calls of each tool with unusual values for each text and number argument in turn."""
     actions = []
     numbers: list[JSON] = [0, -1, 10**18, 1e300, -0.5]
     for tool in tools:
@@ -51,7 +51,11 @@ _NUMBERS = ("integer", "number")
 
 
 def sample_value(schema: Mapping[str, Any], rng: random.Random, definitions: Mapping) -> JSON:
-    """A value that the schema admits, as far as it says so in the usual words."""
+    """Draws a value that fits the schema, as far as it uses the common keywords.
+
+    Args:
+        definitions: the schema's `$defs`.
+    """
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return sample_value(definitions.get(name, {}), rng, definitions)

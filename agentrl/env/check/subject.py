@@ -1,8 +1,8 @@
-"""The environment under check: a class in this process, or an environment behind a URL.
+"""Holds the environment under check: a class in this process, or an environment behind a URL.
 
-Checks play it through a transport, as a client does. In process, every check has a session manager
-of its own on a variant of the class that shares what `load_shared` returned, which therefore runs
-once; some checks call the author's methods directly.
+Checks play it through a transport, as a client does. In this process, every check has its own
+session manager, on a subclass that reuses what `load_shared` returned, so that loading happens only
+once. Some checks call the author's methods directly.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ T = TypeVar("T")
 
 LEASE_S = 120.0
 CALL_TIMEOUT_S = 15.0
-"""A reset or step that takes longer hangs, unless the class sets `reset_timeout_s` or
-`step_timeout_s`; ten times as long when thorough."""
+"""Seconds after which a reset or step counts as hung, unless the class sets `reset_timeout_s` or
+`step_timeout_s`; ten times that with `thorough`."""
 OPEN_TIMEOUT_S = 120.0
+"""Seconds that a server may take to describe its environments."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` may take."""
+"""Seconds that `close` may take."""
 MAX_TURNS = 5
-"""Turns of an episode that no oracle ends."""
+"""Turns of an episode for which there is no oracle."""
 
 
 class CheckFailed(Exception):
-    """A check saw something else than it asserts. `str()` is what it saw."""
+    """A check failed; `str()` is what it saw."""
 
     def __init__(self, observed: str, remedy: str, *, cause: str | None = None) -> None:
         """
         Args:
-            cause: what lies behind it, such as an exception's message; a later check that fails
-                for the same cause refers to the first.
+            observed: what the check saw.
+            remedy: what the author can do.
+            cause: the cause, such as an exception's message, if it differs from `observed`. A later
+                check that fails for the same cause only refers to the first.
         """
         super().__init__(observed)
         self.remedy = remedy
@@ -74,61 +77,61 @@ class Hangs(CheckFailed):
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(
             f"{what} had not returned after {seconds:g} s",
-            "find the call that waits with `agentrl env play`, and give it a deadline; an "
-            "environment that needs as long sets reset_timeout_s or step_timeout_s",
+            "find the call that hangs with `agentrl env play`, and give it a time limit; if it "
+            "needs this long, set reset_timeout_s or step_timeout_s of the class",
         )
 
 
 class CheckSkipped(Exception):
-    """A check does not apply. `str()` is the reason."""
+    """A check does not apply; `str()` is the reason."""
 
 
 Event = dict[str, Any]
-"""One reply of an episode as JSON, or `{"error": code, "detail": ...}`."""
+"""A reply in an episode as JSON, or `{"error": code, "status": ..., "detail": ...}`."""
 
 
 @dataclass(slots=True)
 class Subject:
-    """The environment under check. Use `load_subject`."""
+    """The environment under check; `load_subject` makes it."""
 
     env_id: str
-    """Its registered name."""
+    """The environment's id."""
     config: dict[str, JSON]
-    """What its `Config` was given."""
+    """Values of its configuration."""
     info: EnvInfo
-    """What it says of itself: splits, tools, schema."""
+    """Its description: splits, tools, schema."""
     environment: type[Environment] | None = None
-    """None: it is behind `url`."""
+    """Its class; None if it is behind `url`."""
     shared: object = None
     """What its `load_shared` returned."""
     url: str | None = None
-    """Of the server that it is behind."""
+    """URL of the server that it is behind."""
     token: str | None = None
-    """Of that server."""
+    """The server's token."""
     image: str | None = None
-    """The image that the server behind the URL was started from, where the check started it."""
+    """The image that the server was started from, if the check started it."""
     thorough: bool = False
     """Check with more episodes and longer limits."""
     folder: str = field(default_factory=os.getcwd)
-    """The working directory once it was loaded."""
+    """The working directory after loading."""
     variables: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment variables then."""
+    """The environment variables after loading."""
     process_state: dict[str, object] = field(default_factory=lambda: process_state())
-    """What else belongs to the whole process, then."""
+    """Other state of the whole process after loading."""
     search_path: list[str] = field(default_factory=lambda: list(sys.path))
-    """`sys.path` then."""
+    """`sys.path` after loading."""
     warnings_filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
-    """`warnings.filters` then."""
+    """`warnings.filters` after loading."""
     close_hangs: bool = False
-    """Found by a check; the others do not wait for `close` any more."""
+    """True once a check has found that `close` hangs; later checks do not wait for it."""
     hangs: bool = False
-    """A reset or step did not return; no other episode is played."""
+    """True once a reset or step did not return; then no further episodes are played."""
     fresh: asyncio.Task[Any] | None = None
-    """What two fresh processes see; see `agentrl.env.check.fresh`."""
+    """Plays in two fresh processes; see `agentrl.env.check.fresh`."""
     _tasks: dict[tuple[str, int], Task] = field(default_factory=dict)
 
     async def aclose(self) -> None:
-        """Free what `load_shared` returned."""
+        """Calls `close_shared` with what `load_shared` returned."""
         if self.environment is not None:
             await call_method(default_pool(), self.environment.close_shared, self.shared)
 
@@ -158,7 +161,7 @@ class Subject:
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[Transport]:
-        """A transport to the environment; closed afterwards."""
+        """Yields a transport to the environment, and closes it afterwards."""
         if self.url is not None:
             http = Http(self.url, self.token)
             try:
@@ -174,7 +177,7 @@ class Subject:
             await manager.aclose(0.05 if self.close_hangs else CLOSE_TIMEOUT_S)
 
     def _played_class(self) -> type[Environment]:
-        """The class, on what was loaded already."""
+        """Returns a subclass whose `load_shared` returns what was loaded already."""
         environment, shared = self.local(), self.shared
         return type(
             environment.__name__,
@@ -189,17 +192,17 @@ class Subject:
         )
 
     def local(self) -> type[Environment]:
-        """The class.
+        """Returns the class.
 
         Raises:
             CheckSkipped: the environment is behind a URL.
         """
         if self.environment is None:
-            raise CheckSkipped("needs the class; behind a URL it cannot be looked into")
+            raise CheckSkipped("needs the class, which is not available behind a URL")
         return self.environment
 
     def specs(self, count: int) -> list[TaskSpec]:
-        """`count` tasks, from all splits in turn, repeating where there are fewer.
+        """Returns `count` tasks from all splits in turn, repeated if there are fewer.
 
         Raises:
             CheckSkipped: the environment has no tasks of its own.
@@ -217,7 +220,12 @@ class Subject:
     async def open(
         self, transport: Transport, spec: TaskSpec, seed: int = 0, *, lease_s: float = LEASE_S
     ) -> SessionReply:
-        """A session of the task."""
+        """Opens a session of a task.
+
+        Raises:
+            Hangs: the reset did not return in time.
+            EnvError: the session could not be opened.
+        """
         timeout_s = self.call_timeout_s("reset")
         request = CreateRequest(
             self.env_id, spec, seed, self.config, lease_s=lease_s, timeout_s=timeout_s
@@ -232,7 +240,12 @@ class Subject:
             raise Hangs("reset", timeout_s) from None
 
     async def task(self, spec: TaskSpec) -> Task:
-        """The whole task, reference included; in process only."""
+        """Returns the whole task, reference included, from the author's `get`.
+
+        Raises:
+            CheckSkipped: the environment is behind a URL.
+            Hangs: `get` did not return in time.
+        """
         assert spec.split is not None and spec.index is not None
         key = (spec.split, spec.index)
         if key not in self._tasks:
@@ -241,12 +254,19 @@ class Subject:
         return self._tasks[key]
 
     def instance(self) -> Environment:
-        """An instance without a session."""
+        """Returns an instance without a session.
+
+        Raises:
+            CheckSkipped: the environment is behind a URL.
+        """
         return self.local()(self.config, shared=self.shared)
 
     async def moves(self, spec: TaskSpec, seed: int = 0) -> list[Action]:
-        """The actions that checks play on a task: a call or two of tools that do not end the
-        episode, then the oracle's, or else more sampled ones. The same every time."""
+        """Returns the actions that checks play on a task, the same every time.
+
+        They are two random calls of tools that do not end the episode, then the oracle's actions;
+        without an oracle, or behind a URL, they are random calls, or plain texts without tools.
+        """
         rng = random.Random(f"{spec.split}/{spec.index}/{seed}")
         if self.environment is None:
             return sample_calls(self.info.tools, rng, MAX_TURNS)
@@ -260,17 +280,19 @@ class Subject:
         return [*first, *sample_calls(ending or going_on, rng, 1 if ending else MAX_TURNS - 2)]
 
     async def gold(self, task: Task, seed: int) -> list[Action] | None:
-        """The actions of the environment's oracle, played while it gives them; None without."""
+        """Returns the actions of the environment's oracle; None if there are none.
+
+        They are played as the oracle yields them, because it may look at the episode in between.
+        """
         if self.local().oracle is Environment.oracle:
             return None
         instance = self.instance()
         actions = []
-        # What fails here fails again where the actions are played, and is reported there.
+        # An error here comes again when a check plays the actions, which reports it.
         with contextlib.suppress(EnvError):
             await self.limit(start_episode(instance, task, seed), "reset")
             offered = await self.limit(instance.call(instance.oracle), "step")
             iterator = iter(offered or ())
-            # One by one, so that the oracle can look at the episode between them.
             while (action := await instance.call(next, iterator, None)) is not None:
                 actions.append(action)
                 result = await self.limit(take_turn(instance, action), "step")
@@ -286,7 +308,17 @@ class Subject:
         seed: int = 0,
         actions: list[Action] | None = None,
     ) -> list[Event]:
-        """One episode in a session of its own, which is closed afterwards."""
+        """Plays one episode in its own session, which is closed afterwards.
+
+        Args:
+            actions: None: `moves`.
+
+        Returns:
+            The first event and one per action; an error is the last event.
+
+        Raises:
+            Hangs: a reset or step did not return in time.
+        """
         actions = await self.moves(spec, seed) if actions is None else actions
         try:
             opened = await self.open(transport, spec, seed)
@@ -311,10 +343,10 @@ class Subject:
         action: Action,
         last: bool = False,
     ) -> Event:
-        """The reply to one action.
+        """Returns the reply to one action, or its error as an event.
 
         Raises:
-            Hangs: it did not return in time.
+            Hangs: the step did not return in time.
         """
         timeout_s = self.call_timeout_s("step")
         request = protocol.StepRequest(step, action, timeout_s, last)
@@ -330,7 +362,15 @@ class Subject:
     async def play_direct(
         self, spec: TaskSpec, actions: list[Action], seed: int = 0
     ) -> tuple[list[Message], list[StepResult]]:
-        """An episode on an instance, without a session: what the author's methods return."""
+        """Plays an episode on an instance without a session.
+
+        Returns:
+            The first prompt and the result of each turn, as the author's methods returned them.
+
+        Raises:
+            EnvError: a method raised.
+            Hangs: a method did not return in time.
+        """
         instance = self.instance()
         try:
             task = await self.task(spec)
@@ -346,7 +386,7 @@ class Subject:
             await self.close(instance)
 
     async def close(self, instance: Environment) -> None:
-        """Close an instance. The check `close` reports what goes wrong there."""
+        """Closes an instance. Errors are ignored, since `check_close` reports them."""
         if not self.close_hangs:
             closing = asyncio.ensure_future(instance.call(instance.close))
             await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
@@ -357,7 +397,7 @@ class Subject:
 
 
 def process_state() -> dict[str, object]:
-    """Returns, by name, what all code of this process shares and an episode must not change."""
+    """Returns the state of the process that an episode must not change: name -> value."""
     mask = os.umask(0o077)
     os.umask(mask)
     root = logging.getLogger()
@@ -403,7 +443,7 @@ _PATCHED: dict[Any, tuple[str, ...]] = {
     socket: ("socket", "create_connection", "getaddrinfo"),
     subprocess: ("Popen", "run"),
 }
-"""What tests replace, and episodes must not."""
+"""Functions that tests often replace, which episodes must not do."""
 
 
 def tool_name(spec: Mapping[str, Any]) -> str:
@@ -416,12 +456,14 @@ def first_event(opened: SessionReply) -> Event:
 
 
 def to_event(reply: StepReply | EnvError) -> Event:
+    """Returns a reply or an error as an event."""
     if isinstance(reply, EnvError):
         return {"error": reply.code, "status": reply.status, "detail": str(reply)}
     return protocol.as_json(reply)
 
 
 def is_over(event: Event) -> bool:
+    """Returns True if the event ends the episode."""
     return "error" in event or event.get("terminated", False) or event.get("truncated", False)
 
 
@@ -434,16 +476,20 @@ async def load_subject(
     image: str | None = None,
     thorough: bool = False,
 ) -> Subject:
-    """Load what is to be checked. It is used on one event loop, and closed in the end.
+    """Loads the environment to check. Use it on one event loop, and close it at the end.
 
     Args:
         target: a class, a name for `agentrl.env.registry.resolve`, or the URL of a server.
-        env_id: which environment of the server; needed where it serves several.
-        token: the server's; by default from the variable AGENTRL_ENV_TOKEN.
-        image: which the server was started from; `check_container` starts it again.
+        config: values of its configuration.
+        env_id: the environment on the server; needed if that serves several.
+        token: the server's token; None: from the variable AGENTRL_ENV_TOKEN.
+        image: the image that the server was started from; `check_container` starts it again.
+        thorough: check with more episodes and longer limits.
 
     Raises:
         ConfigError: it cannot be found, or its configuration is wrong.
+        EnvError: the server does not answer or refuses.
+        Exception: whatever the class's `load_shared` raised.
     """
     values = dict(config or {})
     if isinstance(target, str) and urlsplit(target).scheme in ("http", "https"):
@@ -469,7 +515,7 @@ async def load_subject(
     subject = Subject(
         found.id,
         values,
-        info=None,  # type: ignore[arg-type]  # asked for in the next lines
+        info=None,  # type: ignore[arg-type]  # set in the next lines
         environment=found,
         shared=shared,
         thorough=thorough,

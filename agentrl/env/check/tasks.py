@@ -1,4 +1,4 @@
-"""Checks of tasks, tool descriptions and messages."""
+"""Checks tasks, tool specifications and messages."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from agentrl.errors import EnvError
 from agentrl.types import JSON
 
 READ_S = 2.0
-"""How long the rows of a split are read; thirty times that when thorough."""
+"""Seconds for which rows of a split are read; thirty times that with `thorough`."""
 ROWS_AT_ONCE = 50
 HELD_OUT = 50
-"""Tasks of a split that are looked for in another one, if they are at least so many different ones
-as the next line says: of fewer, some are the same by chance."""
+"""Most tasks of a test split that are searched for in a training split."""
 MIN_HELD_OUT = 8
+"""With fewer different tasks in a test split, some may equal training tasks by chance, so it is not
+compared."""
 _TRAIN = re.compile(r"(?i)train")
 _TEST = re.compile(r"(?i)test|eval|valid|dev|held")
 ENDLESS_ROWS = 1000
-"""Rows that are looked at of a split without end."""
+"""Rows that are read of an unlimited split, and at most of a training split that is searched."""
 
 
 async def check_tasks(subject: Subject) -> str:
-    """Tasks can be read throughout every split, have a prompt and an id of their own, are the same
-    each time, and those to train on are not those to test on."""
+    """Tasks can be read in every split, have a prompt and a unique id, and are the same each time;
+    test splits do not contain the tasks of training splits."""
     num_read = 0
     async with subject.transport() as transport:
         for split, size in subject.info.splits.items():
@@ -55,8 +56,8 @@ async def check_tasks(subject: Subject) -> str:
 
 
 async def _check_held_out(subject: Subject) -> None:
-    """Fail where a split to test on holds the tasks of one to train on, at the same indices or,
-    if that one can be read to its end, at any."""
+    """Raises CheckFailed if nearly all tasks of a test split are in a training split: at the same
+    indices, or at any index of the first `ENDLESS_ROWS` if the training split is finite."""
     splits = subject.info.splits
     for train in [name for name in splits if _TRAIN.search(name)]:
         for test in [name for name in splits if _TEST.search(name) and not _TRAIN.search(name)]:
@@ -75,13 +76,13 @@ async def _check_held_out(subject: Subject) -> None:
                 raise CheckFailed(
                     f"{max(same, held)} of {len(tests)} tasks of split '{test}' are tasks of "
                     f"'{train}' as well",
-                    "give each split tasks of its own, or what a policy learned by heart counts "
-                    "as what it can do",
+                    "give each split its own tasks; otherwise an evaluation measures what the "
+                    "policy has memorised",
                 )
 
 
 async def _contents(subject: Subject, split: str, count: int, deadline: float) -> list[str]:
-    """Returns the first tasks of a split without their ids, as many as time allows."""
+    """Returns up to `count` tasks of a split as text without their ids, until the deadline."""
     contents = []
     for index in range(count):
         task = await subject.task(protocol.TaskSpec(split, index))
@@ -92,7 +93,14 @@ async def _contents(subject: Subject, split: str, count: int, deadline: float) -
 
 
 async def _read_split(subject: Subject, transport: Transport, split: str, size: int | None) -> int:
-    """Read a split's rows, its ends first and the rest in random order, as far as time allows."""
+    """Reads rows of a split until time is up: both ends first, the rest in random order.
+
+    Returns:
+        The number of rows read.
+
+    Raises:
+        CheckFailed: a row cannot be read, has an empty prompt, or has an id that occurred before.
+    """
     starts = list(range(0, size or ENDLESS_ROWS, ROWS_AT_ONCE))
     middle = starts[1:-1]
     random.Random(split).shuffle(middle)
@@ -113,8 +121,7 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
     if count > 1:
         raise CheckFailed(
             f"{count} tasks of split '{split}' have the id {task_id!r}",
-            "give each task an id of its own, such as its split and index: results are counted by "
-            "id",
+            "give each task a unique id, such as its split and index: results are counted by id",
         )
     return ids.total()
 
@@ -122,7 +129,11 @@ async def _read_split(subject: Subject, transport: Transport, split: str, size: 
 async def _previews(
     subject: Subject, transport: Transport, split: str, rows: range
 ) -> list[protocol.TaskPreview]:
-    """Rows of a split; the one that cannot be read is named."""
+    """Reads rows of a split.
+
+    Raises:
+        CheckFailed: a row cannot be read; the message names it.
+    """
     remedy = "get(split, index) must answer for every index below the split's size"
     try:
         timeout_s = subject.call_timeout_s("reset")
@@ -154,21 +165,21 @@ async def _check_repeatable(subject: Subject, transport: Transport, split: str, 
             raise CheckFailed(
                 f"task {index} of split '{split}' was {short(seen[0])} once and "
                 f"{short(again)} another time",
-                "derive a task from (split, index) alone, such as "
+                "derive a task only from (split, index), such as with "
                 'random.Random(f"{split}/{index}")',
             )
 
 
 async def _fresh_task(subject: Subject, split: str, index: int) -> JSON:
-    """A task from an instance of its own, as JSON."""
+    """Returns a task from a new instance, as JSON."""
     instance = subject.instance()
     getting = instance.call(instance.get, split, index)
     return protocol.as_json(await subject.limit(getting, "reset"))
 
 
 async def check_tools(subject: Subject) -> str:
-    """Tool specifications are functions that OpenAI's API and vLLM accept, and a tool that ends the
-    episode is marked as terminal where plain text would end it too."""
+    """Tool specifications are accepted by OpenAI's API and vLLM, and a tool that ends the episode
+    is marked as terminal if plain text would end it too, without a reward."""
     remedy = "rename it, or annotate its parameters with types that have a JSON schema"
     seen = set()
     for spec in subject.info.tools:
@@ -178,11 +189,11 @@ async def check_tools(subject: Subject) -> str:
         if spec.get("type") != "function":
             problem = f"type is {spec.get('type')!r}, not 'function'"
         elif not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-            problem = "a name may hold 1 to 64 letters of ASCII, digits, '_' and '-'"
+            problem = "a name has 1 to 64 ASCII letters, digits, '_' and '-'"
         elif name in seen:
-            problem = "there are two of this name"
+            problem = "two tools have this name"
         elif not isinstance(function.get("description", ""), str):
-            problem = "its description is no text"
+            problem = "its description is not a text"
         else:
             problem = _schema_problem(function.get("parameters"))
         if problem:
@@ -194,15 +205,16 @@ async def check_tools(subject: Subject) -> str:
         raise CheckFailed(
             f"a turn of plain text ends the episode without a reward: no tool is terminal, though "
             f"{name} calls self.finish()",
-            f"mark it @tool(terminal=True), or define on_text(self, text): an agent that thinks "
-            f"for a turn before it calls {name} scores 0",
+            f"mark it @tool(terminal=True), or define on_text(self, text): an agent that writes a "
+            f"turn of text before it calls {name} scores 0",
         )
     return f"{len(seen)} tools: {', '.join(sorted(seen))}"
 
 
 def _ends_unannounced(environment: type[Environment]) -> str | None:
-    """The tool that ends an episode though no tool is marked as terminal, where text without a
-    tool call ends it too and nothing rewards that text."""
+    """Returns the name of a tool that calls `self.finish` although no tool is terminal, in an
+    environment where text without a tool call ends the episode unrewarded; None if there is none.
+    """
     tools = tools_of(environment)
     defaults = (environment.on_text, environment.step) == (Environment.on_text, Environment.step)
     if not defaults or rewards_of(environment) or any(tool.terminal for tool in tools.values()):
@@ -215,9 +227,9 @@ def _ends_unannounced(environment: type[Environment]) -> str | None:
 
 
 def _schema_problem(schema: Any) -> str | None:
-    """Says what is wrong with the parameters of a function; None if nothing is."""
+    """Returns what is wrong with the schema of a function's parameters; None if it is right."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
-        return "its parameters are no object schema"
+        return "its parameters are not an object schema"
     try:
         Schema.model_validate(schema)
         text = json.dumps(schema, allow_nan=False)
@@ -230,24 +242,24 @@ def _schema_problem(schema: Any) -> str | None:
         return f"its parameters are not JSON: {error}"
     missing = set(schema.get("required", ())) - set(schema.get("properties", {}))
     if missing:
-        return f"required but not described: {', '.join(sorted(missing))}"
+        return f"parameters are required but not in properties: {', '.join(sorted(missing))}"
     for name in re.findall(r'"\$ref": "(?:[^"]*/)?([^"]*)"', text):
         if name not in schema.get("$defs", {}):
-            return f"its parameters refer to {name}, which is not there"
+            return f"its parameters refer to {name}, which is not in $defs"
     return None
 
 
 async def check_schema(subject: Subject) -> str:
-    """Prompts, observations and info come out of JSON as the environment gave them."""
+    """Prompts, observations and info are unchanged by encoding them as JSON and decoding them."""
     subject.local()
-    remedy = "return texts, or messages of str keys and plain JSON values: lists, not tuples"
+    remedy = "return texts, or messages of str keys and plain JSON values, with lists for tuples"
     num_values = 0
     for seed, spec in enumerate(subject.specs(4)):
         actions = await subject.moves(spec, seed)
         try:
             first, results = await subject.play_direct(spec, actions, seed)
         except EnvError:
-            continue  # what went wrong is for other checks to say
+            continue  # other checks report it
         values: list[tuple[str, Any]] = [("the first prompt", first)]
         values += [
             (f"the {what} of step {number}", value)
@@ -258,7 +270,7 @@ async def check_schema(subject: Subject) -> str:
             try:
                 after = protocol.as_json(value)
             except TypeError:
-                continue  # check_info
+                continue  # check_info reports it
             if not _same(value, after):
                 raise CheckFailed(
                     f"{where} was {short(value)} and came out of JSON as {short(after)}", remedy
@@ -269,7 +281,7 @@ async def check_schema(subject: Subject) -> str:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Equal, and of the same types: JSON makes a list of a tuple and a text of a number key."""
+    """Returns True if a value survived JSON, which turns tuples into lists and keys into texts."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(_same(before[k], after[k]) for k in before)
     if isinstance(before, list) and isinstance(after, list):

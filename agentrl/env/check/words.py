@@ -1,4 +1,4 @@
-"""Words for the reports of checks."""
+"""Formats tasks, actions and differences for the reports of checks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from agentrl.types import Action
 
 
 def short(value: object, limit: int = 160) -> str:
+    """Returns a value as text of at most `limit` characters, plus an ellipsis if it was cut."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
 
 
 def place(spec: TaskSpec) -> str:
+    """Returns the name of a task in reports."""
     return f"task {spec.split}/{spec.index}"
 
 
 def describe(action: Action) -> str:
+    """Returns a short description of an action."""
     if action.parse_error:
         return "an unreadable tool call"
     if action.tool_calls:
@@ -28,11 +31,12 @@ def describe(action: Action) -> str:
 
 
 def said(action: Action) -> str:
-    """All that an action says."""
+    """Returns the text and the tool arguments of an action as one text."""
     return action.text + json.dumps([call.arguments for call in action.tool_calls])
 
 
 def difference(before: list[Event], now: list[Event]) -> str:
+    """Describes the first difference between two episodes."""
     for number, (one, other) in enumerate(zip(before, now, strict=False)):
         for key in one:
             if one[key] != other.get(key):
@@ -43,7 +47,7 @@ def difference(before: list[Event], now: list[Event]) -> str:
 
 
 def which_check(event: Event) -> str:
-    """The check that reports an error, so that one mistake is reported once."""
+    """Returns the name of the check that reports an error, so that no other check does."""
     detail = event["detail"]
     if any(words in detail for words in ("finite", "JSON cannot carry", "must be a number")):
         return "finite"

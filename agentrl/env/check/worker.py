@@ -1,7 +1,7 @@
-"""Checks in a process of their own, watched from this one.
+"""Runs checks in another process and watches it from this one.
 
-An environment's code may crash its process or block it for ever. Then the check that was running
-has failed, and the remaining ones go on in a new process.
+An environment's code may crash its process or block it forever. Then the check that was running has
+failed, and the remaining checks run in a new process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.processes import how_ended, signal_group
 
 ALIVE_S = 1.0
-"""The process says so often that its event loop runs."""
+"""Seconds between two messages of the process that say that its event loop runs."""
 BLOCKED_S = 15.0
-"""An event loop that says nothing for so long is blocked for ever; ten times as long when
-thorough."""
+"""Seconds without a message after which the event loop counts as blocked forever; ten times that
+with `thorough`."""
 LOAD_TIMEOUT_S = 1800.0
-"""How long an environment may load, such as a dataset that is downloaded."""
+"""Seconds that an environment may take to load, such as to download a dataset."""
 
 
 def run_in_worker(
@@ -52,20 +52,24 @@ def run_in_worker(
     report: Callable[[CheckResult], None],
     **options: Any,
 ) -> list[CheckResult]:
-    """Run checks on `load_subject(target, **options)` in another process.
+    """Runs checks on `load_subject(target, **options)` in another process.
+
+    Args:
+        names: the checks to run, in order.
+        report: called with each result as soon as it is known.
 
     Raises:
         ConfigError: the environment cannot be loaded.
     """
     results: list[CheckResult] = []
     remaining = list(names)
-    spawn = multiprocessing.get_context("spawn")  # a process that has nothing of this one
+    spawn = multiprocessing.get_context("spawn")  # a process that inherits no state of this one
     request = {"target": target, "thorough": thorough, **options}
     while remaining:
         messages, writer = spawn.Pipe(duplex=False)
         worker = spawn.Process(target=_work, args=(writer, remaining, request))
         worker.start()
-        writer.close()  # the worker's own is the last, and its end the end of the messages
+        writer.close()  # so that the messages end when the worker does
         try:
             for result in _watch(worker, messages, remaining, thorough):
                 result = once(results, result)
@@ -76,7 +80,7 @@ def run_in_worker(
         finally:
             assert worker.pid is not None
             signal_group(worker.pid, signal.SIGKILL)
-            worker.kill()  # it may not lead a group yet
+            worker.kill()  # it may not have its own process group yet
             worker.join()
             messages.close()
     return results
@@ -85,7 +89,12 @@ def run_in_worker(
 def _watch(
     worker: SpawnProcess, messages: Connection, names: Sequence[str], thorough: bool
 ) -> Iterator[CheckResult]:
-    """Results as they come; the last is made here if the worker hangs or dies in a check."""
+    """Yields results as they come. If the worker hangs or dies in a check, the last result is a
+    failure of that check.
+
+    Raises:
+        ConfigError: the environment cannot be loaded.
+    """
     waiting = list(names)
     started = time.monotonic()
     limit_s, silence_s = LOAD_TIMEOUT_S, LOAD_TIMEOUT_S
@@ -108,18 +117,18 @@ def _watch(
             yield result
         started, limit_s = time.monotonic(), SLOW * timeout_of(thorough) + 2 * STOP_S
         silence_s = BLOCKED_S * (10 if thorough else 1)
-    worker.join(STOP_S)  # its close_shared
+    worker.join(STOP_S)  # while it calls close_shared
 
 
 def _died(name: str, worker: SpawnProcess, seconds: float) -> CheckResult:
     worker.join(STOP_S)
-    worker.kill()  # where it only closed its end of the pipe
+    worker.kill()  # it may have closed its end of the pipe without ending
     worker.join()
     assert worker.exitcode is not None
     detail = f"the process {how_ended(worker.exitcode)} during this check"
     remedy = (
-        "find the call that ends the process; start code that may crash as a process of its own, "
-        "or serve the environment apart with `agentrl env serve`"
+        "find the call that ends the process; run code that may crash in a child process, or serve "
+        "the environment in its own process with `agentrl env serve`"
     )
     return CheckResult(name, asserts(name), "fail", detail, remedy, seconds, detail)
 
@@ -128,9 +137,9 @@ def _died(name: str, worker: SpawnProcess, seconds: float) -> CheckResult:
 
 
 def _work(messages: Connection, names: Sequence[str], request: dict[str, Any]) -> None:
-    os.setsid()  # killed with all that it started; Ctrl-C is for the parent
-    os.dup2(2, 1)  # what the environment prints is no part of the report
-    # What the checks provoke is no news; what they find is in the report.
+    os.setsid()  # its group is killed as a whole, and Ctrl-C reaches only the parent
+    os.dup2(2, 1)  # the environment's own prints must not mix with the report
+    # Checks provoke errors on purpose, and report what they find.
     logging.getLogger("agentrl.env").setLevel(logging.CRITICAL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_check(messages, names, request))
@@ -159,7 +168,7 @@ async def _check(messages: Connection, names: Sequence[str], request: dict[str, 
         send({"error": str(error)})
         return
     subject.hangs = hangs
-    send({"loaded": True})  # from here on each check has its time
+    send({"loaded": True})  # from here on, the time limit is that of each check
     alive = asyncio.ensure_future(say_alive())
     for name in names:
         send(dataclasses.asdict(await run_check(name, subject)))
