@@ -23,7 +23,16 @@ from broken_envs import (
 
 from agentrl.cli import main
 from agentrl.env import Environment
-from agentrl.env.check import CHECKS, fresh, load_subject, once, process, run_check, select, subject
+from agentrl.env.check import (
+    CHECKS,
+    fresh,
+    load_subject,
+    process,
+    run_check,
+    select,
+    shorten_repeat,
+    subject,
+)
 from agentrl.env.check.sampling import sample_calls
 from agentrl.env.check.worker import run_in_worker
 from agentrl.env.tools import tools_of
@@ -63,7 +72,7 @@ async def check(target, names, **options):
     subject = await load_subject(target, **options)
     results = []
     for name in names or CHECKS:
-        results.append(once(results, await run_check(name, subject)))
+        results.append(shorten_repeat(results, await run_check(name, subject)))
     return results
 
 

@@ -46,7 +46,7 @@ __all__ = [
 
 TIMEOUT_S = 120.0
 """Seconds after which a check has failed; ten times that with `thorough`."""
-SLOW = 5
+SLOW_FACTOR = 5
 """Factor on the time limit for an environment whose `reset_timeout_s` is above `TIMEOUT_S`."""
 HUNG = "did not finish"
 """Beginning of the detail of a check that did not end."""
@@ -146,7 +146,7 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
     remedy, cause = "", ""
     declared = subject.environment
     is_slow = declared is not None and declared.reset_timeout_s > TIMEOUT_S
-    timeout_s = timeout_of(subject.thorough) * (SLOW if is_slow else 1)
+    timeout_s = timeout_of(subject.thorough) * (SLOW_FACTOR if is_slow else 1)
     if subject.hangs and name not in _WITHOUT_EPISODES:
         detail = "a reset or step of this environment hangs, so no further episodes were played"
         return CheckResult(name, asserts(name), "skip", detail, "", 0.0)
@@ -174,7 +174,7 @@ async def run_check(name: str, subject: Subject) -> CheckResult:
     return CheckResult(name, asserts(name), status, detail, remedy, seconds, cause)
 
 
-def once(results: Iterable[CheckResult], result: CheckResult) -> CheckResult:
+def shorten_repeat(results: Iterable[CheckResult], result: CheckResult) -> CheckResult:
     """Returns the result, shortened to a reference if an earlier one failed for the same cause."""
     if result.status == "fail":
         for earlier in results:

@@ -24,7 +24,7 @@ from agentrl.env.container.serve import (
 )
 from agentrl.errors import ConfigError
 
-Promise = tuple[str, bool, str, str]
+Requirement = tuple[str, bool, str, str]
 """One requirement on an image: name, True if it is met, what was seen, and the remedy."""
 
 STOP_S = 10.0
@@ -97,14 +97,14 @@ async def check_container(subject: Subject) -> str:
     SIGTERM."""
     if subject.image is None:
         raise CheckSkipped("not an image")
-    promises = await asyncio.to_thread(try_image, subject.image)
-    broken = [(f"{name}: {seen}", remedy) for name, kept, seen, remedy in promises if not kept]
+    requirements = await asyncio.to_thread(try_image, subject.image)
+    broken = [(f"{name}: {seen}", remedy) for name, met, seen, remedy in requirements if not met]
     if broken:
         raise CheckFailed(*map("; ".join, zip(*broken, strict=True)))
-    return "; ".join(f"{name}: {seen}" for name, _, seen, _ in promises)
+    return "; ".join(f"{name}: {seen}" for name, _, seen, _ in requirements)
 
 
-def try_image(image: str) -> list[Promise]:
+def try_image(image: str) -> list[Requirement]:
     """Runs an image in two hardened containers, one after the other, and checks each requirement.
 
     Args:
@@ -135,7 +135,9 @@ def try_image(image: str) -> list[Promise]:
         stop_servers([server], drain_s=1)
 
 
-def _inside(inside: dict[str, Any], config: dict[str, Any], history: list[str]) -> list[Promise]:
+def _inside(
+    inside: dict[str, Any], config: dict[str, Any], history: list[str]
+) -> list[Requirement]:
     user, group, *_ = inside["groups"]
     effective, bounding, no_new = inside["rights"]
     secret = []
@@ -175,7 +177,7 @@ def _inside(inside: dict[str, Any], config: dict[str, Any], history: list[str]) 
     ]
 
 
-def _token(server: Server) -> Promise:
+def _token(server: Server) -> Requirement:
     status = 200
     try:
         urllib.request.urlopen(f"{server.url}/v1/envs", timeout=5).close()
@@ -185,7 +187,7 @@ def _token(server: Server) -> Promise:
     return "token", status in (401, 403), f"a call without the token gets {status}", remedy
 
 
-def _health(server: Server, config: dict[str, Any]) -> Promise:
+def _health(server: Server, config: dict[str, Any]) -> Requirement:
     remedy = "add a HEALTHCHECK to the Dockerfile that asks the server's own port with python3"
     if (config.get("Healthcheck") or {}).get("Test") in (None, [], ["NONE"]):
         return "health check", False, "the image has none", remedy
@@ -201,7 +203,7 @@ def _health(server: Server, config: dict[str, Any]) -> Promise:
         time.sleep(0.3)
 
 
-def _stop(server: Server) -> Promise:
+def _stop(server: Server) -> Requirement:
     started = time.monotonic()
     with engine_errors():
         server.container.kill("TERM")
@@ -212,7 +214,7 @@ def _stop(server: Server) -> Promise:
     return "SIGTERM", not running, seen, remedy
 
 
-def _port(name: str, timeout_s: float) -> Promise:
+def _port(name: str, timeout_s: float) -> Requirement:
     """Checks that a server with another AGENTRL_ENV_PORT listens on that port."""
     token, moved = secrets.token_urlsafe(24), True
     server = start_server(name, token=token, role="check", inside_port=_OTHER_PORT)

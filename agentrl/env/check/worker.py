@@ -22,14 +22,14 @@ from typing import Any
 
 from agentrl.env.check import (
     HUNG,
-    SLOW,
+    SLOW_FACTOR,
     STOP_S,
     CheckResult,
     asserts,
     hung,
     load_subject,
-    once,
     run_check,
+    shorten_repeat,
     timeout_of,
 )
 from agentrl.errors import AgentRLError, ConfigError
@@ -72,7 +72,7 @@ def run_in_worker(
         writer.close()  # so that the messages end when the worker does
         try:
             for result in _watch(worker, messages, remaining, thorough):
-                result = once(results, result)
+                result = shorten_repeat(results, result)
                 report(result)
                 results.append(result)
                 remaining.remove(result.name)
@@ -115,7 +115,7 @@ def _watch(
             result = CheckResult(**message)
             waiting.remove(result.name)
             yield result
-        started, limit_s = time.monotonic(), SLOW * timeout_of(thorough) + 2 * STOP_S
+        started, limit_s = time.monotonic(), SLOW_FACTOR * timeout_of(thorough) + 2 * STOP_S
         silence_s = BLOCKED_S * (10 if thorough else 1)
     worker.join(STOP_S)  # while it calls close_shared
 

@@ -215,7 +215,7 @@ def test_a_project_of_env_init_is_the_same_from_its_image(built, project, monkey
 
 @pytest.mark.docker
 @pytest.mark.parametrize("target", ["math", "project"])
-def test_an_image_keeps_every_promise(built, project, target):
+def test_an_image_meets_every_requirement(built, project, target):
     checks = try_image(built(str(project) if target == "project" else target))
     assert {name for name, *_ in checks} == CHECKS
     assert [check for check in checks if not check[1]] == []
@@ -229,7 +229,7 @@ def test_env_check_takes_an_image(built, capsys):
 
 
 @pytest.mark.docker
-def test_an_image_that_keeps_none_is_caught(built, capsys, tmp_path):
+def test_an_image_that_breaks_requirements_is_caught(built, capsys, tmp_path):
     dockerfile = (
         f"FROM {built('math')}\nUSER root\nENV HF_TOKEN=x\nHEALTHCHECK NONE\n"
         "RUN mkdir -p /root/.ssh && touch /root/.ssh/id_ed25519\n"
