@@ -173,7 +173,8 @@ class Container:
 
         Raises:
             ImageMissing: there is no such image.
-            EnvError: the engine refused or does not answer. No container is left behind.
+            EnvError: the engine refused, such as for a missing network, or does not answer. No
+                container is left behind.
         """
 
         def start(client: DockerClient) -> tuple[str, Any]:
@@ -204,7 +205,8 @@ class Container:
                     "disk_mb, or let the engine store on btrfs, zfs, or xfs mounted with pquota",
                     code="no_disk_quota",
                 ) from error
-            if error.engine_status != 404:
+            # 404 is also the status of a missing network, which the engine's own message names.
+            if error.engine_status != 404 or re.search(r"network .* not found", str(error)):
                 raise
             raise ImageMissing(
                 f"image {spec.image} is not on the Docker engine: `docker pull {spec.image}`"

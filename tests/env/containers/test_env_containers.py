@@ -16,6 +16,8 @@ from agentrl.env.container.container import Container, ContainerGone, ContainerS
 from agentrl.env.container.engine import (
     OWNER_LABEL,
     Engine,
+    EngineError,
+    ImageMissing,
     Owner,
     connect,
     current_owner,
@@ -110,6 +112,21 @@ LOOK = (
     "grep -E '^(CapEff|CapBnd|NoNewPrivs)' /proc/self/status | tr -d '\\t'; "
     "ls /sys/class/net; ls /var/run/docker.sock 2>/dev/null || echo no socket"
 )
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("missing", "error", "says"),
+    [
+        ({"image": "no-such-image"}, ImageMissing, "docker pull no-such-image"),
+        ({"network": "no-such-network"}, EngineError, "network no-such-network not found"),
+    ],
+)
+def test_what_is_missing_is_named(base_image, missing, error, says):
+    spec = ContainerSpec(**{"image": base_image, **missing})
+    with pytest.raises(error, match=says):
+        asyncio.run(Container.create(Engine(), spec, labels("missing", "episode")))
+    assert of_this_process() == []
 
 
 @pytest.mark.docker
