@@ -218,7 +218,7 @@ async def grade(
         return base
 
     async def run(of: Instance, patch: str) -> Evidence:
-        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True, "brief": True}
+        options = {"run_id": run_id, "timeout_s": timeout_s, "look": True}
         return (await _settled(of, patch, limits, **options)).evidence
 
     safe, source_id = instance, ""

@@ -164,9 +164,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             and get_eval_report(spec, prediction, output, True)[row["instance_id"]]["resolved"]
         )
 
-    # Where the harness adds to the script, it does so later.
-    script = b"" if spec.image_assets else spec.eval_script.encode(errors="replace")
-    watch = Watch(worth_a_look, script=script, brief=request["brief"])
+    watch = Watch(worth_a_look)
     guarded = GuardedClient(client, request["container"], watch)
     errors = _ErrorWatch()
     logging.getLogger(f"{row['instance_id']}.run_instance.log").addHandler(errors)

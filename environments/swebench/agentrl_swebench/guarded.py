@@ -1,11 +1,9 @@
-"""The engine's client as the harness is given it: its one container gets limits, is watched, and
-is asked for less.
+"""Wraps the Docker client that the harness is given: the container it creates gets limits and
+labels and is watched.
 
-Every command in a container and every file that is put there costs the engine more of a processor
-than the harness' own work. So the patch and the evaluation script are put there at once, the patch
-is applied and compared by one command, and the container is removed over the connection instead of
-by two `docker` programs. What the harness reads is what it would have read; what the tests meet is
-the same in a graded run and a control run.
+Every command of the harness runs in the container as the harness wrote it. When the evaluation
+script is over, the paths that the tests changed are listed before the harness runs anything else.
+The container is removed over the client's connection instead of by two `docker` programs.
 """
 
 from __future__ import annotations
@@ -22,22 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.env.container.engine import remove
 from agentrl.env.container.programs import RUNNER_PATH
-from agentrl_swebench.testfiles import packed
 
 if TYPE_CHECKING:
     import docker
 
-_PATCH_FILE = "/tmp/patch.diff"
 _SCRIPT_FILE = "/eval.sh"
-_APPLY = f"git apply --verbose {_PATCH_FILE}"
-_DIFF = "git -c core.fileMode=false diff"
-_APPLY_AND_DIFF = (
-    f"{_APPLY} 2>&1; code=$?; [ $code = 0 ] && {{ printf '\\0'; {_DIFF} 2>&1; }}; exit $code"
-)
-_NO_WORK = ("mkdir -p /tmp", "mkdir -p /")
-"""The engine makes folders for what it is given; `/` is there."""
 _CLEAN_UP_S = 30.0
-"""Of each of its requests, as the harness' own has."""
+"""Seconds that each request of the clean-up may take, as in the harness' own."""
 
 
 class GuardedClient:
@@ -71,56 +60,28 @@ class _GuardedContainers:
 
 
 class _GuardedContainer:
-    """A container of which it is noted what the tests changed in it, where they were resolved: the
-    next command that the harness runs in it after the evaluation script takes the difference."""
+    """A container that lists what the tests changed in it, if the run is worth a look."""
 
     def __init__(self, container: Any, watch: Watch) -> None:
         self._container = container
         self._watch = watch
-        self._put: bytes | None = None
-        """The evaluation script, where it is in the container before the harness puts it there."""
-        self._diff: bytes | None = None
-        """What the harness' next comparison would give."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._container, name)
 
     def put_archive(self, path: str, data: bytes) -> Any:
-        files = _unpacked(data)
-        if f"{path}/{next(iter(files), '')}" == _PATCH_FILE and self._watch.early_script:
-            self._put = self._watch.early_script
-            both = {_PATCH_FILE[1:]: files["patch.diff"], _SCRIPT_FILE[1:]: self._put}
-            return self._container.put_archive("/", packed(both))
-        if path == "/" and (script := files.get("eval.sh")) is not None:
+        if path == "/" and (script := _unpacked(data).get("eval.sh")) is not None:
             self._watch.script = script
-            if script == self._put:
-                return True
         return self._container.put_archive(path, data)
 
     def exec_run(self, command: Any, **options: Any) -> Any:
-        from docker.models.containers import ExecResult
-
-        if command in _NO_WORK:
-            return ExecResult(0, b"")
-        if command == _APPLY:
-            both = ["/bin/sh", "-c", _APPLY_AND_DIFF]
-            exit_code, output = self._container.exec_run(both, **options)
-            output, compared, diff = output.partition(b"\0")
-            if compared:
-                self._diff = diff
-            else:
-                self._put = None  # other programs follow, and come nearer to the script
-            return ExecResult(exit_code, output)
-        if command == _DIFF and self._diff is not None:
-            diff, self._diff = self._diff, None
-            return ExecResult(0, diff)
+        # The harness runs the evaluation script through the engine's own interface, so the first
+        # command after the script was put there comes when the tests are over.
         if self._watch.script is not None and self._watch.changed is None:
             if self._watch.worth_a_look():
                 self._look()
             else:
                 self._watch.changed = set()
-        if self._watch.script is not None and self._watch.brief:
-            return ExecResult(0, b"")
         return self._container.exec_run(command, **options)
 
     def clean_up(self) -> None:
@@ -195,19 +156,9 @@ def _unpacked(archive: bytes) -> dict[str, bytes]:
 class Watch:
     """The engine's events about one container."""
 
-    def __init__(
-        self,
-        worth_a_look: Callable[[], bool] = lambda: True,
-        *,
-        script: bytes = b"",
-        brief: bool = False,
-    ) -> None:
+    def __init__(self, worth_a_look: Callable[[], bool] = lambda: True) -> None:
         self.worth_a_look = worth_a_look
-        """Whether anyone asks what the tests changed; called when they are over."""
-        self.early_script = script
-        """What the evaluation script will be; empty: not known yet."""
-        self.brief = brief
-        """Run nothing in the container after the tests: it would be for the harness' log alone."""
+        """Tells whether the changed paths are needed; called when the tests are over."""
         self.image_id = ""
         self.changed: set[str] | None = None
         """None: nobody could look."""

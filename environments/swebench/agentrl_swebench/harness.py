@@ -73,14 +73,11 @@ async def run_harness(
     model_name: str = "agentrl",
     skip_patch: bool = False,
     look: bool = False,
-    brief: bool = False,
     logs: Path | None = None,
 ) -> Evidence:
     """Run the official `run_instance` once, in a process, a folder and under a run id of its own.
 
-    With `look`, a resolved run's evidence says what the tests changed of what runs tests. With
-    `brief`, nothing runs in the container after the tests: the harness' log lacks their changes to
-    the repository, and an end of the container just then goes unnoticed.
+    With `look`, a resolved run's evidence says what the tests changed of what runs tests.
 
     No container of the run is left when this returns, unless the engine is gone.
     """
@@ -106,7 +103,6 @@ async def run_harness(
         "timeout_s": max(1, round(timeout_s)),
         "skip_patch": skip_patch,
         "look": look,
-        "brief": brief,
         "container": {"arguments": options, "sys_admin": limits.sys_admin},
         "worker_memory_bytes": limits.worker_memory_bytes,
         # Of this process now, which need not be what the host's were when it started.
