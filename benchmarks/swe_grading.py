@@ -1,14 +1,19 @@
-"""Times a grading by the official command line and by ours, without and with control runs.
+"""Times gradings by the official command line and by agentrl, without and with control runs.
 
-    python benchmarks/swe_grading.py --dataset DIR/dataset.jsonl [--workers 1 4 8]
+    python benchmarks/swe_grading.py --dataset DIR/dataset.jsonl [--workers 1 4 8] [--rounds 2]
 
-grades every reference solution with each, `--copies` times in one call (under ids of their own,
-since the official command grades an instance once), and prints seconds per grading (of the harness'
-own logs, creating the container to removing it), seconds of the whole call, gradings per hour,
-their ratio to the official command's, and processor seconds per grading: of the command, the engine
-and all containers; other work on the machine, in containers aside, changes those least. A grading
-with its control run counts once. What a control run needs to know of an instance is found out for
-every copy; a training run does so once.
+Grades every reference solution `--copies` times per call, each copy under its own id, since the
+official command grades an instance only once. Whatever runs later finds more of the images' files
+in the page cache, so every other round runs the arms in reverse order. An untimed call of the
+first arm comes before all rounds, so that no arm is the first to start a container.
+
+Each line is an arm with medians over the rounds: seconds per grading (from the harness' own logs:
+creating the container to removing it), seconds of the whole call, gradings per hour, the ratio to
+the official command in the same round, and CPU seconds per grading. The gradings per hour of every
+round stand at the end of the line. CPU seconds include the command, the engine and all containers,
+and vary less with other work on the machine than the times do. A grading with its control run
+counts once. The trial runs that a control run needs once per instance are made for every copy here;
+a training run makes them once per instance.
 """
 
 from __future__ import annotations
@@ -37,19 +42,19 @@ _TIMEOUT_S = 3600
 
 
 def harness_seconds(log: Path) -> float:
-    """From the first to the last line of a `run_instance.log`."""
+    """Returns the seconds from the first to the last line of a `run_instance.log`."""
     times = _TIME.findall(log.read_text(errors="replace"))
     first, last = (datetime.strptime(times[k], "%Y-%m-%d %H:%M:%S,%f") for k in (0, -1))
     return (last - first).total_seconds()
 
 
 class Processor:
-    """Processor seconds of a command, the engine and all containers while the command runs.
+    """Counts the CPU seconds of a command, the engine and all containers while the command runs.
 
-    The kernel counts the command's own in a control group, whoever waits for its processes. The
-    engine's helpers, one per container, belong to nobody: they are seen ten times a second, the
-    last moments of each are missed. A helper waits for its container's processes, so that what they
-    used is counted by it as well as by the containers' control group.
+    The command's own processes are counted by a control group. The engine's helpers, one per
+    container, are in no group: they are polled ten times a second, so the last moments of each are
+    missed. A helper waits for its container's processes, so their time is counted twice, by the
+    helper and by the containers' control group; the larger of the two figures is taken.
     """
 
     def __init__(self) -> None:
@@ -61,7 +66,7 @@ class Processor:
         self._over = threading.Event()
 
     def join(self) -> None:
-        """Count the calling process, and all that it will start."""
+        """Counts the calling process and all that it will start."""
         with contextlib.suppress(OSError):
             (self._own / "cgroup.procs").write_text("0")
 
@@ -117,7 +122,7 @@ class Processor:
 
 
 def _of_process(number: str) -> tuple[str, float]:
-    """Its name and the processor seconds of it and the children that it waited for."""
+    """Returns a process's name and the CPU seconds of it and of the children it waited for."""
     try:
         text = Path("/proc", number, "stat").read_text()
     except OSError:
@@ -126,8 +131,17 @@ def _of_process(number: str) -> tuple[str, float]:
     return name, sum(map(int, rest.split()[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(command: Sequence[str]) -> tuple[list[float], float, float]:
-    """Seconds of each grading and of the call, and the call's processor seconds."""
+Measured = tuple[list[float], float, float]
+"""Seconds of each grading, seconds of the call, CPU seconds of the call."""
+
+
+def measure(command: Sequence[str]) -> Measured:
+    """Runs a command in an empty folder; returns the seconds of each grading, the seconds of the
+    call and its CPU seconds.
+
+    Raises:
+        ConfigError: the command failed.
+    """
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, Processor() as processor:
         started = time.monotonic()
         done = subprocess.run(
@@ -146,7 +160,7 @@ def measure(command: Sequence[str]) -> tuple[list[float], float, float]:
 
 
 def copied(dataset: Path, copies: int, out: Path) -> int:
-    """Write every row so many times, each with an id of its own; how many there are."""
+    """Writes every row `copies` times, each under its own id; returns the number of rows."""
     rows = [instance.row() for instance in load_instances(str(dataset))]
     lines = [
         json.dumps(row | {"instance_id": f"{row['instance_id']}{number}"}) + "\n"
@@ -176,33 +190,57 @@ def main(arguments: list[str] | None = None) -> int:
         description="Time gradings against the official command line.",
     )
     parser.add_argument("--dataset", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--copies", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument(
+        "--copies", type=int, default=4, help="gradings per instance and call (default: 4)"
+    )
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[1, 4, 8], metavar="N", help="(default: 1 4 8)"
     )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        metavar="N",
+        help="calls per arm; every other round runs the arms in reverse order (default: 2)",
+    )
     given = parser.parse_args(arguments)
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds} must be positive")
     try:
         with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
             dataset = Path(folder, "dataset.jsonl")
             number = copied(given.dataset, given.copies, dataset)
-            print(f"{number} gradings per call")
-            head = f"{'workers':>7} {'':14} {'grading, s':>10} {'all, s':>8} {'per hour':>9} ratio"
-            print(f"{head} processor, s")
+            measure(_commands(str(given.dataset), "4")["official"])
+            print(f"{number} gradings per call, {given.rounds} rounds", flush=True)
+            print(f"{'workers':>7} {'arm':14} grading, s  call, s  per hour  ratio  CPU s  rounds")
             for workers in given.workers:
-                official = 0.0
-                for name, command in _commands(str(dataset), str(workers)).items():
-                    each, whole, processor = measure(command)
-                    official = official or number / whole
-                    print(
-                        f"{workers:7} {name:14} {statistics.median(each):10.1f} {whole:8.1f} "
-                        f"{3600 * number / whole:9.0f} {number / whole / official:5.2f} "
-                        f"{processor / number:12.2f}",
-                        flush=True,
-                    )
+                commands = _commands(str(dataset), str(workers))
+                rounds = [
+                    {
+                        arm: measure(commands[arm])
+                        for arm in (reversed(commands) if k % 2 else commands)
+                    }
+                    for k in range(given.rounds)
+                ]
+                for arm in commands:
+                    print(f"{workers:7} {_line(arm, rounds, number)}", flush=True)
     except AgentRLError as error:
         print(f"agentrl: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _line(arm: str, rounds: Sequence[dict[str, Measured]], number: int) -> str:
+    """Returns an arm's columns: medians over the rounds, then the hourly rate of each round."""
+    median = statistics.median
+    each, calls, processor = zip(*(measured[arm] for measured in rounds), strict=True)
+    hourly = [3600 * number / call for call in calls]
+    ratios = [measured["official"][1] / measured[arm][1] for measured in rounds]
+    return (
+        f"{arm:14} {median(map(median, each)):10.1f} {median(calls):8.1f} {median(hourly):9.0f} "
+        f"{median(ratios):6.2f} {median(processor) / number:6.2f}  "
+        + " ".join(f"{figure:.0f}" for figure in hourly)
+    )
 
 
 if __name__ == "__main__":
