@@ -1,4 +1,4 @@
-"""The evidence by which gradings and control runs are judged."""
+"""The evidence on which gradings and control runs are judged."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Literal
 
 @dataclass(slots=True, frozen=True)
 class Evidence:
-    """The results that one run of the harness left."""
+    """The results of one run of the harness."""
 
     ended: Literal["done", "wall_limit", "crashed"]
-    """The worker: gave a result, was killed for taking too long, ended without a result."""
+    """End of the worker: it gave a result, was killed for taking too long, or ended without a
+    result."""
     report: dict[str, dict] | None = None
-    """The official report, by instance id; None where the harness made none."""
+    """The official report by instance id; None if the harness made none."""
     statuses: dict[str, str] = field(default_factory=dict)
-    """Every test that the official parser found in the log, with its status."""
+    """Status by test, for every test that the official parser found in the log."""
     complete: bool = False
-    """The log has both of the evaluation script's marks."""
+    """True if the log has the marks of the tests' start and end."""
     num_marks: tuple[int, int] = (1, 1)
-    """How often the log has the mark of the tests' start and that of their end."""
+    """Counts of the start mark and of the end mark in the log; (1, 1) is normal."""
     changed: Sequence[str] | None = ()
-    """Files that decide how tests run and are not what they were in the image, or, of the
-    evaluation script, not what was put there. Seen by the engine, from outside the container; None:
-    it could not look."""
+    """Files that decide how tests run and that differ from the image, and the evaluation script if
+    it differs from what was put there. Listed from outside the container; None if that failed."""
     error_kind: str = ""
     error: str = ""
     container_end: str = ""
@@ -32,5 +32,5 @@ class Evidence:
     least_free_bytes: int | None = None
     image_id: str = ""
     log_dir: str = ""
-    """Of the harness, relative to the worker's folder."""
+    """The harness' log folder, relative to the worker's folder."""
     seconds: float = 0.0

@@ -1,7 +1,7 @@
-"""Grading: the verdict of the official harness in a fresh container, and what may be made of it.
+"""Grades a patch with the official harness in a fresh container and derives a reward.
 
-`grade` applies the submission policy, runs the harness' own `run_instance` in a process and a
-container of their own, and maps what happened to an outcome:
+`grade` applies the submission policy, runs the harness' own `run_instance` in a separate process
+and container, and maps what happened to an outcome:
 
     what happened                                       first time   again
     report: resolved                                    resolved
@@ -13,13 +13,13 @@ container of their own, and maps what happened to an outcome:
     engine gone, image missing, disk full, container
     removed from outside, worker killed or stuck        retried      infrastructure
 
-Trouble of the infrastructure is tried again with pauses that grow to minutes. It is never a
+A failure of the infrastructure is retried with pauses that grow to minutes. It never counts as a
 verdict: `resolved` and `reward` are None, and a trainer masks the rollout. Which side is to blame
-is read from the engine's events and the harness' exceptions, not from logs, because logs hold text
-of the patch's making.
+is read from the engine's events and the harness' exceptions, not from logs, because the patch can
+write to the logs.
 
-`resolved` is the official verdict on the graded patch and nothing else. `reward` can only be less:
-0 where the audit found the verdict forged, None where it found nothing out.
+`resolved` is the official verdict on the graded patch and nothing else. `reward` is never higher:
+it is 0 if the audit found the verdict forged, and None if the audit came to no result.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ Outcome = Literal["resolved", "unresolved", "patch_failed", "empty", "refused", 
 HARNESS_VERSION = "5.0.2"
 
 TAMPERED = "tampered"
-"""Flag: a test passed that must fail, or the run shows what the reference solution's does not."""
+"""Flag of a resolved grading whose results are forged, as the control runs or the run itself
+show (`audit`)."""
 UNAUDITED = frozenset({"audit_inconclusive", "audit_unsupported"})
-"""Flags of a resolved grading of which nothing is known beyond the official verdict."""
+"""Flags of a resolved grading that no control run confirmed."""
 
 BACK_OFF_S = (3.0, 15.0, 60.0, 120.0)
-"""Pauses before the infrastructure is tried again; an engine may be starting."""
+"""Pauses in seconds before each retry after a failure of the infrastructure; an engine may be
+starting."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,7 +66,7 @@ class Judgement:
     outcome: Outcome
     reason: str
     retry: bool = False
-    """Worth a second run; the outcome stands if that ends no better."""
+    """True if a second run is worthwhile; if it ends the same way, the outcome stands."""
     flags: tuple[str, ...] = ()
 
 
@@ -72,29 +74,30 @@ class Judgement:
 class Verdict:
     instance_id: str
     resolved: bool | None
-    """The official verdict on the graded patch; None: there is none."""
+    """The official verdict on the graded patch; None if there is none."""
     outcome: Outcome
     reason: str
     """One line."""
     report: dict
-    """The official report by instance id; {} where the harness made none."""
+    """The official report by instance id; {} if the harness made none."""
     seconds: float
-    """Of the harness' runs, retry and audit included; waiting for a free worker is not."""
+    """Seconds of the harness' runs, with retries and control runs, without waiting for a worker."""
     flags: tuple[str, ...]
     policy: str = ""
-    """With its version."""
+    """Name and version of the policy."""
     graded_patch: str = ""
     dropped: tuple[tuple[str, str], ...] = ()
-    """Files of the patch that were left out, with the reason."""
+    """Files that the policy left out of the patch, each with the reason."""
     notes: tuple[str, ...] = ()
-    """Lines of the patch worth a look; they decide nothing."""
+    """Lines of the patch that a reviewer should see, and the reason of the audit's flag. They do
+    not affect the reward."""
     image_id: str = ""
     attempts: int = 0
     pays_unaudited: bool = False
 
     @property
     def reward(self) -> float | None:
-        """1, 0, or None: mask the rollout."""
+        """1.0, 0.0, or None, in which case the rollout is to be masked."""
         if self.resolved is None:
             return None
         if self.resolved and not self.pays_unaudited and UNAUDITED & set(self.flags):
@@ -110,9 +113,9 @@ def _num_workers() -> int:
 
 
 class _Slots:
-    """The gradings that may run at once in this process, whatever event loop asks.
+    """Limits the gradings that run at once in this process, across event loops.
 
-    More of them than cores take longer each, until their tests time out.
+    With more gradings than cores each takes longer, until tests time out.
     """
 
     def __init__(self) -> None:
@@ -147,7 +150,7 @@ def max_workers() -> int:
     one per core.
 
     Raises:
-        ConfigError: the variable holds no positive number.
+        ConfigError: AGENTRL_GRADING_WORKERS is not a positive number.
     """
     if _slots.limit is None:
         _slots.limit = _num_workers()
@@ -155,7 +158,11 @@ def max_workers() -> int:
 
 
 def set_max_workers(number: int) -> None:
-    """Sets the number of gradings that run at once in this process from now on."""
+    """Sets the number of gradings that run at once in this process from now on.
+
+    Raises:
+        ConfigError: the number is not positive.
+    """
     if number < 1:
         raise ConfigError(f"the number of workers, {number}, must be positive")
     _slots.limit = number
@@ -175,23 +182,23 @@ async def grade(
     skip_patch: bool = False,
     logs: Path | None = None,
 ) -> Verdict:
-    """Grade one patch. At most AGENTRL_GRADING_WORKERS gradings run at once in this process; by
-    default as many as there are cores.
+    """Grades one patch. At most AGENTRL_GRADING_WORKERS gradings run at once in this process; the
+    default is one per core.
 
     Args:
-        run_id: label of the containers. It need not be unique: the harness is given an id of its
-            own for every run.
-        timeout_s: of the tests.
-        policy: under `strict`, as for control runs, the image's history is scrubbed as it is for
-            agents: a patch can't fetch the fix from it.
-        audit: judge a resolved run by a control run (`agentrl_swebench.audit`).
-        pay_unaudited: reward a resolved run also where no control run could be made, or said
-            nothing. Whatever forges results there is then paid.
-        skip_patch: run the tests without any patch, whatever `model_patch` is.
+        run_id: label of the containers. It need not be unique: every run of the harness gets an id
+            of its own.
+        timeout_s: limit on the tests, in seconds.
+        policy: under `strict`, and for control runs, the image's history is scrubbed as it is for
+            agents, so that a patch cannot fetch the fix from it.
+        audit: check a resolved run by a control run (`agentrl_swebench.audit`).
+        pay_unaudited: also reward a resolved run that no control run could confirm. A patch that
+            forges results is then paid.
+        skip_patch: run the tests without any patch; `model_patch` is ignored.
         logs: folder that receives the harness' log folder of the last attempt.
 
     Raises:
-        ConfigError: the harness is not installed.
+        ConfigError: the harness is not installed, or AGENTRL_GRADING_WORKERS is invalid.
     """
     _check_installed()
     limits = limits or GradingLimits()
@@ -282,10 +289,11 @@ def _engine(address: str | None) -> Engine:
 
 
 async def _without_history(instance: Instance) -> tuple[Instance, str]:
-    """The instance on the image that agents get, and the id of the row's own.
+    """Returns the instance with the scrubbed image that agents get, and the id of the row's image.
 
     Raises:
-        EnvError: there is no such image, or the engine does not answer for minutes.
+        EnvError: the image is missing or cannot be scrubbed, or the engine does not answer for
+            minutes.
     """
     for pause in (*BACK_OFF_S, None):
         try:
@@ -305,14 +313,14 @@ class _Settled:
     judgement: Judgement
     seconds: float
     retried: list[str]
-    """Why, each time."""
+    """The reason of each retry."""
 
 
 async def _settled(
     instance: Instance, patch: str, limits: GradingLimits, **options: Any
 ) -> _Settled:
-    """Run the harness until its result stands: what may be a patch's doing twice at most, what is
-    the infrastructure's with growing pauses. Pauses keep no worker busy."""
+    """Runs the harness until its result stands. A failure that the patch may have caused is retried
+    once, a failure of the infrastructure with growing pauses, during which other gradings run."""
     seconds = 0.0
     retried: list[str] = []
     while True:
@@ -320,7 +328,7 @@ async def _settled(
             evidence = await run_harness(instance, patch, limits=limits, **options)
         seconds += evidence.seconds
         judgement = judge(instance, evidence, limits)
-        # A missing image or a row that can't be read will not get better by itself.
+        # Waiting repairs neither a missing image nor a row that cannot be read.
         lasting = evidence.error_kind in ("image", "row") or judgement.outcome != "infrastructure"
         if not judgement.retry or len(retried) == (1 if lasting else len(BACK_OFF_S)):
             return _Settled(evidence, judgement, seconds, retried)
@@ -329,7 +337,7 @@ async def _settled(
 
 
 def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judgement:
-    """The outcome of one run of the harness. Pure."""
+    """Returns the outcome of one run of the harness. A pure function."""
     flags: list[str] = []
     if evidence.out_of_memory:
         flags.append("out_of_memory")
@@ -349,7 +357,7 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
     if report is not None and report["resolved"]:
         return judgement("resolved", "all required tests pass")
 
-    # From here on it is a failure, and the question is whose.
+    # From here on the run failed: decide whether the patch or the infrastructure is to blame.
     free = evidence.least_free_bytes
     if free is not None and free < limits.min_free_bytes:
         return infrastructure(f"the engine's disk is full ({free >> 20} MiB free)")
@@ -375,7 +383,7 @@ def judge(instance: Instance, evidence: Evidence, limits: GradingLimits) -> Judg
     if evidence.error_kind == "engine" and evidence.container_end == "died":
         return judgement("unresolved", "a process of the tests ended the container", retry=True)
     if evidence.error_kind in ("memory", "decode"):
-        # Output without end, or a file that is no text: the patch's doing, the same every time.
+        # The patch caused endless output or a difference that is not UTF-8; a retry ends the same.
         return judgement("unresolved", f"the harness could not read the output: {evidence.error}")
     return infrastructure(f"{evidence.error_kind}: {evidence.error}")
 

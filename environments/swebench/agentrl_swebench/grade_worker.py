@@ -1,18 +1,17 @@
-"""One grading, in a process of its own.
+"""Runs one grading per process.
 
 `python -m agentrl_swebench.grade_worker` imports the harness and then forks a worker for each
 folder that it is sent (`harness.py`). A worker reads `request.json` in its folder, runs the
 official harness' `run_instance` as it is, and writes `result.json` there. The harness is given a
-Docker client that adds limits and labels to the container it creates and asks less of the engine
-(`guarded.py`), and its clean-up is replaced by ours; nothing else about the run differs from the
-official one.
+Docker client that adds limits and labels to the container it creates (`guarded.py`), and its
+clean-up is replaced by ours; nothing else about the run differs from the official one.
 
-Besides the report, the result says what ended the run, from sources that the graded patch can't
-write: the exception that the harness met (its log and the test output hold text of the patch's
-making) and the engine's events about the container.
+Besides the report, the result says what ended the run. It is read from the exception that the
+harness met and from the engine's events about the container, because the graded patch can write
+to the harness' log and the test output, but not to those.
 
-A worker ends with its parent: it holds a connection on which nobody writes to it, and the end of
-that means that the parent is gone, or gave the grading up.
+A worker ends with its parent: it holds a connection to it, and when that closes, the parent is gone
+or has given up the grading.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import docker
 
 GRADING_LABEL = "agentrl.grading"
-"""Names one run of the harness; its container is found by it."""
+"""Label by which the container of one run of the harness is found."""
 
 FOLDER_PREFIX = "agentrl-grade-"
 REQUEST_FILE = "request.json"
@@ -51,7 +50,7 @@ _DISK_POLL_S = 1.0
 
 
 def main() -> int:
-    """Fork workers until the process that asks for them is gone."""
+    """Forks workers until the process that asks for them is gone; returns 0."""
     import swebench.harness.grading
     import swebench.harness.run_evaluation
     import swebench.harness.utils  # noqa: F401
@@ -66,24 +65,24 @@ def main() -> int:
             try:
                 _work(os.fsdecode(folder), connections[0])
             finally:
-                traceback.print_exc()  # `_work` ends by itself
+                traceback.print_exc()  # reached only if `_work` failed: it ends the process itself
                 os._exit(1)
         os.close(connections[0])
 
 
 def _work(folder: str, connection: int) -> None:
-    """Grade in a process that was just forked, and end it."""
+    """Grades in the forked process and ends the process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     try:
         os.chdir(folder)
     except FileNotFoundError:
-        os._exit(1)  # given up before it began
+        os._exit(1)  # the folder is gone: the grading was given up before it began
     log = os.open(LOG_FILE, os.O_WRONLY | os.O_CREAT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, file in enumerate((nothing, log, log)):
         os.dup2(file, number)
-    os.set_inheritable(connection, False)  # what the harness starts must not hold it
+    os.set_inheritable(connection, False)  # programs that the harness starts must not hold it
     os.write(connection, b"%d\n" % os.getpid())
     request = json.loads(Path(REQUEST_FILE).read_text())
     threading.Thread(
@@ -100,14 +99,15 @@ def _work(folder: str, connection: int) -> None:
     part.replace(RESULT_FILE)
     sys.stdout.flush()
     if _parent_gone.is_set():
-        threading.Event().wait()  # for the thread that cleans up and ends the process
-    # The harness' reader thread may still wait for a container that hangs.
+        threading.Event().wait()  # the other thread cleans up and ends the process
+    # Not sys.exit: the harness' reader thread may still wait for a container that hangs.
     os._exit(0)
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Grade `request["patch"]` on `request["row"]`; the keys of the result are `Evidence`'s."""
-    # Importing the harness takes a second and raises the process' limits, hence only in workers.
+    """Grades `request["patch"]` on `request["row"]`; returns the fields of `Evidence`, except
+    `ended` and `seconds`."""
+    # Importing the harness takes a second and raises the process' limits, so only workers do.
     from docker.errors import DockerException
     from swebench.harness import run_evaluation
     from swebench.harness.constants import (
@@ -148,7 +148,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, ValueError, TypeError) as error:
         return result | {"error_kind": "row", "error": f"{type(error).__name__}: {error}"}
     try:
-        # An answer may be a stream that is silent for as long as a test runs.
+        # The stream of the tests' output may be silent for as long as the tests may run.
         client = connect(request["timeout_s"] + 60)
         disk = _DiskWatch(_disk_of(client))
     except (AgentRLError, DockerException, OSError) as error:
@@ -156,8 +156,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     output = log_dir / LOG_TEST_OUTPUT
 
     def worth_a_look() -> bool:
-        # The harness makes the same report of the same log a moment later. It has written none yet
-        # where it stops tests that took too long.
+        # The harness makes the same report from the same log a moment later. There is no log yet
+        # when it stops tests that took too long.
         return (
             request["look"]
             and output.is_file()
@@ -180,7 +180,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             skip_patch=request["skip_patch"],
         )
     except (DockerException, OSError, UnicodeError, MemoryError) as error:
-        # From the harness' clean-up or its files; the rest would be a defect and should be seen.
+        # Raised by the harness' clean-up or its files; any other exception is a defect to be seen.
         errors.errors.append(error)
     if returned is not None:
         result["report"] = returned[1]
@@ -200,13 +200,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean_up(client: object, container: Any, logger: object) -> None:
-    """In place of the harness' own, which is after the verdict: two `docker` programs."""
+    """Replaces the harness' clean-up, which runs two `docker` programs after the verdict."""
     if container is not None:
         container.clean_up()
 
 
 class _ErrorWatch(logging.Handler):
-    """The exceptions that the harness handles: it logs each while handling it."""
+    """Collects the exceptions that the harness handles: it logs each while handling it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,10 +219,10 @@ class _ErrorWatch(logging.Handler):
 
 
 def _what_failed(errors: list[BaseException]) -> tuple[str, str]:
-    """Kind and text of the error that ended a run.
+    """Returns the kind and the text of the error that ended a run.
 
-    Kinds: `patch` (it does not apply), `timeout` (of the tests), `image` (there is none),
-    `engine`, `memory`, `decode`, `disk`, `other`.
+    Kinds: `patch` (it does not apply), `timeout` (the tests took too long), `image` (it is
+    missing), `engine`, `memory`, `decode`, `disk`, `other`.
     """
     import subprocess
 
@@ -232,7 +232,7 @@ def _what_failed(errors: list[BaseException]) -> tuple[str, str]:
     from swebench.harness.utils import EvaluationError
     from urllib3.exceptions import HTTPError
 
-    # Trouble of the clean-up comes after what ended the run and hides nothing of it.
+    # Errors of the clean-up's programs come after the error that ended the run.
     causes = [error for error in errors if not isinstance(error, subprocess.SubprocessError)]
     if not causes:
         return "other", "the harness gave neither a report nor an error"
@@ -263,7 +263,8 @@ def _what_failed(errors: list[BaseException]) -> tuple[str, str]:
 
 
 class _DiskWatch:
-    """The least free space seen while a grading ran: a full disk fails tests like a wrong patch."""
+    """Records the least free space while a grading runs: a full disk fails tests as a wrong patch
+    does."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -280,15 +281,15 @@ class _DiskWatch:
             self._least = min(self._least, self._free())
 
     def least(self) -> int:
-        """In bytes."""
+        """Returns the least free space so far, in bytes."""
         return min(self._least, self._free())
 
 
 def _disk_of(client: docker.DockerClient) -> str:
-    """A folder on the disk that containers write to."""
+    """Returns a folder on the disk that containers write to."""
     folder = client.info().get("DockerRootDir", "")
-    # Where the engine is another machine's, or this process runs in a container: the root, which in
-    # a container lies on the engine's disk.
+    # If the folder is not visible here, the engine is on another machine or this process runs in a
+    # container, whose root lies on the engine's disk.
     return folder if os.path.isdir(folder) else "/"
 
 
@@ -302,15 +303,15 @@ def _end_with_parent(connection: int, grading: str) -> None:
     try:
         reap(connect(10), label=f"{GRADING_LABEL}={grading}", everything=True)
     except AgentRLError:
-        pass  # the reaper finds it by its label
+        pass  # the reaper will find the container by its label
     finally:
-        # Nobody else would remove the folder that the parent made for this run.
+        # The parent made this folder for the run and can no longer remove it.
         folder = Path.cwd()
         for _ in range(100 if folder.name.startswith(FOLDER_PREFIX) else 0):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 break
-            time.sleep(0.02)  # the harness just wrote a file there
+            time.sleep(0.02)  # the harness wrote a file there meanwhile
         if os.getpgid(0) == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)

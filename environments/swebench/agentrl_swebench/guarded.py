@@ -30,7 +30,7 @@ _CLEAN_UP_S = 30.0
 
 
 class GuardedClient:
-    """The engine's client, with limits and labels on every container created through it."""
+    """Docker client that adds limits and labels to every container created through it."""
 
     def __init__(self, client: docker.DockerClient, options: dict[str, Any], watch: Watch) -> None:
         self._client = client
@@ -85,15 +85,16 @@ class _GuardedContainer:
         return self._container.exec_run(command, **options)
 
     def clean_up(self) -> None:
-        """Stop and remove the container; without an engine it is left, and found by its label."""
+        """Stops and removes the container. If the engine does not answer, the container is left,
+        and a later run finds it by its label."""
         from docker.errors import DockerException
         from requests.exceptions import RequestException
 
         with contextlib.suppress(DockerException, RequestException, OSError):
             client = self._container.client
-            client.api.timeout = _CLEAN_UP_S  # an engine that hangs now takes no verdict with it
+            client.api.timeout = _CLEAN_UP_S  # an engine that hangs here must not cost the verdict
             with contextlib.suppress(DockerException):
-                # By this signal the events tell that it was not killed from outside.
+                # The events show this signal, and so that nobody else killed the container.
                 client.api.kill(self._container.id, int(signal.SIGTERM))
             remove(client, self._container.id)
 
@@ -110,9 +111,9 @@ class _GuardedContainer:
             self._watch.changed = changed
 
     def _read_script(self) -> bytes | None:
-        """None: there is something else in its place."""
+        """Returns the script as it is in the container now; None if it is not a regular file."""
         if layer := self._layer():
-            # Links in a container's layer lead out of it, and pipes never end.
+            # A link in a container's layer would lead out of it, and a pipe would never end.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             try:
                 with open(os.open(layer + _SCRIPT_FILE, flags), "rb") as file:
@@ -124,22 +125,23 @@ class _GuardedContainer:
         return _unpacked(b"".join(chunks)).get("eval.sh")
 
     def _layer(self) -> str:
-        """The folder that holds what is not the image's, where this process can see it."""
+        """Returns the folder with all that the container changed in its image; "" where this
+        process cannot read it."""
         stored = (self._container.attrs.get("GraphDriver") or {}).get("Data") or {}
         layer = stored.get("UpperDir", "")
         return layer if os.access(layer, os.R_OK | os.X_OK) else ""
 
     def _changes(self) -> Iterator[str]:
-        """Paths that are not the image's. The engine compares every file of the image, which takes
-        it longer than the tests of a small instance; root on its machine can see what it stores of
-        the container."""
+        """Yields the paths that differ from the image. Reads the container's layer if it can,
+        because the engine compares every file of the image, which takes longer than the tests of a
+        small instance."""
         layer = self._layer()
         if not layer:
             yield from (change["Path"] for change in self._container.diff() or [])
             return
 
         def unseen(error: OSError) -> None:
-            raise error  # `_look` then says that nobody could
+            raise error  # `_look` then leaves `changed` at None
 
         for folder, folders, files in os.walk(layer, onerror=unseen):
             for name in (*folders, *files):
@@ -147,21 +149,21 @@ class _GuardedContainer:
 
 
 def _unpacked(archive: bytes) -> dict[str, bytes]:
-    """The files of an archive."""
+    """Returns the regular files of a tar archive by name."""
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         files = ((member.name, tar.extractfile(member)) for member in tar.getmembers())
         return {name: file.read() for name, file in files if file is not None}
 
 
 class Watch:
-    """The engine's events about one container."""
+    """Records the engine's events about one container, and what the tests changed in it."""
 
     def __init__(self, worth_a_look: Callable[[], bool] = lambda: True) -> None:
         self.worth_a_look = worth_a_look
         """Tells whether the changed paths are needed; called when the tests are over."""
         self.image_id = ""
         self.changed: set[str] | None = None
-        """None: nobody could look."""
+        """Changed paths that decide how tests run; None if they could not be listed."""
         self.script: bytes | None = None
         """The evaluation script, as it was put into the container."""
         self._events: list[tuple[str, str]] = []
@@ -171,7 +173,7 @@ class Watch:
 
     def follow(self, client: docker.DockerClient, container_id: str) -> None:
         self._followed = True
-        # The answer starts before the container does, so that no event is missed.
+        # Opened before the container starts, so that no event is missed.
         stream = client.api.events(filters={"container": [container_id]}, decode=True)
         threading.Thread(target=self._read, args=(stream,), daemon=True).start()
 
@@ -195,9 +197,13 @@ class Watch:
     def end(self, wait_s: float) -> tuple[str, bool]:
         """Returns what ended the container, and whether a process in it ran out of memory.
 
-        `stopped` (the harness' own clean-up comes first), `removed` (someone killed it or froze it
-        from outside), `died` (it ended by itself: its main process was killed from inside), `lost`
-        (the engine went away), or "" (there was none, or it still runs).
+        Waits at most `wait_s` seconds for the container to be gone.
+
+        Returns:
+            The end and the flag. The end is `stopped` (by the harness' own clean-up), `removed`
+            (killed or frozen from outside), `died` (its main process was killed from inside),
+            `lost` (the connection to the engine broke), or "" (there was no container, or it still
+            runs).
         """
         if self._followed:
             self._over.wait(wait_s)

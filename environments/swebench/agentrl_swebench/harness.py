@@ -1,8 +1,8 @@
 """Runs of the official harness, each in a process, a folder and a container of its own.
 
-A worker (`grade_worker`) is forked from a host process that has imported the harness: the import
-costs more of a processor than the tests of a small instance. Host and workers end with this
-process, by whatever it ends, because connections to it close.
+A worker (`grade_worker`) is forked from a host process that has imported the harness, because the
+import takes more CPU time than the tests of a small instance. Host and workers end when this
+process does, however it ends, because their connections to it close.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from agentrl_swebench.grade_worker import (
 )
 
 WALL_GRACE_S = 180.0
-"""What a run may take besides its tests: create, start, apply, stop, remove."""
+"""Seconds that a run may take besides its tests: create, start, apply, stop, remove."""
 _TAIL_CHARS = 500
 
 
@@ -47,20 +47,20 @@ class GradingLimits:
     """Limits of one grading."""
 
     memory_bytes: int = 4 << 30
-    """Of the container, swap included."""
+    """Memory of the container, swap included."""
     max_processes: int = 512
     cpus: float | None = None
-    """Cores, also in part; None: an equal share for each grading that may run at once, and no less
-    than one."""
+    """Cores of the container, fractions allowed. None: `grade` shares the cores equally among the
+    gradings that may run at once, at least one each; `run_harness` alone sets no limit."""
     network: Literal["none", "bridge"] = "none"
-    """The official harness grants a network; few instances' tests need it."""
+    """The official harness gives a network (`bridge`), which few instances' tests need."""
     sys_admin: bool = False
-    """The official harness grants CAP_SYS_ADMIN, which browsers' sandboxes need and which is
-    close to root on the host."""
+    """Grant CAP_SYS_ADMIN, as the official harness does. Browsers' sandboxes need it; it is close
+    to root on the host."""
     worker_memory_bytes: int = 4 << 30
-    """Address space of the worker, which collects the tests' whole output."""
+    """Address space of the worker, which keeps the tests' whole output in memory."""
     min_free_bytes: int = 512 << 20
-    """With less on the engine's disk at any time, a verdict that is not `resolved` is void."""
+    """If the engine's disk ever has less free space, a verdict other than `resolved` is void."""
 
 
 async def run_harness(
@@ -75,17 +75,22 @@ async def run_harness(
     look: bool = False,
     logs: Path | None = None,
 ) -> Evidence:
-    """Run the official `run_instance` once, in a process, a folder and under a run id of its own.
+    """Runs the official `run_instance` once, in its own process and folder and under its own run
+    id.
 
-    With `look`, a resolved run's evidence says what the tests changed of what runs tests.
+    When this returns, no container of the run is left, unless the engine is gone.
 
-    No container of the run is left when this returns, unless the engine is gone.
+    Args:
+        run_id: label of the container; need not be unique.
+        timeout_s: limit on the tests, in seconds, rounded to whole seconds.
+        look: list, for a resolved run, which files that decide how tests run were changed.
+        logs: folder that receives the harness' log folder.
     """
-    # Two runs with one id: the second kills the first's container, and finds the first's report.
+    # If two runs had one id, the second would kill the first's container and find its report.
     grading = f"{re.sub('[^a-zA-Z0-9_.-]', '-', run_id)[:40]}-{secrets.token_hex(6)}"
     options = {
         "network_mode": limits.network,
-        # Without an init, the main process ignores the signal to end.
+        # Without an init, the container's main process ignores SIGTERM.
         "init": True,
         "mem_limit": limits.memory_bytes,
         "memswap_limit": limits.memory_bytes,
@@ -93,7 +98,7 @@ async def run_harness(
         "labels": labels(run_id, "grade") | {GRADING_LABEL: grading},
     }
     if limits.cpus is not None:
-        # By time, since the engine refuses more cores than its machine has.
+        # As a quota of time: the engine refuses a number of cores above its machine's.
         options |= {"cpu_period": 100_000, "cpu_quota": int(limits.cpus * 100_000)}
     request = {
         "row": instance.row(),
@@ -105,7 +110,7 @@ async def run_harness(
         "look": look,
         "container": {"arguments": options, "sys_admin": limits.sys_admin},
         "worker_memory_bytes": limits.worker_memory_bytes,
-        # Of this process now, which need not be what the host's were when it started.
+        # This process's variables may have changed since the host started.
         "environment": {k: v for k, v in os.environ.items() if k.startswith("DOCKER_")},
     }
     if _unclean:
@@ -122,7 +127,7 @@ async def run_harness(
             result = {"error": (folder / LOG_FILE).read_text(errors="replace")[-_TAIL_CHARS:]}
         evidence = Evidence(ended=ended, seconds=time.monotonic() - started, **result)
         if not evidence.complete or evidence.container_end in ("", "lost"):
-            _unclean.add(grading)  # perhaps the harness could not remove it, if there was one
+            _unclean.add(grading)  # the harness may have left its container
         if logs is not None and evidence.log_dir and (folder / evidence.log_dir).is_dir():
             shutil.rmtree(logs, ignore_errors=True)
             logs.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +144,7 @@ async def _run_worker(
     try:
         async with asyncio.timeout(wall_s):
             pid = int(await reader.readline() or 0)
-            await reader.read()  # to the worker's end
+            await reader.read()  # returns when the worker ends
         if (folder / RESULT_FILE).is_file():
             ended = "done"
     except TimeoutError:
@@ -147,7 +152,7 @@ async def _run_worker(
     finally:
         if ended != "done":
             await asyncio.shield(_clean_up(reader, pid, grading))
-        writer.close()  # a worker that is forked only now ends for it
+        writer.close()  # a worker that is forked only now sees this and ends
     return ended
 
 
@@ -162,7 +167,7 @@ async def _clean_up(reader: asyncio.StreamReader, pid: int, grading: str) -> Non
 
 
 _unclean: set[str] = set()
-"""Runs of which a container may be left: where the engine was gone, the next run removes it."""
+"""Runs that may have left a container because the engine was gone; the next run removes it."""
 
 
 def _remove_containers() -> None:
@@ -173,7 +178,8 @@ def _remove_containers() -> None:
 
 
 class _Host:
-    """The process that workers are forked from; started at the first run, and again if it ends."""
+    """The process that workers are forked from. It starts at the first run, and again if it
+    ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,13 +187,13 @@ class _Host:
         self._asking: socket.socket | None = None
 
     def fork_worker(self, folder: Path) -> socket.socket:
-        """Ask for a worker in `folder`. The answer is a connection that it holds: it writes its
-        process id, a line, and nothing else, and each side ends when the other does."""
+        """Asks for a worker in `folder` and returns a connection to it. The worker writes one line,
+        its process id, and holds the connection until it ends; it ends when this side closes."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             if self._process is None or self._asking is None or self._process.poll() is not None:
                 self._asking = self._start()
-            # A host that ends just now leaves a connection that is closed: the worker crashed.
+            # If the host ends just now, the connection is closed, which counts as a crashed worker.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._asking, [os.fsencode(folder)], [theirs.fileno()])
         return ours
