@@ -1,11 +1,12 @@
-"""Rows of datasets that people train on, as rows of SWE-bench 5: one function per dataset.
+"""Adapters that convert rows of training datasets to rows of SWE-bench 5: one function per dataset.
 
-Each is told by its columns, takes a row as the dataset's authors publish it and gives one with the
-image, the evaluation script and the log parser that the official harness needs. The scripts have
-the shape of the official ones. Nothing is downloaded or run here.
+`adapter_of` recognises a dataset by its columns. Its function takes a row as the dataset's authors
+publish it and returns one with the image, the evaluation script and the log parser that the
+official harness needs. The scripts have the form of the official ones. Nothing is downloaded or run
+here.
 
-What was not tried: the real images, which no test of ours can pull. `agentrl swebench validate`
-tells of each instance whether it can be graded as its adapter says.
+The adapters were not tried with the real images, which our tests cannot pull. `agentrl swebench
+validate` tells for each instance whether it can be graded.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ fi"""
 Row = dict[str, Any]
 
 MOVED_REPOSITORY = "agentrl/swebench-moved"
-"""Images of which the repository was moved to /testbed."""
+"""Name of the images whose repository was moved to /testbed."""
 
 
 def swe_gym(row: Row, place: str) -> Row:
     """SWE-Gym/SWE-Gym and SWE-Gym-Lite: the columns of SWE-bench 4, with images of their own.
 
     Raises:
-        DataError: an instance whose tests are cases of a file of data (mypy's).
+        DataError: the instance is of python/mypy, whose tests are cases in data files.
     """
     if row["repo"] == "python/mypy":
         raise DataError(
             f"{place}: {row['instance_id']} is of python/mypy, whose tests are run by the names of "
-            "cases; no adapter is written for them: leave them out (`agentrl swebench data get "
+            "cases, which no adapter supports: leave them out (`agentrl swebench data get "
             "swe-gym --exclude-repo python/mypy`)"
         )
     name = row["instance_id"].replace("__", "_s_").lower()
@@ -75,8 +76,8 @@ def swe_gym(row: Row, place: str) -> Row:
 
 
 def swe_rebench(row: Row, place: str) -> Row:
-    """nebius/SWE-rebench and its leaderboard: `install_config` says how to install and test.
-    The image is named by `docker_image`, or as theirs are named."""
+    """nebius/SWE-rebench and its leaderboard: `install_config` says how to install and test. The
+    image is that of the column `docker_image` or `image_name`, or follows the authors' naming."""
     config = _config(row, place)
     name = row["instance_id"].replace("__", "_1776_").lower()
     image = row.get("docker_image") or row.get("image_name")
@@ -93,12 +94,12 @@ def swe_rebench(row: Row, place: str) -> Row:
 
 
 def swe_rebench_v2(row: Row, place: str) -> Row:
-    """nebius/SWE-rebench-V2: many languages. `install_config.test_cmd` has the test commands as
-    they are run, with no test files named, in an image (`image_name`) that is installed already.
-    Rows whose log parser the official harness does not have get no verdict, and `validate` says so.
+    """nebius/SWE-rebench-V2: many languages. `install_config.test_cmd` has the complete test
+    commands, without test files, for an image (`image_name`) in which the project is installed.
+    Rows whose log parser the official harness lacks get no verdict, and `validate` says so.
 
     Raises:
-        DataError: the image has its repository where the authors put it (`moved.py`).
+        DataError: the repository in the image was not moved to /testbed yet (`moved.py`).
     """
     config = _config(row, place)
     if not row["image_name"].startswith(MOVED_REPOSITORY):
@@ -119,8 +120,8 @@ def swe_rebench_v2(row: Row, place: str) -> Row:
 
 
 def swe_synth(row: Row, place: str) -> Row:
-    """Synthetic rows (SWE-Synth, Nemotron's) with an image and a test command in columns of their
-    own: `image_name` or `docker_image`, and `test_cmd`."""
+    """Synthetic rows (SWE-Synth, Nemotron's) with the image in the column `image_name` or
+    `docker_image` and the test command in `test_cmd`."""
     return _converted(
         row,
         place,
@@ -132,8 +133,8 @@ def swe_synth(row: Row, place: str) -> Row:
 
 
 def swe_bench_live(row: Row, place: str) -> Row:
-    """SWE-bench-Live: `test_cmds` has the test commands as they are run, `log_parser` a short name
-    of a parser, and images are named as those of the official harness, under `starryzhang`."""
+    """SWE-bench-Live: `test_cmds` has the complete test commands and `log_parser` a parser's short
+    name; images are named as the official harness names them, under `starryzhang`."""
     name = row["instance_id"].replace("__", "_1776_").lower()
     parser = row.get("log_parser") or "pytest"
     return _converted(
@@ -147,47 +148,51 @@ def swe_bench_live(row: Row, place: str) -> Row:
 
 
 def multi_swe_bench(row: Row, place: str) -> Row:
-    """
+    """Refuses rows of Multi-SWE-bench.
+
     Raises:
         DataError: always.
     """
     raise DataError(
-        f"{place}: rows of Multi-SWE-bench (`org`, `number`, `fix_patch`) are graded by a harness "
-        "of their own, by build files that are no part of a row. For other languages take "
+        f"{place}: rows of Multi-SWE-bench (`org`, `number`, `fix_patch`) need a harness of "
+        "their own and build files that a row does not hold. For other languages use "
         "SWE-rebench-V2 (`agentrl swebench data get swe-rebench-v2`) or `multilingual`"
     )
 
 
 def swe_bench_pro(row: Row, place: str) -> Row:
-    """
+    """Refuses rows of SWE-bench Pro.
+
     Raises:
         DataError: always.
     """
     raise DataError(
         f"{place}: rows of SWE-bench Pro (`dockerhub_tag`, `selected_test_files_to_run`) are "
-        "graded by run scripts and parsers of their own, which no row has, in images with the "
-        "repository at /app. Take `verified`, `multilingual` or SWE-rebench-V2"
+        "graded by scripts and parsers that a row does not hold, in images with the repository at "
+        "/app. Use `verified`, `multilingual` or SWE-rebench-V2"
     )
 
 
 def pull_request(row: Row, place: str) -> Row:
-    """
+    """Refuses rows that name no test in FAIL_TO_PASS.
+
     Raises:
-        DataError: always; nobody has run such a row.
+        DataError: always.
     """
     raise DataError(
         f"{place}: {row['instance_id']} names no test in FAIL_TO_PASS (SWE-Gym-Raw has such rows), "
-        "so nothing could tell a fix from no fix. Take SWE-Gym: `agentrl swebench data get "
+        "so a fix could not be told from no fix. Use SWE-Gym: `agentrl swebench data get "
         "swe-gym --out FILE.jsonl`"
     )
 
 
 def unpacked(row: Row, place: str) -> Row:
-    """The row that another trainer's row wraps: SkyRL's has it as `instance`, NeMo-Gym's as JSON in
-    `responses_create_params.metadata.instance_dict`. Any other row is returned as it is.
+    """Returns the instance's row that a row of another trainer holds: SkyRL's in `instance`,
+    NeMo-Gym's as JSON in `responses_create_params.metadata.instance_dict`. Returns any other row as
+    it is.
 
     Raises:
-        DataError: a row of theirs has no instance in it.
+        DataError: such a row holds no instance.
     """
     inner: Any = None
     if "env_class" in row and "prompt" in row:
@@ -208,25 +213,27 @@ def unpacked(row: Row, place: str) -> Row:
 
 
 def swe_smith(row: Row, place: str) -> Row:
-    """
+    """Refuses rows of SWE-smith as their authors publish them.
+
     Raises:
         DataError: always; the image of such a row must be made first (`smith.py`).
     """
     raise DataError(
-        f"{place}: {row['instance_id']} is of SWE-smith, where `patch` is the bug, and the image "
-        "has the repository without it. Make rows and images with the bug first: "
+        f"{place}: {row['instance_id']} is of SWE-smith, where `patch` adds the bug to the "
+        "repository in the image. Make rows and images that contain the bug first: "
         "`agentrl swebench data get swe-smith --out FILE.jsonl`"
     )
 
 
 def r2e_gym(row: Row, place: str) -> Row:
-    """
+    """Refuses rows of R2E-Gym.
+
     Raises:
         DataError: always.
     """
     raise DataError(
-        f"{place}: rows of R2E-Gym name tests without their files (`expected_output_json`), which "
-        "no log parser of the official harness writes, so it can't grade them. Use the same "
+        f"{place}: rows of R2E-Gym name tests without their files (`expected_output_json`), unlike "
+        "every log parser of the official harness, so it can't grade them. Use the same "
         "repositories' instances of SWE-Gym or SWE-rebench, or write instances of your own"
     )
 
@@ -245,7 +252,7 @@ SWE_GYM_REPOS = frozenset(
 
 
 def adapter_of(row: Row) -> Callable[[Row, str], Row] | None:
-    """By a row's columns; None: it is one of SWE-bench, or of nothing we know."""
+    """Returns the adapter for a row's columns; None for rows of SWE-bench and unknown rows."""
     if "expected_output_json" in row:
         return r2e_gym
     if "fix_patch" in row and "org" in row:
@@ -295,15 +302,16 @@ def _converted(
 
 
 def eval_script(*, base_commit: str, install: str, test: str, test_patch: str, place: str) -> str:
-    """A script as the harness runs it: install, bring the hidden tests, run them between the marks,
-    take them away.
+    """Returns an evaluation script for the harness: it installs, applies the hidden tests, runs
+    them between the marks, and removes them.
 
     Args:
         install: commands, one per line; "" for none.
-        test: the test command, or several lines of them; the last one's exit status counts.
+        test: one test command per line; the last one's exit status counts.
+        place: names the row in errors.
 
     Raises:
-        DataError: the test patch can't be read.
+        DataError: the test patch cannot be parsed.
     """
     sections = _sections(test_patch, place)
     old = [each.paths[0] for each in sections if not each.is_new]
@@ -328,7 +336,7 @@ def _sections(test_patch: str, place: str) -> list:
 
 
 def _files(row: Row, place: str) -> str:
-    """The test files that the hidden tests touch, as arguments."""
+    """Returns the Python files that the test patch touches, as arguments for a shell."""
     paths = [each.paths[-1] for each in _sections(row["test_patch"], place)]
     files = [path for path in paths if path.endswith(".py") and not path.endswith("conftest.py")]
     return shlex.join(files)

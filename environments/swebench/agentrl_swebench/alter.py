@@ -1,14 +1,14 @@
-"""Mutants: tests in which one value is another, for control runs.
+"""Makes mutants of tests for control runs.
 
 A mutant is a test with one constant changed: an input, an expected value, a parameter, an argument
-of a helper, the exception that it waits for. Nothing else in it tells it from the test as it was.
+of a helper, or the exception that it expects. It differs from the original test in nothing else.
 
     assert merge([(1, 3), (3, 5)]) == [(1, 5)]      assert merge([(1, 3), (3, 5)]) == [(1, 42)]
     assert parse("2 kg").unit == "kg"               assert parse("2 kp").unit == "kg"
     with pytest.raises(ValueError):                 with pytest.raises(BufferError):
 
-Whether a solution of the task fails a mutant is not for this module to know: `audit` keeps those
-that the reference solution fails.
+A correct solution may still pass some mutants; `audit` keeps those that the reference solution
+fails.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _UNLIKELY = ("BufferError", "TabError", "FloatingPointError", "ChildProcessError
 _UNLIKELY_WARNINGS = ("BytesWarning", "ImportWarning", "UnicodeWarning")
 
 _EXPECTS = re.compile(r"assert|raises|warns|approx|match|equal|expect|check|verify", re.IGNORECASE)
-"""Calls whose arguments say what is expected."""
+"""Names of calls whose arguments say what is expected."""
 _FRAGILE = re.compile(
     r"sleep|wait|join|alarm|timeout|delay|interval|patch|[sg]etattr|delattr|import|fixture|skip|xfail"
     r"|fail|open",
     re.IGNORECASE,
 )
-"""Calls and keywords whose arguments hold a test up or break it for every solution."""
+"""Names of calls and keywords whose arguments, if changed, delay the test or break it for every
+solution."""
 _WEIGHT = 4.0
-"""Of a value that is expected, beside one that is given."""
+"""Weight of an expected value when a value is drawn; an input has weight 1."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
 class Edit:
-    """Characters to replace, counted in bytes from the start of the file."""
+    """A replacement in a file; `start` and `end` count bytes from the file's start."""
 
     start: int
     end: int
@@ -52,27 +53,27 @@ class Edit:
 
 @dataclass(slots=True, frozen=True)
 class TestName:
-    """The place of a test: its class and its function."""
+    """The class and the function of a test."""
 
-    __test__ = False  # for pytest: no test itself
+    __test__ = False  # keeps pytest from collecting this class
 
     cls: str
-    """"": of no class."""
+    """"" if the function is in no class."""
     function: str
 
 
 @dataclass(slots=True, frozen=True)
 class Slot:
-    """One form of a test in an altered file: its name there and what is changed in it."""
+    """One form of a test in an altered file: its name there and the changes in it."""
 
     name: str
     edits: tuple[Edit, ...] = ()
-    """Empty: the test as it was."""
+    """Empty for the original test."""
 
 
 def python_tests(source: str) -> dict[TestName, Function]:
-    """The functions of a module and of its classes by name; {} if it is no Python of this version.
-    Of several with one name the last counts, as it does for Python."""
+    """Returns the functions of a module and of its classes by name; {} if this version of Python
+    cannot parse it. Of several functions with one name it returns the last, which Python runs."""
     try:
         module = parse_python(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -89,8 +90,8 @@ def _functions(node: ast.AST, cls: str) -> Iterator[tuple[TestName, Function]]:
 
 
 def draw_edits(source: str, function: Function, choose: random.Random, number: int) -> list[Edit]:
-    """Up to so many changes of different values of a test, those of expected values first by
-    chance."""
+    """Draws up to `number` changes of different values of a test; expected values are likelier
+    than inputs."""
     content = source.encode()
     starts = _line_starts(content)
     drawn = []
@@ -107,7 +108,8 @@ def draw_edits(source: str, function: Function, choose: random.Random, number: i
 
 
 def with_slots(source: str, slots: Sequence[tuple[Function, Sequence[Slot]]]) -> str:
-    """The module with each of these functions of it replaced by its slots, in their order."""
+    """Returns the module's source with each of the given functions replaced by its slots, in
+    order."""
     content = source.encode()
     starts = _line_starts(content)
     edits = []
@@ -145,9 +147,9 @@ def _span(node: ast.expr | ast.stmt, starts: list[int]) -> tuple[int, int]:
 
 
 def _values(function: Function) -> Iterator[tuple[ast.expr, float]]:
-    """Yields the values in a test that can be exchanged for others, each with its weight."""
+    """Yields the values in a test that may be changed, each with its weight."""
     for decorator in function.decorator_list:
-        # Names of parameters stay; other decorators decide whether and with what a test runs.
+        # The first argument names the parameters. Other decorators decide whether a test runs.
         if isinstance(decorator, ast.Call) and _called(decorator) == "parametrize":
             for argument in decorator.args[1:]:
                 yield from _values_below(argument, _WEIGHT)
@@ -165,7 +167,7 @@ def _values_below(node: ast.AST, weight: float) -> Iterator[tuple[ast.expr, floa
     if isinstance(node, ast.Assert):
         weight = _WEIGHT
         yield from _values_below(node.test, weight)
-        return  # its message decides nothing
+        return  # the assertion's message affects nothing
     if isinstance(node, ast.Call):
         name = _called(node)
         if _FRAGILE.search(name):
@@ -187,7 +189,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _another_text(node: ast.expr, text: str, choose: random.Random) -> str | None:
-    """Another value, as it is written; None: this one can't be another."""
+    """Returns the source of another value; None if this value cannot be changed."""
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str | bytes):
             return _another_string(text, choose)
@@ -198,7 +200,7 @@ def _another_text(node: ast.expr, text: str, choose: random.Random) -> str | Non
         forms = {ast.List: "[{}]", ast.Tuple: "({},)", ast.Dict: "{{{}: 0}}"}
         return forms[type(node)].format(choose.randrange(99)) if empty else None
     if isinstance(node, ast.Name | ast.Attribute):
-        # An exception that is not of the expected one's kind, so that no solution raises it.
+        # An exception that is not a subclass of the expected one, so that no solution raises it.
         kind = getattr(builtins, getattr(node, "id", ""), None)
         is_warning = isinstance(kind, type) and issubclass(kind, Warning)
         others = [
@@ -211,14 +213,14 @@ def _another_text(node: ast.expr, text: str, choose: random.Random) -> str | Non
 
 
 def _another_string(text: str, choose: random.Random) -> str:
-    """A string as it is written, with one letter or digit of it another, or one more."""
+    """Returns the source of a string with one letter or digit changed, or one added at its end."""
     for at in choose.sample(range(len(text)), len(text)):
         if text[at].isascii() and text[at].isalnum() and text[at - 1 : at] != "\\":
             changed = text[:at] + _another_letter(text[at], choose) + text[at + 1 :]
             try:
                 old, new = (ast.literal_eval(f"({each})") for each in (text, changed))
             except (SyntaxError, ValueError):
-                continue  # of the prefix
+                continue  # the changed letter belongs to the string's prefix
             if type(old) is type(new) and len(old) == len(new) and old != new:
                 return changed
     closing = 3 if len(text) >= 6 and text.endswith(('"""', "'''")) else 1
@@ -231,7 +233,7 @@ def _another_letter(letter: str, choose: random.Random) -> str:
 
 
 def _another(value: object, choose: random.Random) -> object:
-    """A value of the same type that equals it for no sane comparison; None: not known how."""
+    """Returns a different value of the same type (... for None); None if there is none to offer."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -256,9 +258,9 @@ _ELSEWHERE = tuple(
         # Jest, Vitest, Chai, RSpec
         r"\.(?:toBe|toEqual|toStrictEqual|equals?|eql?|deepEqual|to eq)\(\s*LITERAL\s*\)",
         r"\bto (?:eq|eql|be)\s+LITERAL\s*$",
-        # JUnit, PHPUnit, minitest: the expected value comes first
+        # JUnit, PHPUnit, minitest: the expected value is first
         r"\b(?:assertEquals|assertSame|assert_equal)[\s(]+LITERAL\s*,",
-        # Rust, node's assert, Perl's Test::More, Catch2: it comes last
+        # Rust, node's assert, Perl's Test::More, Catch2: the expected value is last
         r"\bassert_eq!\(.+,\s*LITERAL\s*\)",
         r"\b(?:strictEqual|equal|is|same|cmp_ok)\s*\(.+?,\s*LITERAL\s*(?:\)|,)",
         # Go, C and C++
@@ -269,8 +271,12 @@ _ELSEWHERE = tuple(
 
 
 def alter_text(source: str, choose: random.Random, share: float = 1.0) -> str:
-    """Another language's tests with such a share of those expected literals changed that are
-    recognised by their form."""
+    """Returns tests in another language than Python with some expected literals changed.
+
+    Args:
+        share: probability that a line is considered. Of such a line, the literals are changed that
+            the form of a common assertion shows to be expected values.
+    """
 
     def changed(match: re.Match[str]) -> str:
         old = match.group("value")

@@ -1,5 +1,5 @@
-"""An agent's container as SWE-bench's images need it: root's, with the project's environment, and a
-file system that can be written. All else is `agentrl.env.container.container`."""
+"""Containers of SWE-bench's images: they run as root, activate the project's environment and have
+a writable file system. All else is `agentrl.env.container.container`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Limits:
     """Limits of an agent's container."""
 
     memory_mb: int = 4096
-    """Swap included."""
+    """Memory in MiB, swap included."""
     cpus: float = 2.0
     max_processes: int = 512
     disk_mb: int | None = None
@@ -48,7 +48,7 @@ class Limits:
 @dataclass(slots=True, frozen=True)
 class File:
     path: str
-    """Absolute, without links."""
+    """Absolute path with links resolved."""
     mode: int
     content: bytes
 
@@ -66,11 +66,11 @@ class InstanceContainer(Container):
         limits: Limits | None = None,
         role: Literal["agent", "build"] = "agent",
     ) -> InstanceContainer:
-        """Start a container of a local image. No agent acts in one with the role `build`, which
-        may change the owner of files.
+        """Starts a container of a local image. One with the role `build` may change the owner of
+        files; no agent acts in it.
 
         Raises:
-            EnvError: the engine refused or does not answer; nothing is left behind.
+            EnvError: the engine refused or does not answer; no container is left.
         """
         limits = limits or Limits()
         spec = ContainerSpec(
@@ -90,13 +90,13 @@ class InstanceContainer(Container):
         return await cls.create(engine, spec, labels(run_id, role))
 
     async def changed_programs(self) -> list[str]:
-        """Programs and libraries of the system that are not the image's any more, as the engine
-        sees them."""
+        """Returns the paths of system programs and libraries that differ from the image, as the
+        engine lists them."""
         changes = await self._call(lambda client: client.api.diff(self.id)) or []
         return [each["Path"] for each in changes if PROGRAM_PATH.fullmatch(each["Path"])]
 
     async def read_file(self, path: str, max_bytes: int) -> File | None:
-        """A regular file; None: there is none, or it is larger."""
+        """Returns a regular file; None if there is none or it is larger than `max_bytes`."""
         wrote = await self.script(_READ_FILE, path, timeout_s=30, max_bytes=max_bytes + 4096)
         if wrote.exit_code != 0:
             return None
@@ -106,7 +106,7 @@ class InstanceContainer(Container):
         return File(real_path.decode(errors="surrogateescape"), int(mode, 8), content)
 
     async def write_file(self, file: File) -> None:
-        """Write a file, whose folder exists, through the engine.
+        """Writes a file through the engine; its folder must exist.
 
         Raises:
             EnvError: the container or the engine failed.

@@ -1,9 +1,9 @@
-"""SWE-bench rows and predictions, in the official formats.
+"""Reads SWE-bench rows and predictions in the official formats.
 
 An `Instance` has the columns of SWE-bench 5, where a row carries all that grading needs: the image,
-the evaluation script and the names of its log parser and of its kind of evaluation. Rows of
-SWE-bench 4 have none of these; they can be converted where a Python with `swebench==4.1.0` is
-named in AGENTRL_SWEBENCH4_PYTHON.
+the evaluation script, the name of its log parser and its kind of evaluation. Rows of SWE-bench 4
+lack these; they are converted if AGENTRL_SWEBENCH4_PYTHON names a Python that has
+`swebench==4.1.0`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRAIN_ONLY = tuple(name for name, each in _KNOWN.items() if "test" not in each.
 """Datasets whose only split is `train`."""
 
 NEW_COLUMNS = ("image", "eval_script", "log_parser", "eval_type")
-"""What SWE-bench 5 added to a row."""
+"""Columns that SWE-bench 5 added to a row."""
 
 _TEXT_COLUMNS = (
     "instance_id",
@@ -71,10 +71,10 @@ class Instance:
     eval_type: str
     hints_text: str = ""
     image_assets: str = ""
-    """JSON, as in the official rows; names binary files a text patch can't carry."""
+    """JSON as in the official rows; names binary files, which a text patch cannot carry."""
 
     def row(self) -> dict[str, Any]:
-        """The official row, which the harness reads."""
+        """Returns the official row, which the harness reads."""
         row = {name: getattr(self, name) for name in _TEXT_COLUMNS}
         row |= {"hints_text": self.hints_text}
         row |= {"FAIL_TO_PASS": list(self.fail_to_pass), "PASS_TO_PASS": list(self.pass_to_pass)}
@@ -88,7 +88,7 @@ class Prediction:
     instance_id: str
     model_name_or_path: str
     model_patch: str
-    """Empty: the model gave none."""
+    """Empty if the model gave none."""
 
     def row(self) -> dict[str, str]:
         return {
@@ -101,16 +101,18 @@ class Prediction:
 def load_instances(
     source: str | Path, *, split: str = "test", instance_ids: Collection[str] | None = None
 ) -> list[Instance]:
-    """Rows of a dataset, in its order.
+    """Returns the instances of a dataset, in its order.
 
-    `source` is a `.jsonl`, `.json` or `.parquet` file, a folder with `{split}.parquet`, an alias
-    (`full`, `lite`, `verified`, `multilingual`, `multimodal`) or a Hugging Face name.
+    Args:
+        source: a `.jsonl`, `.json` or `.parquet` file, a folder with `{split}.parquet`, an alias
+            (`full`, `lite`, `verified`, `multilingual`, `multimodal`) or a Hugging Face name.
+        instance_ids: only these; None for all.
 
     Raises:
         ConfigError: the package that reads this kind of source is missing, or
             AGENTRL_SWEBENCH4_PYTHON is needed to convert old rows and does not work.
-        DataError: no such dataset, a column is missing or of the wrong type, an id occurs twice
-            or is not in the dataset.
+        DataError: the dataset does not exist or is empty, a column is missing or has the wrong
+            type, or an id occurs twice or is not in the dataset.
     """
     rows = list(load_rows(str(source), split))
     if instance_ids is not None:
@@ -131,16 +133,17 @@ def load_instances(
 
 
 def to_official(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Rows, each with its place, with the columns of SWE-bench 5: those of other datasets by their
-    adapter (`adapters`), those of SWE-bench 4 by its own harness.
+    """Converts rows, each with its place for error messages, to the columns of SWE-bench 5: rows of
+    other datasets by their adapter (`adapters`), rows of SWE-bench 4 by its own harness.
 
     Raises:
-        ConfigError, DataError: a row can't be converted.
+        ConfigError: rows of SWE-bench 4 need AGENTRL_SWEBENCH4_PYTHON.
+        DataError: a row cannot be converted.
     """
     official: list[tuple[str, dict[str, Any]]] = []
     old: list[int] = []
     for place, row in rows:
-        if "image" in row or "eval_script" in row:  # others have `log_parser` too
+        if "image" in row or "eval_script" in row:  # other datasets too have `log_parser`
             official.append((place, row))
             continue
         adapter = adapter_of(row)
@@ -152,8 +155,8 @@ def to_official(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, d
             official.append((place, adapter(row, place)))
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{place}: a row like those of {adapter.__name__} lacks a column or has one of "
-                f"another kind: {error}"
+                f"{place}: a row of the kind {adapter.__name__} lacks a column, or a column has "
+                f"the wrong type: {error}"
             ) from error
     if old:
         converted = convert_rows([official[at][1] for at in old])
@@ -163,10 +166,10 @@ def to_official(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, d
 
 
 def parse_row(row: dict[str, Any], place: str) -> Instance:
-    """`place` names the row in errors.
+    """Returns the instance of an official row; `place` names the row in errors.
 
     Raises:
-        DataError: a column is missing or of the wrong type.
+        DataError: a column is missing or has the wrong type, or the id cannot name a folder.
     """
     if isinstance(row.get("instance_id"), str):
         check_name(row["instance_id"], "instance_id", place)
@@ -187,15 +190,15 @@ def parse_row(row: dict[str, Any], place: str) -> Instance:
 
 
 def check_name(name: str, what: str, place: str) -> None:
-    """Checks a name that others chose and that becomes part of paths and of a container's name.
+    """Checks a name from a dataset that becomes part of paths and of a container's name.
 
     Raises:
-        DataError: it could lead out of a folder, or is none of the names that data sets use.
+        DataError: the name is too long or has characters by which it might lead out of a folder.
     """
     if len(name) > 200 or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise DataError(
             f"{place}: {what} {name[:100]!r} must be at most 200 letters, digits, '.', '_' and "
-            "'-', and start with none of '.' and '-': it becomes the name of a folder"
+            "'-', and must not start with '.' or '-': it becomes the name of a folder"
         )
 
 
@@ -212,8 +215,9 @@ def test_names(row: dict[str, Any], column: str, place: str) -> tuple[str, ...]:
 
 
 def load_rows(source: str, split: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows, each with its place; those that another trainer wrapped are taken out of its rows.
-    Without a split a dataset's usual one."""
+    """Yields rows, each with its place for error messages. A row that another trainer wrapped is
+    taken out of the trainer's row. Without a split, `train` of datasets that have only that and
+    `test` of all others are read."""
     for place, row in _rows(source, split):
         yield place, unpacked(row, place)
 
@@ -263,25 +267,25 @@ def _hugging_face(name: str, split: str) -> Any:
 
 
 def convert_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of SWE-bench 4 with the columns of SWE-bench 5 added.
+    """Adds the columns of SWE-bench 5 to rows of SWE-bench 4.
 
-    The specifications that evaluation scripts are made from left the harness with version 5, so
-    `swebench==4.1.0` makes them, in the interpreter that AGENTRL_SWEBENCH4_PYTHON names. No
-    network is used.
+    Version 5 of the harness no longer has the specifications from which evaluation scripts are
+    made, so `swebench==4.1.0` makes them, run by the Python that AGENTRL_SWEBENCH4_PYTHON names. It
+    uses no network.
 
     Raises:
-        ConfigError: no such interpreter is named.
+        ConfigError: AGENTRL_SWEBENCH4_PYTHON is not set or does not work.
         DataError: the conversion failed.
     """
     python = os.environ.get("AGENTRL_SWEBENCH4_PYTHON")
     if not python:
         raise ConfigError(
             f"{len(rows)} rows have the columns of SWE-bench 4 (no image, no eval_script). Use "
-            "the dataset's present revision (SWE-bench/SWE-bench_Verified and its siblings on "
-            "Hugging Face); if they are no rows of SWE-bench, name image, eval_script, log_parser "
-            "and eval_type in each (environments/swebench/README.md, An instance of your own); or "
-            "convert: make a virtual environment with swebench==4.1.0 and name "
-            "its Python in AGENTRL_SWEBENCH4_PYTHON"
+            "the dataset's current revision (SWE-bench/SWE-bench_Verified and its siblings on "
+            "Hugging Face). If the rows are your own, add image, eval_script, log_parser and "
+            "eval_type to each (environments/swebench/README.md, An instance of your own). To "
+            "convert them, make a virtual environment with swebench==4.1.0 and set "
+            "AGENTRL_SWEBENCH4_PYTHON to its Python"
         )
     script = Path(__file__).with_name("convert_v4.py")
     try:
@@ -302,14 +306,15 @@ def convert_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Prediction]:
-    """Predictions in an official format, for `instances`, in their file's order.
+    """Returns predictions in an official format, in their file's order.
 
-    `path` is a `.jsonl`, a `.json` (a list, or an object by instance id), or the word `gold`, the
-    reference solutions.
+    Args:
+        path: a `.jsonl` file, a `.json` file (a list, or an object by instance id), or the word
+            `gold` for the reference solutions of `instances`.
 
     Raises:
-        DataError: the file can't be read, names an unknown instance or one twice, or holds
-            predictions of several models (the official report has one name).
+        DataError: the file cannot be read or is empty, names an unknown instance or one twice, or
+            holds predictions of several models (the official report has one name).
     """
     if str(path) == "gold":
         return [Prediction(each.instance_id, "gold", each.patch) for each in instances]
@@ -338,7 +343,7 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
     if len(names) > 1:
         raise DataError(
             f"{path} holds predictions of several models ({', '.join(names[:3])}); the report has "
-            "one name: give each model a file of its own"
+            "one name, so put each model's predictions in a separate file"
         )
     return list(predictions.values())
 
@@ -347,7 +352,7 @@ def _parse_prediction(row: dict[str, Any], place: str) -> Prediction:
     for name in ("instance_id", "model_name_or_path"):
         if not isinstance(row.get(name), str) or not row[name]:
             raise DataError(f"{place}: a prediction needs {name} as text")
-    # The harness makes a folder's name of it in this way.
+    # The harness names a folder in this way.
     model = row["model_name_or_path"].replace("/", "__")
     if model in (".", "..") or "\0" in model or len(model.encode(errors="replace")) > 120:
         raise DataError(

@@ -1,7 +1,7 @@
-"""Patches read to the last line: what git writes, and plain unified diffs.
+"""Parses patches to the last line: those that git writes, and plain unified diffs.
 
-Read more narrowly than `git apply` and `patch` do: a file that a tolerant reader finds where a
-strict one sees prose would pass unseen.
+The parser is stricter than `git apply` and `patch` and refuses text between the sections: those
+programs might find a file in text that a parser skips.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BINARY_LINE = re.compile(r"(?:literal|delta) \d+|[A-Za-z][0-9A-Za-z!#$%&()*+;<=
 
 
 class PatchFormatError(ValueError):
-    """The text is not a patch of git's that can be read to the last line."""
+    """The text is not a patch that can be parsed to the last line."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,17 +26,17 @@ class Section:
     """The part of a patch about one file."""
 
     paths: tuple[str, ...]
-    """Every name it gives the file, relative to the repository."""
+    """Every name that the section gives the file, relative to the repository."""
     is_new: bool
     text: str
 
 
 def parse_patch(patch: str) -> list[Section]:
-    """Sections of a patch as git writes it, or of a plain unified diff.
+    """Returns the sections of a patch as git writes it, or of a plain unified diff.
 
     Raises:
-        PatchFormatError: a line belongs to no section, a hunk's length is not what its head says,
-            or a name leaves the repository.
+        PatchFormatError: a line belongs to no section, a hunk's length differs from its header, or
+            a name leads out of the repository.
     """
     lines = patch.split("\n")
     if lines[-1] == "":
@@ -84,11 +84,15 @@ def parse_patch(patch: str) -> list[Section]:
 
 
 def patched(before: str | None, section: Section) -> str | None:
-    """A file with a section of hunks applied, each where it says; None: there is no such file.
+    """Returns a file's text with a section applied, each hunk at the line that it names; None if
+    the section deletes the file.
+
+    Args:
+        before: the file's text; None if there is no file.
 
     Raises:
-        PatchFormatError: the file is not what the section says, or it holds no hunks: it moves,
-            copies or is no text.
+        PatchFormatError: the text does not match the section, or the section has no hunks because
+            it moves or copies the file or the file is binary.
     """
     lines = section.text.split("\n")[:-1]
     head = next((k for k, line in enumerate(lines) if _HUNK.match(line)), None)
@@ -121,7 +125,8 @@ def patched(before: str | None, section: Section) -> str | None:
 
 
 def _header_names(rest: str) -> tuple[str, ...]:
-    """Both names of `diff --git`; () where only the rename lines below can tell them apart."""
+    """Returns both names of a `diff --git` line; () if only the rename lines below it can tell
+    them apart."""
     if rest.startswith('"'):
         match = re.fullmatch(r'("(?:[^"\\]|\\.)*") ("(?:[^"\\]|\\.)*"|\S+)', rest)
         return (_unquote(match.group(1), 0), _unquote(match.group(2), 0)) if match else ()
@@ -138,8 +143,8 @@ def _header_names(rest: str) -> tuple[str, ...]:
 
 
 def _file_name(text: str, at: int) -> str | None:
-    """The name on a `---` or `+++` line; None for /dev/null."""
-    # git ends a name that holds a blank by a tab, whether or not it is quoted.
+    """Returns the name on a `---` or `+++` line; None for /dev/null."""
+    # git writes a tab after a name that holds a blank, quoted or not.
     name = _unquote(text.rstrip("\t"), at) if text[:1] == '"' else text.partition("\t")[0]
     if name == "/dev/null" or re.match(r"/dev/null\s", name):
         return None
@@ -147,7 +152,8 @@ def _file_name(text: str, at: int) -> str | None:
 
 
 def _skip_hunks(lines: list[str], at: int) -> int:
-    """The line after the last hunk; hunks are counted, so that nothing hides between them."""
+    """Returns the index of the line after the last hunk. Counts the lines of each hunk, so that
+    nothing can hide between hunks."""
     num_hunks = 0
     while at < len(lines) and (head := _HUNK.match(lines[at])):
         num_old, num_new = (int(head.group(k)) if head.group(k) else 1 for k in (2, 4))
@@ -176,7 +182,7 @@ def _skip_hunks(lines: list[str], at: int) -> int:
 
 
 def _strip(name: str, at: int) -> str:
-    """Without the first part (`a/`, `b/`), which is what both readers do with -p1."""
+    """Removes a name's first part (`a/`, `b/`), as `git apply` and `patch` do with -p1."""
     _, slash, rest = name.partition("/")
     if not slash:
         raise PatchFormatError(f"line {at + 1}: the name {name!r} should start with a/ or b/")
@@ -191,7 +197,7 @@ def _checked(path: str, at: int) -> str:
 
 
 def _unquote(text: str, at: int) -> str:
-    """A name as git writes it: as it is, or in quotes with C's escapes."""
+    """Returns the file name that git wrote, either plainly or in quotes with C's escapes."""
     if not text.startswith('"'):
         return text
     if len(text) < 2 or not text.endswith('"'):

@@ -1,4 +1,4 @@
-"""`agentrl swebench doctor`: what SWE-bench needs of this machine."""
+"""`agentrl swebench doctor`: checks what SWE-bench needs on this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Status = Literal["ok", "note", "fix"]
 
 
 def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
-    """Yields, for each thing looked at, its status, its name and what was found. Images are those
-    of `instances`."""
+    """Yields the status, the name and the finding of each check. Rows and images are those of
+    `instances`."""
     try:
         version = importlib.metadata.version("swebench")
     except importlib.metadata.PackageNotFoundError:
@@ -26,7 +26,7 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
     else:
         right = version == HARNESS_VERSION
         wanted = (
-            "" if right else f"; {HARNESS_VERSION} is wanted: pip install 'agentrl-gym[swebench]'"
+            "" if right else f"; {HARNESS_VERSION} is needed: pip install 'agentrl-gym[swebench]'"
         )
         yield "ok" if right else "fix", "harness", f"swebench {version}{wanted}"
     yield from _rows(instances)
@@ -56,7 +56,7 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
     now = time.time()
     left = sum(abandoned(summary["Labels"], now) is not None for summary in summaries)
     if left:
-        yield "fix", "containers", f"{left} have lost their process: `agentrl swebench reap`"
+        yield "fix", "containers", f"{left} outlived their process: run `agentrl swebench reap`"
     else:
         yield "ok", "containers", f"{len(summaries)} in use, none left over"
     if instances:
@@ -66,14 +66,14 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
             yield (
                 "note",
                 "images",
-                f"{len(missing)} of {len(instances)} are not local: `agentrl swebench pull`",
+                f"{len(missing)} of {len(instances)} are not local: run `agentrl swebench pull`",
             )
         else:
             yield "ok", "images", f"all {len(instances)} are local"
 
 
 def _rows(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
-    """Yields what is wrong with the rows, so that no grading could follow them."""
+    """Yields the findings about rows that cannot be graded."""
     without = [each.instance_id for each in instances if not each.fail_to_pass]
     if without:
         yield "fix", "rows", f"{_some(without)} name no test in FAIL_TO_PASS: leave them out"
@@ -87,7 +87,7 @@ def _rows(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
         yield (
             "fix",
             "rows",
-            f"{_some(unknown)} want a log parser that the harness has not: {', '.join(names[:5])}",
+            f"{_some(unknown)} need a log parser that the harness lacks: {', '.join(names[:5])}",
         )
 
 

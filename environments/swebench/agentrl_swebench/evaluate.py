@@ -1,8 +1,8 @@
-"""Evaluation of predictions: the official report, unchanged, and a report of our own beside it.
+"""Evaluates predictions and writes the official report, unchanged, and our report beside it.
 
-Every prediction is graded by `agentrl_swebench.grade`; the official report is then made by the
-harness from the harness' own logs. What we know beyond it (control runs, files left out by the
-policy, trouble of the infrastructure, images) goes into a file of its own.
+`agentrl_swebench.grade` grades every prediction; the harness then makes the official report from
+its own logs. Our report has what the official one lacks: control runs, files that the policy left
+out, failures of the infrastructure, and images.
 
     DIR/MODEL.RUN.json                  the official report
     DIR/MODEL.RUN.agentrl.json          our report
@@ -47,12 +47,12 @@ _REPORT_TIMEOUT_S = 600.0
 @dataclass(slots=True, frozen=True)
 class Evaluation:
     verdicts: list[Verdict]
-    """In the order of the predictions."""
+    """Verdicts in the order of the predictions."""
     report: Path
-    """The official one."""
+    """Path of the official report."""
     audit_report: Path
     num_reused: int
-    """Verdicts of an earlier, interrupted call with this run id."""
+    """Number of verdicts that an earlier, interrupted call with this run id left."""
 
 
 async def evaluate(
@@ -69,20 +69,21 @@ async def evaluate(
     limits: GradingLimits | None = None,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Evaluation:
-    """Grade predictions and write the reports.
+    """Grades predictions and writes the reports.
 
-    A call that was interrupted may be repeated: an instance is graded anew unless its row, its
-    graded patch and all settings are those of the verdict on disk.
+    An interrupted call may be repeated. It grades an instance again unless the row, the graded
+    patch and all settings are those of the verdict on disk.
 
     Args:
-        instances: the whole dataset (or the part that is asked for); instances without a prediction
-            are `incomplete` in the official report.
-        predictions: of one model.
-        dataset, split: names, for the harness' record of the run.
-        progress: called with every verdict as it is known.
+        instances: the whole dataset, or the selected part; instances without a prediction are
+            `incomplete` in the official report.
+        predictions: predictions of one model.
+        dataset: name of the dataset for the harness' record of the run; `split` likewise.
+        progress: called with every verdict as soon as it is known.
 
     Raises:
-        ConfigError: the run id is no file name, or the harness is missing.
+        ConfigError: the run id cannot name a file, or the harness is missing.
+        DataError: a verdict on disk is damaged.
         EnvError: there is no engine, or the harness could not write its report.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", run_id):
@@ -94,7 +95,7 @@ async def evaluate(
     state = out / "logs" / "agentrl" / name
     state.mkdir(parents=True, exist_ok=True)
     reused = 0
-    gate = asyncio.Semaphore(max_workers())  # hundreds that poll for a worker would cost a core
+    gate = asyncio.Semaphore(max_workers())  # hundreds of tasks that poll would fill a core
 
     async def one(prediction: Prediction) -> Verdict:
         nonlocal reused
@@ -155,7 +156,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for task in tasks:
-            task.cancel()  # once: a second time would end what it cleans up
+            task.cancel()  # only once: a second cancellation would interrupt the clean-up
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -166,7 +167,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def make_report(
     verdicts: Sequence[Verdict], *, run_id: str, model: str, policy: Policy, audit: bool
 ) -> dict[str, Any]:
-    """Our report. `resolved` there counts what the official report counts."""
+    """Returns our report as JSON values. Its `resolved_ids` are those of the official report."""
     flagged = {
         flag: sorted(each.instance_id for each in verdicts if flag in each.flags)
         for flag in (TAMPERED, "audit_inconclusive", "audit_unsupported", "grade_timeout")
@@ -237,7 +238,7 @@ def _read_verdict(path: Path, digest: str) -> Verdict | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); delete it to grade the instance") from error
+        raise DataError(f"{path} is damaged ({error}); delete it to grade it again") from error
     values = content["verdict"]
     if content["digest"] != digest or values["outcome"] == "infrastructure":
         return None
@@ -259,17 +260,17 @@ def _write_text(path: Path, text: str) -> None:
 
 @dataclass(slots=True, frozen=True)
 class Validation:
-    """The verdict on whether an instance is fit for use here."""
+    """Gradings that tell whether an instance can be used here."""
 
     instance_id: str
     gold: tuple[Verdict, ...]
     empty: Verdict
-    """Of the tests without any patch."""
+    """Verdict on the tests without any patch."""
     keeps_unaudited: bool = False
 
     @property
     def reason(self) -> str:
-        """Why it is not fit; "" if it is."""
+        """Reason for which the instance is not valid; "" if it is valid."""
         for verdict in (*self.gold, self.empty):
             if verdict.outcome == "infrastructure":
                 return verdict.reason
@@ -303,11 +304,11 @@ async def validate(
     limits: GradingLimits | None = None,
     progress: Callable[[Validation], None] = lambda validation: None,
 ) -> list[Validation]:
-    """Grade each instance's reference solution `repeats` times and no patch once.
+    """Grades each instance's reference solution `repeats` times and no patch once.
 
     Args:
-        audit: an instance is valid only if a control run can be made for it, and finds its
-            reference solution honest; with `keep_unaudited`, also if none can be made.
+        audit: an instance is valid only if a control run finds its reference solution honest.
+        keep_unaudited: with `audit`, an instance that no control run confirms is valid, too.
     """
 
     gate = asyncio.Semaphore(max_workers())
@@ -327,7 +328,7 @@ async def validate(
 
     async def one(instance: Instance) -> Validation:
         golds = [
-            # One control tells whether the instance can be audited.
+            # One control run shows whether the instance can be audited.
             graded(instance, instance.patch, audit=audit and number == 0, skip_patch=False)
             for number in range(repeats)
         ]

@@ -1,7 +1,7 @@
-"""Instances as Harbor's task folders, so that any agent and sandbox of Harbor's plays them.
+"""Exports instances as Harbor task folders, which any agent and sandbox of Harbor can play.
 
-The tests are the official evaluation script and the official grading of what it printed, with the
-harness' own modules beside them: an image needs a Python of 3.10 or newer for that, and no network.
+The tests are the official evaluation script and the official grading of its output. The harness'
+modules lie beside them, so an image needs Python 3.10 or newer and no network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl_swebench.dataset import Instance
 
 _MODULES = ("types.py", "harness/constants", "harness/log_parsers", "harness/grading.py")
 _MODULES += ("harness/infra_failure.py",)
-"""Of the harness: what reads a log, and needs no package."""
+"""The harness' modules that read a log and need no package."""
 _GRADED_BY = ("instance_id", "repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS")
 _GRADED_BY += ("log_parser", "eval_type")
 
@@ -81,14 +81,18 @@ git apply --verbose "$patch" || patch --batch --fuzz=5 -p1 -i "$patch"
 
 
 def export(instances: Sequence[Instance], out: Path, *, timeout_s: float) -> None:
-    """Write a task folder for each instance below `out`.
+    """Writes a task folder for each instance below `out`.
+
+    Args:
+        timeout_s: limit on an instance's tests, in seconds.
 
     Raises:
-        ConfigError: there is something at `out`.
-        DataError: the tests of an instance can't be run or read in such a task.
+        ConfigError: `out` exists and is not an empty folder.
+        DataError: an instance's tests need files that the harness downloads, or their log parser is
+            missing.
     """
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise ConfigError(f"{out} is there already; remove it, or name another --out")
+        raise ConfigError(f"{out} already exists; remove it, or choose another --out")
     if assets := [each.instance_id for each in instances if each.image_assets]:
         raise DataError(
             f"{len(assets)} instances have files that the harness downloads before the tests "
@@ -126,7 +130,8 @@ def _write(instance: Instance, folder: Path, timeout_s: float) -> None:
         "tests/eval.sh": make_test_spec(row).eval_script,
         "tests/grade.py": GRADE,
         "tests/instance.json": json.dumps({name: row[name] for name in _GRADED_BY}),
-        # The package's own imports all of the harness, and its `utils` what few images have.
+        # The package's `__init__` imports the whole harness, and its `utils` packages that few
+        # images have.
         "tests/swebench/__init__.py": "",
         "tests/swebench/harness/__init__.py": "",
         "tests/swebench/utils.py": "import re\n\n\n" + inspect.getsource(ansi_escape),

@@ -1,12 +1,12 @@
-"""Images: pulled ahead with bounded concurrency, pinned, scrubbed, evicted when disk runs short.
+"""Pulls images with bounded concurrency, pins, scrubs and evicts them.
 
-A row names an image by tag. `resolve` turns it into the image's id, a digest of its content, and
-everything after uses the id, so that a tag that moves changes nothing within a run.
+A row names an image by tag. `resolve` turns the tag into the image's id, a digest of its content,
+which everything after it uses, so that a tag that moves changes nothing within a run.
 
 `scrubbed` derives the image that agents get: the row's image with its repository scrubbed and
-recorded (`patch.py`), once per image and version of the scripts. A file of the state folder keeps
-when each image was last used; `evict` removes the longest unused, and only such as were pulled or
-derived here, are not named as in use and have no container.
+recorded (`patch.py`), once per image and version of the scripts. A file in the state folder records
+when each image was last used. `evict` removes the least recently used images, but only those that
+were pulled or derived here, are not named as in use and have no container.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ COMMIT_LABEL = "agentrl.base_commit"
 TREE_LABEL = "agentrl.base_tree"
 
 MIN_FREE_BYTES = 10 << 30
-"""Below this the engine's disk is short, by default."""
+"""Default for the free space in bytes below which the engine's disk counts as short."""
 
 
 @dataclass(slots=True, frozen=True)
 class Scrubbed:
-    """An image that an agent may see."""
+    """An image that an agent may see: its history is scrubbed."""
 
     image_id: str
     source_id: str
-    """Of the row's own image."""
+    """Id of the row's own image."""
     base: Base
 
 
 def state_dir() -> Path:
-    """Returns the folder with the times of last use: AGENTRL_STATE_DIR, or the user's cache."""
+    """Returns the folder for the times of last use, in AGENTRL_STATE_DIR or the user's cache."""
     given = os.environ.get("AGENTRL_STATE_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(given) / "swebench" if given else cache / "agentrl" / "swebench"
 
 
 def free_bytes(client: docker.DockerClient) -> int | None:
-    """Free space on the engine's disk; None where it is not this machine's."""
+    """Returns the free bytes on the engine's disk; None if the disk is not on this machine."""
     root = client.info().get("DockerRootDir") or ""
     try:
         return shutil.disk_usage(root).free
@@ -84,17 +84,18 @@ def pull(
     in_use: Iterable[str] = (),
     progress: Callable[[str, str], None] | None = None,
 ) -> dict[str, str]:
-    """Make images local, and give the id of each name; local ones are not pulled again.
+    """Pulls the images that are not local and returns the id of each name.
 
-    Before each pull the disk is checked; when it is short, `evict` frees some, but never of `names`
-    or `in_use`.
+    Checks the disk before each pull. If it is short, `evict` frees space, but removes none of
+    `names` and `in_use`.
 
     Args:
-        progress: told each name and what became of it, from several threads.
+        concurrency: pulls at once.
+        progress: called with each name and its result, from several threads.
 
     Raises:
-        ImageMissing: an image is neither local nor to be had.
-        EnvError: the disk is short and nothing may be evicted.
+        ImageMissing: an image is not local and cannot be pulled.
+        EnvError: the disk is short and nothing more may be evicted.
     """
     from docker.errors import APIError, ImageNotFound
 
@@ -151,8 +152,8 @@ def _free_disk(client: docker.DockerClient, min_free_bytes: int, keep: set[str])
     if free < min_free_bytes:
         raise EnvError(
             f"the Docker engine's disk has {free / 2**30:.1f} GiB free, and "
-            f"{min_free_bytes / 2**30:.1f} GiB are wanted; nothing more may be evicted: free space "
-            "there, or ask for fewer instances at once",
+            f"{min_free_bytes / 2**30:.1f} GiB are needed; nothing more may be evicted: free space "
+            "there, or pull fewer instances at once",
             code="disk_full",
         )
 
@@ -160,10 +161,10 @@ def _free_disk(client: docker.DockerClient, min_free_bytes: int, keep: set[str])
 def evict(
     client: docker.DockerClient, *, min_free_bytes: int, in_use: Iterable[str] = ()
 ) -> list[str]:
-    """Remove images, the longest unused first, until so much is free; the ids that went.
+    """Removes the least recently used images until `min_free_bytes` are free; returns their ids.
 
-    Never an image that is in use (by name or id), has a container, running or not, or was neither
-    pulled nor derived by agentrl. Where the engine's disk is not this machine's, none at all.
+    Keeps images that are in use (by name or id), have a container, running or not, or were neither
+    pulled nor derived by agentrl. If the engine's disk is not on this machine, keeps all.
     """
     from docker.errors import APIError, ImageNotFound
 
@@ -172,7 +173,7 @@ def evict(
         with contextlib.suppress(ImageNotFound):
             keep.add(client.images.get(name).id)
     keep |= {summary["ImageID"] for summary in client.api.containers(all=True)}
-    # What was derived from an image in use is in use.
+    # An image that was derived from one in use is in use, too.
     scrubbed_of = {scrubbed_tag(image_id) for image_id in keep if image_id}
     removed = []
     with _state() as state:
@@ -187,7 +188,7 @@ def evict(
                 if scrubbed_of & set(image.tags):
                     continue
                 for tag in image.tags or [image_id]:
-                    client.images.remove(tag)  # without force: the engine refuses what is in use
+                    client.images.remove(tag)  # without force, the engine keeps images in use
             except ImageNotFound:
                 pass
             except APIError as error:
@@ -200,7 +201,7 @@ def evict(
 
 
 def touch(image_ids: Iterable[str], *, managed: bool = False) -> None:
-    """Note that images are used now. `managed`: they may be evicted one day."""
+    """Records that images are used now. With `managed`, they may be evicted later."""
     with _state() as state:
         for image_id in image_ids:
             before = state.get(image_id, {"managed": False})
@@ -208,9 +209,10 @@ def touch(image_ids: Iterable[str], *, managed: bool = False) -> None:
 
 
 async def check_disk(engine: Engine, min_free_bytes: int) -> None:
-    """
+    """Checks that the engine's disk has enough space, without which containers fail in odd ways.
+
     Raises:
-        EnvUnavailable: the engine's disk has less free: containers would fail in odd ways.
+        EnvUnavailable: fewer than `min_free_bytes` are free.
     """
     free = await engine.call(free_bytes)
     if free is not None and free < min_free_bytes:
@@ -222,19 +224,19 @@ async def check_disk(engine: Engine, min_free_bytes: int) -> None:
 
 
 async def resolve(engine: Engine, name: str) -> str:
-    """The id of a local image.
+    """Returns the id of a local image.
 
     Raises:
-        ImageMissing: it is not local.
+        ImageMissing: the image is not local.
     """
     return (await _inspect(engine, name))["Id"]
 
 
 async def scrubbed(engine: Engine, source_id: str) -> Scrubbed:
-    """The scrubbed image of an image, made if there is none.
+    """Returns the scrubbed image of an image; makes it if there is none.
 
     Raises:
-        EnvError: it can't be made: the history can't be scrubbed, or the engine failed.
+        EnvError: the history cannot be scrubbed, or the engine failed.
     """
     async with _making[id(asyncio.get_running_loop()), source_id]:
         return await _scrubbed(engine, source_id)
@@ -270,11 +272,11 @@ async def _scrubbed(engine: Engine, source_id: str) -> Scrubbed:
 
 
 async def scrubbed_of(engine: Engine, name: str) -> Scrubbed:
-    """The scrubbed image of a row's image, which is pulled if it is not local.
+    """Returns the scrubbed image of a row's image, which is pulled if it is not local.
 
     Raises:
-        ImageMissing: it is not to be had.
-        EnvError: it can't be scrubbed, or the engine failed.
+        ImageMissing: the row's image is not local and cannot be pulled.
+        EnvError: the history cannot be scrubbed, or the engine failed.
     """
     try:
         source_id = await resolve(engine, name)
@@ -292,7 +294,7 @@ def _commit(container_id: str, tag: str, source_id: str, base: Base) -> None:
             repository=SCRUBBED,
             tag=tag.rpartition(":")[2],
             message=f"scrubbed from {source_id}",
-            # The container's own entry point and user are for the container that scrubs alone.
+            # Otherwise the entry point and user of this container would become the image's.
             conf={
                 "Labels": {COMMIT_LABEL: base.commit, TREE_LABEL: base.tree},
                 "User": user or "0:0",
@@ -337,7 +339,7 @@ async def _inspect(engine: Engine, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _state() -> Iterator[dict[str, dict]]:
-    """The file of last uses, locked; what is changed in it is written back."""
+    """Locks and yields the times of last use; writes changes back."""
     folder = state_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)

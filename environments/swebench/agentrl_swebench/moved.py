@@ -1,7 +1,7 @@
-"""SWE-rebench-V2: images with the repository where the harness and agents look for it.
+"""SWE-rebench-V2: derives images that have the repository at /testbed.
 
-The authors' images have the repository of `owner/name` at `/name`. The official harness applies
-patches at `/testbed`, so an image is derived in which it is there, and `/name` is a link to it.
+The authors' images have the repository of `owner/name` at `/name`, but the official harness applies
+patches at `/testbed`. The derived image has the repository there and a link to it at `/name`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ ln -s /testbed "/$1"
 
 
 def make_moved_row(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The row with the derived image, which is made if it is not local.
+    """Returns the row with the derived image, which is made if it is not local.
+
+    Args:
+        place: names the row in errors.
 
     Raises:
-        DataError: the image has no repository at the place.
-        EnvError: there is no engine, or no image.
+        DataError: the image has no repository at `/name`.
+        EnvError: there is no engine, or the source image is missing.
     """
     source, name = row["image_name"], row["repo"].partition("/")[2]
     tag = hashlib.sha256(source.encode()).hexdigest()[:24]
@@ -50,7 +53,7 @@ def make_moved_row(row: dict[str, Any], place: str) -> dict[str, Any]:
                     if container.wait(timeout=_WAIT_S)["StatusCode"] != 0:
                         said = container.logs(tail=3).decode(errors="replace").strip()
                         raise DataError(f"{place}: image {source}: {said}")
-                    # The engine's `changes` can't take an entry point away.
+                    # `changes` of the engine's commit cannot remove an entry point.
                     settings = {"Cmd": ["/bin/bash"], "Entrypoint": [], "WorkingDir": "/testbed"}
                     container.commit(MOVED_REPOSITORY, tag, conf=settings)
                 finally:

@@ -1,13 +1,13 @@
 """Limits what an agent sees of a repository's history, and extracts what the agent changed.
 
-Before an agent sees it, the repository is *scrubbed*: one branch at HEAD, no other reference but
-tags of its past (some projects take their version from those), no remote, no reflog, no object
-that HEAD and they do not reach, no caches of package installers. Then its state is *recorded*: the
-tree of the work tree as it is, in a private repository beside it. The agent's change is the
-difference from that tree, taken with the private repository's index and configuration: whatever the
-agent did to `.git` (commits, hooks, filters, external differs, excluded files) has no say in it.
+Before an agent sees it, the repository is *scrubbed*. One branch at HEAD and the tags of its past
+(from which some projects take their version) stay; other references, remotes, reflogs, objects that
+neither reaches, and caches of package installers are removed. Then the state of the work tree is
+*recorded* as a tree in a private repository. The agent's change is the difference from that tree,
+taken with the private repository's index and configuration, so that nothing the agent did to `.git`
+(commits, hooks, filters, external diff programs, excluded files) affects it.
 
-The scripts run in the container by bash. Each fails as a whole where one of its commands does.
+The scripts run in the container under bash. Each fails if any of its commands fails.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from agentrl_swebench.diff import PatchFormatError, Section, parse_patch
 from agentrl_swebench.policy import MAX_PATCH_BYTES
 
 SCRUB_VERSION = 4
-"""Part of the name of a scrubbed image; rises when the scripts change."""
+"""Part of a scrubbed image's tag; rises when the scripts change."""
 
 SCRUB_TIMEOUT_S = 900.0
 CHECK_TIMEOUT_S = 60.0
 EXTRACT_TIMEOUT_S = 300.0
 _MAX_DIFF_BYTES = 64 << 20
-"""What is read of a difference, before files are left out of it."""
+"""Number of bytes that are read of a difference, before files are left out."""
 
 _STORE = "/var/lib/agentrl/base.git"
 
@@ -117,7 +117,7 @@ _CHECK = _GIT + _ASSERT_CHEAP + 'git rev-parse HEAD\nrm -rf "$HOME"\n'
 
 
 _TOOLS_GONE, _BASE_GONE = 70, 71
-"""Exit statuses of what only an agent can have done."""
+"""Exit statuses for damage that only an agent can have done."""
 
 _EXTRACT = (
     r"""
@@ -171,27 +171,27 @@ class Base:
 
     commit: str
     tree: str
-    """Of the work tree as the agent found it, untracked files included."""
+    """Tree of the work tree as the agent found it, untracked files included."""
 
 
 @dataclass(slots=True, frozen=True)
 class Extracted:
     patch: str
     problem: str = ""
-    """Why there is no patch, though the container works; of the agent's making, for certain."""
+    """Reason for which there is no patch; only for damage that the agent has certainly done."""
     left_out: tuple[str, ...] = ()
-    """Files, or groups of them, that were left out because the change was too large."""
+    """Files, or groups of files, that were left out because the change was too large."""
 
 
 class ScrubError(Exception):
-    """The history could not be scrubbed, or something is left of it."""
+    """The history could not be scrubbed, or a part of it is left."""
 
 
 async def scrub(container: InstanceContainer) -> Base:
-    """Scrub the repository, assert that nothing is left, record its state.
+    """Scrubs the repository, checks that no history is left, and records its state.
 
     Raises:
-        ScrubError: it could not be done; the container must not be used.
+        ScrubError: this failed; the container must not be used.
         EnvError: the container or the engine failed.
     """
     script = _SCRUB + _ASSERT_ALL + _RECORD
@@ -203,11 +203,11 @@ async def scrub(container: InstanceContainer) -> Base:
 
 
 async def check_scrubbed(container: InstanceContainer, base: Base) -> None:
-    """Assert, in the container that an agent is about to get, that its repository is at `base`
-    and holds no other reference.
+    """Checks, in the container that an agent is about to get, that the repository is at `base`
+    and has no other branches, remotes or commits.
 
     Raises:
-        ScrubError: it is not so; the container must not be used.
+        ScrubError: the check failed; the container must not be used.
         EnvError: the container or the engine failed.
     """
     wrote = await container.script(_CHECK, timeout_s=CHECK_TIMEOUT_S)
@@ -218,14 +218,14 @@ async def check_scrubbed(container: InstanceContainer, base: Base) -> None:
 
 
 async def extract(container: InstanceContainer, base: Base) -> Extracted:
-    """Returns the agent's change as a patch for `git apply`. Nothing of the agent's may run.
+    """Returns the agent's change as a patch for `git apply`. The agent's processes must have ended.
 
-    A change larger than MAX_PATCH_BYTES loses its largest groups of new files, then its largest
-    files, until it fits. Files that are no UTF-8 text are written as git's binary patches.
+    From a change larger than MAX_PATCH_BYTES the largest groups of new files are left out, then the
+    largest files, until it fits. Files that are not UTF-8 become git's binary patches.
 
     Raises:
-        EnvError: the container or the engine failed, or there is no difference for a reason that
-            need not be the agent's: the disk is full, the machine too slow.
+        EnvError: the container or the engine failed, or the difference could not be taken for a
+            reason that the agent may not have caused, such as a full disk or a slow machine.
     """
     output, problem, left_out = await _difference(container, base, attributes="")
     if problem:
@@ -233,7 +233,7 @@ async def extract(container: InstanceContainer, base: Base) -> Extracted:
     try:
         text = output.decode()
     except UnicodeDecodeError:
-        # The same once more, with git told that such files are binary.
+        # Take the difference once more and tell git that these files are binary.
         sections = _sections(output)
         attributes = "".join(
             f"{_as_pattern(each)} -diff\n" for each in sections if not _is_utf8(each)
@@ -249,11 +249,12 @@ async def extract(container: InstanceContainer, base: Base) -> Extracted:
 async def _difference(
     container: InstanceContainer, base: Base, *, attributes: str
 ) -> tuple[bytes, str, tuple[str, ...]]:
-    """The patch, why there is none by the agent's doing, and new files that are too large."""
+    """Returns the patch, the reason if the agent made it impossible, and the new files that were
+    left out because each is too large by itself."""
     errors = ""
-    if len(attributes) > 100_000:  # more than an argument may hold
+    if len(attributes) > 100_000:  # longer than a command's argument may be
         attributes = "* -diff\n"
-    # In memory first; the memory of /dev/shm is small, so then on the disk.
+    # In memory first, because the disk may be full; then on the disk, because /dev/shm is small.
     for scratch, which in (("/dev/shm", "all"), ("/tmp", "all"), ("/tmp", "tracked")):
         wrote = await container.script(
             _EXTRACT,
@@ -282,9 +283,11 @@ async def _difference(
 
 
 def cut_to_size(sections: list[Section], max_bytes: int) -> tuple[str, tuple[str, ...]]:
-    """A patch of at most so many bytes, and what was left out of it: first whole groups of new
-    files (of one folder and one ending, as programs leave them behind), the largest first, then
-    the largest changes of files that were there."""
+    """Cuts a patch to `max_bytes`; returns it and the names of what was left out.
+
+    Leaves out whole groups of new files first (of one folder and one suffix, as programs leave them
+    behind), the largest first, and then the largest changes of existing files.
+    """
     groups: dict[str, list[Section]] = defaultdict(list)
     for section in sections:
         path = PurePosixPath(section.paths[-1])
@@ -319,7 +322,8 @@ def _is_utf8(section: Section) -> bool:
 
 
 def _as_pattern(section: Section) -> str:
-    """The file as a line of git's attributes names it: quoted as in the patch, signs escaped."""
+    """Returns the file's name for a line of git's attributes: quoted as in the patch, with the
+    special characters of patterns escaped."""
     head = section.text.partition("\n")[0].removeprefix("diff --git ")
     quoted = re.match(r'"a/((?:[^"\\]|\\.)*)"', head)
     name = quoted.group(1) if quoted else section.paths[-1]

@@ -1,15 +1,13 @@
 """Selects the parts of a patch that count as a submission.
 
-`official` takes a patch as it is; numbers comparable with a leaderboard need that. `strict` takes
-the source alone: it drops every file that decides how tests are found, run or reported, since such
-a file can make the official verdict say anything. A file that the reference solution edits is
-never dropped.
+`official` takes a patch as it is, which numbers comparable with a leaderboard need. `strict` takes
+only the source: it drops every file that decides how tests are found, run or reported, because such
+a file can produce any official verdict. It never drops a file that the reference solution edits.
 
-The policy is part of the task, not of scoring: state `POLICY_TEXTS` in the prompt.
+The policy is part of the task, so state `POLICY_TEXTS` in the prompt.
 
-`strict` reads a patch more narrowly than `git apply` and `patch` do and refuses what it can't read
-to the last line: a file that a tolerant reader finds where a strict one sees prose would pass
-unseen.
+`strict` parses patches more strictly than `git apply` and `patch` do and refuses a patch that it
+cannot parse to the last line: those programs might find a file in text that a parser skips.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ Policy = Literal["official", "strict"]
 POLICIES: tuple[Policy, ...] = ("official", "strict")
 
 POLICY_VERSIONS: dict[Policy, str] = {"official": "official-1", "strict": "strict-3"}
-"""Recorded with every verdict; the number rises when the rules change."""
+"""Name and version recorded with every verdict; the number rises when the rules change."""
 
 MAX_PATCH_BYTES = 4 << 20
-"""Of a submission; the agent is told."""
+"""Largest submission in bytes; the agent is told."""
 
 _SIZE_TEXT = (
     f" Of a change larger than {MAX_PATCH_BYTES >> 20} MiB the largest new files are left out "
@@ -59,16 +57,16 @@ _TEST_FILE = re.compile(
     r"|.*_spec\.rb"
 )
 _NEW_HELPER_FILE = re.compile(r"test_?(?:utils?|helpers?|tools?|support|data)\.py")
-"""A new module of such a name, below the root and outside test directories, is a part of the
-product: the hidden tests know nothing of it."""
+"""Names of new modules that count as source if they are below the root and outside test
+directories: the hidden tests cannot know them."""
 _SHIPPED_HELPER = re.compile(
     r"(?:.*/)?(?:_?testing/.*|_?testing|test_?utils?|_?test_?helpers?|utilities/pytest)\.py"
     r"|django/test/.*\.py"
 )
-"""Assertions that a project ships, and that its tests use."""
+"""Assertion helpers that a project ships and its own tests use."""
 _TEST_DIRECTORIES = frozenset({"tests", "__tests__"})
 _ROOT_TEST_DIRECTORIES = frozenset({"test", "spec"})
-"""Only at the root: further down a directory of this name is often part of the product."""
+"""Directories of tests only if at the root: further down they are often part of the product."""
 
 _RUNNER_FILE = re.compile(
     r"pytest\.ini|\.pytest\.ini|pytest\.toml|\.pytest\.toml|tox\.(?:ini|toml)|noxfile\.py"
@@ -88,9 +86,9 @@ _PACKAGING_FILE = re.compile(
     r"|BUILD(?:\.bazel)?|WORKSPACE(?:\.bazel)?|MODULE\.bazel|cpanfile|Makefile\.PL|Build\.PL"
 )
 _TOOL_DIRECTORIES = frozenset({".cargo", ".mvn", ".gradle", ".github", ".git", ".bundle", ".husky"})
-"""Of build tools, which read them before or beside the project's own files."""
+"""Directories that build tools read before or beside the project's own files."""
 _COMPILED_FILE = re.compile(r".*\.py[cod]")
-"""Python takes a compiled file without a source, or beside one whose time it names."""
+"""Compiled modules. Python runs one that has no source, or whose source has the recorded time."""
 _START_FILE = re.compile(r"(?:site|user)customize(?:\.py)?|.*\.pth|.*\.egg-link")
 _MAKE_FILE = re.compile(r"(?:GNU)?[Mm]akefile|.*\.mk")
 _NAMING_LINE = {
@@ -106,9 +104,9 @@ _NAMING_LINE = {
         )
     ),
 }
-"""Lines that name packages and source files and run nothing but the compiler."""
+"""Lines that only name packages and source files, by build file, and so run only the compiler."""
 _METADATA_DIRECTORY = re.compile(r".*\.(?:dist-info|egg-info|egg)")
-"""Holds the entry points by which pytest finds its plugins."""
+"""Directories with the entry points by which pytest finds its plugins."""
 
 _TESTING_MODULES = frozenset(
     (
@@ -133,18 +131,20 @@ _SUSPICIOUS = {
     "runs at exit": re.compile(r"\batexit\b"),
     "equal to everything": re.compile(r"def __eq__"),
 }
-"""Worth a look in a source file; never part of a verdict, honest fixes do some of these."""
+"""Code in source files that a reviewer should see. Honest fixes contain some of it too, so it does
+not affect the verdict."""
 
 
 MARK = re.compile(
     ">>>>> (?:Start Test Output|End Test Output|Test Exit Code|Patch Apply Failed|Applied Patch"
     "|Reset Failed|Tests Errored|Some Tests Failed|All Tests Passed|Tests Timed Out)"
 )
-"""The harness' marks in a log, in which the evaluation script also prints the patch."""
+"""The harness' marks in a log. They matter in a patch because the evaluation script prints it."""
 
 
 _COMMENTED_MARK = re.compile(r"^(\+[ \t]*(?:#|//|--|\*|/\*|;).*?)>>>>> ", re.MULTILINE)
-"""In an added comment one sign of it is left out: what the program does is the same."""
+"""A mark in an added comment. One of its characters is removed, which does not change the
+program."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,17 +152,17 @@ class Submission:
     """The patch that is graded."""
 
     patch: str
-    """Empty: there is nothing to grade."""
+    """Empty if there is nothing to grade."""
     dropped: tuple[tuple[str, str], ...] = ()
-    """Files left out, each with the reason."""
+    """Files that were left out, each with the reason."""
     refused: str = ""
-    """Why the whole patch is no submission."""
+    """Reason for which the whole patch is refused; "" if it is not."""
     notes: tuple[str, ...] = ()
-    """What is worth a look: `FILE: reason`."""
+    """Lines for a reviewer, as `FILE: reason`."""
 
 
 def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Submission:
-    """Apply a policy to a patch. Never raises: a patch that can't be read is refused."""
+    """Applies a policy to a patch. Never raises: a patch that cannot be parsed is refused."""
     if policy == "official":
         return Submission(model_patch, notes=suspicious(model_patch))
     if not model_patch.strip():
@@ -195,12 +195,13 @@ def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Sub
         else:
             kept.append(section.text)
     patch = "".join(kept)
-    refused = "" if patch else f"only {len(dropped)} files that are no part of a submission"
+    refused = "" if patch else f"none of the {len(dropped)} changed files belongs to a submission"
     return Submission(patch, tuple(dropped), refused, suspicious(patch))
 
 
 def suspicious(patch: str) -> tuple[str, ...]:
-    """Added lines that a reviewer should see, as `FILE: reason`; () if the patch can't be read."""
+    """Returns the added lines that a reviewer should see, as `FILE: reason`; () if the patch cannot
+    be parsed."""
     try:
         sections = parse_patch(patch)
     except PatchFormatError:
@@ -221,7 +222,7 @@ class _Rules:
     named: frozenset[str]
     """Files that the evaluation script names."""
     modules: frozenset[str]
-    """Top-level modules that the reference solution works in: they are the product."""
+    """Top-level modules that the reference solution edits; they are part of the product."""
     uses_make: bool
 
 
@@ -242,12 +243,12 @@ def _patch_paths(patch: str) -> set[str]:
     try:
         return {path for section in parse_patch(patch) for path in section.paths}
     except PatchFormatError:
-        # A dataset's own patch: written by people who do not hide files from the reader.
+        # The reference solution is trusted, so a lenient search for its paths is enough.
         return set(re.findall(r"^(?:\+\+\+ b|--- a)/([^\t\n]+)", patch, re.MULTILINE))
 
 
 def _script_files(eval_script: str) -> tuple[frozenset[str], bool]:
-    """Paths that commands of an evaluation script name, and whether it runs `make`."""
+    """Returns the paths that an evaluation script's commands name, and whether it runs `make`."""
     named: set[str] = set()
     uses_make = False
     end_of_text = ""
@@ -271,7 +272,7 @@ def _script_files(eval_script: str) -> tuple[frozenset[str], bool]:
 
 def _why_dropped(section: Section, rules: _Rules) -> str:
     for full_path in section.paths:
-        # `patch` ends a name at a space where `git apply` does not: both readings count.
+        # `patch` ends a name at a space and `git apply` does not, so check both readings.
         starts = [match.start() for match in re.finditer(r"\s", full_path)]
         for path in (full_path, *(full_path[:start] for start in starts)):
             if path and (reason := _why_protected(path, section.is_new, rules)):
@@ -280,7 +281,8 @@ def _why_dropped(section: Section, rules: _Rules) -> str:
 
 
 def _only_names_files(section: Section) -> bool:
-    """Tells whether a patch changes nothing in a build file but the files that it names."""
+    """Tells whether a section changes nothing in a build file but the names of files and
+    packages."""
     if section.is_new or len(section.paths) != 1:
         return False
     form = _NAMING_LINE.get(PurePosixPath(section.paths[0]).name)
@@ -324,9 +326,9 @@ def _why_protected(path: str, is_new: bool, rules: _Rules) -> str:
 
 
 def _top_module(parts: tuple[str, ...]) -> str:
-    """The importable module that a path belongs to; "" if it is no part of one."""
+    """Returns the top-level module that a path belongs to; "" if it belongs to none."""
     inner = list(parts[1:] if len(parts) > 1 and parts[0] in _SOURCE_ROOTS else parts)
-    # A folder without modules stands behind a module of its name.
+    # A module takes precedence over a folder of the same name without modules.
     return inner[0].split(".")[0] if re.search(r"\.(?:py|pyc|so|pyd)$", inner[-1]) else ""
 
 

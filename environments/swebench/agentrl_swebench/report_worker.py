@@ -1,9 +1,9 @@
-"""The official run report, in a process of its own: `python -m agentrl_swebench.report_worker`.
+"""Makes the official run report in a separate process: `python -m agentrl_swebench.report_worker`.
 
-Reads one JSON request on standard input: the rows, the predictions as they were graded, and the
-harness' log folder of each instance. Puts the folders where the harness keeps its logs, below the
-working directory, lets the harness write its report there, and prints the report's path as the last
-line.
+Reads one JSON request from standard input: the rows, the predictions as they were graded, and the
+harness' log folder of each instance. Moves the folders to where the harness keeps its logs, below
+the working directory, has the harness write its report there, and prints the report's path as the
+last line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ATTEMPTS = 5
 
 
 def main() -> int:
-    # Importing the harness takes seconds, hence only here.
+    # Importing the harness takes seconds, so it is done only here.
     from docker.errors import NotFound
     from swebench.harness.constants import LOG_REPORT, RUN_EVALUATION_LOG_DIR
     from swebench.harness.reporting import make_run_report
@@ -39,14 +39,14 @@ def main() -> int:
             final.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(fresh, final)
         if instance_id in request["void"] and (final / LOG_REPORT).exists():
-            # Made while the infrastructure failed: an error, not a failure of the model.
+            # The infrastructure failed, so this must count as an error, not a failure of the model.
             (final / LOG_REPORT).replace(final / f"void.{LOG_REPORT}")
     for attempt in range(_ATTEMPTS):
         try:
             print(make_run_report(predictions, request["rows"], run_id, connect(), "."))
             return 0
         except NotFound:
-            # The harness lists all images and containers; one of another run just went away.
+            # The harness lists all images and containers, and one of another run was just removed.
             if attempt == _ATTEMPTS - 1:
                 raise
             time.sleep(1)

@@ -1,8 +1,8 @@
-"""SWE-smith: images with the bug in them.
+"""SWE-smith: derives images that contain the bug.
 
-A row's `patch` brings the bug into the repository of its image, and the tests that it breaks stand
-there already. So an image is derived in which the bug is, the broken tests' files are not and the
-history, which has both, is one commit; the fix and the hidden tests are the way back.
+A row's `patch` adds the bug to the repository in its image, which already has the tests that the
+bug breaks. The derived image has the bug but not the files of the broken tests, and its history is
+a single commit. The reference solution removes the bug, and the test patch restores the tests.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ git diff --binary --full-index HEAD "$good" -- . $(printf ':(exclude)%s ' "$@") 
 
 
 def make_smith_row(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The row of SWE-bench 5 of a row of SWE-smith; its image is made if it is not local.
+    """Converts a row of SWE-smith to a row of SWE-bench 5; makes its image if it is not local.
 
     Raises:
-        DataError: the bug does not apply, or the row lacks a column.
-        EnvError: there is no engine, or no image.
+        DataError: the bug does not apply, or the row names no test files or lacks a column.
+        EnvError: there is no engine, or the source image is missing.
     """
     required = {name: test_names(row, name, place) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     hidden = sorted({named_file(test) for test in required["FAIL_TO_PASS"]} - {""})
@@ -69,7 +69,7 @@ def make_smith_row(row: dict[str, Any], place: str) -> dict[str, Any]:
                 base, gold, tests = (
                     _text(container, f"/tmp/{name}") for name in ("base", "gold.diff", "tests.diff")
                 )
-                # The container's own command would become the image's.
+                # Otherwise the container's command would become the image's.
                 container.commit(REPOSITORY, digest, changes=['CMD ["/bin/bash"]'])
             finally:
                 remove(client, str(container.id))

@@ -1,4 +1,4 @@
-"""The first half of `agentrl swebench run`: a model solves instances in containers."""
+"""First half of `agentrl swebench run`: has a model solve instances in containers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl_swebench.env import SWEBenchEnvironment
 
 
 def drop_cut_line(path: Path) -> None:
-    """A kill may have cut the last line; its instance is solved again."""
+    """Removes a last line that a kill cut off; `run` then solves its instance again."""
     content = path.read_bytes() if path.exists() else b""
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
@@ -31,7 +31,14 @@ def drop_cut_line(path: Path) -> None:
 
 
 async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Path) -> int:
-    """Play the pending instances and append their predictions; how many have none."""
+    """Plays the pending instances and appends their predictions to `path`.
+
+    Returns:
+        The number of instances without a prediction.
+
+    Raises:
+        ConfigError: the openai package is missing.
+    """
     try:
         from openai import AsyncOpenAI
     except ImportError:
@@ -64,7 +71,7 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
     )
     log = TrajectoryLog(arguments.out)
     for cut, _ in step_files(log.directory):
-        cut_torn_record(cut)  # what is appended behind one could not be read
+        cut_torn_record(cut)  # a record appended after a torn one could not be read
     capacity = asyncio.Semaphore(arguments.concurrency)
     failed = left_out = spent = 0
 
@@ -118,8 +125,8 @@ async def solve(arguments: argparse.Namespace, pending: list[Instance], path: Pa
                 tasks.create_task(one(index))
     if left_out:
         print(
-            f"--max-total-tokens {arguments.max_total_tokens} are spent ({spent}); {left_out} "
-            "instances were not begun",
+            f"--max-total-tokens {arguments.max_total_tokens} is reached ({spent} tokens); "
+            f"{left_out} instances were not started",
             file=sys.stderr,
         )
     return failed + left_out

@@ -1,8 +1,9 @@
-"""Flags for what a reviewer should look at in an agent's commands and patch. They decide nothing
-about the reward.
+"""Flags what a reviewer should look at in an agent's commands and patch. Flags do not affect the
+reward.
 
-They are read from the text of commands, so they miss what is disguised and name honest use too:
-`git log` for the project's conventions is fine, for the fix it is not, and cannot succeed.
+They are read from the text of commands, so they miss disguised commands and also mark honest ones:
+reading `git log` for the project's conventions is fine, searching it for the fix is not (and cannot
+succeed).
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ _TEST_PATH = re.compile(
 
 
 def command_flags(command: str) -> set[str]:
-    """`git_history`, `network`, `test_edit`, `test_runner`, `daemon`, `grader`, `kill_all`."""
+    """Returns the flags of a command: any of `git_history`, `network`, `test_edit`, `test_runner`,
+    `daemon`, `grader`, `kill_all`."""
     return {name for name, pattern in _COMMANDS.items() if pattern.search(command)}
 
 
 def patch_flags(patch: str) -> set[str]:
-    """`submits_tests` where a patch touches tests, or what decides how they run."""
+    """Returns {"submits_tests"} if a patch changes tests or files that decide how they run, else
+    an empty set."""
     paths = re.findall(r'^\+\+\+ "?b/(.*?)"?$|^--- "?a/(.*?)"?$', patch, re.MULTILINE)
     touched = any(_TEST_PATH.search(new or old) for new, old in paths)
     return {"submits_tests"} if touched else set()

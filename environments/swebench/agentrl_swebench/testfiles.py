@@ -1,4 +1,4 @@
-"""The files of an instance's hidden tests, read from its image before any patch is near."""
+"""Reads the files of an instance's hidden tests from its image, before any patch is applied."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ git apply --whitespace=nowarn /tmp/test.patch || patch -p1 -f -s < /tmp/test.pat
 
 @dataclass(slots=True, frozen=True)
 class TestFiles:
-    """Text files by path, relative to the repository; what is no UTF-8 text is missing."""
+    """Text files by path, relative to the repository. Files that are not UTF-8 are missing."""
 
-    __test__ = False  # for pytest: no test itself
+    __test__ = False  # keeps pytest from collecting this class
 
     before: dict[str, str]
-    """At the base commit."""
+    """Files at the base commit."""
     after: dict[str, str]
-    """With the hidden tests."""
+    """Files with the hidden tests applied."""
 
 
 def named_file(test: str) -> str:
-    """The file that a required test's name starts with; "" if it names none in the repository."""
+    """Returns the file with which a required test's name starts; "" if it names none in the
+    repository."""
     path = test.split("::")[0].split("[")[0]
     is_inside = not path.startswith(("/", "-")) and not {"..", ".git"} & set(path.split("/"))
     return path if "::" in test and is_inside and re.fullmatch(r"[\w./+-]+\.\w+", path) else ""
 
 
 def read_test_files(instance: Instance, run_id: str) -> TestFiles:
-    """Read the tests' files of an instance's image and apply the hidden tests; where their patch is
-    not plain hunks that fit line by line, by the programs in a container of the image.
+    """Reads the tests' files from an instance's image and applies the hidden tests. If their patch
+    is not plain hunks that fit line by line, `git apply` or `patch` applies it in a container of
+    the image.
 
     Raises:
-        EnvError: the engine failed.
-        PatchFormatError: the instance's tests can't be read.
+        EnvError: the engine failed, or the test patch does not apply.
+        PatchFormatError: the test patch cannot be parsed.
     """
     sections = parse_patch(instance.test_patch)
     paths = {path for each in sections for path in each.paths}
@@ -119,7 +121,7 @@ def _read(container, paths: list[str]) -> dict[str, str]:
 
 
 def packed(files: dict[str, bytes]) -> bytes:
-    """An archive of files by their paths, relative to where it is unpacked."""
+    """Returns a tar archive of files by their paths, relative to where it is unpacked."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, content in files.items():
@@ -130,9 +132,9 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -> str | None:
-    """The evaluation script with other texts of test files, in the shape that it had: where the
-    script holds the hidden tests as a patch, that patch brings the other texts, as git writes them.
-    None: there is no mark before which to put them."""
+    """Returns the evaluation script with other texts of test files. If the script holds the hidden
+    tests as a patch, that patch is rewritten as git would write it, so that the script keeps its
+    form. Returns None if the script has no start mark before which to put the texts."""
     patch = instance.test_patch.strip("\n")
     if patch and patch in instance.eval_script:
         try:
@@ -162,8 +164,8 @@ def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -
 
 
 def git_diff(before: dict[str, str], after: dict[str, str], like: str = "") -> str:
-    """Returns what git writes for a change of files, with names of objects as long as in another
-    patch, and files with the modes that they have there.
+    """Returns the patch that git writes for a change of files. Object names are as long, and files
+    have the same modes, as in the patch `like`.
 
     Raises:
         EnvError: git is missing or failed.
@@ -207,7 +209,8 @@ def git_diff(before: dict[str, str], after: dict[str, str], like: str = "") -> s
 
 
 def file_diff(path: str, before: str | None, after: str | None) -> str:
-    """A file's part of a patch in git's format; None: the file does not exist."""
+    """Returns one file's section of a patch in git's format; None as `before` or `after` means that
+    the file does not exist."""
     head = f"diff --git a/{path} b/{path}\n"
     head += "new file mode 100644\n" if before is None else ""
     head += "deleted file mode 100644\n" if after is None else ""
@@ -217,11 +220,11 @@ def file_diff(path: str, before: str | None, after: str | None) -> str:
         f"a/{path}" if before is not None else "/dev/null",
         f"b/{path}" if after is not None else "/dev/null",
     )
-    # git names a last line without an end; difflib leaves such a line open.
+    # git marks a last line that has no newline; difflib does not.
     return head + "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     )
 
 
 def _lines(text: str | None) -> list[str]:
-    return re.findall(r"[^\n]*\n|[^\n]+", text or "")  # `splitlines` knows other ends too
+    return re.findall(r"[^\n]*\n|[^\n]+", text or "")  # `splitlines` splits at other characters too

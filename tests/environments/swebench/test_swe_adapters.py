@@ -102,7 +102,7 @@ def test_rows_become_official_ones(tmp_path, name, image, command):
         ({**COMMON, "FAIL_TO_PASS": []}, "names no test in FAIL_TO_PASS"),
         (COMMON | {"install_config": {"install": "x"}}, "names no test_cmd"),
         (COMMON | {"install_config": "{"}, "is not JSON"),
-        (COMMON | {"test_cmd": 3, "image_name": "i"}, "lacks a column or has one of"),
+        (COMMON | {"test_cmd": 3, "image_name": "i"}, "the wrong type"),
         (COMMON | {"repo": "dask/dask", "test_patch": "+x"}, "test_patch can't be read"),
     ],
 )
@@ -161,7 +161,7 @@ def test_data_get_filters_splits_and_writes(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "left out 2: pass rate outside 0.2 to 0.6" in said and "8 instances, 1 images" in said
     assert run_get(source, "--out", out, "--repo", "python/mypy") == 2
-    assert "no adapter is written" in capsys.readouterr().err
+    assert "no adapter supports" in capsys.readouterr().err
     assert run_get(source, "--out", out, "--language", "rust", "--repo", "own/spans") == 2
     assert "no row of" in capsys.readouterr().err
 

@@ -112,7 +112,7 @@ def test_doctor_finds_rows_that_no_grading_could_follow(monkeypatch, tmp_path, c
     assert command("doctor", "--dataset", path) == 1
     shown = capsys.readouterr().out
     assert "fix  rows: a-1 name no test in FAIL_TO_PASS" in shown
-    assert "fix  rows: a-2 want a log parser that the harness has not: parse_log_own" in shown
+    assert "fix  rows: a-2 need a log parser that the harness lacks: parse_log_own" in shown
     assert "a-3" not in shown
     command("doctor", "--dataset", path, "--filter", "a-[23]$", "--slice", "1:")  # a-3
     assert "rows:" not in capsys.readouterr().out
@@ -159,7 +159,7 @@ def test_doctor_reap_and_pull(fixture_dir, engine, capsys):
         reaped = capsys.readouterr().out
         if "containers: 1 have lost" in found and left.id[:12] in reaped:
             break
-    assert status == 1 and "fix  containers: 1 have lost their process" in found
+    assert status == 1 and "fix  containers: 1 outlived their process" in found
     assert "ok   images: all 4 are local" in found
     assert left.id[:12] in reaped
     command("doctor", "--dataset", dataset)  # 1 where the disk is short
@@ -207,7 +207,7 @@ def test_a_model_solves_and_an_interrupted_call_goes_on(
 
         before = len(requests)
         assert command(*first, "--max-total-tokens", "0") == 1
-        assert "1 instances were not begun" in capsys.readouterr().err
+        assert "1 instances were not started" in capsys.readouterr().err
         assert len(requests) == before
 
         broken.clear()

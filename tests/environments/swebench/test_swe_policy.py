@@ -209,7 +209,7 @@ def test_what_the_reference_solution_edits_is_exempt(path):
 def test_only_forbidden_files_is_a_refusal_and_official_takes_all():
     patch = file_diff("conftest.py", None, "x = 1\n")
     strict = make_submission(instance(), patch, "strict")
-    assert strict.patch == "" and "only 1 files" in strict.refused
+    assert strict.patch == "" and "none of the 1 changed files" in strict.refused
     assert make_submission(instance(), patch, "official").patch == patch
 
 
