@@ -1,5 +1,5 @@
-"""`agentrl swebench ...`: grade, check instances and the engine, run models. Handlers import what
-they need."""
+"""`agentrl swebench`: grades predictions, checks instances and the engine, runs models. Handlers
+import what they need."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def add_swebench_commands(commands: argparse._SubParsersAction) -> None:
-    """Add `swebench` and its subcommands. Each sets `handler`, which returns an exit status."""
+    """Adds `swebench` and its subcommands. Each sets `handler`, which returns an exit status."""
     swebench = commands.add_parser(
         "swebench",
         help="SWE-bench: grade predictions, check instances, run models",
-        description="SWE-bench on its official harness, in containers of the local Docker engine.",
+        description="Run SWE-bench on its official harness, in containers of the Docker engine.",
     )
     add_subcommands(swebench)
 
@@ -32,10 +32,10 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     evaluate = subcommands.add_parser(
         "eval",
         help="grade predictions with the official harness",
-        description="Grade predictions with the official harness and write its report unchanged, "
-        "MODEL.RUN.json, and a report of our own beside it, MODEL.RUN.agentrl.json. Repeat an "
-        "interrupted call with the same run id to go on. Exit status 1 when the infrastructure "
-        "left an instance without a verdict.",
+        description="Grade predictions with the official harness. Write its report unchanged to "
+        "MODEL.RUN.json and our own report to MODEL.RUN.agentrl.json. To continue an interrupted "
+        "call, repeat it with the same run id. The exit status is 1 if a failure of the "
+        "infrastructure left an instance without a verdict.",
     )
     _add_dataset(evaluate)
     evaluate.add_argument(
@@ -45,36 +45,43 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         help="predictions in an official format, .jsonl or .json; `gold`: the reference solutions",
     )
     evaluate.add_argument(
-        "--out", type=Path, default=Path(), metavar="DIR", help="for reports and logs (default: .)"
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for reports and logs (default: .)",
     )
-    _add_grading(evaluate, policy="what of a patch is graded: all of it, or its source alone")
+    _add_grading(evaluate, policy="grade all of a patch, or only its source")
     evaluate.set_defaults(handler=_evaluate)
 
     validate = subcommands.add_parser(
         "validate",
         help="check that instances can be graded here",
         description="Grade each instance's reference solution three times and no patch once. An "
-        "instance is valid if the first always resolves it and the second does not. Exit status 1 "
-        "when one is not.",
+        "instance is valid if its solution always resolves it and no patch does not. The exit "
+        "status is 1 if an instance is not valid.",
     )
     _add_dataset(validate)
     validate.add_argument(
-        "--repeats", type=int, default=3, help="of the reference solution (default: %(default)s)"
+        "--repeats",
+        type=int,
+        default=3,
+        help="gradings of the reference solution (default: %(default)s)",
     )
     validate.add_argument(
         "--audit",
         action="store_true",
-        help="also make a control run: an instance whose forged results would not be noticed is "
+        help="also make a control run; an instance on which forged results would go unnoticed is "
         "not valid",
     )
     validate.add_argument(
         "--keep-unaudited",
         action="store_true",
-        help="with --audit: instances for which no control run can be made are valid all the same; "
-        "training on them rewards forged results (environment key pay_unaudited)",
+        help="with --audit, also keep instances that no control run can confirm; training on them "
+        "rewards forged results (environment key pay_unaudited)",
     )
     validate.add_argument(
-        "--out", type=Path, metavar="FILE.jsonl", help="write the rows that are valid to this file"
+        "--out", type=Path, metavar="FILE.jsonl", help="write the valid rows to this file"
     )
     _add_limits(validate)
     validate.set_defaults(handler=_validate)
@@ -82,53 +89,64 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     doctor = subcommands.add_parser(
         "doctor",
         help="check the engine, its disk, images and leftovers",
-        description="Check what SWE-bench needs here. Exit status 1 when something must be fixed.",
+        description="Check what SWE-bench needs on this machine. The exit status is 1 if something "
+        "must be fixed.",
     )
     _add_dataset(doctor, required=False)
     doctor.set_defaults(handler=_doctor)
 
     pull = subcommands.add_parser(
         "pull",
-        help="make the images of a dataset local",
-        description="Pull the images of a dataset's instances, several at once. When the engine's "
-        "disk is short, images that agentrl pulled or made are evicted, the longest unused first; "
-        "never one that has a container or is among those asked for.",
+        help="pull the images of a dataset",
+        description="Pull the images of a dataset's instances, several at once. If the engine's "
+        "disk is short, evict images that agentrl pulled or made, the least recently used first, "
+        "but none that has a container or is to be pulled.",
     )
     _add_dataset(pull)
-    pull.add_argument("--concurrency", type=int, default=4, help="(default: %(default)s)")
     pull.add_argument(
-        "--min-free-gb", type=float, default=10.0, help="to leave free (default: %(default)g)"
+        "--concurrency", type=int, default=4, help="pulls at once (default: %(default)s)"
     )
     pull.add_argument(
-        "--scrub", action="store_true", help="also make the images that agents get, without history"
+        "--min-free-gb",
+        type=float,
+        default=10.0,
+        help="GiB that must be free before each pull (default: %(default)g)",
+    )
+    pull.add_argument(
+        "--scrub",
+        action="store_true",
+        help="also make the images that agents get, whose history is scrubbed",
     )
     pull.set_defaults(handler=_pull)
 
     reap = subcommands.add_parser(
         "reap",
         help="remove containers whose process is gone",
-        description="Remove containers of agentrl's whose process is gone. A start does so too.",
+        description="Remove agentrl's containers whose process is gone, as every start of an "
+        "environment or grading does.",
     )
     reap.add_argument(
-        "--all", action="store_true", help="also those in use, by whatever process of agentrl's"
+        "--all", action="store_true", help="also remove containers that other processes use"
     )
     reap.set_defaults(handler=_reap)
 
     export = subcommands.add_parser(
         "export",
-        help="instances as Harbor's task folders",
+        help="write instances as Harbor task folders",
         description="Write each instance as a task in Harbor's format: the row's image, the "
         "official evaluation script and grading as its tests, the reference solution as its "
-        "solution. The verdict is the official one, without the control run.",
+        "solution. The verdict is the official one; there is no control run.",
     )
     _add_dataset(export)
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the tasks")
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the tasks"
+    )
     export.add_argument(
         "--timeout",
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="of an instance's tests (default: %(default)g)",
+        help="limit on an instance's tests (default: %(default)g)",
     )
     export.set_defaults(handler=_export)
 
@@ -141,48 +159,74 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         help="let a model solve instances, then grade",
         description="Let a model behind an OpenAI-compatible server solve instances in containers, "
         "write predictions.jsonl in the official format, and grade it with the official harness. "
-        "Repeat an interrupted call with the same --out to go on.",
+        "To continue an interrupted call, repeat it with the same --out.",
     )
     _add_dataset(run)
-    run.add_argument("--model", required=True, metavar="URL", help="of an OpenAI-compatible server")
     run.add_argument(
-        "--model-name", default="policy", metavar="NAME", help="on it (default: %(default)s)"
+        "--model", required=True, metavar="URL", help="URL of an OpenAI-compatible server"
     )
-    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="for all results")
-    run.add_argument("--max-turns", type=int, default=50, help="(default: %(default)s)")
     run.add_argument(
-        "--max-turn-tokens", type=int, default=4096, help="of one turn (default: %(default)s)"
+        "--model-name",
+        default="policy",
+        metavar="NAME",
+        help="the model's name on the server (default: %(default)s)",
+    )
+    run.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for all results"
+    )
+    run.add_argument(
+        "--max-turns", type=int, default=50, help="turns per instance (default: %(default)s)"
+    )
+    run.add_argument(
+        "--max-turn-tokens",
+        type=int,
+        default=4096,
+        help="tokens that the model may write in one turn (default: %(default)s)",
     )
     run.add_argument(
         "--max-total-tokens",
         type=int,
         metavar="N",
-        help="begin no further instance once the model has written so many tokens in this call",
+        help="start no further instance once the model has written this many tokens in this call",
     )
-    run.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)g)")
+    run.add_argument(
+        "--temperature", type=float, default=1.0, help="of sampling (default: %(default)g)"
+    )
     run.add_argument("--concurrency", type=int, default=4, help="instances at once (default: 4)")
-    run.add_argument("--edit-tool", action="store_true", help="offer str_replace too")
+    run.add_argument("--edit-tool", action="store_true", help="also offer str_replace")
     run.add_argument("--no-grade", action="store_true", help="stop after the predictions")
     run.add_argument(
-        "--memory-mb", type=int, default=4096, help="of an agent's container (default: %(default)s)"
+        "--memory-mb",
+        type=int,
+        default=4096,
+        help="MiB of memory of an agent's container (default: %(default)s)",
     )
-    run.add_argument("--cpus", type=float, default=2.0, help="of it (default: %(default)g)")
+    run.add_argument(
+        "--cpus",
+        type=float,
+        default=2.0,
+        help="CPU cores of an agent's container (default: %(default)g)",
+    )
     run.add_argument(
         "--disk-mb",
         type=int,
-        help="that an agent may write, where the engine can limit it (default: no limit)",
+        help="MiB that an agent may write, if the engine can limit it (default: no limit)",
     )
     run.add_argument(
         "--command-timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="of one command, at most 600 (default: %(default)g)",
+        help="limit on one command, at most 600 (default: %(default)g)",
     )
     run.add_argument(
-        "--turn-timeout", type=float, default=600.0, help="seconds (default: %(default)g)"
+        "--turn-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit on one answer of the model (default: %(default)g)",
     )
-    _add_grading(run, policy="what of a change is a submission")
+    _add_grading(run, policy="grade all of a change, or only its source")
     run.set_defaults(handler=_run)
 
 
@@ -194,13 +238,17 @@ def _add_dataset(command: argparse.ArgumentParser, *, required: bool = True) -> 
         help="a .jsonl, .json or .parquet file, full, lite, verified, multilingual, multimodal, or "
         "a Hugging Face name",
     )
-    command.add_argument("--split", default="test", help="(default: %(default)s)")
+    command.add_argument(
+        "--split", default="test", help="split of a Hugging Face dataset (default: %(default)s)"
+    )
     command.add_argument("--instance-ids", nargs="+", metavar="ID", help="only these instances")
     command.add_argument(
-        "--filter", metavar="REGEX", help="only instances in whose id the expression is found"
+        "--filter", metavar="REGEX", help="only instances whose id matches (a search, as in Python)"
     )
     command.add_argument(
-        "--slice", metavar="FROM:TO", help="of what is left, in the dataset's order, as in Python"
+        "--slice",
+        metavar="FROM:TO",
+        help="only this slice of what is left, in the dataset's order, as in Python",
     )
 
 
@@ -217,7 +265,7 @@ def _add_grading(command: argparse.ArgumentParser, *, policy: str) -> None:
     command.add_argument(
         "--audit",
         action="store_true",
-        help="follow every resolved instance by a control run that shows forged results; the "
+        help="check every resolved instance by a control run that shows forged results; the "
         "official report does not change",
     )
     _add_limits(command)
@@ -232,13 +280,13 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="of an instance's tests (default: %(default)g)",
+        help="limit on an instance's tests (default: %(default)g)",
     )
     command.add_argument(
         "--memory-gb",
         type=float,
         default=4.0,
-        help="of a container that grades (default: %(default)g)",
+        help="GiB of memory of a grading container (default: %(default)g)",
     )
     command.add_argument(
         "--network",
@@ -329,10 +377,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _clear_engine() -> None:
-    """Remove what earlier runs left on the engine, and see to it that this one leaves nothing.
+    """Removes the containers that earlier runs left on the engine, and starts the watchdog that
+    removes this run's.
 
     Raises:
-        EnvUnavailable: no engine answers; every instance would be tried in vain, several times.
+        EnvUnavailable: no engine answers.
     """
     from agentrl.env.container.watchdog import guard
 
@@ -345,7 +394,7 @@ def _grade(
     predictions: list[Prediction],
     limits: GradingLimits,
 ) -> int:
-    """Grade, write the reports and print where they are; 1 where a verdict is missing."""
+    """Grades, writes the reports and prints where they are; returns 1 if a verdict is missing."""
     from collections import Counter
 
     from agentrl_swebench.evaluate import evaluate
@@ -380,14 +429,14 @@ def _grade(
     num_resolved = sum(bool(each.resolved) for each in result.verdicts)
     print(f"resolved {num_resolved} of {len(instances)} instances, policy {arguments.policy}")
     if result.num_reused:
-        print(f"{result.num_reused} verdicts are of an earlier call with this run id")
+        print(f"{result.num_reused} verdicts come from an earlier call with this run id")
     if arguments.audit:
         shown = f": {', '.join(tampered)}" if tampered else ""
         print(f"audit: {len(tampered)} of the {num_resolved} resolved forge their results{shown}")
         for flag in sorted(UNAUDITED):
             ids = [each.instance_id for each in result.verdicts if flag in each.flags]
             if ids:
-                print(f"audit: {len(ids)} of them say nothing, {flag}: {', '.join(ids)}")
+                print(f"audit: {len(ids)} without a result, {flag}: {', '.join(ids)}")
     print(f"official report  {result.report}")
     print(f"our report       {result.audit_report}")
     for each in void:
@@ -530,13 +579,13 @@ def _run(arguments: argparse.Namespace) -> int:
     earlier = load_predictions(path, instances) if _has(path) else []
     if earlier and (name := earlier[0].model_name_or_path) != arguments.model_name:
         raise ConfigError(
-            f"{path} holds predictions of {name}: give --model-name {name} to go on, or --out "
-            "another folder"
+            f"{path} holds predictions of {name}: continue with --model-name {name}, or choose "
+            "another --out"
         )
     done = {each.instance_id for each in earlier}
     pending = [each for each in instances if each.instance_id not in done]
     if done:
-        print(f"{len(done)} predictions are of an earlier call")
+        print(f"{len(done)} predictions come from an earlier call")
     failed = asyncio.run(solve(arguments, pending, path)) if pending else 0
     if failed:
         print(

@@ -1,4 +1,4 @@
-"""`agentrl swebench data get`: a dataset's rows as a file that this environment trains on."""
+"""`agentrl swebench data get`: writes a dataset's rows to a file to train on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LANGUAGES = {
 
 
 def language_of(instance: Instance) -> str:
-    """Returns the language of most files that the reference solution edits; "" if none is known."""
+    """Returns the language of most files that the reference solution edits; "" if unknown."""
     try:
         paths = [each.paths[-1] for each in parse_patch(instance.patch)]
     except PatchFormatError:
@@ -51,9 +51,14 @@ def num_changed_lines(patch: str) -> int:
 
 
 def get(arguments: argparse.Namespace) -> int:
-    """Load, convert, filter, split and write; prints what was left out and why."""
+    """Loads, converts, filters, splits and writes rows; prints how many were left out and why.
+
+    Raises:
+        ConfigError: --holdout is not a share.
+        DataError: a row cannot be converted, or none is left.
+    """
     if not 0 <= arguments.holdout < 1:
-        raise ConfigError(f"--holdout {arguments.holdout:g} must be a share of the rows, below 1")
+        raise ConfigError(f"--holdout {arguments.holdout:g} must be at least 0 and below 1")
     rows = list(load_rows(arguments.name, arguments.split))
     left_out: Counter[str] = Counter()
     chosen: list[Instance] = []
@@ -134,21 +139,31 @@ def add_data_commands(subcommands: argparse._SubParsersAction) -> None:
     commands = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = commands.add_parser(
         "get",
-        help="a dataset's rows as a file to train on",
-        description="Load a dataset, convert its rows to the columns of SWE-bench 5, keep those "
-        "asked for and write them, shuffled. Images are made for SWE-smith, with the bugs in them, "
-        "and for SWE-rebench-V2, with the repository at /testbed.",
+        help="write a dataset's rows to a file to train on",
+        description="Load a dataset, convert its rows to the columns of SWE-bench 5, filter, "
+        "shuffle and write them. For SWE-smith, also make images that contain the bugs; for "
+        "SWE-rebench-V2, images with the repository at /testbed.",
     )
     names = ", ".join(ALIASES)
     command.add_argument("name", metavar="NAME|FILE", help=f"{names}, or a file or Hub name")
-    command.add_argument("--split", default=None, help="of a Hub dataset (default: its own)")
+    command.add_argument(
+        "--split", default=None, help="split of a Hub dataset (default: its usual one)"
+    )
     command.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     command.add_argument("--repo", nargs="+", metavar="OWNER/NAME", help="only these repositories")
     command.add_argument("--exclude-repo", nargs="+", metavar="OWNER/NAME")
-    command.add_argument("--language", nargs="+", help="only these, by the solution's files")
-    command.add_argument("--max-lines", type=int, metavar="N", help="of the solution, at most")
     command.add_argument(
-        "--pass-rate", nargs=2, type=float, metavar=("LOW", "HIGH"), help="by a column pass_rate"
+        "--language", nargs="+", help="only these languages, judged by the solution's files"
+    )
+    command.add_argument(
+        "--max-lines", type=int, metavar="N", help="changed lines of a solution, at most"
+    )
+    command.add_argument(
+        "--pass-rate",
+        nargs=2,
+        type=float,
+        metavar=("LOW", "HIGH"),
+        help="only rows whose column pass_rate is in this range",
     )
     command.add_argument("--limit", type=int, metavar="N", help="rows at most")
     command.add_argument(
@@ -156,10 +171,10 @@ def add_data_commands(subcommands: argparse._SubParsersAction) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="to FILE.test.jsonl (default: 0)",
+        help="share of the rows to write to FILE.test.jsonl instead (default: 0)",
     )
-    command.add_argument("--seed", type=int, default=0, help="of the shuffle (default: 0)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
     command.add_argument(
-        "--skip-unusable", action="store_true", help="leave out rows that can't be converted"
+        "--skip-unusable", action="store_true", help="leave out rows that cannot be converted"
     )
     command.set_defaults(handler=get)

@@ -1,9 +1,10 @@
-"""Real bugs of real repositories: the agent works in the instance's container by `bash`.
+"""SWE-bench environment: an agent fixes a real bug by shell commands in the instance's container.
 
-An episode: a container of the instance's scrubbed image (`images.py`, `patch.py`), commands, then
-`submit`, which ends it. The environment takes the change itself, ends the container, and has the
-official harness grade the change in a fresh one (`grade.py`); that verdict is the reward and there
-is no other. Trouble of the infrastructure is an error and never reward 0.
+An episode starts a container of the instance's scrubbed image (`images.py`, `patch.py`), runs the
+agent's commands and ends with `submit`. The environment then extracts the change, ends the
+container, and has the official harness grade the change in a fresh one (`grade.py`). The verdict,
+which a control run can only lower, is the reward. A failure of the infrastructure is an error and
+never reward 0.
 
 The agent sees the problem statement, its commands' output and the rules. The tests and the
 reference solution stay in this process.
@@ -41,10 +42,10 @@ from agentrl_swebench.policy import POLICY_TEXTS
 from agentrl_swebench.suspicion import command_flags, patch_flags
 
 MAX_CREATES = 4
-"""Containers that are created at once; more take longer each and no less together."""
+"""Containers that are created at once. More at once would not be faster in total."""
 MAX_EDIT_BYTES = 1 << 20
 MIN_FREE_BYTES = 1 << 30
-"""On the engine's disk, for another container. An agent may write as much as it likes."""
+"""Free bytes on the engine's disk below which no container is started, since agents write to it."""
 
 PROMPT = """\
 A software repository lies in {workdir}. Somebody reported this problem:
@@ -66,50 +67,51 @@ Find the cause, change the source, check your change by running it, then submit.
 
 
 class SWEBenchConfig(EnvConfig):
-    """Which instances, what an agent may use, how its change is graded."""
+    """Keys that select instances, limit the agent and decide how its change is graded."""
 
     source: str | dict[str, str] = "verified"
     """A .jsonl, .json or .parquet file, an alias (`full`, `lite`, `verified`, `multilingual`,
-    `multimodal`) or a Hugging Face name, all of them the split `test`; or a table from the names of
-    splits to such sources."""
+    `multimodal`) or a Hugging Face name, which becomes the split `test`; or a table that maps names
+    of splits to such sources."""
     dataset_split: str = "test"
     """Split of a Hugging Face dataset."""
     instance_ids: list[str] | None = None
-    """Only these."""
+    """Use only the instances with these ids; by default all."""
 
     policy: Literal["official", "strict"] = "strict"
-    """What of a change is a submission: `official` is all of it, as on the leaderboard; `strict`
-    leaves out what decides how tests are run. The agent is told."""
+    """Which part of a change is graded: `official` takes all of it, as the leaderboard does;
+    `strict` leaves out files that decide how tests are run. The agent is told."""
     grade: bool = True
-    """False: the episode ends with the change in its info, under `model_patch`, and without a
-    verdict; for predictions that are graded later."""
+    """If false, the episode ends without a verdict and with the change in its info, under
+    `model_patch`, for predictions that are graded later."""
     audit: bool = True
-    """Follow each resolved grading by a control run. A forged verdict has the reward 0; where no
-    control run can be made, or it says nothing, the episode has no reward."""
+    """Check each resolved grading by a control run. A forged verdict gets reward 0. If no control
+    run can be made, or it gives no result, the episode has no reward and is masked."""
     pay_unaudited: bool = False
-    """Reward such episodes by the official verdict alone. What it gives up: there, a policy is paid
-    for forging results as for a fix, and some forge them sooner or later."""
+    """Reward episodes without a result of `audit` by the official verdict alone. A policy is then
+    paid for forged results as for a fix, and sooner or later it may learn to forge them."""
     grade_timeout_s: float = Field(default=1800.0, gt=0)
-    """Deadline of an instance's tests."""
+    """Seconds that an instance's tests may take."""
 
     edit_tool: bool = False
-    """Offer `str_replace` too, which small models use better than sed."""
+    """Also offer `str_replace`, which small models use better than sed."""
     command_timeout_s: float = Field(default=60.0, gt=0, le=600)
-    """Deadline of one command."""
+    """Seconds that one command may take."""
     max_output_chars: int = Field(default=10_000, ge=100)
-    """Of a command's output; the middle of a longer one is left out."""
+    """Characters of a command's output that the agent sees; the middle of longer output is left
+    out."""
 
     memory_mb: int = Field(default=4096, ge=64)
-    """Of an agent's container."""
+    """Memory of an agent's container in MiB, swap included."""
     cpus: float = Field(default=2.0, gt=0)
-    """Processors of an agent's container."""
+    """CPU cores of an agent's container, fractions allowed."""
     max_processes: int = Field(default=512, ge=16)
-    """In an agent's container, threads among them."""
+    """Processes and threads in an agent's container."""
     disk_mb: int | None = Field(default=None, ge=64)
-    """Of what an agent writes, on an engine that can limit it: one that stores on btrfs, where the
-    image's size is part of it, on zfs, or by overlay2 on xfs that is mounted with pquota."""
+    """MiB that an agent may write; by default unlimited. Works on engines that store on btrfs
+    (where the image's size counts, too), on zfs, or with overlay2 on xfs mounted with pquota."""
     min_free_gb: float = Field(default=10.0, ge=0)
-    """An image is pulled only with so much free on the engine's disk, after eviction."""
+    """GiB that must be free on the engine's disk, after eviction, before an image is pulled."""
 
 
 @dataclass(slots=True)
@@ -122,15 +124,15 @@ class _LoopState:
 @dataclass(slots=True)
 class Shared:
     instances: dict[str, list[Instance]]
-    """By split."""
+    """Instances by split."""
     by_id: dict[str, Instance]
     image_ids: dict[str, str] = field(default_factory=dict)
-    """Id of each image's name as first seen: what a tag means stays the same in a run."""
+    """Image id by name as first resolved, so that a moved tag changes nothing within a run."""
     scrubbed: dict[str, images.Scrubbed] = field(default_factory=dict)
-    """By the source's id."""
+    """Scrubbed image by the id of its source."""
     engine: Engine = field(default_factory=Engine)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while an image is pulled or resolved."""
+    """Held while an image is resolved or pulled, so that no image is pulled twice."""
     loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -144,20 +146,20 @@ class SWEBenchEnvironment(Environment):
     """SWE-bench instances, graded by the official harness."""
 
     Config = SWEBenchConfig
-    # An image may have to be pulled and scrubbed first.
+    # A reset may have to pull and scrub an image first.
     reset_timeout_s = 1800.0
-    # Waiting for a free grading worker, two attempts and a control run.
+    # A grading may wait for a free worker and take two attempts and a control run.
     step_timeout_s = 7200.0
 
     @classmethod
     def load_shared(cls, config: SWEBenchConfig) -> Shared:
-        """The instances; makes sure that there is an engine, and that nothing is left of earlier
-        runs on it.
+        """Loads the instances, checks that the engine answers and removes containers that earlier
+        runs left on it.
 
         Raises:
-            ConfigError: a package or the engine's address is missing or wrong.
+            ConfigError: a package is missing, or the engine's address is wrong.
             EnvUnavailable: no engine answers.
-            DataError: the instances can't be read.
+            DataError: the instances cannot be read, or differ between splits.
         """
         sources = config.source if isinstance(config.source, dict) else {"test": config.source}
         instances = {
@@ -189,7 +191,7 @@ class SWEBenchEnvironment(Environment):
     async def reset(self, task: Task, *, seed: int) -> str:
         instance = self.shared.by_id.get(task.id)
         if instance is None:
-            raise DataError(f"task {task.id!r} is no instance of source {self.config.source}")
+            raise DataError(f"task {task.id!r} is not an instance of source {self.config.source}")
         self._instance = instance
         self._run_id = f"{instance.instance_id}.{uuid.uuid4().hex[:12]}"
         self._flags: set[str] = set()
@@ -277,7 +279,7 @@ class SWEBenchEnvironment(Environment):
     async def close(self) -> None:
         await self._remove()
 
-    # How an episode begins
+    # --- the start of an episode -----------------------------------------------------------------
 
     async def _find_image(self, name: str) -> images.Scrubbed:
         shared: Shared = self.shared
@@ -286,7 +288,7 @@ class SWEBenchEnvironment(Environment):
             shared.scrubbed[source_id] = await images.scrubbed(shared.engine, source_id)
         found = shared.scrubbed[source_id]
         if not await images.present(shared.engine, found):
-            # Somebody cleaned up. The call is worth repeating: the row's image is pulled again.
+            # Another program removed the image; a repeated call pulls the row's image again.
             shared.scrubbed.pop(source_id, None)
             shared.image_ids.pop(name, None)
             raise EnvUnavailable(
@@ -296,7 +298,7 @@ class SWEBenchEnvironment(Environment):
         return found
 
     def _pin(self, name: str) -> str:
-        """The id of a row's image, which is pulled if it is not local."""
+        """Returns the id of a row's image, which is pulled if it is not local."""
         shared: Shared = self.shared
         with shared.lock:
             if name not in shared.image_ids:
@@ -353,20 +355,18 @@ class SWEBenchEnvironment(Environment):
             turns=turns,
         )
 
-    # What an agent is shown
-
     def _living(self) -> InstanceContainer:
         if self._container is None:
             raise EnvError("the episode has no container any more")
         return self._container
 
-    # How an episode ends
+    # --- the end of an episode -------------------------------------------------------------------
 
     async def _submit(self, *, truncated: bool) -> None:
-        """Grade the work as it stands and end the episode.
+        """Grades the work as it is and ends the episode.
 
         Raises:
-            GraderError: there is no verdict; the episode has no reward.
+            GraderError: there is no verdict, so the episode has no reward.
         """
         extracted = await self._extract()
         self._flags |= patch_flags(extracted.patch)
@@ -401,7 +401,7 @@ class SWEBenchEnvironment(Environment):
             self._flags.add("left_processes")
         await container.sweep()
         extracted = await extract(container, self._image.base)
-        await self._remove()  # its memory is the grading's now
+        await self._remove()  # frees the container's memory for the grading
         return extracted
 
     async def _grade(self, patch: str) -> Verdict:

@@ -141,7 +141,7 @@ def test_run_refuses_what_makes_no_sense(tmp_path):
     row = {"instance_id": ROW["instance_id"], "model_name_or_path": "one", "model_patch": ""}
     (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n")
     words = ("run", "--dataset", tmp_path / "rows.jsonl", *words[3:])
-    with pytest.raises(ConfigError, match="predictions of one: give --model-name one"):
+    with pytest.raises(ConfigError, match="predictions of one: continue with --model-name one"):
         command(*words, "--model-name", "other")
 
 
@@ -220,7 +220,7 @@ def test_a_model_solves_and_an_interrupted_call_goes_on(
         assert len({t.task_id for _, t in read_trajectories(out)}) == 4
         assert len(requests) - before == 2  # one instance, two turns
     told = capsys.readouterr().out
-    assert "3 predictions are of an earlier call" in told
+    assert "3 predictions come from an earlier call" in told
     assert "resolved 4 of 4 instances" in told
     rows = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
     assert [row.keys() for row in rows] == [

@@ -271,7 +271,7 @@ def test_an_interrupted_evaluation_goes_on_and_grades_changed_patches(
     said, report = eval_command(instance.patch)
     assert report["resolved_ids"] == [SPANS] and "earlier call" not in said
     said, report = eval_command(instance.patch)
-    assert report["resolved_ids"] == [SPANS] and "1 verdicts are of an earlier call" in said
+    assert report["resolved_ids"] == [SPANS] and "1 verdicts come from an earlier call" in said
     # The harness itself would answer with the report of the patch before.
     said, report = eval_command(noop(instance))
     assert report["unresolved_ids"] == [SPANS] and "earlier call" not in said
