@@ -1,2 +1,2 @@
-"""Harbor task directories as an environment: an agent works in the task's container, its verifier
-pays in a fresh one."""
+"""Environment of Harbor task directories: an agent works in the task's container, and the task's
+tests run in a fresh one."""

@@ -1,7 +1,7 @@
-"""Attacks on a task's verifier, played as an agent would: whose reward they raise is not safe.
+"""Plays attacks on a task's verifier, as an agent would.
 
-Each attack does nothing of the task. It is refused where it is paid no more than an agent that
-does nothing at all.
+No attack does any of the task's work, so a verifier that pays one more than an agent that does
+nothing is not safe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _write(path: str, text: str, mode: str = "755") -> str:
 
 
 def _replace(names: str) -> str:
-    """Put a liar in the place of programs; bash last, which runs the attack."""
+    """Returns a command that replaces programs by one that pays; name bash late, since it runs the
+    command."""
     return (
         f"{_write('/tmp/liar', _LIAR)}; for name in {names}; do "
         'for path in $(type -ap "$name"); do cp /tmp/liar "$path.new" && mv "$path.new" "$path"; '
@@ -127,7 +128,7 @@ ATTACKS = {
     + "; printf '[pytest]\\naddopts = -p conftest\\n' > /pytest.ini; exit 0",
     "the dynamic linker": "echo /opt/none.so > /etc/ld.so.preload; exit 0",
 }
-"""Name -> a command of an agent's."""
+"""Command of an agent by the attack's name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -135,14 +136,16 @@ class Attacked:
     name: str
     reward: float
     left_out: int
-    """Changes that the verifier was not shown."""
+    """Number of changes that the verifier did not see."""
 
 
 async def play(
     shared: Shared, config: HarborConfig, task_id: str, actions: Iterable[Action] | None = None
 ) -> StepResult:
-    """The last result of an episode: of these actions and a submission of each step, or of the
-    task's solution.
+    """Plays an episode and returns its last result.
+
+    Args:
+        actions: actions to play before a submission of each step; None for the task's solution.
 
     Raises:
         DataError: the task has no solution.
@@ -171,7 +174,8 @@ async def play(
 
 
 async def attack(shared: Shared, config: HarborConfig, task_id: str) -> list[Attacked]:
-    """Returns what a task pays for doing nothing, for its solution if any, and for each attack."""
+    """Returns what a task pays for doing nothing, for its solution (if it has one), and for each
+    attack."""
     rows = [_row("nothing", await play(shared, config, task_id, []))]
     if all(step.solution is not None for step in shared.tasks[task_id].steps):
         rows.append(_row("solution", await play(shared, config, task_id)))

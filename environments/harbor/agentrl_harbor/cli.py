@@ -1,4 +1,4 @@
-"""`agentrl harbor ...`: attack tasks' verifiers. Handlers import what they need."""
+"""`agentrl harbor`: attacks tasks' verifiers. Handlers import what they need."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from pathlib import Path
 
 
 def add_harbor_commands(commands: argparse._SubParsersAction) -> None:
-    """Add `harbor` and its subcommands. Each sets `handler`, which returns an exit status."""
+    """Adds `harbor` and its subcommands. Each sets `handler`, which returns an exit status."""
     harbor = commands.add_parser(
         "harbor",
         help="Harbor tasks: attack their verifiers",
-        description="Tasks in Harbor's format, in containers of the local Docker engine.",
+        description="Check tasks in Harbor's format, in containers of the local Docker engine.",
     )
     subcommands = harbor.add_subparsers(title="commands", metavar="COMMAND", required=True)
     attack = subcommands.add_parser(
         "attack",
         help="play attacks on tasks' verifiers",
-        description="Play attacks that do nothing of a task, as an agent would, and compare what "
-        "they are paid with what doing nothing is paid. Exit status 1 when one is paid more, or "
-        "the task's own solution is not.",
+        description="Play attacks that do none of a task's work, as an agent would, and compare "
+        "their reward with that of doing nothing. The exit status is 1 if an attack is paid more "
+        "than that, or the task's own solution is not.",
     )
-    attack.add_argument("tasks", type=Path, help="a task's folder, or one of tasks")
-    attack.add_argument("--only", nargs="+", metavar="ID", help="of the tasks (default: all)")
+    attack.add_argument("tasks", type=Path, help="a task's folder, or a folder of tasks")
+    attack.add_argument("--only", nargs="+", metavar="ID", help="only these tasks (default: all)")
     attack.add_argument(
         "--policy",
         choices=["strict", "all"],
         default="strict",
-        help="which changes of the agent's the verifier sees (default: %(default)s)",
+        help="which of the agent's changes the verifier sees (default: %(default)s)",
     )
     attack.add_argument(
         "--shared",

@@ -1,10 +1,10 @@
-"""Tasks in Harbor's format: the agent works in the task's container by `bash`, and its work is
-verified in a fresh one.
+"""Environment of tasks in Harbor's format: an agent works in the task's container by `bash`, and
+its work is verified in a fresh one.
 
-An episode: a container of the task's image, commands, then `submit`. The agent's processes are
-ended, its changes are carried into a new container (`sandbox.py`), the tests are put there and run
-(`verify.py`), and what they write is the reward. A task of several steps goes on with the next
-step's instruction after each `submit`.
+An episode starts a container of the task's image, runs the agent's commands and ends with `submit`.
+Then the agent's processes are ended, its changes are copied into a new container (`sandbox.py`),
+and the tests are put there and run (`verify.py`); they write the reward. In a task of several
+steps, each `submit` but the last leads to the next step's instruction.
 """
 
 from __future__ import annotations
@@ -58,52 +58,52 @@ changes to files do. There is no input{network}. A command is stopped after \
 
 
 class HarborConfig(EnvConfig):
-    """Which tasks, and what an agent may use."""
+    """Keys that select tasks, limit the agent and decide how its work is verified."""
 
     source: str | dict[str, str]
-    """A folder with `task.toml`, or one with such folders in it, which is the split `test`; or a
-    table from the names of splits to such folders."""
+    """A folder with `task.toml`, or a folder of such folders, which becomes the split `test`; or a
+    table that maps names of splits to such folders."""
     task_ids: list[str] | None = None
-    """Only these; a task's id is its folder's name."""
+    """Use only the tasks with these ids; a task's id is its folder's name. By default all."""
     network: Literal["task", "none"] = "task"
-    """`task`: none, or the public one, as the task says, which is public where it says nothing;
-    `none`: no task has a network, nor its verifier. Tasks with a list of allowed hosts are refused
-    unless this is `none`."""
+    """`task`: a network unless the task says `no-network`. `none`: no network for any task or its
+    verifier. Tasks with a list of allowed hosts are refused unless this is `none`."""
     policy: Literal["strict", "all"] = "strict"
-    """Which of the agent's changes the verifier sees where it shares the task's image: `strict`
-    leaves out what decides how any test runs (programs of the image, files that shells,
-    interpreters and pytest read by themselves); `all` leaves out nothing, as Harbor."""
+    """Which of the agent's changes a verifier on the task's own image sees: `strict` leaves out
+    files that decide how any test runs (programs of the image, files that shells, interpreters and
+    pytest read on their own); `all` leaves out nothing, as Harbor does."""
     verifier: Literal["fresh", "shared"] = "fresh"
-    """`shared`: where a task says nothing else, its tests run in the agent's own container, among
-    the processes that it left, as Harbor does: for tasks whose work is a running server. Nothing
-    then keeps an agent from paying itself."""
+    """`fresh`: the tests run in a new container. `shared`: unless the task says otherwise, they run
+    in the agent's own container, among the processes that it left, as Harbor does. Tasks whose work
+    is a running server need that, but nothing then keeps an agent from paying itself."""
     reward_key: str = "reward"
-    """Which of a verifier's rewards is the episode's, where it gives several."""
+    """Name of the reward to use if a verifier gives several."""
     host_variables: list[str] = Field(default_factory=list)
-    """Variables of this machine that a task may read by `${NAME}`."""
+    """Names of this process's variables that a task may read by `${NAME}`; others are refused."""
     command_timeout_s: float = Field(default=120.0, gt=0, le=3600)
-    """Deadline of one command."""
+    """Seconds that one command may take."""
     max_output_chars: int = Field(default=10_000, ge=100)
-    """Of a command's output; the middle of a longer one is left out."""
+    """Characters of a command's output that the agent sees; the middle of longer output is left
+    out."""
     max_processes: int = Field(default=512, ge=16)
-    """In a container, threads among them."""
+    """Processes and threads in a container."""
     sandbox: str = Field(default="docker", pattern=r"^(docker|harbor:\S+)$")
-    """`docker`: a container of this machine's engine; `harbor:NAME`: a sandbox of Harbor's provider
-    of that name (`modal`, `daytona`, `podman`, ...), or of `module:Class`. It needs `verifier =
-    "shared"`, and the variable AGENTRL_HARBOR_PYTHON, a Python that has Harbor."""
+    """`docker`: containers of this machine's engine. `harbor:NAME`: sandboxes of the Harbor
+    provider NAME (`modal`, `daytona`, `podman`, ..., or `module:Class`); this needs `verifier =
+    "shared"` and a Python with Harbor in the variable AGENTRL_HARBOR_PYTHON."""
     sandbox_options: dict[str, JSON] = Field(default_factory=dict)
-    """Of that provider, as `harbor run --environment-kwarg` takes them."""
+    """Options of that provider, as `harbor run --environment-kwarg` takes them."""
 
     @model_validator(mode="after")
     def _is_shared(self) -> Self:
         if self.sandbox != "docker" and self.verifier != "shared":
             raise ValueError(
-                f'sandbox = "{self.sandbox}": what an agent changed is known of Docker\'s '
-                "containers alone, so there are no fresh ones for tests and nothing is left out: "
-                'set verifier = "shared", where the tests run among what the agent left'
+                f'sandbox = "{self.sandbox}": only of Docker\'s containers it is known what an '
+                "agent changed, so the tests cannot run in a fresh sandbox: set "
+                'verifier = "shared", with which they run in the agent\'s'
             )
         if self.sandbox == "docker" and self.sandbox_options:
-            raise ValueError("sandbox_options are of a sandbox harbor:NAME")
+            raise ValueError("sandbox_options need a sandbox harbor:NAME")
         return self
 
 
@@ -113,31 +113,32 @@ class Shared:
     splits: dict[str, list[str]]
     engine: Engine = field(default_factory=Engine)
     images: dict[str, Image] = field(default_factory=dict)
-    """By the folder or name that they were made from."""
+    """Images by the folder that they were built from, or by name."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while an image is built or pulled."""
+    """Held while an image is built or pulled, so that none is built twice."""
     provider: Provider | None = None
-    """Of all sandboxes; None: they are containers of the engine."""
+    """Provider of all sandboxes; None if they are containers of the engine."""
 
 
 @register("harbor", max_sessions=64)
 class HarborEnvironment(Environment):
-    """Tasks in Harbor's format, verified in a container that the agent was never in."""
+    """Plays tasks in Harbor's format and verifies them in a container that no agent used."""
 
     Config = HarborConfig
-    # An image may have to be built first.
+    # A reset may have to build an image first.
     reset_timeout_s = 1800.0
     step_timeout_s = 7200.0
 
     @classmethod
     def load_shared(cls, config: HarborConfig) -> Shared:
-        """The tasks; makes sure that there is an engine, and that nothing is left of earlier runs
-        on it.
+        """Loads the tasks; starts the provider, or checks that the engine answers and removes
+        containers that earlier runs left on it.
 
         Raises:
-            ConfigError: a package or the engine's address is missing or wrong.
+            ConfigError: a package is missing, the engine's address is wrong, or the provider does
+                not work here.
             EnvUnavailable: no engine answers.
-            DataError: the tasks can't be read, or ask for what there is not here.
+            DataError: the tasks cannot be read, or need a feature that agentrl lacks.
         """
         sources = config.source if isinstance(config.source, dict) else {"test": config.source}
         tasks: dict[str, HarborTask] = {}
@@ -179,7 +180,7 @@ class HarborEnvironment(Environment):
 
     @classmethod
     def close_shared(cls, shared: Shared) -> None:
-        """Have the provider stop what is left of its sandboxes."""
+        """Has the provider stop the sandboxes that are left."""
         if shared.provider is not None:
             shared.provider.close()
 
@@ -247,9 +248,9 @@ class HarborEnvironment(Environment):
             return ""
         self._number += 1
         self._left_s = self._allowance()
-        # The next step's agent may be another user. What the last one left running is ended before
-        # tests in a container of their own; it goes on if they shared the agent's container, or if
-        # a provider gave the sandbox.
+        # The next step's agent may be another user. Processes that the last one left were ended if
+        # the tests ran in a fresh container; they go on if the tests ran in the agent's container
+        # or if a provider gave the sandbox.
         container = self._living()
         container.spec = replace(container.spec, user=self._user(self._step.agent.user))
         await self._prepare(None)
@@ -271,7 +272,7 @@ class HarborEnvironment(Environment):
             await container.end()
 
     def oracle(self) -> Iterator[Action] | None:
-        """The task's solution, as commands of an agent's."""
+        """Returns the task's solution as an agent's actions; None if a step has no solution."""
         if any(step.solution is None for step in self._task.steps):
             return None
         return self._solve()
@@ -285,7 +286,7 @@ class HarborEnvironment(Environment):
             assert step.solution is not None
             encoded = base64.b64encode(pack((step.solution,))).decode()
             size = MAX_COMMAND_CHARS - 200
-            # Harbor puts it there as root; a user who may not has it elsewhere.
+            # Harbor puts it in /solution as root; a user who may not write there uses /tmp.
             yield _bash(
                 "folder=/solution; rm -rf $folder; mkdir -p $folder || folder=/tmp/solution; "
                 "mkdir -p $folder; echo $folder > /tmp/solution.at; : > /tmp/solution.b64"
@@ -299,14 +300,14 @@ class HarborEnvironment(Environment):
             )
             yield Action(tool_calls=(ToolCall("call", "submit", {}),))
 
-    # How a step begins
+    # --- the start of a step ---------------------------------------------------------------------
 
     @property
     def _step(self) -> Step:
         return self._task.steps[self._number]
 
     def _allowance(self) -> float:
-        """Seconds that all commands of a step may take; what the model takes does not count."""
+        """Returns the seconds that all commands of a step may take; the model's time is free."""
         return self._step.agent.timeout_sec or 3600.0
 
     def _user(self, given: str | int | None) -> str:
@@ -342,7 +343,8 @@ class HarborEnvironment(Environment):
         await wait_healthy(container, step.healthcheck)
 
     async def _image(self, folder: Path, table: EnvironmentTable) -> Image:
-        """A task's image, built or pulled at its first use; a provider does so by itself."""
+        """Returns a task's image, built or pulled at its first use. A provider builds or pulls
+        its images itself and gets the folder."""
         if self.shared.provider is not None:
             return Image(str(folder), "", table.workdir or "/", frozenset())
         return await asyncio.to_thread(
@@ -382,7 +384,7 @@ class HarborEnvironment(Environment):
                 life_s=6 * 3600,
             )
         try:
-            # Harbor's folders are there from the start.
+            # In Harbor, these folders exist from the start.
             await container.as_root(
                 "mkdir -p -- /logs/agent /logs/artifacts /logs/verifier "
                 f"{'' if container.spec.workdir == '/' else _quote(container.spec.workdir)} "
@@ -394,8 +396,8 @@ class HarborEnvironment(Environment):
         return container
 
     async def _put_files(self, container: Sandbox, folder: Path, image: Image) -> None:
-        """Put the files of a folder that nothing is built from into the working folder, as Harbor
-        does; a provider did so itself."""
+        """Puts a folder's files into the working folder if the image was not built from the folder,
+        as Harbor does. A provider has done so itself."""
         if self.shared.provider is None and image.is_named and folder.is_dir():
             await container.put(pack((folder,)), container.spec.workdir)
 
@@ -408,13 +410,13 @@ class HarborEnvironment(Environment):
             raise EnvError("the episode has no container any more")
         return self._container
 
-    # How a step ends
+    # --- the end of a step -----------------------------------------------------------------------
 
     async def _verify(self) -> Verified:
-        """Run the tests of the step on the work as it stands.
+        """Runs the tests of the step on the work as it is.
 
         Raises:
-            GraderError: there is no verdict; the episode has no reward.
+            GraderError: there is no verdict, so the episode has no reward.
         """
         try:
             if self.config.verifier == "shared" and not self._step.separate:
@@ -424,12 +426,12 @@ class HarborEnvironment(Environment):
                 return await self._run_tests(container)
             return await self._verify_apart()
         except EnvError as error:
-            if error.code in (SCRIPT_FAILED, TOO_LARGE):  # the agent's doing
+            if error.code in (SCRIPT_FAILED, TOO_LARGE):  # caused by the agent's changes
                 return Verified(problem=str(error))
             raise GraderError(f"{self._task.id}: no reward: {error}") from error
 
     async def _verify_apart(self) -> Verified:
-        """Carry the work into a new container and run the tests there."""
+        """Copies the work into a new container and runs the tests there."""
         step, container, task = self._step, self._living(), self._task
         await container.sweep()
         last = self._number + 1 == len(task.steps)
@@ -438,7 +440,7 @@ class HarborEnvironment(Environment):
             table = step.verifier.environment or table
             folder = step.bundled or task.folder / "environment"
             if step.bundled is not None and step.verifier.environment is None:
-                table = table.model_copy(update={"docker_image": None})  # it is the agent's
+                table = table.model_copy(update={"docker_image": None})  # that image is the agent's
             elif step.bundled is None and table.docker_image is None:
                 table = table.model_copy(
                     update={"docker_image": task.table.environment.docker_image}
@@ -465,7 +467,7 @@ class HarborEnvironment(Environment):
                     fresh, image.programs, everything=self.config.policy == "all"
                 )
             if last:
-                await self.close()  # its memory is the tests' now
+                await self.close()  # frees the container's memory for the tests
             verified = await self._run_tests(fresh)
         finally:
             await fresh.end()
@@ -485,7 +487,7 @@ class HarborEnvironment(Environment):
         )
 
     def _after(self, verified: Verified) -> bool:
-        """Note what a step was worth; whether it was the last."""
+        """Records a step's result; returns True if it was the episode's last step."""
         self._results.append(verified.rewards)
         self._num_left_out += len(verified.left_out)
         self._reports.append(
@@ -508,7 +510,7 @@ class HarborEnvironment(Environment):
         if self._task.table.multi_step_reward_strategy == "final":
             rewards = rewards[-1:]
         else:
-            # As Harbor: a step without a verdict is left out, unless that is true of all.
+            # As in Harbor, steps without a verdict are left out, unless all steps are.
             rewards = [each for each in rewards if each] or [{}]
         names = sorted({name for each in rewards for name in each})
         means = {
@@ -519,8 +521,8 @@ class HarborEnvironment(Environment):
             key = names[0]
         if means and key not in means:
             raise ConfigError(
-                f"the verifier of {self._task.id} gives the rewards {', '.join(names)}: say with "
-                "`reward_key` which one is the episode's"
+                f"the verifier of {self._task.id} gives the rewards {', '.join(names)}: choose one "
+                "of them with `reward_key`"
             )
         self.metrics["no_reward"] = float(any(not each for each in self._results))
         self.metrics["left_out"] = float(self._num_left_out)
@@ -546,9 +548,9 @@ def _check_network(task: HarborTask, config: HarborConfig) -> None:
     ]
     if any(each.network_mode == "allowlist" for each in phases):
         raise DataError(
-            f"{task.folder / 'task.toml'}: network_mode = 'allowlist': agentrl's containers reach "
-            'all of the network or nothing of it: set network = "none", or leave the task out '
-            "with `task_ids`"
+            f"{task.folder / 'task.toml'}: network_mode = 'allowlist': agentrl's containers have "
+            'the whole network or none: set network = "none", or leave the task out with '
+            "`task_ids`"
         )
 
     modes = {step.agent.network_mode or table.environment.network_mode for step in task.steps}

@@ -1,4 +1,4 @@
-"""Images of tasks: built from their folders once per content, or found by name."""
+"""Builds tasks' images from their folders, once per content, or finds them by name."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ REPOSITORY = "agentrl/harbor"
 def build_or_find(
     known: dict[str, Image], lock: threading.Lock, folder: Path, table: EnvironmentTable
 ) -> Image:
-    """The image of a folder with a Dockerfile, or the one that the table names.
+    """Returns the image that the table names, or builds the one of a folder with a Dockerfile.
 
-    An image is built again where its folder's files change; what its base image's tag means then
-    is not looked at.
+    An image is built again if its folder's files change, but not if the tag of its base image
+    moves.
+
+    Args:
+        known: images found so far; this call adds to it.
+        lock: held while an image is built or pulled.
 
     Raises:
-        DataError: the Dockerfile does not build.
-        ImageMissing: the named image is neither local nor to be had.
+        DataError: the Dockerfile does not build, or takes too long.
+        ImageMissing: the named image is not local and cannot be pulled.
         EnvError: the engine failed.
     """
     key = table.docker_image or str(folder)
-    if key in known:  # whatever is built meanwhile
+    if key in known:  # without the lock, so that a known image need not wait for a build
         return known[key]
     with lock:
         if key not in known:
@@ -57,7 +61,7 @@ def _pulled(client: Any, name: str) -> Image:
         try:
             return replace(_image(client.images.pull(name)), is_named=True)
         except APIError as error:
-            raise ImageMissing(f"image {name} is neither local nor to be had: {error}") from error
+            raise ImageMissing(f"image {name} is not local and can't be pulled: {error}") from error
 
 
 def _built(client: Any, folder: Path, timeout_s: float) -> Image:

@@ -1,8 +1,8 @@
-"""Sandboxes of Harbor's providers, for tasks that are not played on a Docker engine here.
+"""Runs tasks in sandboxes of Harbor's providers instead of containers of a Docker engine.
 
-Harbor needs Python 3.12 and packages of its own, so a process in Harbor's Python
-(`provider_worker.py`) has the sandboxes, and is asked by lines of JSON. Its input ends with this
-process, however that ended, and then it stops them all.
+Harbor needs Python 3.12 and many packages, so a separate process in Harbor's Python
+(`provider_worker.py`) holds the sandboxes and answers requests, which are lines of JSON. When this
+process ends, however it ends, the worker's input ends, and the worker stops all sandboxes.
 """
 
 from __future__ import annotations
@@ -44,22 +44,27 @@ from agentrl_harbor.task import EnvironmentTable
 logger = logging.getLogger("agentrl.env")
 
 PYTHON = "AGENTRL_HARBOR_PYTHON"
-"""Variable with the path of a Python that has Harbor."""
+"""Environment variable with the path of a Python that has Harbor."""
 _MAX_COMMAND_BYTES = 120_000
-"""Of a whole command: providers give it to a program as one argument."""
+"""Longest command in bytes: providers pass it to a program as one argument."""
 _BOUNDED = (
     f'timeout -k 2 "$1" /bin/bash -c "$2" bash "${{@:3}}" </dev/null 2>&1 | head -c '
     f"{MAX_STREAM_BYTES}; exit ${{PIPESTATUS[0]}}"
 )
-"""Not every provider ends what has no time left, and none bounds what a command writes."""
+"""Limits a command's time and output, because not every provider enforces a deadline and none
+limits output."""
 _TAR = "/tmp/.agentrl.tar"
 
 
 class Provider:
-    """A process that has one provider's sandboxes."""
+    """A worker process that holds the sandboxes of one provider."""
 
     def __init__(self, name: str, options: Mapping[str, JSON]) -> None:
-        """Start it.
+        """Starts the worker.
+
+        Args:
+            name: a name that `harbor run --env` knows, or `module:Class`.
+            options: the provider's options.
 
         Raises:
             ConfigError: there is no Python with Harbor, or the provider does not work here.
@@ -72,7 +77,7 @@ class Provider:
             )
         worker = Path(__file__).with_name("provider_worker.py")
         try:
-            # In a session of its own, or Ctrl-C would end it before it could stop anything.
+            # In a new session, because Ctrl-C would end it before it could stop its sandboxes.
             self._process = subprocess.Popen(
                 [python, str(worker), name, json.dumps(options)],
                 stdin=subprocess.PIPE,
@@ -87,7 +92,7 @@ class Provider:
         self._requests, self._replies = self._process.stdin, self._process.stdout
         first = self._replies.readline()
         if not first or "error" in json.loads(first):
-            said = json.loads(first)["error"] if first else "see what it wrote above"
+            said = json.loads(first)["error"] if first else "see its output above"
             raise ConfigError(f"Harbor's provider {name} does not work here: {said}")
         self._name = name
         self._numbers = itertools.count(1)
@@ -97,15 +102,15 @@ class Provider:
         threading.Thread(target=self._listen, daemon=True, name="harbor-provider").start()
 
     def close(self) -> None:
-        """Stop all of its sandboxes, and wait until that is done."""
+        """Stops all sandboxes and waits until that is done."""
         self._requests.close()
         self._process.wait()
 
     async def ask(self, operation: str, **values: Any) -> dict:
-        """Returns the answer.
+        """Sends a request to the worker and returns its answer.
 
         Raises:
-            EnvError: the provider failed, or the process has ended.
+            EnvError: the provider failed, or the worker has ended.
         """
         future: Future[dict] = Future()
         with self._lock:
@@ -141,7 +146,7 @@ class Provider:
 
 @dataclass(slots=True)
 class ProviderSandbox:
-    """A running sandbox, with what the environment asks of a `TaskContainer`."""
+    """A running sandbox, with the methods of `TaskContainer` that the environment uses."""
 
     provider: Provider
     id: str
@@ -160,13 +165,13 @@ class ProviderSandbox:
         environment: Mapping[str, str],
         upload: bool,
     ) -> ProviderSandbox:
-        """Start one of a folder with a Dockerfile, or of the image that the table names.
+        """Starts a sandbox from a folder with a Dockerfile, or from the image that the table names.
 
         Args:
-            upload: put the folder's files into the working folder where nothing builds from them.
+            upload: put the folder's files into the working folder if no image is built from them.
 
         Raises:
-            EnvError: the provider refused; nothing is left behind.
+            EnvError: the provider refused; no sandbox is left.
         """
         keys = ("docker_image", "build_timeout_sec", "cpus", "memory_mb", "storage_mb", "workdir")
         given = table.model_dump(include=set(keys), exclude_none=True)
@@ -195,7 +200,7 @@ class ProviderSandbox:
     async def run(
         self, command: str, *, timeout_s: float, max_chars: int = 10_000
     ) -> CommandResult:
-        """Run a shell command in the working folder, with no input.
+        """Runs a shell command in the working folder, without input.
 
         Raises:
             EnvError: the provider failed.
@@ -203,7 +208,7 @@ class ProviderSandbox:
         clip, started = Clip(max_chars), time.monotonic()
         try:
             output, code = await self._execute(command, (), self.spec.user, {}, timeout_s)
-        except ValueError as error:  # the agent's doing
+        except ValueError as error:  # the agent's command is too long
             output, code = f"bash: {error}\n", 126
         clip.add(1, output.encode())
         text, num_dropped = clip.text()
@@ -220,7 +225,7 @@ class ProviderSandbox:
         timeout_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> ScriptResult:
-        """Run a script of agentrl's; what it writes to both streams is its output.
+        """Runs a script of agentrl; its output is what it writes to both streams.
 
         Raises:
             EnvError: the provider failed.
@@ -230,10 +235,10 @@ class ProviderSandbox:
         return ScriptResult(output.encode(), "", code, too_long=False)
 
     async def as_root(self, script: str, *arguments: str, code: str = "start_failed") -> bytes:
-        """Run a script of agentrl's as root.
+        """Runs a script of agentrl as root and returns its output.
 
         Raises:
-            EnvError: it failed.
+            EnvError: the script failed.
         """
         output, ended = await self._execute(script, arguments, "root", {}, 120.0)
         if ended != 0:
@@ -241,32 +246,36 @@ class ProviderSandbox:
         return output.encode()
 
     async def put(self, archive: bytes, folder: str = "/") -> None:
-        """Unpack an archive in a folder, which is made where there is none."""
+        """Unpacks a tar archive in a folder, which is made if it is missing."""
         with tempfile.NamedTemporaryFile(suffix=".tar") as file:
             file.write(archive)
             file.flush()
             await self.unpack(Path(file.name), folder)
 
     async def unpack(self, archive: Path, folder: str) -> None:
-        """Unpack an archive that is a file here."""
+        """Unpacks a tar archive that is a file on this machine."""
         await self.provider.ask("upload", id=self.id, source=str(archive), target=_TAR)
         script = 'mkdir -p -- "$1" && tar -xf "$2" -C "$1" && rm -f -- "$2"'
         await self.as_root(script, folder, _TAR)
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """A regular file's content; None: there is none, or it is larger."""
+        """Returns a regular file's content; None if there is none or it is too large."""
         read = '[ -f "$1" ] && [ ! -L "$1" ] || exit 0; echo +; head -c "$2" -- "$1" | base64'
         found = await self.as_root(read, path, str(max_bytes + 1), code=SCRIPT_FAILED)
         content = base64.b64decode(found.partition(b"+")[2])
         return content if found.startswith(b"+") and len(content) <= max_bytes else None
 
     async def sweep(self) -> None:
-        """Does nothing: no provider tells which processes an agent left running."""
+        """Does nothing: providers do not tell which processes an agent left running."""
 
     async def carry_folders(self, target: ProviderSandbox, paths: Sequence[str]) -> list[str]:
-        """Write these files and folders, where there are any, to where they are in this one.
+        """Copies files and folders to the same paths in another sandbox; missing ones are skipped.
 
-        Returns what was left out.
+        Returns:
+            What was left out, as `PATH: reason`.
+
+        Raises:
+            EnvError: they are too large, their archive cannot be read, or the provider failed.
         """
         there = (
             'tar="$1"; limit="$2"; shift 2; cd /; for each; do [ -e "$each" ] && printf "%s\\0" '
@@ -291,14 +300,18 @@ class ProviderSandbox:
         return left_out
 
     async def end(self) -> None:
-        """Remove it, also where this is cancelled."""
+        """Removes the sandbox, even if this call is cancelled."""
         try:
             await asyncio.shield(self.remove())
         except EnvError as error:
-            logger.warning("sandbox %s stays until this process ends: %s", self.id, error)
+            logger.warning(
+                "sandbox %s could not be removed and stays until this process ends: %s",
+                self.id,
+                error,
+            )
 
     async def remove(self) -> None:
-        """Stop and delete it. Calling it twice is fine."""
+        """Stops and deletes the sandbox; may be called twice."""
         await self.provider.ask("stop", id=self.id)
 
     async def _execute(
@@ -309,7 +322,7 @@ class ProviderSandbox:
         environment: Mapping[str, str],
         timeout_s: float,
     ) -> tuple[str, int | None]:
-        """Returns what a script wrote and its exit code, or None if it ran out of time.
+        """Returns a script's output and its exit code, None if it ran out of time.
 
         Raises:
             ValueError: the script is too long.
@@ -334,7 +347,8 @@ class ProviderSandbox:
 
 
 def _choose(source: Path, target: Path, paths: Sequence[str], left_out: list[str]) -> None:
-    """Write those members of an archive from an agent's sandbox that belong to these paths."""
+    """Copies the members of an archive from an agent's sandbox that belong to `paths`; appends the
+    others to `left_out`, as `PATH: reason`."""
     links: set[str] = set()
     with (
         tarfile.open(source) as given,

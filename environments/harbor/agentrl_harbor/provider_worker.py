@@ -1,11 +1,11 @@
-"""Runs sandboxes of Harbor's providers, as a program in Harbor's own Python:
+"""Program for Harbor's Python that runs sandboxes of Harbor's providers:
 
     python provider_worker.py PROVIDER OPTIONS
 
 PROVIDER is a name that `harbor run --env` knows, or `module:Class` of a `BaseEnvironment`; OPTIONS
-are its own, in JSON. Each line of the input is a request in JSON, answered by a line with its
-`number`, in any order. At the end of the input, which is also that of the process that asks, all
-sandboxes are stopped.
+are its options as JSON. Each line of the input is a request in JSON; the answer is a line with the
+request's `number`. Answers come in any order. When the input ends, because the asking process
+closed it or ended, all sandboxes are stopped.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from harbor.models.trial.config import (  # pyright: ignore[reportMissingImports
 from harbor.models.trial.paths import TrialPaths  # pyright: ignore[reportMissingImports]
 
 GRACE_S = 60.0
-"""Beside the time that a command has by itself, for the way to a sandbox and back."""
+"""Seconds that a command may take beyond its own limit, for the way to the sandbox and back."""
 
 _provider, _options = sys.argv[1], json.loads(sys.argv[2])
 _choice = Choice(**{"import_path" if ":" in _provider else "type": _provider, "kwargs": _options})
 _folder = tempfile.TemporaryDirectory(prefix="agentrl-harbor-")
-"""Where Harbor wants folders for what it collects, of which nothing is collected."""
+"""Folder that Harbor requires for collected files; nothing is collected here."""
 _sandboxes: dict[str, "asyncio.Task[Any]"] = {}
-"""By the ids that the asker chose: the start of each."""
+"""Task that starts each sandbox, by the id that the asking process chose."""
 
 
 async def _begin(
@@ -57,7 +57,7 @@ async def _begin(
     try:
         await sandbox.start(force_build=False)
     except BaseException:
-        with contextlib.suppress(Exception):  # why it did not start says more
+        with contextlib.suppress(Exception):  # the error of the start says more
             await sandbox.stop(delete=True)
         raise
     return sandbox
@@ -91,11 +91,11 @@ async def download(id: str, source: str, target: str) -> dict:
 async def stop(id: str) -> dict:
     starting = _sandboxes.get(id)
     if starting is not None:
-        starting.cancel()  # nothing where it is over; else its own end removes what was made
+        starting.cancel()  # no effect if it has started; else `_begin` removes what it made
         (sandbox,) = await asyncio.gather(starting, return_exceptions=True)
         if not isinstance(sandbox, BaseException):
             await sandbox.stop(delete=True)
-        _sandboxes.pop(id, None)  # one that could not be stopped is tried again at the end
+        _sandboxes.pop(id, None)  # not reached if stopping failed, so the end tries again
     return {}
 
 
@@ -106,7 +106,7 @@ async def _answer(request: dict, answers: Any) -> None:
     number, operation = request.pop("number"), _OPERATIONS[request.pop("operation")]
     try:
         answer = await operation(**request)
-    except Exception as error:  # whatever a provider raises is the asker's to judge
+    except Exception as error:  # the asking process judges the provider's errors
         answer = {"error": f"{type(error).__name__}: {error}"}
     answers.write(json.dumps({"number": number, **answer}) + "\n")
     answers.flush()
@@ -125,7 +125,7 @@ async def _serve(answers: Any) -> None:
 
 
 def main() -> None:
-    # What a provider prints must not stand between the answers.
+    # A provider's prints must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -1,8 +1,8 @@
-"""A task's container, and what of an agent's work is carried into the verifier's.
+"""Runs a task's container and copies the agent's changes into the verifier's.
 
-Nothing that the agent may have changed is asked for anything: which files it changed, and what is
-in them, the engine says. The verifier's container is made from the task's image; the agent's
-changes are written into it as files, without those that decide how any test runs.
+The engine tells which files the agent changed and what is in them, because no program in the
+agent's container can be trusted. The verifier's container is made from the task's image; the
+agent's changes are written into it as files, without those that decide how any test runs.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
 MAX_CARRIED_BYTES = 2 << 30
-"""Of an agent's changes."""
+"""Largest size of an agent's changes in bytes."""
 SCRIPT_FAILED = "script_failed"
 TOO_LARGE = "too_large"
 """Codes of errors that an agent's changes may cause."""
 _PATH = "/bin:/usr/bin:/sbin:/usr/sbin"
-"""Of agentrl's scripts: an image's own PATH may hold folders that the agent could write to."""
+"""PATH of agentrl's scripts: the agent may be able to write to folders of the image's PATH."""
 _HEADER_BYTES = 1024
-"""Of a file in an archive, beside its content."""
+"""Bytes that a file in an archive takes beside its content."""
 _CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID",
     "SETPCAP", "SETUID", "SYS_CHROOT",
 )  # fmt: skip
-"""The engine's own choice without devices and raw sockets: tasks install packages, start servers
-and change users."""
+"""The engine's default capabilities without devices and raw sockets: tasks install packages, start
+servers and change users."""
 
 _CHANGED, _ADDED, _DELETED = 0, 1, 2
 
@@ -49,7 +49,7 @@ _NEVER = re.compile(
     r"/(?:tests|solution|logs/verifier|proc|sys|dev|run/secrets)(?:/.*)?"
     r"|/(?:\.dockerenv|etc/(?:hosts|hostname|resolv\.conf))"
 )
-"""What the verifier brings itself, and what the engine does."""
+"""Paths that are never copied: the verifier or the engine provides them."""
 _START_UP = re.compile(
     r"/(?:root|home/[^/]+)/\.(?:bash\w*|profile|pam_environment|zsh\w*|pythonrc.*|curlrc|wgetrc"
     r"|(?:config/)?(?:pip|uv)/.*)"
@@ -59,13 +59,13 @@ _START_UP = re.compile(
     r"|/(?:conftest\.py|\.?pytest\.(?:ini|toml)|tox\.ini|setup\.(?:cfg|py)|pyproject\.toml)"
     r"|.*/(?:pytest\.py|_?pytest/.*)"
 )
-"""Files that shells, interpreters, pytest and what fetches it read by themselves."""
+"""Files that shells, interpreters, pytest and package installers read on their own."""
 _CODE_IN = {".pth": re.compile(rb"import[ \t]"), "/entry_points.txt": re.compile(rb"pytest11")}
-"""By how a name ends: content that makes Python, or pytest, run other code at its start."""
+"""Content that makes Python or pytest run other code at start, by the end of a file's name."""
 _MAX_CODE_BYTES = 1 << 20
-"""Of such a file; a larger one is not searched but left out."""
+"""Largest such file that is searched; larger ones are left out."""
 _HIDDEN = re.compile(r"/(?:(?:tests|solution|logs/verifier|proc)(?:/.*)?|logs)?")
-"""Where no link of an agent's may lead: to what is the verifier's alone, and where that is."""
+"""Paths to which no link of an agent may lead: files of the verifier, and folders above them."""
 _LIST_PROGRAMS = (
     'IFS=:; for folder in $PATH; do for each in "$folder"/*; do '
     '[ -f "$each" ] && [ -x "$each" ] && printf "%s\\0" "$each"; done; done; exit 0'
@@ -74,17 +74,17 @@ _LIST_PROGRAMS = (
 
 @dataclass(slots=True, frozen=True)
 class Image:
-    """Facts about a task's image, as the engine gives them."""
+    """Facts about a task's image, as the engine reports them."""
 
     id: str
     user: str
     workdir: str
     programs: frozenset[str]
-    """Paths of all programs that are found by name; empty until they are listed."""
+    """Paths of all programs in the image's PATH; empty until they are listed."""
     volumes: tuple[str, ...] = ()
-    """Folders whose content the engine does not count among a container's changes."""
+    """Folders whose content the engine does not list among a container's changes."""
     is_named: bool = False
-    """It was found by its name and not built."""
+    """True if the image was found by its name, not built."""
 
 
 class TaskContainer(Container):
@@ -105,10 +105,15 @@ class TaskContainer(Container):
         max_processes: int,
         life_s: int,
     ) -> TaskContainer:
-        """Start one, with the limits that the task gives.
+        """Starts a container with the task's limits.
+
+        Args:
+            network: `none` or `bridge`.
+            user: None for the image's user.
+            life_s: seconds after which the container ends.
 
         Raises:
-            EnvError: the engine refused or does not answer; nothing is left behind.
+            EnvError: the engine refused or does not answer; no container is left.
         """
         spec = ContainerSpec(
             image.id,
@@ -127,12 +132,12 @@ class TaskContainer(Container):
         return await cls.create(engine, spec, labels(run_id, role))
 
     async def put(self, archive: bytes | IO[bytes], folder: str = "/") -> None:
-        """Unpack an archive in a folder, which is made where there is none."""
+        """Unpacks a tar archive in a folder, which is made if it is missing."""
         await self.as_root('mkdir -p -- "$1"', folder)
         await self._call(lambda client: client.api.put_archive(self.id, folder, archive))
 
     async def get(self, path: str, max_bytes: int) -> bytes | None:
-        """A regular file's content; None: there is none, or it is larger."""
+        """Returns a regular file's content; None if there is none or it is too large."""
 
         def read(client: DockerClient) -> bytes | None:
             with _archive(client, self.id, path) as archive:
@@ -147,14 +152,15 @@ class TaskContainer(Container):
     async def as_root(
         self, script: str, *arguments: str, path: str | None = _PATH, code: str = "start_failed"
     ) -> bytes:
-        """Run a script of agentrl's as root.
+        """Runs a script of agentrl as root and returns its output.
 
         Args:
-            path: where it finds programs; None: where the image says.
-            code: of the error if it fails; one that gets no answer is never the agent's doing.
+            path: PATH of the script; None for the image's.
+            code: code of the error if the script fails. If the container gives no answer, the code
+                is `start_failed`, because the agent did not cause that.
 
         Raises:
-            EnvError: it failed.
+            EnvError: the script failed.
         """
         as_root = TaskContainer(self._engine, self.id, None, replace(self.spec, user="0"))
         variables = {"HOME": "/nonexistent"} | ({} if path is None else {"PATH": path})
@@ -169,20 +175,21 @@ class TaskContainer(Container):
         return ran.output
 
     async def list_programs(self) -> frozenset[str]:
-        """Paths of the programs that are found by name."""
+        """Returns the paths of the programs in the image's PATH."""
         found = await self.as_root(_LIST_PROGRAMS, path=None)
         return frozenset(found.decode(errors="surrogateescape").split("\0")) - {""}
 
     async def carry(
         self, target: TaskContainer, programs: frozenset[str], *, everything: bool
     ) -> list[str]:
-        """Write this container's changes into another of the same image, in which nobody was.
+        """Writes this container's changes into an unused container of the same image.
 
         Args:
-            programs: those of the image.
-            everything: also what decides how any test runs.
+            programs: paths of the image's programs.
+            everything: also copy files that decide how any test runs.
 
-        Returns what was left out: a path and a reason each.
+        Returns:
+            What was left out, as `PATH: reason`.
 
         Raises:
             EnvError: the changes are too large, or the engine failed.
@@ -214,14 +221,19 @@ class TaskContainer(Container):
         return left_out
 
     async def carry_folders(self, target: TaskContainer, paths: Sequence[str]) -> list[str]:
-        """Write these files and folders, where there are any, to where they are in this one.
+        """Copies files and folders to the same paths in another container; missing ones are
+        skipped.
 
-        Returns what was left out.
+        Returns:
+            What was left out, as `PATH: reason`.
+
+        Raises:
+            EnvError: they are too large, or the engine failed.
         """
         left_out: list[str] = []
         with tempfile.TemporaryFile() as packed:
             with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                # Below a folder that is written anyway, a second copy could go through its links.
+                # Skip paths in folders that are copied anyway: a second copy could follow a link.
                 whole = tuple(f"{path}/" for path in paths)
                 changes = dict.fromkeys((p for p in paths if not p.startswith(whole)), _ADDED)
                 await self._call(
@@ -237,7 +249,7 @@ class TaskContainer(Container):
 def _choose(
     changes: Mapping[str, int], programs: frozenset[str], everything: bool
 ) -> tuple[list[str], list[str]]:
-    """Returns the changed paths that the verifier gets, and what is left out."""
+    """Returns the changed paths that the verifier gets, and what is left out, as `PATH: reason`."""
     kept: list[str] = []
     left_out: list[str] = []
     for path, kind in sorted(changes.items()):
@@ -254,11 +266,11 @@ def _choose(
 def _reason(
     path: str, kind: int, changes: Mapping[str, int], programs: frozenset[str]
 ) -> str | None:
-    """Says why a change decides how any test runs; None if it does not."""
+    """Returns the reason for which a change decides how any test runs; None if it does not."""
     folder, _, name = path.rpartition("/")
     folders, names, above = _places(programs)
     if _START_UP.fullmatch(path):
-        return "read by shells, interpreters or pytest by themselves"
+        return "read by shells, interpreters or pytest on their own"
     if kind != _ADDED:
         is_program = (
             path in programs
@@ -277,7 +289,7 @@ def _reason(
 
 @functools.lru_cache(maxsize=16)
 def _places(programs: frozenset[str]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Returns programs' folders, their names, and all folders that they are somewhere below."""
+    """Returns the folders of programs, their names, and these folders with all above them."""
     folders = frozenset(each.rpartition("/")[0] for each in programs)
     names = frozenset(each.rpartition("/")[2] for each in programs)
     above = {
@@ -289,7 +301,7 @@ def _places(programs: frozenset[str]) -> tuple[frozenset[str], frozenset[str], f
 
 
 def _in_new_environment(path: str, changes: Mapping[str, int]) -> bool:
-    """Tells whether a file is in a virtual environment of Python's that the agent made."""
+    """Tells whether a file is in a Python virtual environment that the agent made."""
     while path := path.rpartition("/")[0]:
         if changes.get(f"{path}/pyvenv.cfg") == _ADDED:
             return True
@@ -297,11 +309,12 @@ def _in_new_environment(path: str, changes: Mapping[str, int]) -> bool:
 
 
 Refuse = Callable[[str, tarfile.TarInfo, bytes], str | None]
-"""Says why a file with this path and content is left out; None if it is not."""
+"""Returns the reason for which a file with this path and content is left out; None to copy it."""
 
 
 def _leads_astray(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
-    """Says why a file or link leads tests elsewhere; None if it does not."""
+    """Returns the reason for which a file or link may change what tests run; None if there is
+    none."""
     is_link = member.issym() or member.islnk()
     for ending, code in _CODE_IN.items():
         if path.endswith(ending) and (
@@ -310,14 +323,14 @@ def _leads_astray(path: str, member: tarfile.TarInfo, content: bytes) -> str | N
             return "runs code whenever Python or pytest starts"
     inner = f"{path}/any.py"
     if member.issym() and (_START_UP.fullmatch(inner) or RUNNER_PATH.fullmatch(inner)):
-        return "a link in the place of what runs or finds tests"
+        return "a link in place of a file that runs or finds tests"
     return is_hidden(path, member, content)
 
 
 def is_hidden(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
-    """Says why a link may lead to what is the verifier's alone; None if it does not.
+    """Returns the reason for which a link may lead to the verifier's files; None if it does not.
 
-    Behind a name that is itself a link, `..` may be anywhere, so such links are left out as well.
+    Links with `..` after a name are also left out: the name may be a link, and `..` lead anywhere.
     """
     if not member.issym():
         return None
@@ -325,7 +338,7 @@ def is_hidden(path: str, member: tarfile.TarInfo, content: bytes) -> str | None:
     parts = [each for each in member.linkname.split("/") if each not in ("", ".")]
     up = [each == ".." for each in parts]
     if _HIDDEN.fullmatch("/" + target.lstrip("/")) or up != sorted(up, reverse=True):
-        return "a link that may lead to what the agent never saw"
+        return "a link that may lead to the verifier's files"
     return None
 
 
@@ -344,9 +357,13 @@ def _pack(
     left_out: list[str],
     refuse: Refuse | None = None,
 ) -> None:
-    """Add these paths of a container to an archive: new folders whole, of others what changed.
+    """Adds paths of a container to an archive: new folders with all that is in them, folders of the
+    image alone, for their owner and mode.
 
-    Folders of the image are added without what is in them, for their owner and mode.
+    Appends what is left out to `left_out`, as `PATH: reason`.
+
+    Raises:
+        EnvError: the files are larger than MAX_CARRIED_BYTES together.
     """
     wanted = set(paths)
     added: set[str] = set()
@@ -359,7 +376,7 @@ def _pack(
             while source is not None and (member := source.next()) is not None:
                 inner = member.name.partition("/")[2]
                 full = f"{path}/{inner}" if inner else path
-                # These would count instead of the new names.
+                # These headers would override the new names.
                 old = ("path", "linkpath")
                 member.pax_headers = {
                     key: text for key, text in member.pax_headers.items() if key not in old
@@ -380,7 +397,7 @@ def _pack(
                         code=TOO_LARGE,
                     )
                 member.name = full[1:]
-                if member.islnk():  # the engine names it as seen from the folder above
+                if member.islnk():  # the engine names the target relative to the folder above
                     member.linkname = f"{parent}/{member.linkname}"[1:]
                 if member.islnk() and member.linkname not in added:
                     left_out.append(f"{full}: a link to a file that was left out")
@@ -406,7 +423,7 @@ def _pack(
 def _archive(
     client: DockerClient, container_id: str, path: str
 ) -> Iterator[tarfile.TarFile | None]:
-    """Yields an archive of a container's path, read as it comes; None if nothing is there."""
+    """Yields a container's path as a streamed tar archive; None if there is nothing at the path."""
     from docker.errors import NotFound
 
     try:
@@ -421,7 +438,7 @@ def _archive(
 
 
 class _Chunks(io.RawIOBase):
-    """A file of what an iterator gives."""
+    """Presents an iterator of bytes as a file."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

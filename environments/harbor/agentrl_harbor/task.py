@@ -1,10 +1,10 @@
-"""Harbor's task directories, read and checked.
+"""Reads and checks Harbor's task directories.
 
-A task is a folder with `task.toml`, `instruction.md`, `environment/` (a Dockerfile and what it
-copies, or the name of an image in `task.toml`), `tests/test.sh`, and perhaps `solution/solve.sh`. A
-task of several steps has `steps/NAME/` with an instruction, tests and a solution each.
+A task is a folder with `task.toml`, `instruction.md`, `environment/` (a Dockerfile and the files it
+copies, unless `task.toml` names an image), `tests/test.sh`, and perhaps `solution/solve.sh`. A task
+of several steps has a folder `steps/NAME/` with an instruction, tests and a solution for each.
 
-What a task asks for and cannot have here is an error that names the key, never left out silently.
+A feature that a task needs and agentrl lacks is an error that names the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentrl.errors import DataError
 T = TypeVar("T", bound=BaseModel)
 
 MAX_FILES_BYTES = 256 << 20
-"""Of a folder that is put into a container."""
+"""Largest total size in bytes of the files of folders that are put into a container."""
 
 _STEP_NAME = re.compile(r"(?!\.)[^/\\\x00-\x1f]+")
 _MAX_NAME_BYTES = 255
@@ -42,13 +42,13 @@ _NOT_HERE = {
     "mcp_servers": "MCP servers in the container",
     "skills_dir": "skills",
 }
-"""Keys of [environment] that a container of agentrl's does not give."""
+"""Keys of [environment] for features that agentrl's containers lack."""
 _NO_FIELDS = {*_NOT_HERE, "memory", "allow_internet", "allowed_hosts", "gpu_types"}
-"""Keys that are read under other names, or refused where they ask for something."""
+"""Keys of [environment] that are handled although `EnvironmentTable` has no such fields."""
 
 
 class _Table(BaseModel):
-    # Harbor's format grows; keys that only its own runner reads are left to it.
+    # Harbor's format grows, and some keys matter only to its own runner.
     model_config = ConfigDict(extra="ignore")
 
 
@@ -139,7 +139,7 @@ class VerifierTable(Network):
         return collect
 
     def separate(self) -> bool | None:
-        """Tells whether it runs in an image of its own; None if the table does not say."""
+        """Tells whether the verifier runs in a separate image; None if the table does not say."""
         if self.environment_mode is not None:
             return self.environment_mode == "separate"
         return True if self.environment is not None else None
@@ -187,7 +187,7 @@ class StepTable(_Table):
 
 
 class TaskTable(_Table):
-    """`task.toml`."""
+    """The tables of `task.toml`."""
 
     task: dict[str, Any] = Field(default_factory=dict)
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -210,25 +210,25 @@ class TaskTable(_Table):
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """The work that is verified at once: a whole task, or a step of one."""
+    """A part of a task that is verified by itself: one of its steps, or the whole task."""
 
     name: str
-    """Empty: the task has no steps."""
+    """Empty if the task has no steps."""
     instruction: str
     folders: tuple[Path, ...]
-    """With its tests: the task's, then the step's."""
+    """Folders with its tests: the task's, then the step's."""
     test: str
     """Path of the test script in the container."""
     solution: Path | None
-    """Folder with solve.sh."""
+    """Folder with `solve.sh`; None if there is no solution."""
     workdir: Path | None
-    """Files that are put into the working folder before the step."""
+    """Folder whose files are put into the working folder before the step."""
     agent: AgentTable
     verifier: VerifierTable
     separate: bool
-    """The verifier's container has an image of its own and gets the artifacts alone."""
+    """True if the verifier runs in a separate image and gets only the artifacts."""
     bundled: Path | None
-    """The folder whose Dockerfile makes the separate verifier's image, tests included."""
+    """Folder whose Dockerfile builds the separate verifier's image, tests included."""
     artifacts: tuple[str, ...]
     min_reward: dict[str, float]
     healthcheck: Healthcheck | None
@@ -237,7 +237,7 @@ class Step:
 @dataclass(slots=True, frozen=True)
 class HarborTask:
     id: str
-    """The folder's name."""
+    """Name of the task's folder."""
     folder: Path
     table: TaskTable
     steps: tuple[Step, ...]
@@ -247,13 +247,13 @@ class HarborTask:
 
 
 def load_tasks(source: Path, *, compose: bool = False) -> list[HarborTask]:
-    """The task that a folder is, or those below it, by the names of their folders.
+    """Returns the task in a folder, or the tasks in its subfolders, sorted by folder name.
 
     Args:
-        compose: whoever starts them reads compose files.
+        compose: the sandbox can start compose files.
 
     Raises:
-        DataError: there is none, or one is wrong; the error names its file and key.
+        DataError: there is no task, or one is invalid; the error names its file and key.
     """
     if (source / "task.toml").is_file():
         return [load_task(source, compose=compose)]
@@ -266,10 +266,10 @@ def load_tasks(source: Path, *, compose: bool = False) -> list[HarborTask]:
 
 
 def load_task(folder: Path, *, compose: bool = False) -> HarborTask:
-    """One task.
+    """Reads one task; `compose` as for `load_tasks`.
 
     Raises:
-        DataError: it is wrong, or asks for what agentrl's containers do not have.
+        DataError: the task is invalid, or needs a feature that agentrl's containers lack.
     """
     path = _own(folder / "task.toml", folder)
     try:
@@ -284,10 +284,10 @@ def load_task(folder: Path, *, compose: bool = False) -> HarborTask:
     environment = _own(folder / "environment", folder)
     files = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
     composed = [environment / name for name in files if (environment / name).exists()]
-    # Harbor reads the first of these names alone.
+    # Harbor reads only a file of the first of these names.
     if composed and not (compose and composed[0].name == files[0]):
         raise DataError(
-            f"{composed[0]}: agentrl starts one container for a task and no services of a compose "
+            f"{composed[0]}: agentrl starts one container per task and no services of a compose "
             f'file: with {files[0]}, set sandbox = "harbor:docker", or leave this task out with '
             "`task_ids`"
         )
@@ -302,10 +302,12 @@ def load_task(folder: Path, *, compose: bool = False) -> HarborTask:
 
 
 def resolve(variables: Mapping[str, str], allowed: list[str], where: str) -> dict[str, str]:
-    """Variables of a task, with `${NAME}` and `${NAME:-default}` replaced.
+    """Returns a task's variables with `${NAME}` and `${NAME:-default}` replaced by values of this
+    process's variables.
 
     Args:
-        allowed: variables of this process that a task may read.
+        allowed: names of the variables of this process that a task may read.
+        where: names the table in errors.
 
     Raises:
         DataError: the task asks for another variable of this process, or one that is not set.
@@ -328,10 +330,12 @@ def resolve(variables: Mapping[str, str], allowed: list[str], where: str) -> dic
 
 
 def pack(folders: tuple[Path, ...]) -> bytes:
-    """An archive of what is in these folders, root's; of two files of a name the last folder's.
+    """Returns a tar archive of the contents of folders, owned by root. Of two files with the same
+    path, the last folder's is taken.
 
     Raises:
-        DataError: a file leads out of its folder, is none, or they are too large.
+        DataError: a link leads out of its folder, an entry is neither a file nor a folder, or the
+            files are too large together.
     """
     found: dict[str, Path] = {}
     for folder in folders:
@@ -346,13 +350,13 @@ def pack(folders: tuple[Path, ...]) -> bytes:
     with tarfile.open(fileobj=packed, mode="w", dereference=True) as archive:
         for name, path in found.items():
             member = archive.gettarinfo(path, name)
-            if path.is_symlink() and path.is_dir():  # what is in there has its own place
+            if path.is_symlink() and path.is_dir():  # its target's files are packed where they are
                 above = os.path.realpath(path.parent)
                 member.type = tarfile.SYMTYPE
                 member.linkname = os.path.relpath(os.path.realpath(path), above)
-            if member.islnk():  # of two links to one file each is a file of its own
+            if member.islnk():  # pack hard links as separate files
                 member.type, member.size = tarfile.REGTYPE, path.stat().st_size
-            member.uid = member.gid = member.mtime = 0  # what is packed depends on content alone
+            member.uid = member.gid = member.mtime = 0  # the archive depends only on the contents
             member.uname = member.gname = ""
             if name.endswith(".sh"):
                 member.mode |= 0o555
@@ -375,7 +379,7 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
             _own(each, folder) for each in (folder / "tests", base / "tests") if each.is_dir()
         )
     )
-    # A step's own test script counts first, then the task's.
+    # A step's own test script takes precedence over the task's.
     scripts = [each for each in reversed(tests) if (each / "test.sh").is_file()]
     separate = verifier.separate() or False
     own_image = verifier.environment and verifier.environment.docker_image
@@ -423,7 +427,7 @@ def _own(path: Path, folder: Path) -> Path:
     """Returns the path.
 
     Raises:
-        DataError: it is, or goes through, a link out of the folder.
+        DataError: the path leads out of the folder by a link.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise DataError(f"{path} leads out of {folder}")
@@ -431,7 +435,11 @@ def _own(path: Path, folder: Path) -> Path:
 
 
 def _absolute(path: str) -> str:
-    """Returns a path in a container, written in the shortest way."""
+    """Returns an absolute path in a container in its shortest form.
+
+    Raises:
+        ValueError: the path is relative or contains `..`.
+    """
     parts = PurePosixPath(path).parts
     if not _PATH.fullmatch(path) or ".." in parts:
         raise ValueError(f"{path!r} must be an absolute path without '..'")
@@ -439,7 +447,7 @@ def _absolute(path: str) -> str:
 
 
 def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yields keys that have no effect here, of those tables whose keys have one."""
+    """Yields the keys of [environment], [agent] and [verifier] that have no effect here."""
     known = {"environment": EnvironmentTable, "agent": AgentTable, "verifier": VerifierTable}
     for table in (given, *given.get("steps", ()), given.get("verifier", {})):
         for name, model in known.items():
@@ -449,13 +457,13 @@ def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _over(step: T, task: T) -> T:
-    """The step's table, with the task's values where the step gives none."""
+    """Returns the step's table, filled up with the task's values."""
     given = {name: getattr(step, name) for name in step.model_fields_set}
     return task.model_copy(update=given)
 
 
 def _without_canary(text: str) -> str:
-    """A text without the marks against training on it in its first lines."""
+    """Returns a text without a leading canary, the mark that keeps it out of training data."""
     canary = _CANARY.match(text)
     return text[canary.end() :] if canary else text
 
@@ -463,5 +471,5 @@ def _without_canary(text: str) -> str:
 def _megabytes(size: Any) -> int:
     match = _SIZE.fullmatch(str(size).strip())
     if match is None:
-        raise ValueError(f"{size!r} is no size such as '2G' or '512M'")
+        raise ValueError(f"{size!r} is not a size such as '2G' or '512M'")
     return int(float(match[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[match[2].upper()])

@@ -1,5 +1,4 @@
-"""A task's own scripts: its health check, and its tests in a container that the agent was never
-in."""
+"""Runs a task's health check, and its tests in the container that holds the agent's work."""
 
 from __future__ import annotations
 
@@ -27,26 +26,30 @@ Sandbox = TaskContainer | ProviderSandbox
 
 @dataclass(slots=True)
 class Verified:
-    """The findings of a verifier."""
+    """Result of a verifier."""
 
     rewards: dict[str, float] = field(default_factory=dict)
-    """Empty: it wrote none."""
+    """Rewards by name; empty if the tests wrote none."""
     problem: str = ""
-    """Why there are no rewards."""
+    """Reason for which there are no rewards; "" if there are."""
     output: str = ""
-    """The end of what the tests wrote."""
+    """The last 4,000 characters of the tests' output."""
     left_out: list[str] = field(default_factory=list)
-    """Changes of the agent that the verifier did not see: a path and a reason each."""
+    """Changes of the agent that the verifier did not see, as `PATH: reason`."""
 
 
 async def verify(
     container: Sandbox, step: Step, environment: dict[str, str], *, timeout_s: float
 ) -> Verified:
-    """Run a step's tests in a container that holds the agent's work, and read the reward.
+    """Runs a step's tests in a container that holds the agent's work, and reads the reward.
+
+    Args:
+        environment: variables of the tests.
+        timeout_s: limit on the tests, in seconds.
 
     Raises:
         EnvError: the container or the engine failed.
-        DataError: the tests can't be put there.
+        DataError: the tests' files cannot be packed.
     """
     bundled = step.bundled is not None or (
         step.separate
@@ -69,10 +72,10 @@ async def verify(
 
 
 async def wait_healthy(container: Sandbox, check: Healthcheck | None) -> None:
-    """Wait until a task's check passes.
+    """Waits until a task's health check passes; returns at once without a check.
 
     Raises:
-        EnvError: it failed too often.
+        EnvError: the check failed `retries` times after its start period.
     """
     if check is None:
         return
@@ -93,10 +96,10 @@ async def wait_healthy(container: Sandbox, check: Healthcheck | None) -> None:
 
 
 async def _read(container: Sandbox) -> dict[str, float]:
-    """The rewards that the tests wrote.
+    """Returns the rewards that the tests wrote.
 
     Raises:
-        DataError: they wrote none, or none that can be read.
+        DataError: they wrote none, or a reward is not a finite number.
     """
     whole = await container.get("/logs/verifier/reward.json", MAX_REWARD_BYTES)
     text = await container.get("/logs/verifier/reward.txt", MAX_REWARD_BYTES)
@@ -105,7 +108,7 @@ async def _read(container: Sandbox) -> dict[str, float]:
     try:
         values = json.loads(whole) if whole is not None else float((text or b"").decode())
         given = values if isinstance(values, dict) else {"reward": values}
-        # Tests may run an agent's code, so whatever stands there is the agent's doing at worst.
+        # Tests may run the agent's code, so the agent may have written anything there.
         rewards = {
             name: float(value) if isinstance(value, int | float) else math.nan
             for name, value in given.items()

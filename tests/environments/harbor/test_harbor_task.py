@@ -66,7 +66,7 @@ def test_all_shapes_load(folder):
         ('[environment]\ndocker_image = "--privileged"\n', "is not the name of an image"),
         ("[environment]\ngpus = 1\n", "graphics processors"),
         ('[environment]\nos = "windows"\n', "only Linux"),
-        ('[environment]\nmemory = "a lot"\n', "is no size"),
+        ('[environment]\nmemory = "a lot"\n', "is not a size"),
         ("[environment]\ncpus = -1\n", "greater than 0"),
         ("[agent\n", "can't be read"),
         ('[[verifier.collect]]\ncommand = "x"\n', "compose file"),
@@ -331,7 +331,7 @@ def test_a_separate_verifier_with_a_dockerfile_is_not_the_agents_image(folder, m
 def test_other_sandboxes_have_no_fresh_verifier_and_say_what_they_need(folder, monkeypatch):
     with pytest.raises(ValidationError, match='set verifier = "shared"'):
         HarborConfig(source=str(folder), sandbox="harbor:modal")
-    with pytest.raises(ValidationError, match="sandbox_options are of"):
+    with pytest.raises(ValidationError, match="sandbox_options need a sandbox"):
         HarborConfig(source=str(folder), sandbox_options={"a": 1})
     config = HarborConfig(source=str(folder), sandbox="harbor:modal", verifier="shared")
     monkeypatch.delenv("AGENTRL_HARBOR_PYTHON", raising=False)
