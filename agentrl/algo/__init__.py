@@ -1,9 +1,9 @@
-"""The objective: stages as plain functions on tensors, and presets as data.
+"""Computes the objective: stages as plain functions on tensors, and presets as data.
 
     rewards -> credit -> baseline -> scale -> whiten => A[B,T]                 (no gradient)
     log-probs -> ratio -> surrogate x trust masks x off-policy weight + KL -> sum(loss * W)
 
-`Objective` and `PRESETS` are plain configuration; importing them loads no torch. Every other name
+`Objective` and `PRESETS` are plain configuration: importing them does not load torch. Every name
 here is imported from its module on first use.
 """
 

@@ -1,4 +1,5 @@
-"""The stages that make advantages, once per step: reward, credit, baseline, scale, whiten."""
+"""Defines the stages that compute advantages, once per step: reward, credit, baseline, scale and
+whiten."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ class Overlong(Stage):
     long trajectories (2503.14476, eq. 13)."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    """Sampled tokens of a trajectory at which the penalty is full."""
+    """Number of sampled tokens at which a trajectory gets the full penalty."""
     buffer_tokens: Annotated[int, Field(ge=1)]
-    """The penalty grows linearly over these last tokens before `max_tokens`."""
+    """Number of tokens before `max_tokens` over which the penalty grows linearly."""
     factor: NonNegative = 1.0
     """The full penalty."""
     cap: bool = True
-    """Never subtract more than `factor`, also beyond `max_tokens`."""
+    """Limits the penalty to `factor` beyond `max_tokens`; otherwise it keeps growing."""
 
 
 class Reward(Stage):
@@ -31,28 +32,28 @@ class Reward(Stage):
     """R = sum of weight x component over these reward components. None uses the trajectory's own
     reward."""
     combine: Literal["sum", "normalize_then_sum"] = "sum"
-    """How components become one number.
+    """How components are combined.
     sum: components are weighted and summed.
     normalize_then_sum: baseline and scale apply to each, then they are summed (GDPO, 2601.05242).
     """
     missing: Literal["skip", "exclude"] = "skip"
-    """What is done about a component without an answer.
-    skip: a component that is nan counts 0; a trajectory without any component is excluded.
-    exclude: it excludes its trajectory, which enters no statistic and no loss.
+    """What happens if a reward component is missing (nan).
+    skip: a missing component counts 0; a trajectory with none at all is excluded.
+    exclude: a missing component excludes its trajectory from all statistics and the loss.
     """
     scale: float = 1.0
-    """R is multiplied by this, then `bias` is added, then it is clipped."""
+    """Multiplies R, before `bias` is added and the result is clipped."""
     bias: float = 0.0
     """Added to the scaled reward."""
     clip: Positive | None = None
-    """Largest absolute value of the scaled reward."""
+    """Largest absolute value of the reward after `scale` and `bias`."""
     overlong: Overlong | None = None
     """Soft penalty for long trajectories, applied last."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
-    """Trajectories cut by a limit.
+    """What happens to trajectories cut by a limit.
     keep: trajectories cut by a limit keep their reward.
-    zero: R = 0 where a limit cut the trajectory.
-    mask: trajectories cut by a limit leave the loss and its denominators, not the baseline.
+    zero: R = 0 if a limit cut the trajectory.
+    mask: trajectories cut by a limit leave the loss and its denominators, but not the baseline.
     """
 
     def problems(self) -> Iterator[str]:
@@ -60,6 +61,7 @@ class Reward(Stage):
             yield "reward.combine = 'normalize_then_sum' needs reward.weights"
 
     def conflicts(self, credit: Credit) -> Iterator[str]:
+        """Yields a message for each contradiction with `credit`, with what to change."""
         if self.combine == "normalize_then_sum" and credit.kind != "outcome":
             yield (
                 "reward.combine = 'normalize_then_sum' normalises whole trajectories; set "
@@ -78,7 +80,7 @@ class TurnCredit(Stage):
 
     kind: Literal["turn"] = "turn"
     gamma: Fraction = 1.0
-    """Discount per turn; there is none inside a turn."""
+    """Discount per turn; there is none within a turn."""
 
 
 class TokenCredit(Stage):
@@ -91,7 +93,8 @@ class TokenCredit(Stage):
     gamma: Fraction = 1.0
     """Discount per trained token."""
     reward_at: Literal["turn", "end"] = "turn"
-    """Each turn's reward lies on the turn's last trained token, or all of it on the last one."""
+    """Where rewards are placed: each turn's on the turn's last trained token (`turn`), or all of
+    them on the trajectory's last trained token (`end`)."""
 
 
 class GaeCredit(Stage):
@@ -104,12 +107,13 @@ class GaeCredit(Stage):
     lam: Fraction = 1.0
     """Lambda of the advantages. Unused where `length_alpha` is above 0."""
     lam_value: Fraction | None = None
-    """Lambda of the critic's targets. None uses that of the advantages; VAPO has 1."""
+    """Lambda of the critic's targets. None uses that of the advantages; VAPO uses 1."""
     length_alpha: NonNegative = 0.0
-    """If above 0, lam = 1 - 1 / (length_alpha n), n trained tokens of the trajectory. VAPO
-    (2504.05118, eq. 11) has 0.05."""
+    """If above 0, lam = 1 - 1 / (length_alpha n), at least 0, with n trained tokens in the
+    trajectory. VAPO (2504.05118, eq. 11) uses 0.05."""
     reward_at: Literal["turn", "end"] = "turn"
-    """Each turn's reward lies on the turn's last trained token, or all of it on the last one."""
+    """Where rewards are placed: each turn's on the turn's last trained token (`turn`), or all of
+    them on the trajectory's last trained token (`end`)."""
 
 
 class GigpoCredit(Stage):
@@ -133,23 +137,24 @@ Credit = Annotated[
 
 
 class Baseline(Stage):
-    """The value that is subtracted from the return. A = 0 in groups of one or without variance."""
+    """The value subtracted from the return. A = 0 in a group of one and in one without variance."""
 
     chosen_by: ClassVar = ("kind",)
     kind: Literal["none", "mean", "leave_one_out", "second_best", "optimal_token", "given"] = "mean"
     """The advantage before scaling.
     mean: A = G - b, b = mean of G over the key.
     leave_one_out: A = G - b, b = mean of G over the key without the trajectory itself.
-    second_best: A of the best of the group = its lead over the second, 0 for the others (pass@k,
-    2503.19595).
+    second_best: A = the best return of the group minus the second best, at the best; 0 elsewhere
+    (pass@k, 2503.19595).
     optimal_token: A_t = G_t - sum G_t W_t / sum W_t over the group, W_t = sum_(u <= t) (1 - 2 pi +
     sum pi^2), t counting trained tokens.
-    given: A = G - the batch's own baseline, such as the reward of a greedy answer (ReMax).
+    given: A = G - b, b = the reward of a greedy answer to the same task (ReMax).
     """
     key: Literal["group", "group_turn", "batch"] = "group"
-    """Who shares a baseline: the group; the turns of a group that have the same number; all."""
+    """The returns that share a baseline: those of a group (`group`), of the turns of a group with
+    the same number (`group_turn`), or of the batch (`batch`)."""
     weighting: Literal["sequence", "token"] = "sequence"
-    """How the mean counts.
+    """How trajectories are weighted in the mean.
     sequence: every trajectory counts once.
     token: trajectories count by trained tokens, b = sum n G / sum n (OPO 2505.23585, SSR-GRPO).
     """
@@ -157,12 +162,13 @@ class Baseline(Stage):
     """A group whose returns differ by no more than this has advantage exactly 0."""
 
     def conflicts(self, credit: Credit) -> Iterator[str]:
+        """Yields a message for each contradiction with `credit`, with what to change."""
         if credit.kind == "gae" and self.kind != "none":
             yield "GAE's baseline is the critic; set baseline.kind = 'none' and scale.kind = 'none'"
         if credit.kind == "token" and self.kind in ("mean", "leave_one_out", "second_best"):
             yield (
-                "rewards-to-go differ from token to token, so a group mean is no baseline for "
-                "them; set baseline.kind = 'none' (REINFORCE++) with whiten, or credit.kind = "
+                "rewards-to-go differ from token to token, so a group mean cannot be their "
+                "baseline; set baseline.kind = 'none' (REINFORCE++) with whiten, or credit.kind = "
                 "'outcome'"
             )
         if self.kind == "optimal_token" and credit.kind not in ("token", "gae"):
@@ -191,9 +197,9 @@ class Scale(Stage):
     success_rate: A / share of non-zero G in the batch (GPG).
     """
     level: Literal["group", "batch"] = "group"
-    """Over whose returns the std is taken."""
+    """The returns over which the std is taken: those of a group, or of the batch."""
     of: Literal["raw", "centred"] = "raw"
-    """What the std is of.
+    """The values of which the std is taken.
     raw: the std is that of G.
     centred: the std is the root mean square of A before the division, which without a baseline is
     that of G around 0 (AReaL).
@@ -203,13 +209,14 @@ class Scale(Stage):
     eps: NonNegative = 1e-6
     """Keeps the division finite, in units of the return."""
     eps_mode: Literal["add", "sqrt", "max"] = "add"
-    """How eps enters.
+    """How eps is applied.
     add: division by std + eps.
     sqrt: division by sqrt(var + eps).
     max: division by max(std, eps).
     """
 
     def conflicts(self, baseline: Baseline, credit: Credit) -> Iterator[str]:
+        """Yields a message for each contradiction with the other stages, with what to change."""
         if self.kind == "mean" and baseline.kind in ("none", "given", "optimal_token"):
             yield "scale.kind = 'mean' is MaxRL's and needs baseline.kind = 'mean'"
         if self.kind == "std" and self.of == "raw" and baseline.kind == "none":
@@ -229,24 +236,26 @@ class Scale(Stage):
 class Whiten(Stage):
     """(A - mean) / std over the step, std the spread around that mean, or around 0 without one.
 
-    Normalisation of the finished advantages, after credit, baseline, scale and distillation. Every
-    unit counts once.
+    Normalises the advantages after credit, baseline, scale and distillation. Every unit counts
+    once.
     """
 
     mean: Literal["none", "group", "batch"] = "none"
-    """Subtract the mean over the batch or the group."""
+    """Subtracts the mean over the batch or the group."""
     std: Literal["none", "group", "batch"] = "none"
-    """Divide by the std over the batch or the group."""
+    """Divides by the std over the batch or the group."""
     leave_one_out: bool = False
-    """The mean that is subtracted from a unit leaves that unit out."""
+    """Leaves a unit out of the mean that is subtracted from it."""
     unit: Literal["token", "sequence"] = "token"
-    """Statistics count every trained token once, or every trajectory once."""
+    """The unit of the statistics: every trained token counts once (`token`), or the mean advantage
+    of every trajectory counts once (`sequence`)."""
     ddof: Literal[0, 1] = 1
     """1 divides the variance by n - 1 (unbiased), 0 by n."""
     eps: NonNegative = 1e-8
-    """Keeps the division finite. A variance, with `eps_mode = "add"` a std."""
+    """Keeps the division finite. In units of the variance, or of the std with
+    `eps_mode = "add"`."""
     eps_mode: Literal["add", "sqrt", "max"] = "sqrt"
-    """How eps enters.
+    """How eps is applied.
     add: division by std + eps.
     sqrt: division by sqrt(var + eps).
     max: division by sqrt(max(var, eps)).
@@ -258,11 +267,13 @@ class Whiten(Stage):
 
     def problems(self) -> Iterator[str]:
         if self.leave_one_out and self.mean == "none":
-            yield "whiten.leave_one_out is that of a mean; set whiten.mean = 'group' or 'batch'"
+            yield "whiten.leave_one_out needs a mean; set whiten.mean = 'group' or 'batch'"
 
     def warnings(self) -> Iterator[str]:
+        """Yields a message for each setting that is allowed but rarely intended."""
         if self.mean == "group" and self.std == "none" and self.unit == "token":
             yield (
                 "objective.whiten subtracts a group's mean over tokens, in which long trajectories "
-                "weigh more; baseline.kind = 'mean' or whiten.unit = 'sequence' weighs all alike"
+                "weigh more; set baseline.kind = 'mean' or whiten.unit = 'sequence' to weigh all "
+                "trajectories equally"
             )

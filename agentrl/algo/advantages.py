@@ -1,9 +1,10 @@
-"""Advantages: reward -> credit -> baseline -> scale -> whiten, once per step, without gradient.
+"""Computes advantages: reward -> credit -> baseline -> scale -> whiten, once per step, no gradient.
 
-Statistics are taken over units: trajectories (however many rows they have), or the turns of
-trajectories. A group is its explicit id, of any size; a group of one, or one whose returns are all
-equal within the tolerance, has advantage exactly 0; trajectories without a reward enter nothing.
-Everything is computed in float64 and returned in the width of the log-probs.
+Statistics are taken over trajectories (however many rows they have) or over their turns, called
+units here. Groups are identified by id and may have any size. A group of one, or one whose returns
+are all equal within the tolerance, has advantage exactly 0. Trajectories without a reward enter no
+statistic. Everything is computed in float64 and returned in float32, or in float64 if the log-probs
+are.
 
 B rows, T columns, J trajectories, N trained tokens, U units.
 """
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
 def compute_advantages(
     objective: Objective, batch: Batch, *, kl_coef: float | None = None
 ) -> Tensor:
-    """The advantage of every trained token, 0 elsewhere.
+    """Computes the advantage of every trained token.
 
     Args:
-        batch: the whole optimizer step. Group and batch statistics are taken over it.
+        batch: the whole optimizer step, over which group and batch statistics are taken.
         kl_coef: replaces `objective.kl.coef` for a KL in the reward (adaptive coefficient).
 
     Returns:
-        (B, T), float64 if the log-probs are, else float32.
+        (B, T), 0 where nothing is trained; float64 if the log-probs are, else float32.
 
     Raises:
-        ValueError: the batch lacks a field the objective needs (`Objective.needs`).
-        ConfigError: `objective.advantage` returns something else than advantages.
+        ValueError: the batch lacks a field that the objective needs (`Objective.needs`).
+        ConfigError: `objective.advantage` does not return advantages.
     """
     if objective.statistics == "environment" and batch.env_ids is not None:
         whole = torch.zeros_like(wide(batch.rollout_logprobs))
@@ -78,7 +79,11 @@ def compute_advantages(
 
 
 def value_targets(objective: Objective, batch: Batch, *, kl_coef: float | None = None) -> Tensor:
-    """The critic's targets: lambda-returns of `values` (B, T), 0 where nothing is trained."""
+    """Computes the critic's targets, lambda-returns: (B, T), 0 where nothing is trained.
+
+    Raises:
+        ValueError: the objective has no critic, or the batch no `values`.
+    """
     if objective.credit.kind != "gae":
         raise ValueError("only credit.kind = 'gae' has a critic to train")
     with torch.no_grad():
@@ -90,7 +95,7 @@ def value_targets(objective: Objective, batch: Batch, *, kl_coef: float | None =
 
 
 def _own_advantages(reference: str, batch: Batch, tokens: TokenIndex, rewards: Tensor) -> Tensor:
-    """(N,) what `objective.advantage` makes of the rows whose trajectory has a reward."""
+    """Calls `objective.advantage` on the rows whose trajectory has a reward. Returns (N,)."""
     per_row = rewards[tokens.trajectory_of_row].to(wide(batch.rollout_logprobs).dtype)
     known = (~per_row.isnan()).nonzero().squeeze(1)
     mask = tokens.scatter(torch.ones_like(tokens.position)) != 0
@@ -106,7 +111,12 @@ def _own_advantages(reference: str, batch: Batch, tokens: TokenIndex, rewards: T
 
 
 def trajectory_rewards(spec: Reward, batch: Batch, tokens: TokenIndex) -> Tensor:
-    """(J,) float64: each trajectory's shaped reward; nan where it has none."""
+    """Returns each trajectory's shaped reward, float64 (J,), nan where it has none.
+
+    Raises:
+        ValueError: rows of one trajectory have different rewards, or the reward's components do not
+            match `spec.weights`.
+    """
     if spec.weights is None or spec.combine == "normalize_then_sum":
         rewards = batch.rewards.double()
     else:
@@ -120,7 +130,8 @@ def trajectory_rewards(spec: Reward, batch: Batch, tokens: TokenIndex) -> Tensor
 
 
 def shape_rewards(spec: Reward, rewards: Tensor, batch: Batch, tokens: TokenIndex) -> Tensor:
-    """(J,) scaled, clipped, zeroed where truncated, minus the overlong penalty."""
+    """Scales and clips rewards (J,), sets those of truncated trajectories to 0 if
+    `spec.truncated = "zero"`, and applies the penalty for long trajectories. Returns (J,)."""
     rewards = rewards * spec.scale + spec.bias
     if spec.clip is not None:
         rewards = rewards.clamp(-spec.clip, spec.clip)
@@ -135,13 +146,13 @@ def shape_rewards(spec: Reward, rewards: Tensor, batch: Batch, tokens: TokenInde
 
 
 def overlong_penalty(spec: Overlong, lengths: Tensor) -> Tensor:
-    """The soft punishment of DAPO (2503.14476, eq. 13).
+    """Computes DAPO's soft penalty for long trajectories (2503.14476, eq. 13).
 
     Args:
         lengths: (J,) sampled tokens; tool tokens do not count.
 
     Returns:
-        (J,) float64 in [-factor, 0], below that beyond `max_tokens` where `cap` is off.
+        (J,) float64 in [-factor, 0]; less than -factor beyond `max_tokens` if `cap` is false.
     """
     start = spec.max_tokens - spec.buffer_tokens
     excess = ((lengths.double() - start) / spec.buffer_tokens).clamp(min=0)
@@ -149,7 +160,12 @@ def overlong_penalty(spec: Overlong, lengths: Tensor) -> Tensor:
 
 
 def reward_columns(spec: Reward, batch: Batch) -> Tensor:
-    """(B, K) float64: weighted components in the order of `spec.weights`, nan where missing."""
+    """Returns the weighted components in the order of `spec.weights`, float64 (B, K), nan where
+    one is missing.
+
+    Raises:
+        ValueError: `spec.weights` and the environment's components have different names.
+    """
     components = field_of(batch, "reward_components", "reward.weights").double()
     names, weights = list(batch.reward_names), spec.weights or {}
     if unknown := [name for name in weights if name not in names]:
@@ -169,7 +185,7 @@ def reward_columns(spec: Reward, batch: Batch) -> Tensor:
 def _kl_in_reward(
     objective: Objective, batch: Batch, tokens: TokenIndex, kl_coef: float | None
 ) -> Tensor:
-    """(N,) what the KL subtracts from each trained token's reward."""
+    """Returns the KL penalty that is subtracted from each trained token's reward: (N,)."""
     spec = objective.kl
     if spec.where != "reward":
         return torch.zeros(len(tokens.position), dtype=torch.float64, device=tokens.position.device)
@@ -179,19 +195,23 @@ def _kl_in_reward(
 
 
 def base_logprobs(name: str, batch: Batch) -> Tensor:
-    """(B, T) the log-probs that `kl.base` names."""
+    """Returns the log-probs (B, T) of the policy that `kl.base` names.
+
+    Raises:
+        ValueError: the batch does not have them.
+    """
     if name == "rollout":
         return batch.rollout_logprobs
     return field_of(batch, f"{name}_logprobs", f"kl.base = '{name}'")
 
 
 def _sampled_logprobs(batch: Batch) -> Tensor:
-    """(B, T) the sampled tokens' log-probs before the update: the trainer's if they are known."""
+    """Returns the log-probs before the update (B, T): the trainer's if known, else the engine's."""
     return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
 def distill_penalty(objective: Objective, batch: Batch, tokens: TokenIndex) -> Tensor:
-    """(N,) coef * sum_k discount^k (log pi - log teacher) of this and later tokens."""
+    """Returns coef * sum_k discount^k (log pi - log teacher) over this and later tokens: (N,)."""
     teacher = field_of(batch, "teacher_logprobs", "distill.where = 'advantage'")
     gap = tokens.compress(_sampled_logprobs(batch)).double() - tokens.compress(teacher).double()
     spec = objective.distill
@@ -202,8 +222,11 @@ def distill_penalty(objective: Objective, batch: Batch, tokens: TokenIndex) -> T
 
 
 def turn_rewards(spec: Reward, batch: Batch, tokens: TokenIndex, rewards: Tensor) -> Tensor:
-    """(U,) reward of each turn; whatever the turns' own rewards do not add up to (the outcome, a
-    penalty, the reward of a turn without tokens) lies on the trajectory's last turn."""
+    """Returns the reward of each turn: (U,).
+
+    What the turns' own rewards leave of the trajectory's reward (the outcome, a penalty, the reward
+    of a turn without tokens) is added to its last turn.
+    """
     last = tokens.last_token_of_unit()
     owner = tokens.trajectory[last]  # (U,)
     placed = torch.zeros(len(last), dtype=torch.float64, device=last.device)
@@ -219,7 +242,8 @@ def turn_rewards(spec: Reward, batch: Batch, tokens: TokenIndex, rewards: Tensor
 def token_rewards(
     reward_at: str, spec: Reward, batch: Batch, tokens: TokenIndex, rewards: Tensor
 ) -> Tensor:
-    """(N,) reward of each trained token: on the last token of its turn, or of the trajectory."""
+    """Returns each trained token's reward (N,), 0 except on the last token of a turn or, with
+    `reward_at = "end"`, of the trajectory."""
     placed = torch.zeros(len(tokens.position), dtype=torch.float64, device=rewards.device)
     if reward_at == "end":
         last = tokens.last_token()
@@ -229,7 +253,7 @@ def token_rewards(
 
 
 def turn_returns(gamma: float, per_turn: Tensor, tokens: TokenIndex) -> Tensor:
-    """(U,) discounted sum of the rewards of this and later turns, one gamma per turn."""
+    """Returns the sum of this and later turns' rewards, discounted by gamma per turn: (U,)."""
     owner = tokens.trajectory[tokens.first_token_of_unit()]
     counts = torch.bincount(owner, minlength=tokens.num_trajectories)
     number = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
@@ -241,9 +265,13 @@ def turn_returns(gamma: float, per_turn: Tensor, tokens: TokenIndex) -> Tensor:
 def gae(
     objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor, kl: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(N,) advantages and (N,) value targets. The next value is that of the next *trained* token.
+    """Computes generalised advantage estimates, over trained tokens alone: other tokens have no
+    value and cost no discount.
 
-    Source: 1506.02438, eq. 16; separate lambdas and length-adaptive lambda 2504.05118.
+    Source: 1506.02438, eq. 16; separate and length-adaptive lambdas from 2504.05118.
+
+    Returns:
+        The advantages (N,) and the critic's targets (N,).
     """
     spec = objective.credit
     assert spec.kind == "gae"
@@ -303,7 +331,7 @@ def _optimal_token(batch: Batch, tokens: TokenIndex, returns: Tensor) -> Tensor:
 def _outcome_advantages(
     objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor
 ) -> Tensor:
-    """(J,) advantage of each trajectory; nan-free."""
+    """Returns each trajectory's advantage: (J,), 0 where it has no reward."""
     groups = _groups_of_trajectories(batch, tokens)
     lengths = tokens.lengths
     if objective.reward.combine == "sum":
@@ -326,7 +354,7 @@ def _outcome_advantages(
 def _turn_advantages(
     objective: Objective, batch: Batch, tokens: TokenIndex, rewards: Tensor
 ) -> Tensor:
-    """(U,) advantage of each turn from its discounted return."""
+    """Returns each turn's advantage, from its discounted return: (U,)."""
     assert objective.credit.kind == "turn"
     per_turn = turn_rewards(objective.reward, batch, tokens, rewards)
     returns = turn_returns(objective.credit.gamma, per_turn, tokens)
@@ -347,7 +375,7 @@ def _turn_advantages(
 def _gigpo(
     objective: Objective, spec: GigpoCredit, batch: Batch, tokens: TokenIndex, rewards: Tensor
 ) -> Tensor:
-    """(U,) the weighted sum of episode and step advantages (2505.10978, eq. 8)."""
+    """Returns the weighted sum of episode and step advantages (2505.10978, eq. 8): (U,)."""
     episode = _outcome_advantages(objective, batch, tokens, rewards)
     per_turn = turn_rewards(objective.reward, batch, tokens, rewards)
     returns = turn_returns(spec.gamma, per_turn, tokens)
@@ -367,7 +395,7 @@ def _gigpo(
 
 
 def _groups_of_trajectories(batch: Batch, tokens: TokenIndex) -> Tensor:
-    """(J,) int64 from 0 without gaps."""
+    """Returns each trajectory's group as a number from 0 without gaps: int64 (J,)."""
     return torch.unique(batch.group_ids[tokens.row_of], return_inverse=True)[1]
 
 
@@ -375,9 +403,10 @@ def _groups_of_trajectories(batch: Batch, tokens: TokenIndex) -> Tensor:
 
 
 def advantage_metrics(objective: Objective, batch: Batch) -> dict[str, Metric]:
-    """The share of groups without variance, and of trajectories without a reward.
+    """Returns the share of groups without variance, and of trajectories without a reward.
 
-    Call it once on the whole step (or on shares that hold whole groups).
+    Args:
+        batch: the whole step, or a share of it that holds whole groups.
     """
     with torch.no_grad():
         _, row_of = trajectory_rows(batch)

@@ -1,8 +1,8 @@
-"""Aggregation as a weight per token, computed once over the whole optimizer step.
+"""Computes the weight of every token in the loss, once for the whole optimizer step.
 
 Every term of the loss is `(term * weights).sum()`, so the losses of micro-batches and ranks add up
-to the step's and gradients do not depend on the split. Where a framework averages gradients over
-ranks, multiply the loss by the number of ranks.
+to the step's, and gradients do not depend on how the step is split. If a framework averages
+gradients over ranks, multiply the loss by the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The counts that denominators need. Counts of disjoint shares of a step add up to the step's,
-    as long as no group, trajectory or local batch is spread over two shares."""
+    """The counts in the denominators of the loss. Counts of disjoint shares of a step add up to the
+    step's if no group, trajectory or local batch is spread over several shares."""
 
     tokens: float
-    """Trained tokens."""
+    """Number of trained tokens."""
     sequences: float
-    """Rows with a trained token; with `count_empty` all rows."""
+    """Number of rows with a trained token; of all rows with `count_empty`."""
     groups: float
-    """Groups with such a row."""
+    """Number of groups that have such a row."""
     trajectories: float
-    """Trajectories with such a row."""
+    """Number of trajectories that have such a row."""
     local_batches: float
-    """Local batches (`aggregate.local_rows`) with such a row."""
+    """Number of local batches (`aggregate.local_rows`) that have such a row."""
 
     def __add__(self, other: StepTotals) -> StepTotals:
         return StepTotals(
@@ -50,10 +50,13 @@ class StepTotals:
 
 
 def trained_mask(objective: Objective, batch: Batch) -> Tensor:
-    """(B, T) bool: sampled tokens of rows that take part in the loss.
+    """Returns (B, T) bool: the sampled tokens of the rows that take part in the loss.
 
-    Rows whose reward could not be scored, and truncated rows under `reward.truncated = "mask"`,
-    take part in neither numerator nor denominators.
+    Rows without a reward, and truncated rows if `reward.truncated = "mask"`, count in neither the
+    numerator nor the denominators.
+
+    Raises:
+        ValueError: the batch lacks a field that the objective needs for this.
     """
     mask = batch.loss_mask != 0
     if objective.reward.truncated == "mask":
@@ -63,7 +66,11 @@ def trained_mask(objective: Objective, batch: Batch) -> Tensor:
 
 
 def scored(reward: Reward, batch: Batch) -> Tensor:
-    """(B,) bool: whether the row's trajectory has a reward."""
+    """Returns (B,) bool: true if the row's trajectory has a reward.
+
+    Raises:
+        ValueError: `reward.weights` is set and the batch has no `reward_components`.
+    """
     if reward.weights is None:
         return batch.rewards.isfinite()
     missing = field_of(batch, "reward_components", "reward.weights").isnan()
@@ -71,7 +78,7 @@ def scored(reward: Reward, batch: Batch) -> Tensor:
 
 
 def step_totals(spec: Aggregate, batch: Batch, mask: Tensor) -> StepTotals:
-    """The counts of this batch.
+    """Counts the batch's tokens, rows, groups, trajectories and local batches.
 
     Args:
         mask: (B, T) bool, the tokens that count.
@@ -89,14 +96,17 @@ def step_totals(spec: Aggregate, batch: Batch, mask: Tensor) -> StepTotals:
 
 
 def loss_weights(objective: Objective, batch: Batch, totals: StepTotals | None = None) -> Tensor:
-    """The weight of every token in the loss, 0 where nothing is trained.
+    """Computes the weight of every token in the loss.
 
     Args:
         batch: the whole optimizer step, or a share of it that holds whole groups.
-        totals: the counts of the whole step where the batch is a share of it.
+        totals: the counts of the whole step, if the batch is a share of it.
 
     Returns:
-        (B, T) float32 or wider.
+        (B, T), 0 where nothing is trained; float64 if the log-probs are, else float32.
+
+    Raises:
+        ValueError: the batch lacks a field that the objective needs for this.
     """
     mask = trained_mask(objective, batch)
     if objective.aggregate.denominator == "kept":
@@ -107,7 +117,8 @@ def loss_weights(objective: Objective, batch: Batch, totals: StepTotals | None =
 def weights_of(
     spec: Aggregate, batch: Batch, mask: Tensor, totals: StepTotals | None = None
 ) -> Tensor:
-    """(B, T) weights of one `Aggregate` over the tokens of `mask` (B, T) bool."""
+    """Returns the weights (B, T) that `spec` gives to the tokens of `mask` (B, T) bool; 0 at other
+    tokens."""
     totals = totals or step_totals(spec, batch, mask)
     counts = mask.sum(1).double()  # (B,)
     if spec.kind == "token":
@@ -135,12 +146,12 @@ def weights_of(
 
 
 def _local_batch(spec: Aggregate, batch: Batch) -> Tensor:
-    """(B,) number of the local batch each row belongs to."""
+    """Returns the number of each row's local batch: (B,)."""
     rows = torch.arange(batch.num_rows, device=batch.loss_mask.device)
     return rows // (spec.local_rows or max(batch.num_rows, 1))
 
 
 def _shared_count(counts: Tensor, ids: Tensor) -> Tensor:
-    """(B,) trained tokens of all rows that share the row's id, at least 1."""
+    """Returns the sum of `counts` over all rows with the row's id, at least 1: (B,)."""
     sums = counts.new_zeros(int(ids.max()) + 1 if len(ids) else 0).index_add(0, ids, counts)
     return sums[ids].clamp(min=1)

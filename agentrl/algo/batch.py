@@ -1,8 +1,8 @@
-"""The tensors of one optimizer step, as every function of the objective reads them.
+"""Holds the tensors of one optimizer step, from which the objective is computed.
 
-B rows, T columns. A row is one sample; columns are all positions of a padded row, or the trained
-tokens only, left-aligned: nothing depends on which, because everything goes by `loss_mask`.
-Fields with suffix (B, T) are undefined where the mask is 0 and are never read there.
+B rows, T columns. A row is one sample. Columns are either all positions of a padded row or only its
+trained tokens, left-aligned; both work, because everything follows `loss_mask`. Values of (B, T)
+fields where the mask is 0 are undefined and do not influence any result.
 """
 
 from __future__ import annotations
@@ -17,68 +17,72 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Batch:
-    """One optimizer step, or with `select` the rows of one micro-batch."""
+    """The tensors of one optimizer step or, after `select`, of one micro-batch.
+
+    Log-probs are natural logarithms of the sampled tokens' probabilities, in any float type.
+    """
 
     loss_mask: Tensor
     """(B, T) bool or number: non-zero where the policy sampled the token."""
     rewards: Tensor
-    """(B,) the trajectory's reward, equal in all its rows; nan where it could not be scored."""
+    """(B,) reward of the row's trajectory, equal in all its rows; nan if it could not be scored."""
     group_ids: Tensor
-    """(B,) int64: trajectories of one task share a number. Any sizes, any order."""
+    """(B,) int64, equal for the trajectories of one task, which may be any number in any order."""
     rollout_logprobs: Tensor
-    """(B, T) of the inference engine, at sampling."""
+    """(B, T) log-probs of the inference engine, at sampling."""
     trajectory_ids: Tensor | None = None
-    """(B,) int64: rows of one trajectory share a number; none: every row is a trajectory."""
+    """(B,) int64, equal for the rows of one trajectory. None: every row is a trajectory."""
     turn_ids: Tensor | None = None
-    """(B, T) int64, from 0; none: contiguous runs of the mask are the turns."""
+    """(B, T) int64, from 0. None: contiguous runs of the mask are the turns."""
     old_logprobs: Tensor | None = None
-    """(B, T) of the trainer before the update; none: the live ones, detached (first use)."""
+    """(B, T) log-probs of the trainer before the update. None: the live ones, detached, which they
+    equal on the first use of a batch."""
     ref_logprobs: Tensor | None = None
-    """(B, T) of the frozen reference policy."""
+    """(B, T) log-probs of the frozen reference policy."""
     teacher_logprobs: Tensor | None = None
-    """(B, T) of the model that is distilled from."""
+    """(B, T) log-probs of the teacher, for distillation."""
     values: Tensor | None = None
-    """(B, T) of the critic before the update, V at the state in which the token was sampled."""
+    """(B, T) the critic's value, before the update, of the state in which the token was sampled."""
     token_ids: Tensor | None = None
-    """(B, T) int64 (gibberish mask)."""
+    """(B, T) int64, for the gibberish mask."""
     policy_versions: Tensor | None = None
     """(B, T) int64: version of the policy that sampled the token."""
     current_version: int | None = None
     """Version of the policy that is being updated."""
     reward_components: Tensor | None = None
-    """(B, K) unweighted parts of the reward; nan where a component has no answer."""
+    """(B, K) unweighted components of the reward; nan where one is missing."""
     reward_names: Sequence[str] = ()
     """Names of the K components."""
     turn_rewards: Tensor | None = None
-    """(B, M) reward of each turn of the trajectory, indexed by turn id, 0 beyond its turns."""
+    """(B, M) reward of each turn of the trajectory, indexed by turn id; 0 beyond its last turn."""
     state_ids: Tensor | None = None
     """(B, M) int64 hash of the state in which each turn began, indexed by turn id (GiGPO)."""
     truncated: Tensor | None = None
-    """(B,) bool: the trajectory was cut by a limit."""
+    """(B,) bool: a limit cut the trajectory."""
     env_ids: Tensor | None = None
-    """(B,) int64: rows of one environment share a number; none: there is one environment."""
+    """(B,) int64, equal for the rows of one environment. None: there is one environment."""
     env_names: Sequence[str] = ()
-    """Names of those numbers."""
+    """Names of the environments, indexed by `env_ids`."""
     baselines: Tensor | None = None
     """(B,) a reward to compare with, such as that of a greedy answer (ReMax)."""
     sum_squared_probs: Tensor | None = None
     """(B, T) sum over the vocabulary of squared probabilities (optimal token baseline)."""
     old_entropy: Tensor | None = None
-    """(B, T) entropy of the policy before the update (top_entropy mask)."""
+    """(B, T) entropy of the policy before the update, in nats (top_entropy mask)."""
     advantages: Tensor | None = None
-    """(B, T) set by prepare, of `compute_advantages`."""
+    """(B, T), set by `prepare` from `compute_advantages`."""
     returns: Tensor | None = None
-    """(B, T) set by prepare: what the critic learns to predict."""
+    """(B, T), set by `prepare`: the critic's targets."""
     weights: Tensor | None = None
-    """(B, T) set by prepare, of `loss_weights`: a token's share in the loss of the whole step."""
+    """(B, T), set by `prepare` from `loss_weights`: each token's weight in the step's loss."""
     distill_weights: Tensor | None = None
-    """(B, T) set by prepare: the same for the loss of distillation."""
+    """(B, T), set by `prepare`: each token's weight in the loss of distillation."""
     step_mask: Tensor | None = None
-    """(B, T) bool, set by prepare: product of the masks that need the whole step."""
+    """(B, T) bool, set by `prepare`: tokens that all step-wide masks keep."""
     kl_cov_mask: Tensor | None = None
-    """(B, T) bool, set by prepare: the tokens that `surrogate.kind = "kl_cov"` holds back."""
+    """(B, T) bool, set by `prepare`: tokens that `surrogate.kind = "kl_cov"` penalises."""
     off_policy_scale: Tensor | None = None
-    """(B,) set by prepare: 1 / mean weight of the step, in every row."""
+    """(B,), set by `prepare`: 1 / the step's mean weight, the same in every row."""
 
     def __post_init__(self) -> None:
         if self.loss_mask.dim() != 2:
@@ -95,13 +99,13 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """The number of rows, B."""
         return self.loss_mask.shape[0]
 
     def select(self, rows: Tensor | Sequence[int] | slice, num_columns: int | None = None) -> Batch:
-        """The batch of some rows, with `num_columns` first columns (all when not given).
+        """Returns a batch of these rows, with only the first `num_columns` columns if given.
 
-        What was computed over the whole step (`advantages`, `weights`, ...) comes along, so that
+        Values computed over the whole step (`advantages`, `weights`, ...) are kept, so that the
         losses of micro-batches add up to the step's.
         """
         index: Tensor | slice
@@ -120,9 +124,9 @@ class Batch:
         return Batch(**selected)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch with its tensors on a device."""
+        """Returns the batch with its tensors on `device`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        # On its way to a device nothing is read; on its way to the host it has to be there.
+        # A copy to an accelerator may finish later; the host would read an unfinished copy.
         beside = torch.device(device).type != "cpu"
         moved: dict[str, Any] = {
             n: v.to(device, non_blocking=beside) for n, v in values.items() if isinstance(v, Tensor)
@@ -138,15 +142,18 @@ _PER_TURN = {"reward_components", "turn_rewards", "state_ids"}
 
 
 def _shape_of(name: str) -> str:
-    """B rows, T columns, M numbers of its own."""
+    """Returns the dimensions of a field: B rows, T columns, M any other number."""
     return "B" if name in _PER_ROW else "BM" if name in _PER_TURN else "BT"
 
 
 def field_of(batch: Batch, name: str, needed_by: str) -> Tensor:
-    """A field of the batch that an objective cannot do without.
+    """Returns a field of the batch that must be set.
+
+    Args:
+        needed_by: what needs the field, for the message.
 
     Raises:
-        ValueError: the batch was built without it.
+        ValueError: the field is None.
     """
     tensor = getattr(batch, name)
     if tensor is None:
@@ -155,5 +162,5 @@ def field_of(batch: Batch, name: str, needed_by: str) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it came so."""
+    """Returns the tensor in float32, or unchanged if it is float64."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

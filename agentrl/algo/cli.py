@@ -1,4 +1,4 @@
-"""`agentrl algo list` and `agentrl algo show PRESET`."""
+"""Implements `agentrl algo list` and `agentrl algo show PRESET`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from agentrl.errors import ConfigError
 
 
 def add_algo_commands(commands: argparse._SubParsersAction) -> None:
-    """Add the `algo` command to the command line."""
+    """Adds the `algo` command to the command line."""
     algo = commands.add_parser(
         "algo",
         help="list presets of the objective and show their formulas",
-        description="The objective's presets: what they compute and where they come from.",
+        description="Shows what the objective's presets compute and where they come from.",
     )
     actions = algo.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = actions.add_parser(
         "list",
-        help="every preset in one line",
-        description="Every preset in one line; `agentrl algo show PRESET` prints its formulas.",
+        help="list every preset on one line",
+        description="Lists every preset on one line. `agentrl algo show PRESET` prints its "
+        "formulas.",
     )
     listing.set_defaults(handler=_list)
     show = actions.add_parser(
         "show",
-        help="stages, formulas, sources and needs of one preset",
-        description="Stages of a preset as formulas. It is a starting point in a run file: "
-        '[objective] preset = "NAME", overridden by tables such as [objective.surrogate].',
+        help="print the formulas, sources and requirements of one preset",
+        description="Prints a preset's stages as formulas. A run file starts from a preset with "
+        '[objective] preset = "NAME" and overrides it in tables such as [objective.surrogate].',
     )
     show.add_argument("preset", metavar="PRESET")
     function = "package.module:function or path/to/file.py:function"
-    show.add_argument("--loss", metavar="FUNCTION", help=f"show and check your own: {function}")
-    show.add_argument("--advantage", metavar="FUNCTION", help="the same for an advantage")
-    show.add_argument("--json", action="store_true", help="the resolved keys as JSON")
+    show.add_argument("--loss", metavar="FUNCTION", help=f"check and show your own: {function}")
+    show.add_argument("--advantage", metavar="FUNCTION", help="the same for your own advantage")
+    show.add_argument("--json", action="store_true", help="print the resolved keys as JSON")
     show.set_defaults(handler=_show)
 
 
@@ -71,7 +72,7 @@ def _show(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{describe(objective)}\n\n{NOTATION}")
     if objective.loss:
-        print("\nChecked: 1, 2 and 3 micro-batches have the same loss and gradient.")
+        print("\nChecked: 1, 2 and 3 micro-batches give the same loss and gradient.")
     if objective.advantage:
         print("\nChecked: the advantages do not depend on the order of the rows.")
     return 0

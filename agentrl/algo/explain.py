@@ -1,4 +1,4 @@
-"""An objective in words, made from the docstrings of its stages and the notes of its preset."""
+"""Describes an objective, from the docstrings of its stages and the notes of its preset."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from agentrl.algo.presets import PRESET_DATA
 from agentrl.algo.user_functions import inputs_of, load_function
 
 NOTATION = """\
-R is a trajectory's reward, r_t what of it lies on a token, G the return, A the advantage, r the
-ratio, l a token's loss, L the loss; sg[x] is x without gradient. n are the trained tokens of a row,
-N those of the step, B the rows with any. Policies: mu (the engine, at sampling), old (the trainer,
-before the update), pi (live), ref (the reference), T (a teacher)."""
+R is a trajectory's reward, r_t the part of it placed on a token, G the return, A the advantage, r
+the ratio, l a token's loss, L the loss; sg[x] is x without gradient. n counts the trained tokens of
+a row, N those of the step, B the rows that have any. Policies: mu (the engine, at sampling), old
+(the trainer, before the update), pi (live), ref (the reference), T (a teacher)."""
 
 
 def describe(objective: Objective) -> str:
-    """The objective as `agentrl algo show` prints it.
+    """Returns the objective as `agentrl algo show` prints it.
 
     Raises:
-        ConfigError: a function of the user's own cannot be loaded.
+        ConfigError: `objective.loss` or `objective.advantage` cannot be loaded.
     """
     note = PRESET_DATA.get(objective.preset or "")
     lines = formulas(objective)
@@ -34,7 +34,11 @@ def describe(objective: Objective) -> str:
 
 
 def formulas(objective: Objective) -> list[tuple[str, str]]:
-    """(stage, formula) in the order of computation, without the stages that do nothing."""
+    """Returns (stage, formula) in the order of computation, without the stages that are off.
+
+    Raises:
+        ConfigError: `objective.loss` or `objective.advantage` cannot be loaded.
+    """
     unused = set()
     if objective.advantage is not None:
         unused |= {"credit", "baseline", "scale"}

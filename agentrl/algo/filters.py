@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
-    """The decision whether a group is trained on."""
+    """The decision to train on a group or to drop it."""
 
     keep: bool
-    """Whether the step learns from the group."""
+    """True if the step learns from the group."""
     reason: str | None = None
-    """Why the group was dropped, as the suffix of a metric: `group/dropped/<reason>`."""
+    """Reason for dropping it, the suffix of the metric `group/dropped/<reason>`; None if kept."""
 
 
 def filter_zero_variance(rewards: Sequence[float], tolerance: float = 1e-6) -> GroupDecision:
-    """Drop a group whose scored rewards are all equal within the tolerance.
+    """Drops a group whose scored rewards are all equal within the tolerance.
 
-    Rewards that are nan are not scored. A group needs two scored rewards to compare.
+    A reward of nan is not scored. A group with fewer than two scored rewards is dropped too.
     """
     known = [reward for reward in rewards if not math.isnan(reward)]
     if not known:

@@ -1,4 +1,4 @@
-"""Estimates of the divergence of the policy from a base, and the controller of its coefficient."""
+"""Estimates the divergence of the policy from a base policy, and adapts its coefficient."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ if TYPE_CHECKING:
 def kl_estimate(
     spec: Kl, logprobs: Tensor, base_logprobs: Tensor, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """Per-token estimate of KL(policy, base), with the gradient that `spec.gradient` asks for.
+    """Estimates KL(policy, base) per token, with the gradient that `spec.gradient` selects.
 
     Source: Schulman, "Approximating KL divergence" (k1, k2, k3). The value's own gradient is that
     of KL(policy, base) for k2 and that of KL(base, policy) for k3; `straight_through`, `unbiased`
-    (DeepSeek-V3.2) and `score` turn any value's gradient into that of KL(policy, base).
+    (DeepSeek-V3.2) and `score` give any value the gradient of KL(policy, base).
 
     Args:
-        logprobs: (B, T) of the policy, with gradient in the loss.
-        base_logprobs: (B, T) without gradient.
-        importance_ratio: (B, T) live pi / pi_old; required by `unbiased`.
+        logprobs: the policy's, of any shape, with gradient in the loss.
+        base_logprobs: of the same shape, without gradient.
+        importance_ratio: of the same shape, live pi / pi_old; required by `unbiased`.
 
     Returns:
-        (B, T) in nats.
+        The estimate in nats, of the same shape.
+
+    Raises:
+        ValueError: `unbiased` without `importance_ratio`.
     """
     value = _weighted_value(spec, logprobs, base_logprobs, importance_ratio)
     if spec.gradient == "straight_through":
-        # Not clamped: a token that strayed far is pulled back all the more.
+        # Not clamped, so that tokens far from the base are pulled back hardest.
         k2 = 0.5 * (logprobs - base_logprobs).square()
         return k2 - k2.detach() + value.detach()
     return value
@@ -67,26 +70,27 @@ def _weighted_value(
 
 @dataclass(frozen=True, slots=True)
 class KLController:
-    """The KL coefficient and how it adapts; frozen, so that a checkpoint holds all of its state.
+    """Adapts the KL coefficient to a target. Frozen: `updated` returns a new controller.
 
     Ziegler et al. (1909.08593), section 2.2: the coefficient is multiplied by
     1 + clip(kl / target - 1, -0.2, 0.2) * trajectories / horizon.
     """
 
     coef: float
-    """The factor of the KL, now."""
+    """The coefficient to use now."""
     target: float | None = None
-    """Nats per token; none keeps the coefficient."""
+    """Mean KL to approach, in nats per token; None keeps the coefficient fixed."""
     horizon: int = 10_000
-    """Trajectories over which the coefficient adapts."""
+    """Number of trajectories over which the coefficient adapts."""
 
     @staticmethod
     def of(spec: Kl) -> KLController:
-        """Returns the controller that the run file asks for."""
+        """Returns a controller with the settings of `objective.kl`."""
         return KLController(spec.coef, spec.target, spec.horizon)
 
     def updated(self, mean_kl: float, num_trajectories: int) -> KLController:
-        """The controller after a step that saw `num_trajectories` with this mean KL per token."""
+        """Returns the controller after a step of `num_trajectories` with a mean KL of `mean_kl`
+        nats per token."""
         if self.target is None:
             return self
         error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
@@ -94,9 +98,9 @@ class KLController:
         return KLController(self.coef * factor, self.target, self.horizon)
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps of it."""
+        """Returns the state that a checkpoint keeps."""
         return {"coef": self.coef}
 
     def loaded(self, state: dict[str, float]) -> KLController:
-        """This controller with the coefficient of a checkpoint."""
+        """Returns this controller with the coefficient of a checkpoint's state."""
         return KLController(float(state["coef"]), self.target, self.horizon)

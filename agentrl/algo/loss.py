@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: ratio, surrogate, trust masks, weights, KL, entropy, distillation.
+"""Computes the loss of one micro-batch: ratio, surrogate, trust masks, KL, entropy, distillation.
 
 The trainer calls, once per optimizer step on everything that step learns from,
 
@@ -9,8 +9,8 @@ and then for each micro-batch, with gradient,
     output = policy_loss(objective, batch.select(rows), logprobs)
     output.loss.backward()
 
-Losses are sums of `term * weight` with weights of the whole step, so they add up over micro-batches
-and ranks to the same loss and gradient for every split.
+A loss is a sum of `term * weight` with weights computed over the whole step, so the losses and
+gradients of micro-batches and ranks add up to the same totals however the step is split.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The part that one micro-batch adds to the step."""
+    """One micro-batch's share of the step's loss and metrics."""
 
     loss: Tensor
-    """0-d with gradient; add those of all micro-batches."""
+    """0-d, with gradient. The step's loss is the sum over its micro-batches."""
     metrics: dict[str, Metric]
-    """Parts that `reduce_metrics` turns into numbers over any set of micro-batches."""
+    """Sums and counts, which `reduce_metrics` turns into numbers for any set of micro-batches."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Trust mask -> (B, T) bool: it let the token's loss through."""
+    """Name of each trust mask -> (B, T) bool, true where the mask keeps the token. All step-wide
+    masks have the same entry, `Batch.step_mask`."""
 
 
 def prepare(
@@ -63,21 +64,21 @@ def prepare(
     totals: StepTotals | None = None,
     selection_logprobs: Tensor | None = None,
 ) -> Batch:
-    """Store in the batch everything that must be known about the whole step; returns the batch.
+    """Computes what depends on the whole step, stores it in the batch and returns the batch.
 
-    Sets `advantages` and `weights` unless they are set already (advantages of several mini-batches
-    belong to the whole batch of rollouts), and where the objective needs them `returns`,
-    `distill_weights`, `step_mask`, `kl_cov_mask` and `off_policy_scale`.
+    Sets `advantages`, `weights` and, if the objective has a critic, `returns`, unless they are set
+    already: the advantages of several mini-batches are computed once, over all rollouts. Also sets
+    `distill_weights`, `step_mask`, `kl_cov_mask` and `off_policy_scale` if the objective uses them.
 
     Args:
-        batch: everything one optimizer step learns from.
+        batch: everything that one optimizer step learns from.
         kl_coef: replaces `objective.kl.coef` for a KL in the reward.
-        totals: counts of the whole step where the batch is a share of it (see `loss_weights`).
-        selection_logprobs: (B, T) log-probs by which covariance masks choose tokens;
-            `old_logprobs` when not given.
+        totals: counts of the whole step, if the batch is only a share of it (see `loss_weights`).
+        selection_logprobs: (B, T) log-probs by which `clip_cov` and `kl_cov` select tokens;
+            `old_logprobs` by default.
 
     Raises:
-        ValueError: the batch lacks a field the objective needs.
+        ValueError: the batch lacks a field that the objective needs.
     """
     mask = trained_mask(objective, batch)
     if batch.advantages is None:
@@ -106,19 +107,19 @@ def policy_loss(
     *,
     kl_coef: float | None = None,
 ) -> LossOutput:
-    """The micro-batch's share of the step's loss.
+    """Computes the micro-batch's share of the step's loss.
 
     Args:
-        batch: a selection of rows of a batch whose `advantages` and `weights` are set.
+        batch: rows selected from a batch that went through `prepare`.
         logprobs: (B, T) live log-probs of the sampled tokens, with gradient; read only where the
             mask is non-zero.
-        entropy: (B, T) live entropy, with gradient; required by an entropy bonus, else only
-            measured.
+        entropy: (B, T) live entropy in nats, with gradient. An entropy bonus needs it; otherwise it
+            is only measured.
         kl_coef: replaces `objective.kl.coef` for a KL in the loss (adaptive coefficient).
 
     Raises:
-        ValueError: the batch lacks a field the objective needs, or was not prepared.
-        ConfigError: `objective.loss` returns something else than a loss per token.
+        ValueError: the batch lacks a field that the objective needs, or was not prepared.
+        ConfigError: `objective.loss` does not return one loss per token.
     """
     mask = trained_mask(objective, batch)
     advantages = field_of(batch, "advantages", "policy_loss (compute_advantages sets it)")
@@ -185,7 +186,7 @@ def policy_loss(
         metrics["policy/entropy"] = _mean(entropy, mask)
     if objective.entropy.coef != 0:
         if entropy is None:
-            raise ValueError("entropy.coef needs the live entropy; pass it to policy_loss")
+            raise ValueError("entropy.coef needs the live entropy; pass entropy to policy_loss")
         bonus = -objective.entropy.coef * (torch.where(mask, wide(entropy), 0) * weights).sum()
         total = total + bonus
         metrics["loss/entropy"] = _sum(bonus)
@@ -201,7 +202,8 @@ def policy_loss(
 def _distill_component(
     objective: Objective, batch: Batch, logprobs: Tensor, anchor: Tensor, mask: Tensor
 ) -> Tensor:
-    """-sg[log teacher - log pi] pi / anchor over tokens whose probability did not collapse."""
+    """Returns coef x the weighted sum of -sg[log teacher - log pi] pi / anchor, 0-d, over the
+    tokens whose probability has not fallen by more than `max_drop` below the anchor's."""
     spec = objective.distill
     teacher = field_of(batch, "teacher_logprobs", "distill.where = 'loss'").to(logprobs.dtype)
     weights = field_of(batch, "distill_weights", "distill.where = 'loss' (prepare sets it)")
@@ -215,12 +217,15 @@ def _distill_component(
 
 
 def value_loss(objective: Objective, batch: Batch, values: Tensor) -> LossOutput:
-    """The critic's loss over the same token weights as the policy's.
+    """Computes the critic's loss, with the same token weights as the policy's.
 
     Args:
-        batch: a selection of a prepared batch; `values` are those before the update, `returns` the
-            targets.
-        values: (B, T) live, with gradient.
+        batch: rows selected from a prepared batch. Its `values` are the predictions before the
+            update, its `returns` the targets.
+        values: (B, T) live predictions, with gradient.
+
+    Raises:
+        ValueError: the batch has no `values`, or was not prepared.
     """
     spec = objective.critic
     mask = trained_mask(objective, batch)
@@ -274,7 +279,7 @@ def _policy_metrics(
         moved = logprobs - old
         x = moved.clamp(-20, 20)
         sampled = torch.where(mask, batch.rollout_logprobs, 0).to(logprobs.dtype)
-        # Of the policy before the update: several updates per batch move the live one.
+        # Compares the policy before the update: later updates of a batch move the live one.
         gap = old - sampled
         importance = torch.where(mask, torch.exp(gap.clamp(-20, 20)), 0).double()
         metrics = {
@@ -299,7 +304,7 @@ def _policy_metrics(
         bounds = _clip_bounds(objective)
         if bounds is not None:
             low, high = bounds
-            # Only where the clip takes the gradient away: above for A > 0, below for A < 0.
+            # Count only where clipping removes the gradient: above if A > 0, below if A < 0.
             metrics["policy/clip_fraction_high"] = _mean((ratio > high) & (advantages > 0), mask)
             metrics["policy/clip_fraction_low"] = _mean((ratio < low) & (advantages < 0), mask)
         return metrics

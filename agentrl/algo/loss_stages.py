@@ -1,6 +1,7 @@
-"""The stages of the loss: from ratio and surrogate to weights, teacher and critic.
+"""Defines the stages of the loss: ratio, surrogate, off-policy weight, KL, entropy, aggregation,
+distillation and critic.
 
-Masks (`objective.trust`) are in `trust_stages`.
+The masks of `objective.trust` are in `trust_stages`.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ class Ratio(Stage):
     """r = pi / anchor."""
 
     level: Level = "token"
-    """Over which tokens.
-    token: that of each token.
+    """The tokens that share a ratio.
+    token: each token has its own ratio.
     turn: the geometric mean of the token ratios of the turn.
     sequence: the geometric mean of the token ratios of the row (GSPO, 2507.18071, eq. 7).
     """
     gradient: Literal["live", "token"] = "live"
-    """At level turn or sequence.
+    """The gradient at level turn or sequence.
     live: the gradient is that of the mean.
     token: each token's gradient flows through its own log-prob (GSPO-token).
     """
     anchor: Literal["old", "rollout", "loglinear"] = "old"
     """The policy in the denominator.
     old: the trainer's policy before the update.
-    rollout: mu, the sampler, which the ratio then corrects for (bypass).
-    loglinear: old by interpolation, log mu + a (log pi - log mu) with a from policy versions.
+    rollout: mu, the sampler, so that the ratio corrects for it (bypass).
+    loglinear: old, interpolated as log mu + a (log pi - log mu) with a from policy versions.
     """
     mean_advantage: bool = False
-    """At level `sequence`, A is the sequence's mean advantage at every token."""
+    """Replaces A by the row's mean advantage, at level `sequence`."""
     log_clamp: Annotated[float, Field(gt=0, le=60)] = 20.0
-    """|log r| is clamped to this in float32 before exp; no gradient beyond."""
+    """Clamps log r to +- this before exp, so that float32 does not overflow; there is no gradient
+    beyond."""
 
     def problems(self) -> Iterator[str]:
         if self.mean_advantage and self.level != "sequence":
@@ -46,7 +48,11 @@ class Ratio(Stage):
     def conflicts(
         self, surrogate: Surrogate | None, off_policy: OffPolicy, aggregate: Aggregate
     ) -> Iterator[str]:
-        """`surrogate` is None where the user's own loss stands in for it."""
+        """Yields a message for each contradiction with the other stages, with what to change.
+
+        Args:
+            surrogate: None if `objective.loss` replaces it.
+        """
         if self.anchor == "rollout" and off_policy.is_on:
             yield (
                 "ratio.anchor = 'rollout' with an off_policy weight corrects the sampler twice; "
@@ -66,12 +72,13 @@ class Ratio(Stage):
             )
         if self.level != "token" and surrogate and surrogate.kind in _OWN_STATISTIC:
             yield (
-                f"surrogate '{surrogate.kind}' makes its own sequence statistic; set ratio.level = "
+                f"surrogate '{surrogate.kind}' needs the ratio of each token; set ratio.level = "
                 "'token'"
             )
 
 
 _OWN_STATISTIC = ("gmpo", "vespo", "kl_cov", "dro")
+"""Surrogates whose formulas are written for the ratio of each token."""
 
 
 class ClipSurrogate(Stage):
@@ -83,8 +90,8 @@ class ClipSurrogate(Stage):
     high: NonNegative = 0.2
     """The ratio is clipped above at 1 + high (DAPO's clip-higher: 0.28)."""
     cap: Annotated[float, Field(gt=1)] | None = None
-    """l is at most -cap A where A < 0 (dual clip). Must exceed 1 + high. 1912.09729, eq. 8;
-    INTELLECT-2's delta."""
+    """Bounds l by -cap A where A < 0 (dual clip, 1912.09729, eq. 8; INTELLECT-2's delta). Must
+    exceed 1 + high."""
 
     def problems(self) -> Iterator[str]:
         if self.cap is not None and self.cap <= 1 + self.high:
@@ -99,11 +106,11 @@ class CispoSurrogate(Stage):
 
     kind: Literal["cispo"] = "cispo"
     low: NonNegative = 0.0
-    """Absolute lower bound of the detached ratio."""
+    """Lower bound of the detached ratio itself (not 1 - low)."""
     high: Positive = 5.0
-    """Absolute upper bound of the detached ratio (not 1 + high)."""
+    """Upper bound of the detached ratio itself (not 1 + high)."""
     outside: Literal["clamp", "zero"] = "clamp"
-    """Tokens whose ratio is out of bounds.
+    """What happens to tokens whose ratio is out of bounds.
     clamp: r is clamped to [low, high].
     zero: l = 0 where r is not in (low, high).
     """
@@ -131,7 +138,7 @@ class LogprobSurrogate(Stage):
 
 
 class RatioSurrogate(Stage):
-    """l = -r A, to be bounded by a trust mask."""
+    """l = -r A, unbounded unless a trust mask bounds it."""
 
     kind: Literal["ratio"] = "ratio"
 
@@ -215,18 +222,18 @@ class OffPolicy(Stage):
     sequence_geometric: l x sg[w], w = geometric mean of old / mu over the row.
     """
     low: NonNegative | None = None
-    """Lower bound of the weight; none leaves it open."""
+    """Lower bound of the weight; none sets no limit."""
     high: Positive | None = None
-    """Upper bound of the weight; none leaves it open."""
+    """Upper bound of the weight; none sets no limit."""
     outside: Literal["clamp", "zero"] = "clamp"
-    """What a weight outside the bounds becomes.
+    """What happens to weights outside the bounds.
     clamp: clamped to [low, high] (TIS).
     zero: 0 outside [low, high] (IcePop).
     """
     normalize: Literal["none", "token", "sequence"] = "none"
-    """The weight is divided by the step's mean weight.
+    """Divides the bounded weight by its mean over the step.
     token: w is divided by its mean over the step's tokens.
-    sequence: w is divided by its mean over the step's rows.
+    sequence: w is divided by the mean over the step's rows of each row's mean.
     """
 
     @model_validator(mode="before")
@@ -250,11 +257,11 @@ class OffPolicy(Stage):
 
 
 class Kl(Stage):
-    """Divergence of the policy from a base, x = log pi - log base."""
+    """Divergence of the policy from a base policy, x = log pi - log base."""
 
     chosen_by: ClassVar = ("where", "kind")
     where: Literal["none", "loss", "reward"] = "none"
-    """Where coef k(x) goes, x = log pi - log base.
+    """Where the penalty coef k(x) is applied, x = log pi - log base.
     loss: l + coef k(x), x = log pi - log base.
     reward: r_t - coef k(x), x = log pi - log base, pi before the update.
     """
@@ -268,24 +275,24 @@ class Kl(Stage):
     half_chi2: k(x) = (exp(x) - 1)^2 / 2.
     """
     coef: NonNegative = 0.0
-    """Weight of the KL; with `target` the one to start from."""
+    """Weight of the KL; its first value if `target` adapts it."""
     gradient: Literal["naive", "straight_through", "unbiased", "score"] = "naive"
-    """In the loss.
+    """The gradient of a KL in the loss.
     naive: the gradient is that of the value.
     straight_through: the gradient is that of x^2 / 2.
     unbiased: k(x) times the live pi / old (DeepSeek-V3.2).
     score: k(x) times exp(log pi - sg[log pi]).
     """
     base: Literal["ref", "rollout", "old"] = "ref"
-    """Whose log-probs are compared with: the reference, the sampler's, the trainer's before the
-    update."""
+    """Policy to compare with: the reference (`ref`), the sampler's (`rollout`), or the trainer's
+    before the update (`old`)."""
     clamp_in: Positive | None = 20.0
-    """x is clamped to +- this first; no gradient beyond. None may overflow in float32."""
+    """Clamps x to +- this first; there is no gradient beyond. With none, float32 may overflow."""
     clamp_out: Positive | None = None
-    """k(x) is clamped to +- this; no gradient beyond."""
+    """Clamps k(x) to +- this; there is no gradient beyond."""
     target: Positive | None = None
-    """Adapt the coefficient so that the mean KL approaches this, in nats per token; none keeps
-    it."""
+    """Mean KL per token, in nats, towards which `coef` is adapted after every step; none keeps it
+    fixed."""
     horizon: Annotated[int, Field(ge=1)] = 10_000
     """Trajectories over which the adaptive coefficient reacts."""
 
@@ -309,10 +316,11 @@ class Kl(Stage):
             )
 
     def warnings(self) -> Iterator[str]:
+        """Yields a message for each setting that is allowed but rarely intended."""
         if self.where == "loss" and self.kind == "k1" and self.gradient == "naive":
             yield (
-                "the gradient of objective.kl.kind = 'k1' in the loss has mean zero: it adds noise "
-                "and holds nothing back; set kl.where = 'reward', or kl.gradient = "
+                "the gradient of objective.kl.kind = 'k1' in the loss is zero on average: it adds "
+                "noise and does not restrain the policy; set kl.where = 'reward', or kl.gradient = "
                 "'straight_through'"
             )
 
@@ -329,7 +337,7 @@ class Entropy(Stage):
 
 
 class Aggregate(Stage):
-    """The weight of every token in the loss L; N trained tokens, n of a row, B rows with any."""
+    """The weight of each token in the loss L; N trained tokens, n in a row, B rows with any."""
 
     chosen_by: ClassVar = ("kind",)
     kind: Literal[
@@ -342,7 +350,7 @@ class Aggregate(Stage):
         "local",
         "sum",
     ] = "token"
-    """How tokens are averaged.
+    """How token losses are averaged.
     token: L = sum l / N (DAPO; TRL dapo).
     sequence_token_mean: L = mean over rows of sum l / n (GRPO; TRL grpo, which counts empty rows).
     sequence_token_sum: L = sum l / B (RLOO).
@@ -353,15 +361,15 @@ class Aggregate(Stage):
     sum: L = sum l.
     """
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Divisor of `constant`: usually the most tokens a trajectory may sample."""
+    """Divisor for `constant`: usually the largest number of tokens that a trajectory may sample."""
     local_rows: Annotated[int, Field(ge=1)] | None = None
-    """Rows of one local batch of `local`."""
+    """Number of rows of a local batch, for `local`."""
     count_empty: bool = False
-    """Rows, trajectories and groups without a trained token count in the denominators too."""
+    """Counts rows, trajectories and groups without a trained token in the denominators too."""
     denominator: Literal["original", "kept"] = "original"
-    """Tokens that trust masks reject.
-    original: tokens that masks reject count in the denominators.
-    kept: tokens that masks reject do not count; the masks must be known before the forward pass.
+    """How tokens that trust masks drop are counted.
+    original: tokens that masks drop count in the denominators.
+    kept: tokens that masks drop do not count; the masks must be known before the forward pass.
     """
 
     def problems(self) -> Iterator[str]:
@@ -372,11 +380,12 @@ class Aggregate(Stage):
             )
         if self.kind == "local" and self.local_rows is None:
             yield (
-                "aggregate.kind = 'local' needs aggregate.local_rows; a local batch that follows "
-                "micro-batches would make the gradient depend on memory settings"
+                "aggregate.kind = 'local' needs aggregate.local_rows; if micro-batches decided, "
+                "the gradient would depend on memory settings"
             )
 
     def conflicts(self, trust: list[TrustMask]) -> Iterator[str]:
+        """Yields a message for each contradiction with the masks, with what to change."""
         live = {"opsm", "dppo_tv", "dppo_kl"} & {mask.kind for mask in trust}
         if self.denominator == "kept" and live:
             yield (
@@ -390,23 +399,24 @@ class Distill(Stage):
 
     chosen_by: ClassVar = ("where",)
     where: Literal["none", "advantage", "loss"] = "none"
-    """How the teacher T enters.
+    """Where the teacher T is used.
     advantage: A_t - coef (log pi - log T), pi before the update.
     loss: + coef x -sg[log T - log pi] pi / anchor, a component with its own weights.
     """
     coef: NonNegative = 1.0
     """Weight of the teacher's signal."""
     discount: Fraction = 0.0
-    """For `advantage`: the next tokens' gaps count too, discounted by this per token."""
+    """With `advantage`, adds the differences at later tokens, discounted by this per token."""
     max_drop: NonNegative | None = None
-    """For `loss`: tokens whose probability lies more than this below the anchor's are left out."""
+    """With `loss`, leaves out tokens whose probability is more than this below the anchor's."""
     aggregate: Aggregate = Aggregate()
-    """For `loss`: the component's own weights."""
+    """With `loss`, how this component's tokens are averaged."""
 
     def problems(self) -> Iterator[str]:
         if self.where == "loss" and self.aggregate.denominator == "kept":
             yield (
-                "distill.aggregate.denominator must be 'original'; trust masks do not apply to it"
+                "distill.aggregate.denominator must be 'original': trust masks do not apply to the "
+                "teacher's loss"
             )
 
 
@@ -414,11 +424,11 @@ class Critic(Stage):
     """L_V = factor max((V - G)^2, (V_old + clip(V - V_old, +- value_clip) - G)^2)."""
 
     value_clip: Positive | None = 0.2
-    """Largest change of a value that is rewarded; none does not clip."""
+    """Clips the change of a value by an update to +- this; none does not clip."""
     factor: NonNegative = 0.5
     """Weight of the value loss."""
     loss: Literal["mse", "huber"] = "mse"
-    """The error.
+    """How an error is penalised.
     mse: the square of the error.
     huber: the square of errors below huber_delta, linear beyond.
     """

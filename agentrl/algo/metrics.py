@@ -1,6 +1,6 @@
-"""Metrics that reduce exactly over micro-batches and ranks, because they stay sums until the end.
+"""Reduces metrics exactly over micro-batches and ranks, by adding up sums and counts.
 
-A micro-batch contributes parts, never an average: averages of averages depend on the split.
+A micro-batch never contributes an average, because an average of averages depends on the split.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Kind = Literal["sum", "mean", "max", "min", "ess"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number in parts.
+    """A number as parts that can be merged.
 
-    `sum`, `max` and `min` hold one part. `mean` holds (sum, count). `ess`, the effective sample
-    size as a share of n, holds (sum of w, sum of w squared, n) and reads (sum w)^2 / (n sum w^2).
-    Parts are floats or 0-d tensors; tensors are read (and a device waited for) only by `value`.
+    `sum`, `max` and `min` have one part. `mean` has (sum, count). `ess`, the effective sample size
+    as a share of n, has (sum of w, sum of w squared, n) and the value (sum w)^2 / (n sum w^2).
     """
 
     kind: Kind
-    """How parts are added up and read."""
+    """Decides how parts are merged and turned into a value."""
     parts: tuple[Tensor | float, ...]
-    """As many numbers as the kind has."""
+    """Floats or 0-d tensors. Reading a tensor waits for its device, so only `value`, `to_floats`
+    and merging a `max` or `min` do it."""
 
     def value(self) -> float | None:
-        """The number; None where it is undefined (nothing was counted)."""
+        """Returns the number, or None if nothing was counted."""
         parts = [float(part) for part in self.parts]
         if self.kind == "mean":
             return parts[0] / parts[1] if parts[1] else None
@@ -42,7 +42,7 @@ class Metric:
         return parts[0]
 
     def merged(self, other: Metric) -> Metric:
-        """Both together.
+        """Returns the metric of both contributions together.
 
         Raises:
             ValueError: they are of different kinds.
@@ -57,12 +57,16 @@ class Metric:
         )
 
     def to_floats(self) -> Metric:
-        """The same metric with plain floats, to be sent to another process."""
+        """Returns the same metric with plain floats, to be sent to another process."""
         return Metric(self.kind, tuple(float(part) for part in self.parts))
 
 
 def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Add up the contributions of micro-batches, or of ranks, name by name."""
+    """Merges the contributions of micro-batches, or of ranks, name by name.
+
+    Raises:
+        ValueError: one name stands for metrics of different kinds.
+    """
     merged: dict[str, Metric] = {}
     for contribution in metrics:
         for name, metric in contribution.items():
@@ -71,6 +75,10 @@ def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-    """The values of all contributions together; names without any count are left out."""
+    """Returns name -> value over all contributions, without the names that counted nothing.
+
+    Raises:
+        ValueError: one name stands for metrics of different kinds.
+    """
     values = {name: metric.value() for name, metric in merge_metrics(metrics).items()}
     return {name: value for name, value in values.items() if value is not None}

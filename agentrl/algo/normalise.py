@@ -1,4 +1,4 @@
-"""Baseline, scale and whitening: statistics over groups of returns or of finished advantages.
+"""Applies baseline, scale and whitening: statistics over groups of returns or of advantages.
 
 U returns, of trajectories or of turns; N trained tokens, J trajectories.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def normalise(
     baseline: Baseline, scale: Scale, values: Tensor, groups: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Subtract each group's baseline and divide by its scale.
+    """Subtracts each group's baseline and divides by its scale.
 
     Args:
         values: (U,) float64 returns; nan is left out of every statistic.
@@ -27,7 +27,8 @@ def normalise(
         lengths: (U,) trained tokens, the weights of `weighting = "token"`.
 
     Returns:
-        (U,) float64; 0 for nan, for a group of one, and for a group without variance.
+        (U,) float64; 0 for nan and, unless `baseline.kind = "none"`, in a group of one or without
+        variance.
     """
     known = ~values.isnan()
     values = torch.where(known, values, 0)
@@ -54,7 +55,7 @@ def _centred(baseline: Baseline, values: Tensor, groups: Tensor, weights: Tensor
 
 
 def _lead_over_second(values: Tensor, groups: Tensor, known: Tensor) -> Tensor:
-    """The best value of each group minus the second, at the best; 0 at all others."""
+    """Returns each group's best value minus its second best, at the best; 0 elsewhere: (U,)."""
     order = torch.argsort(torch.where(known, values, -torch.inf), descending=True, stable=True)
     order = order[torch.argsort(groups[order], stable=True)]
     value, group, counted = values[order], groups[order], known[order]
@@ -67,7 +68,7 @@ def _lead_over_second(values: Tensor, groups: Tensor, known: Tensor) -> Tensor:
 
 
 def has_variance(values: Tensor, groups: Tensor, known: Tensor, tolerance: float) -> Tensor:
-    """(U,) bool: the group's known values differ by more than the tolerance."""
+    """Returns (U,) bool: true if the group's known values differ by more than the tolerance."""
     size = int(groups.max()) + 1 if len(groups) else 0
     highest = values.new_full((size,), -torch.inf)
     highest = highest.scatter_reduce(0, groups, torch.where(known, values, -torch.inf), "amax")
@@ -97,7 +98,7 @@ def _scaled(scale: Scale, values: Tensor, centred: Tensor, groups: Tensor, known
 
 
 def _divide(values: Tensor, divisor: Tensor) -> Tensor:
-    """The quotient, 0 where the divisor is not positive."""
+    """Divides; 0 where the divisor is not positive."""
     positive = divisor > 0
     return torch.where(positive, values / torch.where(positive, divisor, 1), 0)
 
@@ -111,26 +112,26 @@ def _divisor(var: Tensor, eps: float, mode: str) -> Tensor:
 
 
 def _mean_square(centred: Tensor, groups: Tensor, weights: Tensor, ddof: int) -> Tensor:
-    """(U,) the mean square of each value's group, over n - ddof; 0 where all of it are 0."""
+    """Returns the mean square over each value's group, divided by n - ddof (at least 1): (U,)."""
     count = _group_sum(weights, groups)
     return _group_sum(weights * centred.square(), groups) / (count - ddof).clamp(min=1)
 
 
 def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """(U,) the sum over each value's group."""
+    """Returns the sum over each value's group: (U,)."""
     size = int(groups.max()) + 1 if len(groups) else 0
     return values.new_zeros(size).index_add(0, groups, values)[groups]
 
 
 def whiten(spec: Whiten, advantages: Tensor, tokens: TokenIndex, groups: Tensor) -> Tensor:
-    """Normalise finished advantages over the step.
+    """Normalises advantages over the step.
 
     Args:
         advantages: (N,) float64 at the trained tokens.
-        groups: (J,) int64.
+        groups: (J,) int64, each trajectory's group, from 0 without gaps.
 
     Returns:
-        (N,)
+        (N,) float64; 0 where the divisor is not positive.
     """
     if spec.mean == "none" and spec.std == "none":
         return advantages

@@ -1,7 +1,7 @@
-"""The objective of a run: ten stages that compose freely, and the presets. No torch.
+"""Defines the objective of a run, a composition of stages, and the presets. Imports no torch.
 
-Each stage is one string that names the method plus the few numbers it needs. In TOML a preset is
-the starting point and nested tables override it:
+Each stage is a string that names a method, and the few numbers that the method needs. In TOML a
+preset is the starting point, and nested tables override it:
 
     [objective]
     preset = "dapo"
@@ -11,9 +11,9 @@ the starting point and nested tables override it:
     where = "loss"
     coef = 0.01
 
-A table whose `kind` differs from the preset's replaces the preset's table; otherwise keys are
-merged one by one. Lists are replaced whole. The text "none" stands for an absent optional value,
-because TOML has no null.
+Keys are merged one by one, except that a `credit` or `surrogate` table with another `kind` than the
+preset's replaces the preset's table. Lists are replaced as a whole. The text "none" stands for an
+absent optional value, because TOML has no null.
 """
 
 from __future__ import annotations
@@ -46,46 +46,46 @@ class Objective(Stage):
     """All stages of the objective. Each has a default; `preset` sets several at once."""
 
     preset: str | None = None
-    """Name of the preset the other keys override; `agentrl algo list` shows them."""
+    """Name of the preset that the other keys override; `agentrl algo list` shows the presets."""
     reward: Reward = Reward()
-    """How a trajectory's reward is made."""
+    """The reward of a trajectory."""
     credit: Credit = OutcomeCredit()
-    """How reward reaches tokens: `kind` outcome, turn, token, gae or gigpo, with its numbers."""
+    """How reward is assigned to tokens: `kind` outcome, turn, token, gae or gigpo, and its keys."""
     baseline: Baseline = Baseline()
-    """What is subtracted."""
+    """The value subtracted from returns."""
     scale: Scale = Scale(kind="std")
-    """What the difference is divided by."""
+    """The divisor of the difference."""
     advantage: str | None = None
     """Your own function in place of credit, baseline and scale: `package.module:function` or
     `path/to/file.py:function`."""
     distill: Distill = Distill()
-    """A teacher."""
+    """Learning from a teacher."""
     whiten: Whiten = Whiten()
-    """Normalisation of finished advantages over the step."""
+    """Normalisation of the finished advantages over the step."""
     statistics: Literal["batch", "environment"] = "batch"
-    """Where a stage takes a mean, std or rate over the batch, it is that of the whole step or, of a
-    run with several `[[env]]`, of the trajectories of one environment."""
+    """The trajectories over which a stage takes a mean, std or rate of the batch: those of the
+    whole step, or those of one environment in a run with several `[[env]]`."""
     ratio: Ratio = Ratio()
-    """The live policy over an anchor."""
+    """The live policy's probability over an anchor's."""
     surrogate: Surrogate = ClipSurrogate()
-    """What a token costs: `kind` clip (low, high, cap), cispo (low, high), sapo, logprob, ratio,
-    gmpo, vespo, dro, kl_cov or none, with its numbers."""
+    """The loss of a token: `kind` clip (low, high, cap), cispo (low, high), sapo, logprob, ratio,
+    gmpo, vespo, dro, kl_cov or none, and its keys."""
     loss: str | None = None
     """Your own function in place of the surrogate: `package.module:function` or
     `path/to/file.py:function`."""
     trust: list[TrustMask] = Field(default_factory=list)
     """Masks, each a table with a `kind`: opsm, dppo_tv, dppo_kl, m2, ratio, veto, gibberish,
-    top_entropy, staleness or clip_cov. A token is trained only where all of them keep it."""
+    top_entropy, staleness or clip_cov. A token is trained only if all of them keep it."""
     off_policy: OffPolicy = OffPolicy()
-    """Detached importance weights."""
+    """Detached importance weights, for a sampler that differs from the trainer."""
     kl: Kl = Kl()
-    """Divergence from a reference."""
+    """Penalty on the divergence from a base policy."""
     entropy: Entropy = Entropy()
-    """A bonus."""
+    """Entropy bonus."""
     aggregate: Aggregate = Aggregate(kind="sequence_token_mean")
-    """How tokens are averaged."""
+    """How token losses are averaged."""
     critic: Critic = Critic()
-    """The value loss of `credit.kind = "gae"`."""
+    """The value loss for `credit.kind = "gae"`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,15 +99,15 @@ class Objective(Stage):
 
     @classmethod
     def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Self:
-        """The preset with nested `overrides` merged over it.
+        """Returns the preset with nested `overrides` merged over it.
 
         Raises:
-            pydantic.ValidationError: unknown preset or key, or stages that contradict each other.
+            pydantic.ValidationError: a preset or key is unknown, or stages contradict each other.
         """
         return cls.model_validate({**(overrides or {}), "preset": name})
 
     def stages(self) -> Iterator[tuple[str, Stage]]:
-        """(name, stage) in the order of computation; the name of a mask is trust.<kind>."""
+        """Yields (name, stage) in the order of computation; a mask's name is trust.<kind>."""
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Stage):
@@ -116,7 +116,7 @@ class Objective(Stage):
                 yield from ((f"trust.{mask.kind}", mask) for mask in self.trust)
 
     def problems(self) -> Iterator[str]:
-        """A sentence for each contradiction between the stages, with what to change."""
+        """Yields a message for each contradiction between the stages, with what to change."""
         yield from self.reward.conflicts(self.credit)
         yield from self.baseline.conflicts(self.credit)
         yield from self.scale.conflicts(self.baseline, self.credit)
@@ -138,40 +138,40 @@ class Objective(Stage):
             )
 
     def warnings(self) -> Iterator[str]:
-        """A sentence for each choice that is allowed and seldom meant."""
+        """Yields a message for each setting that is allowed but rarely intended."""
         yield from self.whiten.warnings()
         yield from self.kl.warnings()
 
     @property
     def user_functions(self) -> dict[str, str]:
-        """Key and reference of each function of the user's own."""
+        """Key -> reference of the user's own functions, as in the run file."""
         named = {"objective.advantage": self.advantage, "objective.loss": self.loss}
         return {key: reference for key, reference in named.items() if reference is not None}
 
     @property
     def uses_ratio(self) -> bool:
-        """Tells whether the loss reads the live policy's probability over an anchor's."""
+        """True if the loss depends on the live policy's probability over an anchor's."""
         return self.loss is not None or self.surrogate.kind not in ("logprob", "none")
 
     @property
     def needs_groups(self) -> bool:
-        """Tells whether advantages compare the trajectories of a group: a group of one has 0."""
+        """True if advantages compare the trajectories of a group; then a group of one has 0."""
         compares = self.baseline.kind not in ("none", "given") and self.baseline.key != "batch"
         return self.advantage is None and compares
 
     @property
     def needs_critic(self) -> bool:
-        """Tells whether credit comes from a value model (`credit.kind = "gae"`)."""
+        """True if credit needs a value model (`credit.kind = "gae"`)."""
         return self.credit.kind == "gae"
 
     def needs(self) -> frozenset[str]:
-        """The optional fields of `Batch` without which this objective cannot be computed.
+        """Returns the optional fields of `Batch` that this objective requires.
 
-        `old_logprobs` is in it only where something must be known about the whole step before the
-        first forward pass with gradient; elsewhere the first use of a batch may leave it out.
+        `old_logprobs` is among them only if something must be computed over the whole step before
+        the first forward pass with gradient; otherwise the first use of a batch does not need it.
 
         Raises:
-            ConfigError: a function of the user's own cannot be loaded.
+            ConfigError: `objective.advantage` or `objective.loss` cannot be loaded.
         """
         masks = {mask.kind for mask in self.trust}
         own_advantage = self.advantage is not None
@@ -207,7 +207,8 @@ class Objective(Stage):
 
 
 def deep_merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` over `base`, table by table; a table that names another `kind` replaces."""
+    """Returns `base` with `overrides` merged in, table by table. A `credit` or `surrogate` table
+    with another `kind` replaces the one in `base`."""
     merged: dict[str, Any] = copy.deepcopy(dict(base))
     for name, value in overrides.items():
         if isinstance(value, BaseModel):
@@ -227,10 +228,10 @@ _KINDS = {
     "surrogate": {"kind": "clip"},
     "aggregate": {"kind": "sequence_token_mean"},
 }
-"""What a table means that sets other keys but no kind, as in `[objective.scale] eps = 1e-4`."""
+"""The kind of a table that sets only other keys, as in `[objective.scale] eps = 1e-4`."""
 
 _UNIONS = frozenset({"credit", "surrogate"})
-"""Stages whose keys depend on their kind, so that another kind starts from its own defaults."""
+"""Stages whose keys depend on their kind: another kind starts from its own defaults."""
 
 PRESETS: dict[str, Objective] = {name: Objective.from_preset(name) for name in PRESET_DATA}
-"""Name -> the stages that `objective.preset` starts from."""
+"""Name of each preset -> its objective."""

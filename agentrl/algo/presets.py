@@ -1,6 +1,6 @@
-"""The presets, as data: each algorithm that has a name is a few choices among the stages.
+"""Lists the presets as data: each named algorithm is a few choices among the stages.
 
-`agentrl.algo.PRESETS` has them as `Objective`s; `agentrl algo show` prints what is here.
+`agentrl.algo.PRESETS` holds them as `Objective`s, and `agentrl algo show` prints them.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 class Preset:
     title: str
     when: str
-    """In which situation to choose it."""
+    """The situation in which to choose it."""
     sources: tuple[str, ...]
     stages: Mapping[str, Any] = field(default_factory=dict)
-    """What a run file would contain instead: keys whose value is not the objective's default."""
+    """The keys of `[objective]` that differ from the objective's defaults, as nested tables."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """Keys outside `[objective]` that it sets where the run file does not."""
+    """Values of keys outside `[objective]`, used unless the run file sets those keys."""
 
 
 PRESET_DATA: dict[str, Preset] = {
     "grpo": Preset(
         "GRPO: group-relative advantages",
-        "The default for verifiable rewards. Dividing by the group's std weighs very easy and "
-        "very hard tasks up, and averaging per sequence weighs tokens of short answers up.",
+        "The default for verifiable rewards. Dividing by the group's std gives more weight to very "
+        "easy and very hard tasks, and averaging per sequence to the tokens of short answers.",
         ("DeepSeekMath, arXiv:2402.03300",),
     ),
     "dr_grpo": Preset(
         "Dr.GRPO: GRPO without its two biases",
-        "When answers grow longer without getting better. Set aggregate.max_tokens to the most "
-        "tokens a trajectory may sample: it scales the gradient.",
+        "When answers grow longer without getting better. Set aggregate.max_tokens to the largest "
+        "number of tokens that a trajectory may sample: it scales the gradient.",
         ("Understanding R1-Zero-like training, arXiv:2503.20783",),
         {"scale": {"kind": "none"}, "aggregate": {"kind": "constant", "max_tokens": 4096}},
     ),
     "ssr_grpo": Preset(
         "SSR-GRPO: Dr.GRPO for long agent trajectories",
-        "Agents with turn rewards and long contexts, asynchronously sampled. baseline.weighting = "
-        "'token' gives its length-weighted mean.",
+        "Agents with turn rewards and long contexts, sampled asynchronously. baseline.weighting = "
+        "'token' gives the paper's length-weighted mean.",
         ("Self-play SWE-RL, arXiv:2512.18552",),
         {
             "scale": {"kind": "none"},
@@ -51,15 +51,15 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "dapo": Preset(
         "DAPO: clip higher and one mean over all tokens",
-        "Long answers with large batches. Its other two parts are rollout.drop_zero_variance with "
-        "rollout.max_waves, and reward.overlong.",
+        "Long answers with large batches. DAPO's other two parts are rollout.drop_zero_variance "
+        "with rollout.max_waves, and reward.overlong.",
         ("DAPO, arXiv:2503.14476",),
         {"surrogate": {"high": 0.28}, "aggregate": {"kind": "token"}},
     ),
     "gspo": Preset(
         "GSPO: one ratio per sequence",
-        "Mixture-of-experts models and several updates per batch. The clip bounds are of another "
-        "order of magnitude than PPO's because the ratio is a geometric mean.",
+        "Mixture-of-experts models and several updates per batch. The clip bounds are much "
+        "narrower than PPO's because the ratio is a geometric mean.",
         ("Group Sequence Policy Optimization, arXiv:2507.18071",),
         {"ratio": {"level": "sequence"}, "surrogate": {"low": 3e-4, "high": 4e-4}},
     ),
@@ -76,7 +76,7 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "ppo": Preset(
         "PPO with a critic",
-        "When single trajectories per task are all there is, or rewards come during the episode.",
+        "When there is only one trajectory per task, or rewards come during the episode.",
         ("arXiv:1707.06347", "arXiv:1506.02438 (GAE)"),
         {
             "credit": {"kind": "gae"},
@@ -88,8 +88,8 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "vapo": Preset(
         "VAPO: PPO for long chains of thought",
-        "PPO with answers of very different lengths: lambda follows the length, the critic learns "
-        "undiscounted returns.",
+        "PPO with answers of very different lengths: lambda grows with the length, and the critic "
+        "learns undiscounted returns.",
         ("VAPO, arXiv:2504.05118",),
         {
             "credit": {"kind": "gae", "lam_value": 1.0, "length_alpha": 0.05},
@@ -115,7 +115,7 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "reinforce_pp_baseline": Preset(
         "REINFORCE++-baseline: group mean, whitened over the batch",
-        "Like GRPO, with the batch's spread instead of each group's: easy and hard tasks keep "
+        "Like GRPO, with the std of the batch instead of each group's: easy and hard tasks keep "
         "their relative weight.",
         ("REINFORCE++, arXiv:2501.03262, section on multiple responses",),
         {
@@ -127,7 +127,7 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "lite_ppo": Preset(
         "LitePPO: group mean, batch std, token mean",
-        "Groups whose rewards barely differ, where a group's own std would blow noise up.",
+        "Groups whose rewards barely differ, in which a group's own std would amplify noise.",
         ("Tricks or Traps, arXiv:2508.08221",),
         {"scale": {"level": "batch"}, "aggregate": {"kind": "token"}},
     ),
@@ -139,7 +139,8 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "cispo": Preset(
         "CISPO: truncated weights, every token keeps a gradient",
-        "Rare tokens that PPO's clip would silence; asynchronous sampling.",
+        "Tasks that depend on rare tokens, whose gradient PPO's clip would remove; asynchronous "
+        "sampling.",
         ("MiniMax-M1, arXiv:2506.13585",),
         {"surrogate": {"kind": "cispo"}, "aggregate": {"kind": "token"}},
     ),
@@ -156,8 +157,8 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "opd": Preset(
         "On-policy distillation as an advantage",
-        "A stronger model exists for the same tokenizer. Rewards, if any, add to the teacher's "
-        "signal.",
+        "When a stronger model with the same tokenizer exists. Rewards, if any, add to the "
+        "teacher's signal.",
         ("On-policy distillation of language models, arXiv:2306.13649",),
         {
             "scale": {"kind": "none"},
@@ -168,7 +169,7 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "search_r1": Preset(
         "Search-R1's GRPO",
-        "Tool use with a reference policy to stay close to.",
+        "Tool use, staying close to a reference policy.",
         (
             "Search-R1, arXiv:2503.09516",
             "comparison of Search-R1, SSR-GRPO and a GRPO of its own (upper clip 0.28; verl's "
@@ -182,27 +183,27 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "maxrl": Preset(
         "MaxRL: the group's mean reward instead of its std",
-        "Tasks that are seldom solved: with rewards of 0 and 1 a rare success weighs as much as it "
-        "is rare.",
+        "Tasks that are rarely solved: with rewards of 0 and 1, the rarer a success is in its "
+        "group, the more it weighs.",
         ("MaxRL, arXiv:2602.02710",),
         {"scale": {"kind": "mean"}},
     ),
     "gigpo": Preset(
         "GiGPO: groups within groups",
-        "Agents of many turns whose episodes pass through the same states: turns that began in the "
-        "same state are compared with each other as well.",
+        "Agents with many turns whose episodes pass through the same states: turns that began in "
+        "the same state are also compared with each other.",
         ("GiGPO, arXiv:2505.10978",),
         {"credit": {"kind": "gigpo"}},
     ),
     "gmpo": Preset(
         "GMPO: the geometric mean of the clipped ratios",
-        "Several updates per batch, where single tokens with extreme ratios disturb the mean.",
+        "Several updates per batch, when single tokens with extreme ratios dominate the mean.",
         ("Geometric-Mean Policy Optimization, arXiv:2507.20673",),
         {"surrogate": {"kind": "gmpo"}},
     ),
     "remax": Preset(
         "ReMax: a greedy answer as the baseline",
-        "One trajectory per task, without a critic; each task is played once more, greedily.",
+        "One trajectory per task, without a critic. Each task is played once more, greedily.",
         ("ReMax, arXiv:2310.10505",),
         {
             "baseline": {"kind": "given"},
@@ -213,17 +214,18 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "dppo": Preset(
         "DPPO: a bound on the change of probability instead of a clipped ratio",
-        "Rare tokens, whose ratio leaves PPO's clip range while their probability hardly moves.",
+        "Tasks with rare tokens, whose ratio leaves PPO's clip range while their probability "
+        "hardly changes.",
         ("Rethinking the trust region, arXiv:2602.04879",),
         {"surrogate": {"kind": "ratio"}, "trust": [{"kind": "dppo_tv"}]},
     ),
     "swe_grpo": Preset(
         "GRPO as in a published comparison for software engineering",
-        "To repeat that comparison: clip higher, the group's population std with a floor, and half "
-        "the squared distance of the reference's ratio from 1 as a penalty. Where the run file "
-        "does not, it also sets train.learning_rate = 1e-6, train.betas = [0.9, 0.98], "
-        "train.weight_decay = 0.1, train.max_grad_norm = 1 and rollout.temperature = 1. Its "
-        "groups have 4 or 5 members (rollout.group_size).",
+        "To repeat that comparison: a higher upper clip, the group's population std with a floor, "
+        "and half the squared distance of pi / ref from 1 as a penalty. Unless the run file sets "
+        "them, train.learning_rate is 1e-6, train.betas [0.9, 0.98], train.weight_decay 0.1, "
+        "train.max_grad_norm 1 and rollout.temperature 1. The comparison's groups have 4 or 5 "
+        "members (rollout.group_size).",
         ("comparison of Search-R1, SSR-GRPO and a GRPO of its own",),
         {
             "scale": {"ddof": 0, "eps": 1e-8, "eps_mode": "max"},
@@ -241,10 +243,10 @@ PRESET_DATA: dict[str, Preset] = {
         },
     ),
     "bnpo": Preset(
-        "BNPO's loss as TRL has it: a mean over the tokens of each batch of 8 rows",
-        "To repeat a run of TRL with loss_type = 'bnpo'. The gradient depends on how rows are cut "
-        "into batches: aggregate.local_rows is per_device_train_batch_size there. It does not "
-        "depend on memory settings, as it does there.",
+        "BNPO's loss as in TRL: a mean over the tokens of each batch of 8 rows",
+        "To repeat a TRL run with loss_type = 'bnpo'. The gradient depends on how rows are divided "
+        "into batches: aggregate.local_rows is TRL's per_device_train_batch_size. Unlike in TRL, "
+        "it does not depend on memory settings.",
         ("github.com/huggingface/trl",),
         {
             "scale": {"eps": 1e-4},
@@ -254,9 +256,9 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "areal": Preset(
         "AReaL's asynchronous recipe",
-        "Asynchronous sampling: the ratio runs to the trainer's policy before the update, a "
-        "detached weight corrects for the sampler. Group statistics are over trajectories, the "
-        "whitening over tokens.",
+        "Asynchronous sampling: the ratio is taken to the trainer's policy before the update, and "
+        "a detached weight corrects for the sampler. Group statistics are over trajectories, "
+        "whitening is over tokens.",
         ("AReaL, arXiv:2505.24298",),
         {
             "scale": {"eps": 1e-5},
@@ -267,15 +269,15 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "slime": Preset(
         "slime's GRPO defaults",
-        "To continue a run that was started there: rows without a trained token count in the mean.",
+        "To continue a run started in slime: rows without a trained token count in the mean.",
         ("github.com/THUDM/slime",),
         {"aggregate": {"count_empty": True}},
     ),
     "trl": Preset(
         "TRL's GRPOTrainer defaults",
-        "To continue a run that was started there. Its correction for the sampler zeroes whole "
-        "sequences by the product of their ratios, which drops long ones; here each token's ratio "
-        "is truncated at the same cap instead.",
+        "To continue a run started in TRL. TRL's correction for the sampler drops sequences by the "
+        "product of their ratios, mostly long ones; here each token's ratio is truncated at the "
+        "same cap instead.",
         ("github.com/huggingface/trl",),
         {
             "scale": {"eps": 1e-4},
@@ -293,13 +295,14 @@ _ELSEWHERE = {
     "gdpo": "set objective.reward.combine = 'normalize_then_sum' and give reward.weights, which a "
     "preset cannot know",
 }
-"""Names that other trainers have, and what they are here."""
+"""Other trainers' names -> what to write instead."""
 
 
 def require_known(name: object) -> None:
-    """
+    """Checks the name of a preset.
+
     Raises:
-        ValueError: there is no preset of this name; says which is meant.
+        ValueError: there is no such preset. The message suggests the closest one.
     """
     if name in PRESET_DATA:
         return
@@ -310,5 +313,5 @@ def require_known(name: object) -> None:
 
 
 def stages_of(name: str) -> Mapping[str, Any]:
-    """The stages that a preset sets; empty for an unknown name."""
+    """Returns the stages that a preset sets; empty for an unknown name."""
     return PRESET_DATA[name].stages if name in PRESET_DATA else {}

@@ -1,4 +1,4 @@
-"""Log-ratios at the level of tokens, turns or sequences."""
+"""Computes log-ratios of tokens, turns or sequences."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ if TYPE_CHECKING:
 
 
 def old_logprobs(batch: Batch, logprobs: Tensor) -> Tensor:
-    """(B, T) without gradient; on the first use of a batch the live ones: the ratio is 1."""
+    """Returns the trainer's log-probs before the update (B, T), without gradient. On the first use
+    of a batch they are the live ones, so the ratio is 1."""
     if batch.old_logprobs is None:
         return logprobs.detach()
     return batch.old_logprobs.to(logprobs.dtype)
 
 
 def anchor_logprobs(spec: Ratio, batch: Batch, logprobs: Tensor) -> Tensor:
-    """(B, T) the denominator of the ratio, without gradient."""
+    """Returns the log of the ratio's denominator (B, T), without gradient.
+
+    Raises:
+        ValueError: `anchor = "loglinear"` and the batch has no policy versions.
+    """
     if spec.anchor == "rollout":
         return batch.rollout_logprobs.to(logprobs.dtype)
     if spec.anchor == "loglinear":
@@ -31,11 +36,15 @@ def anchor_logprobs(spec: Ratio, batch: Batch, logprobs: Tensor) -> Tensor:
 
 
 def loglinear_logprobs(batch: Batch, logprobs: Tensor) -> Tensor:
-    """(B, T) the proximal policy, one update before the live one, by interpolation in log space.
+    """Estimates the log-probs (B, T) of the policy one update before the live one, by interpolation
+    in log space. Without gradient.
 
-    With the live policy at version v + 1, the proximal at v and the sampler at b:
+    With the live policy at version v + 1, the estimated one at v and the sampler at b:
     alpha = (v - b) / (v + 1 - b), log pi_old ~ log mu + alpha (log pi - log mu). Tokens sampled by
-    the live version (or of unknown version) have alpha 0, hence the sampler's own log-prob.
+    the live version, or by an unknown one, have alpha 0, hence the sampler's own log-prob.
+
+    Raises:
+        ValueError: the batch has no `policy_versions` or no `current_version`.
     """
     versions = field_of(batch, "policy_versions", "ratio.anchor = 'loglinear'")
     if batch.current_version is None:
@@ -49,16 +58,17 @@ def loglinear_logprobs(batch: Batch, logprobs: Tensor) -> Tensor:
 def policy_log_ratio(
     spec: Ratio, token_log_ratio: Tensor, logprobs: Tensor, mask: Tensor, turn_ids: Tensor | None
 ) -> Tensor:
-    """The clamped log-ratio of the surrogate at `spec.level`.
+    """Computes the clamped log-ratio of the surrogate at `spec.level`.
 
     Args:
         token_log_ratio: (B, T) log pi - log anchor, with gradient.
-        logprobs: (B, T) live.
-        mask: (B, T) bool.
+        logprobs: (B, T) live log-probs, with gradient.
+        mask: (B, T) bool, the trained tokens.
+        turn_ids: (B, T) int64, for level `turn`. None: contiguous runs of the mask are the turns.
 
     Returns:
-        (B, T); at level `turn` or `sequence` the mean over the turn's or row's trained tokens
-        (GSPO, 2507.18071, eq. 7; with `gradient = "token"` eq. 14), 0 where the mask is 0.
+        (B, T), 0 where the mask is 0. At level `turn` or `sequence` it is the mean over the turn's
+        or row's trained tokens (GSPO, 2507.18071, eq. 7; with `gradient = "token"` eq. 14).
     """
     log_ratio = torch.where(mask, token_log_ratio, 0)
     if spec.level == "sequence":

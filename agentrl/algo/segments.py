@@ -1,8 +1,7 @@
-"""Trained tokens as one list per trajectory: compress, compute, scatter back.
+"""Packs the trained tokens of each trajectory into a list, to compute on and to scatter back.
 
-Masks are a property of tokens, not of the recursion: returns and GAE run over the list of trained
-tokens of a trajectory, so that tool and padding tokens cannot cost a discount, carry a value or
-swallow a reward. N trained tokens, J trajectories, U turns with a trained token.
+Returns and GAE run over the packed list, so that tool and padding tokens cost no discount, have no
+value and receive no reward. N trained tokens, J trajectories, U turns with a trained token (units).
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from agentrl.algo.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """The places of the trained tokens, in the order they were sampled within each trajectory."""
+    """The positions of the trained tokens, in the order in which each trajectory sampled them."""
 
     shape: tuple[int, int]  # (B, T)
     position: Tensor  # (N,) int64 into the flattened (B, T)
     trajectory: Tensor  # (N,) int64 in [0, J), ascending
-    rank: Tensor  # (N,) int64: trained tokens of the trajectory before this one
+    rank: Tensor  # (N,) int64: number of the trajectory's trained tokens before this one
     turn: Tensor  # (N,) int64: turn id
-    unit: Tensor  # (N,) int64 in [0, U): which (trajectory, turn) pair, ascending
-    lengths: Tensor  # (J,) int64 trained tokens; 0 for a trajectory without any
-    row_of: Tensor  # (J,) int64: the first row of the trajectory
-    trajectory_of_row: Tensor  # (B,) int64
+    unit: Tensor  # (N,) int64 in [0, U): number of the (trajectory, turn) pair, ascending
+    lengths: Tensor  # (J,) int64: number of trained tokens
+    row_of: Tensor  # (J,) int64: the trajectory's first row
+    trajectory_of_row: Tensor  # (B,) int64 in [0, J)
 
     @property
     def num_trajectories(self) -> int:
@@ -38,40 +37,42 @@ class TokenIndex:
         return int(self.unit[-1]) + 1 if len(self.unit) else 0
 
     def compress(self, tensor: Tensor) -> Tensor:
-        """(B, T) -> (N,)"""
+        """Packs (B, T) into (N,)."""
         return tensor.reshape(-1)[self.position]
 
     def scatter(self, packed: Tensor) -> Tensor:
-        """(N,) -> (B, T), 0 where nothing is trained"""
+        """Unpacks (N,) into (B, T), 0 where nothing is trained."""
         flat = packed.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_copy(0, self.position, packed).view(self.shape)
 
     def pad(self, packed: Tensor) -> Tensor:
-        """(N,) -> (J, longest trajectory), 0 beyond each trajectory's end"""
+        """Spreads (N,) into (J, longest trajectory), 0 beyond each trajectory's end."""
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         padded = packed.new_zeros(self.num_trajectories, longest)
         padded[self.trajectory, self.rank] = packed
         return padded
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """(J, longest trajectory) -> (N,)"""
+        """Packs (J, longest trajectory) into (N,)."""
         return padded[self.trajectory, self.rank]
 
     def first_token_of_unit(self) -> Tensor:
-        """(U,) index into the packed tokens"""
+        """Returns the index (U,) of each unit's first token among the packed tokens."""
         return _starts(self.unit)
 
     def last_token_of_unit(self) -> Tensor:
-        """(U,) index into the packed tokens"""
+        """Returns the index (U,) of each unit's last token among the packed tokens."""
         return _ends(self.unit)
 
     def last_token(self) -> Tensor:
-        """Index into the packed tokens of the last token of each trajectory that has any."""
+        """Returns the index, among the packed tokens, of the last token of each trajectory that has
+        any."""
         return _ends(self.trajectory)
 
 
 def trajectory_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(trajectory_of_row (B,) in [0, J), row_of (J,) the first row of each trajectory)."""
+    """Returns each row's trajectory, (B,) int64 in [0, J), and each trajectory's first row, (J,)
+    int64."""
     rows = torch.arange(batch.num_rows, device=batch.loss_mask.device)
     if batch.trajectory_ids is None:
         return rows, rows
@@ -81,10 +82,10 @@ def trajectory_rows(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def index_tokens(batch: Batch, mask: Tensor) -> TokenIndex:
-    """Index the tokens where `mask` (B, T) is true.
+    """Indexes the tokens where `mask` (B, T) is true.
 
     Raises:
-        ValueError: a trajectory has several rows and the batch no turn ids to order them by.
+        ValueError: a trajectory has several rows, and the batch has no turn ids to order them by.
     """
     rows, columns = mask.shape
     trajectory_of_row, row_of = trajectory_rows(batch)
@@ -117,18 +118,22 @@ def index_tokens(batch: Batch, mask: Tensor) -> TokenIndex:
 
 
 def contiguous_turns(mask: Tensor) -> Tensor:
-    """(B, T) int64: number of the run of true positions each position lies in or follows."""
+    """Numbers each row's runs of true positions from 0. Returns (B, T) int64: the number of the run
+    that a position is in or follows; 0 before the first."""
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
     return (starts.long().cumsum(1) - 1).clamp(min=0)
 
 
 def suffix_sum(values: Tensor, decay: float | Tensor) -> Tensor:
-    """y_t = x_t + decay * y_(t+1) along dim 1, by doubling: log2(T) passes, no division.
+    """Computes y_t = x_t + decay * y_(t+1) along dim 1, by doubling, in log2(L) passes.
 
     Args:
         values: (J, L).
-        decay: a number, or (J, 1) one per row.
+        decay: a number, or one per row (J, 1).
+
+    Returns:
+        (J, L).
     """
     length = values.shape[1]
     result = values.clone()
@@ -140,20 +145,27 @@ def suffix_sum(values: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1) mean of (B, T) over the mask; 0 for a row without any."""
+    """Returns each row's mean (B, 1) of `values` (B, T) over the mask; 0 if the mask is empty."""
     count = mask.sum(1, keepdim=True).clamp(min=1)
     return torch.where(mask, values, 0).sum(1, keepdim=True) / count
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1) sum of (B, T) over the mask."""
+    """Returns each row's sum (B, 1) of `values` (B, T) over the mask."""
     return torch.where(mask, values, 0).sum(1, keepdim=True)
 
 
 def turn_reduce(values: Tensor, mask: Tensor, turn_ids: Tensor | None, over: str) -> Tensor:
-    """(B, T) mean, sum or max of each turn's masked values, at every token of that turn.
+    """Returns, at every token, the mean, sum or maximum of its turn's values over the mask.
 
-    0 where the mask is 0. Differentiable for `mean` and `sum`.
+    Args:
+        values: (B, T).
+        mask: (B, T) bool.
+        turn_ids: (B, T) int. None: contiguous runs of the mask are the turns.
+        over: "mean", "sum" or "max".
+
+    Returns:
+        (B, T), 0 where the mask is 0.
     """
     turns = (contiguous_turns(mask) if turn_ids is None else turn_ids).long()
     num_turns = int(torch.where(mask, turns, 0).max()) + 1 if mask.numel() else 1

@@ -1,9 +1,8 @@
-"""Checks of a user's own loss and advantage before a run starts.
+"""Checks a user's own loss and advantage before a run starts.
 
-A step is cut into micro-batches as memory allows, so a loss must give the same sum and gradient
-however the rows are cut, and whatever the width of a micro-batch. An advantage sees the whole step
-at once; it must not depend on the order of the rows, because trajectories end in any order and
-groups are of any size.
+Memory decides how a step is split into micro-batches, so a loss must give the same sum and gradient
+for every split and every width of a micro-batch. An advantage sees the whole step at once; it must
+not depend on the order of the rows, because trajectories end in any order and groups have any size.
 """
 
 from __future__ import annotations
@@ -20,19 +19,21 @@ from agentrl.errors import ConfigError
 LENGTHS = (7, 3, 0, 5, 1, 6)
 GROUPS = (0, 0, 1, 0, 2, 1)
 SPLITS = (((0, 1, 2, 3, 4, 5),), ((0, 3, 4), (1, 2, 5)), ((5, 0), (2,), (4, 1, 3)))
-"""Rows of each micro-batch: in one, two and three. One of the three has no trained token."""
+"""The rows of each micro-batch, for one, two and three of them. One micro-batch has no trained
+token."""
 ORDER = (4, 0, 5, 2, 1, 3)
 TOLERANCE = 1e-4
-"""Relative to the largest value; float32 sums in another order differ by less than 1e-6."""
+"""Largest relative difference between two splits. Another order of float32 sums gives less than
+1e-6."""
 
 
 def check_user_functions(objective: Objective) -> None:
-    """Try the objective's own functions on a small made-up step.
+    """Tries `objective.advantage` and `objective.loss`, if set, on a small made-up step.
 
     Raises:
-        ConfigError: one line that names the key: no such function, a parameter that is not offered,
-            a wrong shape, values that are not finite, no gradient, or a result that depends on how
-            the step is split.
+        ConfigError: a function cannot be loaded, asks for an unknown parameter, returns a wrong
+            shape or values that are not finite, has no gradient, or depends on how the step is
+            split or ordered. The message names the key.
     """
     if objective.advantage is not None:
         _check_advantage(objective.advantage)
@@ -74,8 +75,8 @@ def _check_loss(reference: str, objective: Objective) -> None:
     if any(_differ(results[0], other) for other in results[1:]):
         raise ConfigError(
             f"{name} depends on how a step is split into micro-batches, so its gradient would "
-            "change with memory settings: a token's loss may use its own row only; remove what is "
-            "taken over other rows or over the width, such as a mean over the micro-batch "
+            "change with memory settings: a token's loss may use its own row only; remove "
+            "statistics over other rows or over the width, such as a mean over the micro-batch "
             "(objective.advantage sees the whole step)"
         )
 
@@ -87,14 +88,14 @@ def _check_advantage(reference: str) -> None:
     expected = compute_advantages(plain, batch)
     if not expected.isfinite().all():
         raise ConfigError(
-            f"{name} returned values that are not finite; groups of one and rows without a "
-            "trained token occur"
+            f"{name} returned values that are not finite; it has to handle groups of one and rows "
+            "without a trained token"
         )
     order = list(ORDER)
     if _differ(expected[order], compute_advantages(plain, batch.select(order))):
         raise ConfigError(
-            f"{name} depends on the order of the rows; compare the rows of a task by group_ids, "
-            "never by position, because groups have any size and order"
+            f"{name} depends on the order of the rows; find the rows of a task by group_ids, never "
+            "by position, because groups have any size and order"
         )
 
 
@@ -103,7 +104,8 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _step() -> tuple[Batch, Tensor, Tensor]:
-    """A step with every input that a function may ask for, live log-probs and entropy (B, T)."""
+    """Returns a step with every input that a function may ask for, and live log-probs and entropy,
+    both (B, T)."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = len(LENGTHS), max(LENGTHS)
     shape = (rows, columns)

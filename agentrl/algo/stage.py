@@ -1,8 +1,9 @@
-"""The base of every stage of the objective: a frozen model that says its own formula. No torch.
+"""Defines the base class of the objective's stages: a frozen model that can print its formula.
 
-A stage's formula stands once, where the stage is defined: in the docstring of its class, or where a
-key chooses among several, in one line `choice: formula` per choice below that key. `agentrl algo
-show` prints them with the numbers, and docs/algorithms.md is made from them.
+Imports no torch. Each formula is written once, where its stage is defined: in the class docstring
+or, if a key selects among several, in one line `choice: formula` per choice in that key's help.
+`agentrl algo show` prints the formulas with their numbers; docs/algorithms.md is generated from
+them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ AMBIGUOUS_NAMES = {
         "offered",
     ),
 }
-"""Names that peers use for two things, with both readings. They are refused wherever they occur."""
+"""Names with two meanings among other trainers, and both meanings. Every stage refuses them, as a
+key and as a value."""
 
 
 class Stage(BaseModel):
@@ -92,12 +94,12 @@ class Stage(BaseModel):
     )
 
     chosen_by: ClassVar[tuple[str, ...]] = ()
-    """Keys whose choice decides the formula. The stage is off where the first of them is "none"."""
+    """Keys that select the formula. The stage is off if the first of them is "none"."""
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with this stage by itself, each with what to write instead.
+        """Yields a message for each mistake within this stage, with what to write instead.
 
-        `conflicts`, which takes other stages, yields what is wrong beside them.
+        A stage that can contradict other stages reports that from its `conflicts` method.
         """
         yield from ()
 
@@ -106,8 +108,8 @@ class Stage(BaseModel):
         return not self.chosen_by or getattr(self, self.chosen_by[0]) != "none"
 
     def formula(self) -> str:
-        """The formula with its numbers: the text of what is chosen, then the keys that the text
-        names, then what else was set otherwise than by default."""
+        """Returns the formula with its numbers: the text of the selected formula, the values of the
+        keys that it names, then the other keys that differ from their defaults."""
         cls = type(self)
         chosen = [choices_of(cls, key).get(getattr(self, key), "") for key in self.chosen_by]
         text = ", ".join(part for part in chosen if part) or summary_of(cls)
@@ -151,7 +153,8 @@ class Stage(BaseModel):
 
     @model_serializer(mode="wrap")
     def _write_none(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> Any:
-        """JSON and TOML get the text "none", so that switching off a preset's value survives."""
+        """Writes None as "none" in JSON and TOML: a missing key would bring back the preset's
+        value."""
         data = handler(self)
         if info.mode == "json" and isinstance(data, dict):
             for name in type(self).model_fields:
@@ -161,12 +164,12 @@ class Stage(BaseModel):
 
 
 def summary_of(stage: type[Stage]) -> str:
-    """The first paragraph of the class docstring on one line, without its full stop."""
+    """Returns the first paragraph of the class docstring as one line, without its full stop."""
     return " ".join((inspect.getdoc(stage) or "").split("\n\n")[0].split()).rstrip(".")
 
 
 def choices_of(stage: type[Stage], key: str) -> dict[str, str]:
-    """The lines `choice: formula` below a key, without their full stops."""
+    """Returns choice -> formula from the lines of a key's help, without their full stops."""
     choices: dict[str, str] = {}
     current = None
     known = get_args(stage.model_fields[key].annotation)

@@ -1,4 +1,4 @@
-"""The cost of each token: the policy-gradient term of the loss, before weights and averaging."""
+"""Computes the policy-gradient loss of each token, before weights and averaging."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ def surrogate_loss(
     mask: Tensor,
     kl_cov_mask: Tensor | None = None,
 ) -> Tensor:
-    """Per-token loss, to be minimised.
+    """Computes the loss of each token, to be minimised.
 
     Args:
         log_ratio: (B, T) log pi - log anchor at the objective's level, clamped, with gradient.
         logprobs: (B, T) live log-probs, with gradient.
-        advantages: (B, T) without gradient.
-        mask: (B, T) bool; values outside are finite but meaningless.
-        kl_cov_mask: (B, T) bool, which tokens pay KL-Cov's penalty.
+        advantages: (B, T), without gradient.
+        mask: (B, T) bool, the trained tokens; values elsewhere are finite but meaningless.
+        kl_cov_mask: (B, T) bool, the tokens that pay KL-Cov's penalty.
 
     Returns:
-        (B, T) with gradient.
+        (B, T), with gradient.
+
+    Raises:
+        ValueError: `kl_cov` without `kl_cov_mask`.
     """
     if spec.kind == "clip":
         return clip_loss(spec, torch.exp(log_ratio), advantages)
@@ -64,7 +67,8 @@ def surrogate_loss(
 
 
 def clip_loss(spec: ClipSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """PPO's clip (1707.06347, eq. 7), with dual clip (1912.09729, eq. 8) where `cap` is set."""
+    """Computes PPO's clip (1707.06347, eq. 7), with dual clip (1912.09729, eq. 8) if `cap` is set:
+    (B, T)."""
     clipped = ratio.clamp(1 - spec.low, 1 + spec.high)
     loss = torch.maximum(-ratio * advantages, -clipped * advantages)
     if spec.cap is not None:
@@ -73,7 +77,8 @@ def clip_loss(spec: ClipSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def gmpo_loss(spec: GmpoSurrogate, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """-A exp(mean of log-ratios clipped on the side A pushes to) (2507.20673, eq. 4)."""
+    """Computes -A exp(row mean of log-ratios, clipped above if A >= 0 and below otherwise): (B, T)
+    (2507.20673, eq. 4)."""
     sign = _either(advantages < 0, -1.0, 1.0, log_ratio)
     clipped = log_ratio.clamp(-spec.low, spec.high)
     one_sided = sign * torch.minimum(sign * log_ratio, sign * clipped)
@@ -83,7 +88,8 @@ def gmpo_loss(spec: GmpoSurrogate, log_ratio: Tensor, advantages: Tensor, mask: 
 def vespo_loss(
     spec: VespoSurrogate, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
-    """-sg[phi(w)] A log pi with w the product of the row's ratios, kept in [1e-8, e^20]."""
+    """Computes -sg[phi(w)] A log pi: (B, T), w the product of the row's ratios, clamped to
+    [1e-8, e^20]."""
     log_w = row_sum(log_ratio.detach(), mask).clamp(-18.420680743952367, 20.0)
     positive = advantages >= 0
     k = _either(positive, spec.k_positive, spec.k_negative, log_ratio)
@@ -93,5 +99,6 @@ def vespo_loss(
 
 
 def _either(condition: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
-    """Numbers in the width of `like`; where() of two Python numbers would round to float32."""
+    """Returns `value` where the condition holds, else `otherwise`, in the dtype of `like`:
+    torch.where of two Python numbers would round to float32."""
     return torch.full_like(like, otherwise).masked_fill(condition, value)

@@ -1,11 +1,11 @@
-"""Masks that leave tokens out of the policy gradient, and detached off-policy weights.
+"""Computes masks that leave tokens out of the policy gradient, and detached off-policy weights.
 
-A mask is a product with the others; it changes numerators only, unless
-`aggregate.denominator = "kept"`. Three kinds by what they need:
+A token is trained only if all masks keep it. Dropped tokens still count in the loss's denominators
+unless `aggregate.denominator = "kept"`. There are three kinds of masks, by what they need:
 
-    live       the forward pass: opsm, dppo_tv, dppo_kl
-    known      stored values only, row by row: ratio, veto, gibberish, staleness
-    step-wide  stored values of the whole step, set by `prepare`: m2, clip_cov, top_entropy
+    live       log-probs of the forward pass with gradient: opsm, dppo_tv, dppo_kl
+    known      values stored in the row: ratio, veto, gibberish, staleness
+    step-wide  values stored in all rows of the step (`prepare`): m2, clip_cov, top_entropy
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ def keep_mask(
     logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> Tensor:
-    """(B, T) or (B, 1) bool: tokens that a live or known mask keeps.
+    """Returns the tokens that a live or known mask keeps: bool (B, T), or (B, 1) for whole rows.
 
     Args:
-        mask: (B, T) bool, trained tokens.
-        old: (B, T) log-probs before the update; ratio and veto need them, and live masks may.
-        logprobs: (B, T) live, of which only values are read; live masks need them.
-        advantages: (B, T); live masks need them.
+        mask: (B, T) bool, the trained tokens.
+        old: (B, T) log-probs before the update; gibberish and staleness do without them.
+        logprobs: (B, T) live log-probs, detached here; required by live masks.
+        advantages: (B, T), required by live masks.
+
+    Raises:
+        ValueError: the batch lacks a field that the mask needs, or `old` is missing.
     """
     if isinstance(spec, StalenessMask):
         return staleness_mask(spec, batch)
@@ -78,7 +81,11 @@ def keep_mask(
 
 
 def known_masks(objective: Objective, batch: Batch, mask: Tensor) -> Tensor:
-    """(B, T) bool: product of all known and step-wide masks, for `denominator = "kept"`."""
+    """Returns (B, T) bool: tokens of `mask` that all masks keep, for `denominator = "kept"`.
+
+    Raises:
+        ValueError: the batch lacks a field that a mask needs.
+    """
     kept = mask
     if any(spec.kind in STEP_WIDE for spec in objective.trust):
         kept = kept & step_mask(objective, batch, mask)
@@ -91,13 +98,15 @@ def known_masks(objective: Objective, batch: Batch, mask: Tensor) -> Tensor:
 def opsm_mask(
     spec: OpsmMask, logprobs: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2): drop negative tokens of rows that moved away."""
+    """Off-policy sequence masking (DeepSeek-V3.2): in rows that moved away from the anchor, drops
+    the tokens with A < 0. Returns (B, T) bool."""
     moved = row_mean(anchor - logprobs, mask) > spec.max_kl
     return ~((advantages < 0) & moved)
 
 
 def dppo_tv_mask(spec: DppoTvMask, logprobs: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    """Binary total variation (2602.04879): keep while p - q is inside the bounds."""
+    """Binary total variation (2602.04879): keeps tokens whose change of probability, pi - anchor,
+    is within the bounds. Returns (B, T) bool."""
     change = torch.exp(logprobs) - torch.exp(anchor)
     high = torch.inf if spec.high is None else spec.high
     low = torch.inf if spec.low is None else spec.low
@@ -107,9 +116,10 @@ def dppo_tv_mask(spec: DppoTvMask, logprobs: Tensor, anchor: Tensor, advantages:
 
 
 def dppo_kl_mask(spec: DppoKlMask, logprobs: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    """Binary KL(q, p) (2602.04879): drop tokens beyond the bound that move further away."""
+    """Binary KL(q, p), q the anchor's probability and p the live one (2602.04879): drops tokens
+    beyond the bound whose advantage moves them further away. Returns (B, T) bool."""
     p, q = torch.exp(logprobs), torch.exp(anchor)
-    # Probabilities within rounding of 0 or 1 must not turn 0 log 0 into nan.
+    # Avoids 0 log 0 = nan where a probability rounds to 0 or 1.
     tiny = 1e-8
     kl = q * torch.log((q + tiny) / (p + tiny))
     kl = kl + (1 - q) * torch.log(((1 - q).clamp(min=0) + tiny) / ((1 - p).clamp(min=0) + tiny))
@@ -120,10 +130,15 @@ def dppo_kl_mask(spec: DppoKlMask, logprobs: Tensor, anchor: Tensor, advantages:
 def ratio_mask(
     spec: RatioMask, gap: Tensor, mask: Tensor, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """Keep where the mismatch statistic lies within [low, high].
+    """Keeps tokens whose mismatch statistic lies within [low, high].
 
     Args:
         gap: (B, T) log pi_old - log mu.
+        mask: (B, T) bool, the trained tokens.
+        turn_ids: (B, T) int64, for level `turn`.
+
+    Returns:
+        Bool, (B, T), or (B, 1) at level `sequence`.
     """
     x = gap.clamp(-_LOG_CLAMP, _LOG_CLAMP)
     if spec.statistic == "ratio":
@@ -143,7 +158,7 @@ def ratio_mask(
 
 
 def _over(spec: RatioMask, values: Tensor, mask: Tensor, turn_ids: Tensor | None) -> Tensor:
-    """(B, T) or (B, 1): the statistic of each token's unit."""
+    """Returns each token's statistic over its token or turn (B, T), or over its row (B, 1)."""
     if spec.level == "token":
         return values
     if spec.level == "turn":
@@ -155,7 +170,7 @@ def _over(spec: RatioMask, values: Tensor, mask: Tensor, turn_ids: Tensor | None
 
 
 def veto_mask(spec: VetoMask, gap: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1): rows without a single token outside [low, high]."""
+    """Returns (B, 1) bool: keeps rows in which every trained token's ratio is in [low, high]."""
     outside = gap < (math.log(spec.low) if spec.low > 0 else -math.inf)
     if spec.high is not None:
         outside = outside | (gap > math.log(spec.high))
@@ -163,14 +178,22 @@ def veto_mask(spec: VetoMask, gap: Tensor, mask: Tensor) -> Tensor:
 
 
 def gibberish_mask(spec: GibberishMask, batch: Batch, mask: Tensor) -> Tensor:
-    """(B, 1): rows without a rare token that the sampler itself found next to impossible."""
+    """Returns (B, 1) bool: drops rows with a rare token that the sampler found all but impossible.
+
+    Raises:
+        ValueError: the batch has no `token_ids`.
+    """
     ids = field_of(batch, "token_ids", "the gibberish mask")
     odd = (ids >= spec.min_token_id) & (batch.rollout_logprobs < spec.max_logprob)
     return ~(odd & mask).any(1, keepdim=True)
 
 
 def staleness_mask(spec: StalenessMask, batch: Batch) -> Tensor:
-    """(B, T): tokens sampled at most `max_gap` versions before the current one."""
+    """Returns (B, T) bool: keeps tokens sampled at most `max_gap` versions before the current one.
+
+    Raises:
+        ValueError: the batch has no `policy_versions` or no `current_version`.
+    """
     versions = field_of(batch, "policy_versions", "the staleness mask")
     if batch.current_version is None:
         raise ValueError("the staleness mask needs Batch.current_version")
@@ -183,7 +206,16 @@ def staleness_mask(spec: StalenessMask, batch: Batch) -> Tensor:
 def step_mask(
     objective: Objective, batch: Batch, mask: Tensor, logprobs: Tensor | None = None
 ) -> Tensor:
-    """(B, T) bool: product of the masks that need the whole step. Call it on the whole step."""
+    """Returns (B, T) bool: the tokens of `mask` that all step-wide masks keep.
+
+    Args:
+        batch: the whole optimizer step.
+        mask: (B, T) bool, the trained tokens.
+        logprobs: (B, T) log-probs by which `clip_cov` selects; `old_logprobs` by default.
+
+    Raises:
+        ValueError: the batch lacks a field that a mask needs.
+    """
     kept = mask.clone()
     for spec in objective.trust:
         if spec.kind == "m2":
@@ -191,7 +223,7 @@ def step_mask(
         elif spec.kind == "top_entropy":
             entropy = field_of(batch, "old_entropy", "the top_entropy mask")
             if mask.any():
-                # kthvalue rather than quantile, which refuses more than 2^24 elements
+                # Sorted here because torch.quantile refuses more than 2^24 elements.
                 values = entropy[mask].double().sort().values
                 threshold = _quantile_of_sorted(values, spec.quantile)
                 kept &= entropy >= threshold
@@ -201,22 +233,22 @@ def step_mask(
 
 
 def _quantile_of_sorted(values: Tensor, quantile: float) -> Tensor:
-    """The linearly interpolated quantile of ascending values."""
+    """Returns the linearly interpolated quantile (0-d) of values (N,) in ascending order."""
     at = quantile * (len(values) - 1)
     below, above = math.floor(at), math.ceil(at)
     return values[below] + (at - below) * (values[above] - values[below])
 
 
 def m2_mask(spec: M2Mask, batch: Batch, mask: Tensor) -> Tensor:
-    """(B, T): the largest set of trained tokens, smallest (log mu - log pi_old)^2 first, whose mean
-    is below the bound; at least one token (2510.01161, algorithm 1)."""
+    """Keeps as many trained tokens, smallest (log mu - log pi_old)^2 first, as have a mean of it
+    below the bound, and at least one (2510.01161, algorithm 1). Returns (B, T) bool."""
     old = field_of(batch, "old_logprobs", "the m2 mask")
     squares = (wide(old).double() - batch.rollout_logprobs.double()).square()[mask]
     if len(squares) == 0:
         return mask
     ordered, order = squares.sort(stable=True)
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    # Means of ascending values ascend, so the kept tokens are a prefix.
+    # Running means of ascending values ascend, so the kept tokens are a prefix.
     num_kept = max(int((means < spec.max_second_moment).sum()), 1)
     chosen = torch.zeros_like(squares, dtype=torch.bool)
     chosen[order[:num_kept]] = True
@@ -226,8 +258,12 @@ def m2_mask(spec: M2Mask, batch: Batch, mask: Tensor) -> Tensor:
 
 
 def covariances(batch: Batch, mask: Tensor, logprobs: Tensor | None) -> Tensor:
-    """(N,) float64 at the trained tokens in row order: (A - mean A)(log pi - mean log pi)
-    (2505.22617, eq. 9), means over the step's trained tokens."""
+    """Returns (A - mean A)(log pi - mean log pi) at the trained tokens in row order, float64 (N,)
+    (2505.22617, eq. 9). Means are over the step's trained tokens.
+
+    Raises:
+        ValueError: the batch has no `advantages`, or no `old_logprobs` to stand in for `logprobs`.
+    """
     advantages = field_of(batch, "advantages", "a covariance").double()[mask]
     if logprobs is None:
         logprobs = field_of(batch, "old_logprobs", "a covariance")
@@ -238,7 +274,7 @@ def covariances(batch: Batch, mask: Tensor, logprobs: Tensor | None) -> Tensor:
 def clip_cov_tokens(
     spec: ClipCovMask, batch: Batch, mask: Tensor, logprobs: Tensor | None = None
 ) -> Tensor:
-    """(B, T) bool: the tokens that Clip-Cov drops."""
+    """Returns (B, T) bool: the tokens that Clip-Cov drops."""
     cov = covariances(batch, mask, logprobs)
     inside = (cov >= spec.low) & (cov <= spec.high)
     cov = torch.where(inside, cov, -torch.inf)
@@ -249,14 +285,15 @@ def clip_cov_tokens(
 def kl_cov_tokens(
     fraction: float, batch: Batch, mask: Tensor, logprobs: Tensor | None = None
 ) -> Tensor:
-    """(B, T) bool: the tokens that pay KL-Cov's penalty, at least one."""
+    """Returns (B, T) bool: the tokens that pay KL-Cov's penalty, at least one."""
     cov = covariances(batch, mask, logprobs)
     most = min(max(int(fraction * len(cov)), 1), len(cov))
     return _largest(cov, most, mask)
 
 
 def _largest(values: Tensor, count: int, mask: Tensor) -> Tensor:
-    """(B, T) bool true at the `count` largest of the packed values (N,); ties by position."""
+    """Returns (B, T) bool, true at the `count` largest of the packed values (N,). Among equal
+    values the earlier position is chosen."""
     chosen = torch.zeros_like(values, dtype=torch.bool)
     chosen[values.argsort(descending=True, stable=True)[:count]] = True
     result = torch.zeros_like(mask)
@@ -270,11 +307,16 @@ def _largest(values: Tensor, count: int, mask: Tensor) -> Tensor:
 def off_policy_weights(
     spec: OffPolicy, batch: Batch, old: Tensor, mask: Tensor, scaled: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(weights, raw ratios), both (B, T) without gradient, 1 and 0 where the mask is 0.
+    """Returns (weights, unbounded ratios), both (B, T) and without gradient; where the mask is 0
+    they are 1 and 0.
 
     Args:
         old: (B, T) log-probs before the update.
-        scaled: divide by the step's mean weight, which `prepare` has set.
+        mask: (B, T) bool, the trained tokens.
+        scaled: divides the weights by the step's mean weight if `normalize` asks for it.
+
+    Raises:
+        ValueError: the weights are to be scaled and the batch was not prepared.
     """
     gap = torch.where(mask, (wide(old) - batch.rollout_logprobs.to(wide(old).dtype)).detach(), 0)
     if spec.level == "sequence_product":
@@ -297,7 +339,14 @@ def off_policy_weights(
 
 
 def off_policy_scale(spec: OffPolicy, batch: Batch, mask: Tensor) -> Tensor:
-    """(B,) 1 / mean weight over the step's trained tokens, or over its rows that have any."""
+    """Returns 1 / the step's mean weight, float64, repeated to (B,).
+
+    The mean is over trained tokens or, with `normalize = "sequence"`, over the means of the rows
+    that have any.
+
+    Raises:
+        ValueError: the batch has no `old_logprobs`.
+    """
     old = field_of(batch, "old_logprobs", "off_policy.normalize")
     weights, _ = off_policy_weights(spec, batch, old, mask, scaled=False)
     weights = weights.double()

@@ -1,4 +1,4 @@
-"""The masks of `objective.trust`: a token is trained only where all of them keep it."""
+"""Defines the masks of `objective.trust`. A token is trained only if all of them keep it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class OpsmMask(Stage):
 
     kind: Literal["opsm"] = "opsm"
     max_kl: float = 1e-4
-    """Mean log-ratio per token, in nats."""
+    """Largest mean of log anchor - log pi over a row, in nats per token."""
     anchor: Literal["old", "rollout"] = "old"
-    """Away from whom: the trainer before the update, or the sampler."""
+    """Policy to compare with: the trainer's before the update (`old`) or the sampler's
+    (`rollout`)."""
 
 
 class DppoTvMask(Stage):
@@ -25,16 +26,17 @@ class DppoTvMask(Stage):
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     low: NonNegative | None = 0.2
-    """Largest fall of the probability; none leaves it open."""
+    """Largest decrease of a token's probability; none sets no limit."""
     high: NonNegative | None = 0.2
-    """Largest rise of the probability; none leaves it open."""
+    """Largest increase of a token's probability; none sets no limit."""
     side: Literal["advantage", "both"] = "advantage"
     """Which bound applies.
-    advantage: high where A > 0 and low elsewhere.
-    both: both at every token.
+    advantage: high where A > 0, low elsewhere.
+    both: both bounds at every token.
     """
     anchor: Literal["old", "rollout"] = "old"
-    """Whose probability is compared with: the trainer's before the update, or the sampler's."""
+    """Policy to compare with: the trainer's before the update (`old`) or the sampler's
+    (`rollout`)."""
 
 
 class DppoKlMask(Stage):
@@ -43,9 +45,10 @@ class DppoKlMask(Stage):
 
     kind: Literal["dppo_kl"] = "dppo_kl"
     max_kl: NonNegative = 0.05
-    """In nats."""
+    """Largest binary KL of a token, in nats."""
     anchor: Literal["old", "rollout"] = "old"
-    """Whose probability is compared with: the trainer's before the update, or the sampler's."""
+    """Policy to compare with: the trainer's before the update (`old`) or the sampler's
+    (`rollout`)."""
 
 
 class M2Mask(Stage):
@@ -54,7 +57,7 @@ class M2Mask(Stage):
 
     kind: Literal["m2"] = "m2"
     max_second_moment: Positive = 0.04
-    """In squared nats, per token."""
+    """Upper bound of the mean over the kept tokens, in squared nats."""
 
 
 class RatioMask(Stage):
@@ -62,21 +65,22 @@ class RatioMask(Stage):
 
     kind: Literal["ratio"] = "ratio"
     level: Level = "token"
-    """Whole turns or rows are judged by `over` of their tokens' statistics."""
+    """Unit that is kept or dropped. A turn or row (`sequence`) is judged by the mean, sum or
+    maximum (`over`) of its tokens' statistics."""
     statistic: Literal["ratio", "abs", "k2", "k3"] = "ratio"
-    """What is compared.
+    """The statistic.
     ratio: exp(x) = old / mu.
     abs: |x|.
     k2: x^2 / 2.
     k3: exp(x) - 1 - x, the estimate of KL(mu, old).
     """
     over: Literal["mean", "sum", "max"] = "mean"
-    """Of the turn's or row's statistics. For `ratio` it applies to x: geometric mean, product,
-    largest ratio."""
+    """Combines the statistics of a turn or row. For `ratio` it combines x, giving the geometric
+    mean, the product or the largest of the ratios."""
     low: NonNegative | None = None
-    """Smallest statistic that is kept; none leaves it open."""
+    """Smallest statistic that is kept; none sets no limit."""
     high: NonNegative | None = None
-    """Largest statistic that is kept; none leaves it open."""
+    """Largest statistic that is kept; none sets no limit."""
 
 
 class VetoMask(Stage):
@@ -84,24 +88,25 @@ class VetoMask(Stage):
 
     kind: Literal["veto"] = "veto"
     low: NonNegative = 1e-4
-    """Smallest ratio a token may have."""
+    """Smallest ratio that a token may have."""
     high: Positive | None = None
-    """Largest ratio a token may have; none leaves it open."""
+    """Largest ratio that a token may have; none sets no limit."""
 
 
 class GibberishMask(Stage):
     """Drop rows where any token has id >= min_token_id and log mu < max_logprob.
 
-    Late entries of a vocabulary are rare words of rare scripts; sampled with a probability below
-    that of a uniform draw, they are the trace of a broken engine or a collapsed policy (SSR-GRPO,
-    prime-rl).
+    The last entries of a vocabulary are rare words in rare scripts. If one is sampled with a
+    probability below that of a uniform draw, the engine is broken or the policy has collapsed
+    (SSR-GRPO, prime-rl).
     """
 
     kind: Literal["gibberish"] = "gibberish"
     min_token_id: Annotated[int, Field(ge=0)] = 100_000
-    """Ids from here on count as rare."""
+    """Ids from this one on count as rare."""
     max_logprob: Annotated[float, Field(le=0)] = -14.0
-    """Rare tokens sampled below this log-prob are gibberish; -14 is e^-2 of one in 151936."""
+    """Rare tokens sampled with a lower log-prob are gibberish. -14 is about 1/8 of a uniform draw
+    from a vocabulary of 151936."""
 
 
 class TopEntropyMask(Stage):
@@ -109,7 +114,7 @@ class TopEntropyMask(Stage):
 
     kind: Literal["top_entropy"] = "top_entropy"
     quantile: Fraction = 0.8
-    """0.8 keeps the fifth of the tokens with the highest entropy (`Batch.old_entropy`)."""
+    """0.8 keeps the 20% of the tokens with the highest entropy (`Batch.old_entropy`)."""
 
 
 class StalenessMask(Stage):
@@ -117,20 +122,20 @@ class StalenessMask(Stage):
 
     kind: Literal["staleness"] = "staleness"
     max_gap: Annotated[int, Field(ge=0)] = 1
-    """In policy versions (training steps)."""
+    """Largest age of a kept token, in policy versions (training steps)."""
 
 
 class ClipCovMask(Stage):
     """Drop at most this fraction of the tokens, those with the largest cov(A, log old) in
     [low, high].
 
-    Where the paper (2505.22617) draws at random among the tokens within the bounds, the largest are
-    taken, so that the choice does not depend on ranks or seeds.
+    The paper (2505.22617) draws at random among the tokens within the bounds; taking the largest
+    keeps the choice independent of ranks and seeds.
     """
 
     kind: Literal["clip_cov"] = "clip_cov"
     fraction: Fraction = 2e-4
-    """Share of the step's trained tokens that is dropped at most."""
+    """Largest share of the step's trained tokens to drop."""
     low: float = 1.0
     """Smallest covariance that may be dropped."""
     high: float = 5.0

@@ -109,7 +109,7 @@ def test_what_is_seldom_meant_is_said(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "long trajectories weigh more" in said[0]
-    assert "has mean zero" in said[1]
+    assert "is zero on average" in said[1]
 
 
 def test_unknown_keys_and_presets_are_errors() -> None:
@@ -157,7 +157,7 @@ CONTRADICTIONS: list[tuple[dict, str]] = [
     ({"baseline": {"kind": "given"}}, "no group statistics"),
     ({"credit": {"kind": "token"}, "baseline": {"kind": "optimal_token"}}, "per token"),
     ({**GAE}, "baseline is the critic"),
-    ({"credit": {"kind": "token"}}, "no baseline for them"),
+    ({"credit": {"kind": "token"}}, "cannot be their baseline"),
     (
         {"baseline": {"kind": "optimal_token"}, "scale": {"kind": "none"}},
         "needs credit.kind = 'token'",
@@ -174,13 +174,13 @@ CONTRADICTIONS: list[tuple[dict, str]] = [
         },
         "normalises whole trajectories",
     ),
-    ({"whiten": {"std": "batch", "leave_one_out": True}}, "is that of a mean"),
+    ({"whiten": {"std": "batch", "leave_one_out": True}}, "leave_one_out needs a mean"),
     ({"surrogate": {"kind": "clip", "high": 0.28, "cap": 1.1}}, "is not above 1 + high = 1.28"),
     ({"surrogate": {"kind": "cispo", "low": 2.0, "high": 1.0}}, "low must be below"),
     ({**SEQUENCE, "aggregate": {"kind": "sequence_token_sum"}}, "once per token"),
     ({**SEQUENCE, "aggregate": {"kind": "constant", "max_tokens": 8}}, "once per token"),
     ({"ratio": {"mean_advantage": True}}, "needs ratio.level = 'sequence'"),
-    ({**SEQUENCE, "surrogate": {"kind": "gmpo"}}, "its own sequence statistic"),
+    ({**SEQUENCE, "surrogate": {"kind": "gmpo"}}, "needs the ratio of each token"),
     ({"aggregate": {"kind": "constant"}}, "needs aggregate.max_tokens"),
     ({"aggregate": {"kind": "local"}}, "needs aggregate.local_rows"),
     (

@@ -98,7 +98,7 @@ def test_inputs_are_asked_for_by_name_and_only_then_computed(own_file: Path) -> 
     assert objective.needs() == {"ref_logprobs", "old_logprobs"}
     assert not objective.needs_groups
     batch = Batch(torch.ones(1, 2), torch.ones(1), torch.zeros(1), torch.zeros(1, 2))
-    with pytest.raises(ConfigError, match="asks for turn_rewards"):
+    with pytest.raises(ConfigError, match="needs turn_rewards"):
         compute_advantages(objective, batch)
 
 
@@ -127,7 +127,7 @@ def test_what_would_go_wrong_later_is_refused_now(
         ("no_such_file.py:clipped", "no file"),
         ("no_such_module:clipped", "no module named 'no_such_module'"),
         ("agentrl.errors:nothing", "has no 'nothing'"),
-        ("agentrl.errors:__name__", "is no function"),
+        ("agentrl.errors:__name__", "is not a function"),
     ],
 )
 def test_a_function_that_is_not_there(reference: str, reason: str, tmp_path: Path) -> None:
