@@ -1,4 +1,4 @@
-"""The software behind each `inference.backend` that is a server of token ids."""
+"""Maps each `inference.backend` that is a server to its client and its program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of inference engines: token ids in, token ids and log-probabilities out."""
+"""Defines the interface of inference engines: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -14,49 +14,52 @@ from agentrl.types import FinishReason
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
     max_tokens: int
-    """At least 1. Always sent: engines disagree about what its absence means."""
+    """Largest number of tokens to sample, at least 1. It has no default because engines disagree
+    about one."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    """-1 keeps every token."""
+    """Number of likeliest tokens to sample from; -1 keeps every token."""
     min_p: float = 0.0
-    """Tokens below this share of the likeliest one's probability are not sampled."""
+    """Excludes tokens less probable than this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens in the prompt and of sampled ones, and multiplies the
-    negative ones."""
+    """Divides the positive logits of tokens in the prompt or already sampled, and multiplies their
+    negative logits."""
     seed: int | None = None
-    """Decides the request's randomness, together with its id; None leaves it to the engine."""
+    """Seeds the request's random numbers, together with its id. None leaves them to the engine."""
     report_kept: bool = False
-    """Say from which ids each token was drawn, where `top_k`, `top_p` or `min_p` leaves some out.
+    """Reports the ids that each token was drawn from, if `top_k`, `top_p` or `min_p` excludes some.
     A vLLM server does so if it was started with --return-sampling-mask."""
     report_routes: bool = False
-    """Say which experts each token went to; the embedded engine alone does."""
+    """Reports the experts that each token went to. Only the embedded engine does."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the turn; the token itself stays in the result."""
 
 
 @dataclass(slots=True, frozen=True)
 class Generation:
-    """One sampled continuation. The three lists have one entry per sampled token."""
+    """One sampled continuation. The lists have one entry per sampled token."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """log softmax(logits / temperature) of each sampled token, natural logarithm. Where `top_p`,
-    `top_k`, `min_p` or a penalty shaped the distribution, that of the shaped one."""
+    """Natural log-probability of each sampled token, log softmax(logits / temperature). With
+    `top_p`, `top_k`, `min_p` or a penalty, that of the resulting distribution; SGLang reports it
+    from before `top_p`, `top_k` and `min_p`."""
     versions: list[int]
     """Policy version that sampled each token."""
     finish_reason: FinishReason
     kept_ids: list[np.ndarray] | None = None
-    """For each token the ids it was drawn from, int32; None where that is not known."""
+    """The ids that each token was drawn from, int32 arrays; None if the engine did not report
+    them."""
     routes: np.ndarray | None = None
-    """(T, routers, experts per token) int16: which experts the tokens of the prompt and of the turn
-    went to, but for the last one, which was not computed. None where that is not known."""
+    """(T, routers, experts per token) int16: the experts that the tokens of prompt and turn went
+    to, except the last token, which was not computed. None if the engine did not report them."""
 
 
 def request_seed(seed: int, request_id: str) -> int:
-    """The 63-bit seed of one request's random stream: a hash of the run's seed and the id.
+    """Returns the 63-bit seed of a request's random numbers, a hash of the run's seed and its id.
 
-    A request then samples the same way whatever else is in its batch.
+    With a seed of its own, a request's samples do not depend on the rest of its batch.
     """
     digest = hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -64,33 +67,33 @@ def request_seed(seed: int, request_id: str) -> int:
 
 class InferenceEngine(Protocol):
     policy_version: int
-    """Version of the weights the engine holds; whoever changes them sets it, after the change."""
+    """Version of the engine's weights. Code that changes the weights sets it, after the change."""
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
     ) -> Generation:
-        """Sample one continuation of `prompt_ids`.
+        """Samples one continuation of `prompt_ids`. Cancelling the call drops the request.
 
-        `request_id` is unique in a run and the same in a repeated run with the same seed, so an
-        engine may derive its randomness from it. Cancelling the call frees the request.
+        `request_id` is unique within a run and the same in a repeated run with the same seed, so an
+        engine may derive its random numbers from it.
 
         Raises:
-            InferenceError: the engine failed, or its answer broke the contract above.
+            InferenceError: the engine failed, or its answer is not a valid `Generation`.
         """
         ...
 
     def reserve(self, num_episodes: int) -> None:
-        """Announce episodes that are about to send requests.
+        """Announces episodes that are about to send requests.
 
-        An engine that must be deterministic waits until every announced episode either has a
-        request pending or was released, so that its batches do not depend on timing: while
-        anything is reserved, every request must come from a reserved episode, and an episode that
-        replaces another must be reserved before the other is released. A server ignores it.
+        A deterministic engine waits until every reserved episode either has a request pending or
+        was released, so that its batches do not depend on timing. While anything is reserved, every
+        request must come from a reserved episode. An episode that replaces another must be reserved
+        before the other is released. Servers ignore reservations.
         """
         ...
 
     def release(self, num_episodes: int = 1) -> None:
-        """Take back a reservation: the episode will send no more requests."""
+        """Takes back reservations of episodes that will send no more requests."""
         ...
 
     async def aclose(self) -> None: ...

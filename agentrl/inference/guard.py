@@ -1,14 +1,15 @@
-"""Run one command and leave nothing of it behind, however it or whoever started it ends.
+"""Runs one command and cleans up everything it leaves behind, however the command or its parent
+ends.
 
     python guard.py PARENT_PID GRACE_S COMMAND ...
 
-The launcher starts this file with the server's own Python, so it needs nothing but the standard
-library. It ends the command when its standard input is closed or its parent is gone: a trainer that
-was killed closes the pipe and has no time for anything else. It then waits until every process the
-command ever started has ended, detached ones included, and removes their shared memory.
+The launcher starts this file with the server's own Python, so it uses only the standard library. It
+ends the command when its standard input is closed or its parent is gone: closing the pipe is all
+that a killed trainer does. It then waits until every process that the command started has ended,
+detached ones included, and removes their shared memory.
 
-GRACE_S are the seconds between SIGTERM and SIGKILL. Exits with the command's status, or 0 when the
-end was asked for.
+GRACE_S is the time in seconds between SIGTERM and SIGKILL. Exits with the command's status, or with
+0 if it was asked to end the command.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POLL_S = 0.2
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
-"""Names that Python gives shared memory and semaphores; others are not the command's to remove."""
+"""Prefixes of the names that Python gives shared memory and semaphores. Nothing else is removed."""
 
 
 def main() -> int:
@@ -42,7 +43,7 @@ def main() -> int:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        # If even this process is killed, the command is too. One thread: safe after the fork.
+        # The command dies with this process, even by SIGKILL. One thread: safe after the fork.
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
     status = None
@@ -58,7 +59,8 @@ def main() -> int:
 
 
 def _end_all(child_pid: int, grace_s: float) -> None:
-    """Ask the command to end, then whatever it left behind, then insist."""
+    """Asks the command to end, then the processes it left behind, and kills what is left after
+    `grace_s`."""
     deadline = time.monotonic() + grace_s
     shared: set[str] = set()
     asked: set[int] = set()
@@ -68,7 +70,7 @@ def _end_all(child_pid: int, grace_s: float) -> None:
             for pid in processes:
                 _signal(pid, signal.SIGKILL)
         else:
-            # The command ends its own children, in its own order, while it lives.
+            # While it lives, the command ends its own children, in its own order.
             for pid in {child_pid} if child_pid in processes else set(processes):
                 if pid not in asked:
                     asked.add(pid)
@@ -85,7 +87,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _reap() -> dict[int, int]:
-    """Exit status by process id of the children that ended."""
+    """Returns process id -> exit status of the children that have ended."""
     ended = {}
     while True:
         try:
@@ -98,7 +100,7 @@ def _reap() -> dict[int, int]:
 
 
 def _descendants(root: int) -> list[int]:
-    """Ids of all living processes below `root`, zombies left out."""
+    """Returns the ids of all processes below `root`, without zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()
     for entry in os.listdir("/proc"):
@@ -107,8 +109,8 @@ def _descendants(root: int) -> list[int]:
         try:
             stat = Path(f"/proc/{entry}/stat").read_text()
         except OSError:
-            continue  # it ended meanwhile
-        # pid (name, which may hold anything) state parent ...
+            continue  # it has ended meanwhile
+        # pid (name, which may contain anything) state parent ...
         state, parent = stat.rpartition(")")[2].split()[:2]
         children.setdefault(int(parent), []).append(int(entry))
         if state == "Z":

@@ -1,9 +1,9 @@
-"""HTTP to inference servers: aiohttp for the one call of every turn, httpx for all other calls.
+"""Sends HTTP requests to inference servers: aiohttp for the call of every turn, httpx for others.
 
-A rollout makes thousands of calls at a time on one thread, and aiohttp needs a tenth of httpx's CPU
-time for each. Both clients leave deadlines to their caller (`asyncio.timeout` ends a call whose
-answer trickles in, which a limit on the time between two bytes would not), follow no redirects, and
-take no proxy from the environment: the addresses are the run file's own.
+A rollout makes thousands of concurrent calls on one thread, and aiohttp needs a tenth of httpx's
+CPU time for each. Both clients leave deadlines to their callers: `asyncio.timeout` also ends a call
+whose answer trickles in, which a limit between two bytes would not. They follow no redirects and
+use no proxy from the environment, so that requests go to the run file's addresses.
 """
 
 from __future__ import annotations
@@ -19,46 +19,47 @@ import httpx
 from agentrl.errors import ConfigError
 
 KEEPALIVE_S = 3.0
-"""A connection idle for longer is not used again: below the 5 s after which vLLM closes it, so that
-a request is never written into a connection that is being closed."""
+"""Seconds after which an idle connection is not reused. Below vLLM's 5 s, so that no request is
+written to a connection that the server is closing."""
 MAX_ANSWER_BYTES = 512 * 2**20
 
 
 class ConnectionFailed(Exception):
-    """There is no connection, or it was lost before an answer came."""
+    """There was no connection, or it was lost before an answer came."""
 
 
 class AnswerCut(Exception):
-    """The answer began and did not end, is longer than MAX_ANSWER_BYTES, or is not HTTP."""
+    """The answer began but did not end, is longer than MAX_ANSWER_BYTES, or is not HTTP."""
 
 
 @dataclass(slots=True, frozen=True)
 class Answer:
     status: int
     headers: Mapping[str, str]
-    """Names in any case."""
+    """Keys are case-insensitive."""
     body: bytes
 
 
 class EngineSession:
-    """Requests with JSON bodies over pooled connections, to any number of servers.
+    """Sends requests with JSON bodies over pooled connections, to any number of servers.
 
-    It belongs to the event loop of its first request. Cancelling a request closes its connection,
-    which is how a server learns that nobody waits for the answer any more.
+    A session belongs to the event loop of its first request. Cancelling a request closes its
+    connection, which tells the server to drop the request.
     """
 
     def __init__(self, token: str | None = None) -> None:
         """
+        Args:
+            token: sent as a bearer token with every request.
+
         Raises:
-            ConfigError: the token cannot stand in a header.
+            ConfigError: the token has characters that an HTTP header cannot hold.
         """
         self._headers = {"Content-Type": "application/json", **bearer(token)}
         self._session: aiohttp.ClientSession | None = None
 
     async def request(self, method: str, url: str, body: bytes | None = None) -> Answer:
-        """Send a request and read the whole answer.
-
-        A request is sent once: what may be sent again is the caller's decision.
+        """Sends a request once and reads the whole answer. Retrying is up to the caller.
 
         Raises:
             ConnectionFailed, AnswerCut: see their docstrings.
@@ -69,7 +70,7 @@ class EngineSession:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
-                # Compressing a reply costs both sides more than sending it.
+                # Compressing an answer costs both sides more than sending it.
                 skip_auto_headers=("Accept-Encoding",),
             )
         try:
@@ -79,7 +80,7 @@ class EngineSession:
         except (aiohttp.ClientConnectionError, OSError) as error:
             raise ConnectionFailed("the connection was lost before an answer came") from error
         except aiohttp.ClientError as error:
-            raise AnswerCut(f"the answer is no HTTP ({error})") from error
+            raise AnswerCut(f"the answer is not HTTP ({error})") from error
         try:
             return Answer(response.status, response.headers, await _read(response))
         except (aiohttp.ClientError, OSError) as error:
@@ -109,16 +110,17 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def make_client(url: str = "", *, token: str | None = None) -> httpx.AsyncClient:
-    """A client for calls other than a rollout's.
+    """Returns a client for all calls except a rollout's.
 
-    No connection is used twice: vLLM closes one after an error without saying so, and the call
-    after that (it resumes a paused server) has to go through.
+    It never reuses a connection: after an error vLLM closes its connection without announcing it,
+    and the next call, which resumes a paused server, must not fail.
 
     Args:
-        url: in front of the paths that are asked for.
+        url: base address, which request paths are appended to.
+        token: sent as a bearer token with every request.
 
     Raises:
-        ConfigError: the token cannot stand in a header.
+        ConfigError: the token has characters that an HTTP header cannot hold.
     """
     return httpx.AsyncClient(
         base_url=url,
@@ -126,31 +128,32 @@ def make_client(url: str = "", *, token: str | None = None) -> httpx.AsyncClient
         timeout=None,
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
-        # The system's certificates and SSL_CERT_FILE, as aiohttp does.
+        # Uses the system's certificates and SSL_CERT_FILE, as aiohttp does.
         verify=ssl.create_default_context(),
     )
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """
+    """Returns the header that carries a token; no header without a token.
+
     Raises:
-        ConfigError: the token cannot stand in a header.
+        ConfigError: the token has characters that an HTTP header cannot hold.
     """
     if not token:
         return {}
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(
-            "the servers' token (inference.token, teacher.token) holds characters that no HTTP "
-            "header can hold; look for a line break at its end"
+            "the servers' token (inference.token, teacher.token) has characters that an HTTP "
+            "header cannot hold; check for a line break at its end"
         )
     return {"Authorization": f"Bearer {token}"}
 
 
 def require_address(url: str, key: str) -> str:
-    """The address without a slash at its end.
+    """Returns the address without a trailing slash.
 
     Args:
-        key: of the run file, for the message.
+        key: the run file's key, for the message.
 
     Raises:
         ConfigError: it is not an http or https address.

@@ -1,12 +1,12 @@
-"""Servers that belong to a run: started, watched, restarted, and gone when the run is.
+"""Starts a run's own inference servers, watches them, restarts them and stops them with the run.
 
-A server lives in its own virtual environment, because it pins its own torch, and is spoken to over
-loopback only: its control routes have no authentication. Every server runs below a guard
-process (see `guard.py`), so that no process of it outlives this one, not even after SIGKILL.
+A server has its own virtual environment, because it pins its own torch, and listens on loopback
+only, because its control routes have no authentication. Every server runs below a guard process
+(see `guard.py`), so that none of its processes outlives this one, even after SIGKILL.
 
-A server that dies or hangs is restarted on the same port. It comes back with the weights on its
-disk; `ServerEngine.resync` gives it the current ones before its next request. Two things can hang:
-the process that answers HTTP, and the engine behind it (`Program.alive_path`, `.engine_path`).
+A server that dies or hangs is restarted on the same port. It starts with the weights on its disk;
+`ServerEngine.resync` sends it the current ones before its next request. Two parts can hang: the
+process that answers HTTP (`Program.alive_path`), and the engine behind it (`Program.engine_path`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ logger = logging.getLogger(__name__)
 
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.5
-"""Between two looks at a server."""
+"""Seconds between two checks of a server."""
 HEALTH_TIMEOUT_S = 5.0
 ENGINE_POLL_S = 5.0
-"""Between two questions to a server's engine, which answers between its steps."""
+"""Seconds between two requests to a server's engine, which answers only between its steps."""
 GRACE_S = 8.0
-"""Time that a server has to end by itself before it is killed."""
+"""Seconds between asking a server to end and killing it."""
 MAX_RESTARTS_PER_HOUR = 6
-"""The most restarts of one server: one that fails more often fails for a reason that a restart does
-not cure."""
+"""Largest number of restarts of one server; restarts do not help a server that fails more often."""
 MAX_BACKOFF_S = 60.0
 TAIL_LINES = 12
 
@@ -63,7 +62,7 @@ class _Server:
     http: httpx.AsyncClient
     process: subprocess.Popen[bytes] | None = None
     answered_at: float = 0.0
-    """`time.monotonic()` of the last good answer of the process that answers HTTP."""
+    """`time.monotonic()` of the last answer with status 200 from the HTTP process."""
     engine_asked_at: float = 0.0
     engine_answered_at: float = 0.0
     restarted_at: list[float] = field(default_factory=list)
@@ -71,7 +70,7 @@ class _Server:
 
 
 class _NotReady(Exception):
-    """The server lives, and does not answer yet."""
+    """The server is alive, but does not answer yet."""
 
 
 class _GivenUp(Exception):
@@ -79,14 +78,14 @@ class _GivenUp(Exception):
 
 
 class ServerLauncher:
-    """`start()`, use `urls`, `aclose()`. Usable once."""
+    """Runs servers: call `start()`, use `urls`, call `aclose()`. Usable once."""
 
     def __init__(self, settings: ServerSettings, program: Program = VLLM) -> None:
         self.urls: list[str] = []
         self.restarts = 0
-        """Restarts of all servers since the start."""
+        """Number of restarts of all servers since the start."""
         self.failure: str | None = None
-        """Why the last server was given up on; None while one runs or is being restarted."""
+        """Reason why the last server was given up; None while one runs or is being restarted."""
         self._settings = settings
         self._program = program
         self._environment = server_environment(program, settings)
@@ -99,14 +98,15 @@ class ServerLauncher:
         self._may_start.set()
 
     async def start(self) -> None:
-        """Start all servers and return when every one answers.
+        """Starts all servers and returns when every one answers.
 
         Raises:
-            InferenceError: the interpreter has no such package, a server ended or did not answer in
-                time; with the last lines of its log and, where it is known, the remedy.
+            InferenceError: the interpreter does not have the package, or a server ended or did not
+                answer in time. The message has the last lines of the server's log and, if known,
+                the remedy.
         """
         self._platform, self._num_devices = await self._require_package()
-        # What only a server on this device needs; the rest stands there already.
+        # Adds the variables that only servers on this device need.
         of_platform = self._program.variables(self._settings, self._platform)
         self._environment = of_platform | self._environment
         log_dir = self._settings.log_dir
@@ -114,7 +114,7 @@ class ServerLauncher:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InferenceError(f"{log_dir} cannot be created: {error}") from error
-        # Sockets between a server's processes; a killed one would leave them behind.
+        # For sockets between a server's processes, which a killed server leaves behind.
         self._sockets_dir = tempfile.mkdtemp(prefix="agentrl-servers-")
         for number, port in enumerate(_free_ports(self._settings.num_servers)):
             url = f"http://127.0.0.1:{port}"
@@ -131,7 +131,7 @@ class ServerLauncher:
         self._watchers = [asyncio.create_task(self._watch(server)) for server in self._servers]
 
     async def aclose(self) -> None:
-        """End all servers and every process they started. Safe to call twice."""
+        """Ends all servers and every process that they started. Safe to call twice."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -144,23 +144,29 @@ class ServerLauncher:
             self._sockets_dir = None
 
     def hold(self) -> None:
-        """Start no server, and miss none, until `release`: the trainer has their GPU."""
+        """Neither checks nor starts servers until `release`, because the trainer has their GPU."""
         self._may_start.clear()
 
     def release(self) -> None:
-        for server in self._servers:  # nobody looked meanwhile
+        """Checks servers again, after `hold`."""
+        for server in self._servers:  # nothing was checked meanwhile
             server.answered_at = server.engine_answered_at = time.monotonic()
         self._may_start.set()
 
     async def stop(self, url: str) -> None:
-        """End a server, which is started again when it is next missed."""
+        """Ends a server. The next check finds it missing and starts it again."""
         await self._stop(next(server for server in self._servers if server.url == url))
 
     async def _require_package(self) -> tuple[str, int]:
-        """Returns the device that servers compute on (`cpu`, `cuda`, ...) and how many they see."""
+        """Returns the kind of device that servers compute on (`cpu`, `cuda`, ...) and how many
+        devices they see.
+
+        Raises:
+            InferenceError: the interpreter cannot be run or does not have the package.
+        """
         python, package = self._settings.python, self._program.package
         remedy = (
-            "set --inference.python to the interpreter of a virtual environment that holds "
+            "set --inference.python to the interpreter of a virtual environment with "
             f"{self._program.name} ({self._program.install})"
         )
         try:
@@ -188,7 +194,7 @@ class ServerLauncher:
             lines = stderr.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"status {process.returncode}"
             raise InferenceError(f"{python} cannot import {package} ({reason}); {remedy}")
-        words = stdout.decode(errors="replace").split()[-2:]  # it may print lines of its own
+        words = stdout.decode(errors="replace").split()[-2:]  # the import may print lines too
         return (words[0], int(words[1])) if len(words) == 2 else ("", 0)
 
     def _spawn(self, server: _Server) -> None:
@@ -209,18 +215,19 @@ class ServerLauncher:
             log.write(f"--- {' '.join(command)}\n".encode())
             log.flush()
             server.process = start_group(
-                # -I: the folder of the file holds a module named `http`
+                # -I: the guard's folder has a module named `http`, which would hide Python's
                 [settings.python, "-I", str(GUARD), str(os.getpid()), str(GRACE_S), *command],
-                stdin=subprocess.PIPE,  # closing it ends the server; the end of this process does
+                stdin=subprocess.PIPE,  # the end of this process closes it, which ends the server
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
             )
 
     async def _until_ready(self, server: _Server) -> None:
-        """
+        """Waits until the server answers.
+
         Raises:
-            InferenceError: it ended, or the time is up.
+            InferenceError: it ended, or did not answer within `startup_timeout_s`.
         """
 
         async def look(_: float) -> None:
@@ -271,7 +278,8 @@ class ServerLauncher:
                 return
 
     async def _restart(self, server: _Server, reason: str) -> bool:
-        """False when the server failed too often and is given up on."""
+        """Restarts the server, repeatedly if need be. Returns False if it failed too often and is
+        given up."""
 
         async def attempt(_: float) -> None:
             nonlocal reason
@@ -296,7 +304,7 @@ class ServerLauncher:
                 max_pause_s=MAX_BACKOFF_S,
             )
         except _GivenUp as error:
-            logger.error("%s; it is given up on", error)
+            logger.error("%s; giving up on this server", error)
             server.given_up = True
             if all(each.given_up for each in self._servers):
                 self.failure = str(error)
@@ -304,9 +312,10 @@ class ServerLauncher:
         return True
 
     def _count_restart(self, server: _Server, reason: str) -> None:
-        """
+        """Counts a restart that is about to be tried.
+
         Raises:
-            _GivenUp: there were too many.
+            _GivenUp: there were MAX_RESTARTS_PER_HOUR within the last hour.
         """
         now = time.monotonic()
         server.restarted_at = [at for at in server.restarted_at if at > now - 3600]
@@ -325,17 +334,20 @@ class ServerLauncher:
         assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
-        deadline = time.monotonic() + GRACE_S + 10  # the guard needs no more
+        deadline = time.monotonic() + GRACE_S + 10  # the guard needs less
         while process.poll() is None:
             if time.monotonic() > deadline:
                 kill_group(process)
             await asyncio.sleep(0.05)
 
     def _startup_failure(self, server: _Server, what: str) -> str:
-        """The last lines of the log; the reason is often followed by the trace of who noticed."""
+        """Returns the message for a server that did not start, with the last lines of its log.
+
+        It quotes several lines, because tracebacks of other processes often follow the reason.
+        """
         with contextlib.suppress(OSError):
             text = server.log.read_text(errors="replace")
-            start = text.rfind("\n--- ") + 1  # of the last start
+            start = text.rfind("\n--- ") + 1  # restarts append to the log
             lines = [line for line in text[start:].splitlines() if line.strip()]
             remedy = next(
                 (fix for sign, fix in self._program.remedies.items() if sign in text[start:]), None
@@ -350,6 +362,7 @@ class ServerLauncher:
 
 
 async def _answers(server: _Server, path: str) -> bool:
+    """Returns True, and notes the time, if the server answers with status 200."""
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             response = await server.http.get(path)
@@ -362,7 +375,7 @@ async def _answers(server: _Server, path: str) -> bool:
 
 
 async def _ask_engine(server: _Server, path: str) -> None:
-    """Note whether the engine answers, if it is time to ask again."""
+    """Asks the engine, unless it was asked recently, and notes the time if it answers."""
     if time.monotonic() < server.engine_asked_at + ENGINE_POLL_S:
         return
     server.engine_asked_at = time.monotonic()
@@ -373,7 +386,7 @@ async def _ask_engine(server: _Server, path: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Distinct ports of loopback that nothing listens on now."""
+    """Returns distinct loopback ports on which nothing is listening now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,6 +1,6 @@
-"""The settings, command line and environment that a server is started with.
+"""Describes how a server is started: settings, command line and environment variables.
 
-`agentrl.inference.vllm_command` and `.sglang_command` each describe one `Program`.
+`agentrl.inference.vllm_command` and `.sglang_command` each define one `Program`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from agentrl.errors import InferenceError
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.+"
 )
-"""What torchrun tells a rank. In a server torch would wait for the store of the run's launcher."""
+"""Variables that torchrun sets for a rank. With them, a server's torch would wait for the store of
+the run's own launcher."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -25,44 +26,47 @@ class ServerSettings:
     python: str
     """Interpreter of the virtual environment that holds the server's packages."""
     model: str
-    """Directory or hub name of the weights a server starts with."""
+    """Directory or hub name of the weights that a server starts with."""
     log_dir: Path
-    """Gets `vllm-<n>.log` or `sglang-<n>.log` of every server, appended to by restarts."""
+    """Directory for the servers' logs, `vllm-<n>.log` or `sglang-<n>.log`. Restarts append."""
     num_servers: int = 1
-    """Each with the whole model. They share the visible GPUs evenly."""
+    """Number of servers, each with the whole model. They share the visible GPUs evenly."""
     served_model_name: str = "policy"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_model_len: int | None = None
-    """Tokens of prompt and reply; the model's own when None."""
+    """Largest number of tokens of a prompt and its reply; None takes the model's limit."""
     plugin_dir: Path | None = None
     """vLLM: directory with the weight-transfer plugin and its entry point
     (`agentrl.sync.plugin`)."""
     transfer_backend: str = "agentrl"
-    """With the plugin: how new weights come, `agentrl` or one of vLLM's own."""
+    """vLLM, with the plugin: the backend that receives new weights, `agentrl` or one of vLLM's."""
     align_rounding: bool = True
-    """With the plugin, in bfloat16 and on a CPU: the server rounds where the trainer's model does
-    (`agentrl.sync.vllm_plugin.rounding`), uncompiled."""
+    """vLLM, with the plugin, in bfloat16 and on a CPU: the server rounds where the trainer's model
+    does (`agentrl.sync.vllm_plugin.rounding`) and does not compile."""
     adapter: Path | None = None
-    """vLLM: folder of a low-rank adapter, which is then what is served as `served_model_name`; the
-    bare model gets `-base` behind its name."""
+    """vLLM: folder of a low-rank adapter to serve as `served_model_name`. The bare model is served
+    under that name with `-base` appended."""
     sleeps: bool = False
-    """It can give its GPU's memory back while the trainer learns. A CPU has no such memory."""
+    """Makes the server able to give back its GPU's memory while the trainer learns. Has no effect
+    on a CPU."""
     extra_args: Sequence[str] = ()
-    """Further arguments of the server, after agentrl's own, which they override."""
+    """Further command-line arguments. They follow agentrl's own, except --port, and override
+    them."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables."""
     startup_timeout_s: float = 600.0
-    """Time until all servers have to answer."""
+    """Seconds within which a server must answer after its start."""
     unhealthy_after_s: float = 30.0
-    """A living server that has not answered `Program.alive_path` for so long is restarted."""
+    """Seconds without an answer from `Program.alive_path` after which a server is restarted."""
     hung_after_s: float = 300.0
-    """The same for its engine and `Program.engine_path`. Longer than any of its steps takes, and
-    than it needs to load weights, during which it answers nothing."""
+    """Seconds without an answer from `Program.engine_path` after which a server is restarted. Must
+    exceed the time of an engine's step, and of loading weights, during which it does not answer."""
     seed: int = 0
-    """The random seed of every server."""
+    """Random seed of every server."""
 
     @property
     def aligns_rounding(self) -> bool:
+        """True if a server on a CPU is to round where the trainer's model does."""
         return self.align_rounding and self.dtype == "bfloat16" and self.plugin_dir is not None
 
 
@@ -73,52 +77,53 @@ class MakesCommand(Protocol):
         """Returns the command line of a server.
 
         Args:
-            platform: what the server computes on: `cpu`, `cuda`, ...
-            host: address to listen on. The weight routes ask for no token.
+            platform: kind of device that the server computes on: `cpu`, `cuda`, ...
+            host: address to listen on. Anyone who can reach it can use the weight routes, which
+                need no token.
         """
         ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Program:
-    """A serving software, as the launcher starts and watches it."""
+    """Serving software, as the launcher starts and watches it."""
 
     name: str
     package: str
-    """The module that its virtual environment must hold."""
+    """Module that its virtual environment must have."""
     ask_platform: str
-    """Python that prints the device it computes on and how many of them it sees."""
+    """Python code that prints the kind of device it computes on and the number of devices."""
     command: MakesCommand
     variables: Callable[[ServerSettings, str], dict[str, str]]
-    """Environment variables that a server needs beside those of its machine, by what it computes
-    on (empty where that is not known yet)."""
+    """Returns the environment variables that a server needs besides its machine's, given the kind
+    of device (empty if not known yet)."""
     defaults: Mapping[str, str] = field(default_factory=dict)
-    """Further ones, unless this process has them."""
+    """Environment variables to set unless this process has them."""
     sockets_variable: str | None = None
-    """Names the folder of the sockets between a server's processes."""
+    """Environment variable for the folder of the sockets between a server's processes."""
     alive_path: str
-    """Answered with 200 by the process that answers HTTP, whatever its engine does."""
+    """Route that the HTTP process answers with 200, whatever its engine is doing."""
     engine_path: str
-    """Answered by the engine, between two steps."""
+    """Route that the engine answers, between two steps."""
     remedies: Mapping[str, str]
-    """What the end of a log says, and what to do about it."""
+    """Text in a log -> the remedy for what it reports."""
     install: str
-    """How its virtual environment is made."""
+    """Commands that create its virtual environment."""
     beside: Path
-    """The interpreter that `make vllm` or `make sglang` leaves beside a checkout."""
+    """Path, from the checkout, of the interpreter that `make vllm` or `make sglang` creates."""
     python_variable: str
     """Environment variable that names an interpreter."""
     share_flag: str
-    """The command-line flag for the share of a GPU's memory that it takes."""
+    """Command-line flag for the share of a GPU's memory that a server takes."""
 
 
 def server_environment(
     program: Program, settings: ServerSettings, platform: str = ""
 ) -> dict[str, str]:
-    """Environment variables of every server, from this process's own.
+    """Returns the environment variables of every server, based on this process's own.
 
     Args:
-        platform: what the server computes on; empty where that is not known yet.
+        platform: kind of device that the server computes on; empty if not known yet.
     """
     environment = {
         name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)
@@ -129,10 +134,10 @@ def server_environment(
 
 
 def share_of_devices(visible: str, number: int, num_servers: int) -> str:
-    """The part of CUDA_VISIBLE_DEVICES that one of several servers gets.
+    """Returns server `number`'s part of the devices `visible`, both as in CUDA_VISIBLE_DEVICES.
 
     Raises:
-        InferenceError: they cannot share the devices evenly.
+        InferenceError: the servers cannot share the devices evenly.
     """
     devices = [device for device in visible.split(",") if device]
     share = len(devices) // num_servers

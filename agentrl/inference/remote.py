@@ -1,29 +1,29 @@
-"""Client of inference servers: token ids in, token ids, log-probabilities and weight versions out.
+"""Client of inference servers: token ids in; token ids, log-probabilities and weight versions out.
 
-The clients of vLLM and SGLang share this module; `agentrl.inference.vllm` and `.sglang` hold what
-differs: the token endpoint, the probe of it, the route to the label of the weights, and how a
-request is given up.
+The clients of vLLM and SGLang share this module. `agentrl.inference.vllm` and `.sglang` define what
+differs: the token endpoint, its probe, the route to the label of the weights, and how a cancelled
+request is dropped.
 
-The probe reads whether log-probabilities are those of the distribution that was sampled or of the
-raw logits, which differ unless the temperature is 1. Every answer is checked before it is handed
-on. Where an endpoint says nothing about versions, tokens get the policy version of the moment
-their request was sent, and a restart between two requests goes unnoticed.
+The probe determines if log-probabilities are those of the sampled distribution or of the raw
+logits; the two differ unless the temperature is 1. Every answer is checked before it is returned.
+If an endpoint does not report versions, tokens get the policy version at which their request was
+sent, and a restart between two requests goes unnoticed.
 
-**Faults.** A request is retried where a server cannot be reached, drops the connection before it
-answers, or says 429 or 503, for `retry_for_s`; where a server fails while answering (500, 502, 504,
-a body that ends early or is not JSON), up to `MAX_FAILURES` per call; where a server stays silent
-for `request_timeout_s`, once on each other server. An answer that breaks the contract is not
-retried.
+**Faults.** A request is retried for `retry_for_s` while a server cannot be reached, drops the
+connection before it answers, or answers 429 or 503. If a server fails while answering (500, 502,
+504, a body that ends early or is not JSON), a call gives up at `MAX_FAILURES` such failures. If a
+server stays silent for `request_timeout_s`, the request is sent once to each other server. An
+answer that is invalid for another reason is not retried.
 
-**Weights.** A server that was out of reach may have been restarted and then samples from the
-weights on its disk. With `resync` set, such a server gets the current weights before its next
-request, and an answer from older weights is thrown away and asked for again.
+**Weights.** A server that was out of reach may have been restarted; it then samples from the
+weights on its disk. If `resync` is set, such a server gets the current weights before its next
+request, and an answer from older weights is discarded and requested again.
 
-**Updates.** An update that aborts the requests in flight ends them with what they had sampled;
-`generate` continues them from those ids, under whatever weights the server has by then. No
-`cache_salt` is sent: every way to pause a server for an update also empties its prefix cache. A
-salt per version would not be exact, because the server changes its weights before the client knows
-(a request in between stores new keys and values under the old salt), and it would keep a turn
+**Updates.** A weight update may abort the requests in flight, which then return what they had
+sampled. `generate` continues them from those ids, with the server's new weights. No `cache_salt` is
+sent, because every way to pause a server for an update also empties its prefix cache. A salt per
+version would not be exact, because the server changes its weights before the client knows: a
+request in between would store new keys and values under the old salt. It would also keep a turn
 that crossed an update from sharing its prefix with the next turn.
 """
 
@@ -84,13 +84,13 @@ from agentrl.retry import retry
 from agentrl.types import ShownImage
 
 LABEL_TIMEOUT_S = 20.0
-"""How long an engine may be busy before it says which weights it has."""
+"""Seconds within which a busy engine must report the label of its weights."""
 AFTER_SILENCE_S = 30.0
-"""How long a server gets no request after it did not."""
+"""Seconds for which other servers are preferred to one that did not report its label."""
 PROBE_TIMEOUT_S = 60.0
-"""How long a server may take to answer the probe, which a paused one does not."""
+"""Seconds within which a server must answer the probe. A paused server does not answer it."""
 FIRST_TOKEN = 0
-"""The prompt of the probe. Any would do; every vocabulary has this one."""
+"""The only token in the probe's prompt. Every vocabulary has it."""
 
 
 class ServerEngine:
@@ -101,26 +101,28 @@ class ServerEngine:
     goes to the server with the fewest requests in flight. The group is the request id up to the
     last `-m`: `step3-group7-m2-turn0` and `step3-group7-m5-turn1` share a server.
 
-    `policy_version` stamps the tokens of servers that report no versions, and is the oldest version
-    accepted from those that do; set it after the new weights are in place. Within a trajectory (the
-    request id up to the last `-t`) versions never decrease: while servers are updated one may be
-    ahead, and if its next turn goes to another, that one's older answer is not taken.
+    `policy_version` is the version of tokens from servers that do not report versions, and the
+    oldest version accepted from servers that do. Set it after the new weights are in place. Within
+    a trajectory (the request id up to the last `-t`) versions never decrease: during an update one
+    server may be ahead, and if the trajectory's next turn goes to another server, that server's
+    older answer is discarded.
 
-    `resync(url)` sends the current weights, labelled `policy_version` or newer, to one server; it
-    raises an AgentRLError or OSError where it cannot, and is then called again. It is awaited, once
-    per server at a time, before a request goes to a server whose weights are in doubt. While it is
-    set, a server without an integer label counts as holding version 0. None: such a server is an
-    error.
+    `resync(url)` sends the current weights, labelled `policy_version` or newer, to one server. It
+    raises an AgentRLError or OSError if it fails, and is then called again. It is awaited before a
+    request goes to a server whose weights are in doubt, once at a time per server. While `resync`
+    is set, a server without an integer label counts as having version 0. If it is None, tokens of
+    such a server get `policy_version`, unless the server reported integer labels before, which is
+    an error.
     """
 
     name: ClassVar[str]
-    """The name of the serving software."""
+    """Name of the serving software."""
     label_path: ClassVar[str]
-    """The route that tells the label of a server's weights."""
+    """Route that returns the label of a server's weights."""
     sampled_logprobs: ClassVar[str]
-    """The way to start a server whose log-probabilities are those of the sampled distribution."""
+    """How to start a server so that its log-probabilities are those of the sampled distribution."""
     image_families: ClassVar[tuple[str, ...]] = ()
-    """Model families whose images the server is sent."""
+    """Model families whose images can be sent to the server."""
 
     resync: Callable[[str], Awaitable[None]] | None = None
 
@@ -140,14 +142,15 @@ class ServerEngine:
             urls: base addresses, `http://host:port`.
             model: served model name.
             token: the servers' `--api-key`.
-            seed: gives every request its own seed on the server. None leaves it to the server,
-                which samples a batch faster that way.
-            stop_token_ids: end every turn, besides each request's own.
-            request_timeout_s: one attempt, from connecting to the last byte.
-            retry_for_s: how long one call keeps trying while servers are unreachable or full.
+            seed: derives a seed for every request. None leaves seeds to the server, which then
+                samples a batch faster.
+            stop_token_ids: ids that end every turn, besides each request's own.
+            request_timeout_s: limit of one attempt, from connecting to the last byte.
+            retry_for_s: time for which a call keeps trying while servers are unreachable or full.
 
         Raises:
             ConfigError: an address or the token is malformed.
+            ValueError: `urls` is empty.
         """
         if not urls:
             raise ValueError("an engine needs at least one server address")
@@ -166,7 +169,7 @@ class ServerEngine:
         self._newest_version: OrderedDict[str, int] = OrderedDict()  # by trajectory
 
     async def start(self) -> None:
-        """Probe every server now instead of at its first request.
+        """Probes every server now instead of at its first request.
 
         Raises:
             InferenceError: a server is unreachable, does not answer, or has no such endpoint.
@@ -182,7 +185,7 @@ class ServerEngine:
             except TimeoutError as error:
                 raise InferenceError(
                     f"{server.url}: no answer to the probe within {PROBE_TIMEOUT_S:g} s; it hangs, "
-                    "or is paused since another trainer was killed: restart or resume it"
+                    "or a trainer that was killed left it paused: restart or resume it"
                 ) from error
 
     async def generate(
@@ -192,23 +195,23 @@ class ServerEngine:
         sampling: SamplingParams,
         images: Sequence[ShownImage] = (),
     ) -> Generation:
-        """Sample one continuation of `prompt_ids`.
+        """Samples one continuation of `prompt_ids`.
 
-        A request that the server aborts (a weight update may) is continued from the tokens it had,
-        with what is left of `max_tokens`, as often as it takes: one Generation comes back, of
-        tokens that may be of several versions, and never with finish reason `abort`. A part's seed
-        depends on where it starts, so that no part repeats the random numbers of another.
+        If the server aborts the request, as a weight update may, the request is continued from its
+        tokens so far, with what is left of `max_tokens`, as often as necessary. The result may
+        therefore have tokens of several versions, but never the finish reason `abort`. A part's
+        seed depends on its start, so that no two parts use the same random numbers.
 
-        Bounded by the caller's own deadline; cancelling closes the connection, which makes the
-        server drop the request. With `top_p`, `top_k` or `min_p` the log-probabilities are those of
-        the truncated distribution, and `kept_ids` says of which ids where the server does.
+        The caller sets the deadline. Cancelling closes the connection, and the server drops the
+        request. With `top_p`, `top_k` or `min_p`, vLLM's log-probabilities are those of the
+        truncated distribution, and `kept_ids` has its ids if the server reports them.
 
         Args:
-            images: those that the prompt shows, in order.
+            images: the prompt's images, in order.
 
         Raises:
-            InferenceError: with the server's address and the reason; or no server is sent such
-                images.
+            InferenceError: the request failed (the message has the server's address and the
+                reason), or servers do not take such images.
         """
         features = features_of(images) if images else msgspec.UNSET
         trajectory = request_id.rpartition("-t")[0] or request_id
@@ -244,22 +247,27 @@ class ServerEngine:
         return whole
 
     def traits(self, url: str) -> tuple[Endpoint, bool]:
-        """Returns what the probe found: the endpoint, and whether log-probabilities are of raw
-        logits."""
+        """Returns the probe's findings: the endpoint, and True if log-probabilities are those of
+        the raw logits.
+
+        Raises:
+            InferenceError: the server has not been probed.
+        """
         server = self._pool.find(url)
         if server.endpoint is None:
-            raise InferenceError(f"{url} was not probed yet; call start() first")
+            raise InferenceError(f"{url} has not been probed yet; call start() first")
         return server.endpoint, server.raw_logprobs
 
     def distrust(self, url: str) -> None:
-        """Its weights may not be the current ones: `resync` comes before its next request."""
+        """Has `resync` called for this server before its next request, because its weights may not
+        be the current ones."""
         self._pool.find(url).in_doubt = True
 
     def reserve(self, num_episodes: int) -> None:
-        """Nothing to do: a server forms its batches itself."""
+        """Does nothing: a server forms its batches itself."""
 
     def release(self, num_episodes: int = 1) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     async def aclose(self) -> None:
         for server in self._pool.servers:
@@ -277,12 +285,15 @@ class ServerEngine:
         request_id: str,
         min_version: int,
     ) -> Generation:
-        """One answer of one server, however many attempts on however many servers that takes.
+        """Returns one server's answer, after as many attempts on as many servers as necessary.
 
         Args:
-            part_id: the request's id, or for a later part of it one of its own.
+            part_id: the id of this part of the request; the request's own for the first part.
             request_id: decides the server.
-            min_version: of the tokens before: versions never decrease within a sequence.
+            min_version: version of the tokens before; versions never decrease within a sequence.
+
+        Raises:
+            InferenceError: as for `generate`.
         """
         faults = Faults()
 
@@ -366,13 +377,13 @@ class ServerEngine:
         )
 
     async def _renew(self, server: Server) -> None:
-        """Wait until the weights of a server in doubt are the current ones.
+        """Waits until a server in doubt has the current weights.
 
-        All requests wait for one renewal, and their cancellation does not stop it: a server left
-        in the middle of an update answers nobody.
+        All requests wait for the same renewal. Cancelling them does not stop it, because a server
+        in the middle of an update answers no requests.
 
         Raises:
-            Unavailable: not now.
+            Unavailable: the server cannot be brought up to date now.
         """
         if server.renewal is None or server.renewal.done():
             server.renewal = asyncio.create_task(self._renewal(server))
@@ -380,15 +391,16 @@ class ServerEngine:
         await asyncio.shield(server.renewal)
 
     async def _renewal(self, server: Server) -> None:
-        """One reset connection does not mean a restart: the server's label may still be right."""
+        """Sends the current weights to a server in doubt, unless its label shows that it has them:
+        a lost connection does not always mean a restart."""
         await self._renew_at(server.url, max(self.policy_version, server.wanted_version))
         server.in_doubt = False
 
     async def _renew_at(self, url: str, version: int) -> None:
-        """Send the current weights to a server whose label is not of this version or a newer one.
+        """Sends the current weights to a server, unless its label is this version or a newer one.
 
         Raises:
-            Unavailable: not now.
+            Unavailable: the server cannot be reached now, or the weights could not be sent.
         """
         assert self.resync is not None
         label = None
@@ -408,11 +420,11 @@ class ServerEngine:
                 raise Unavailable(f"the current weights could not be sent: {error}") from error
 
     def _id_for_server(self, wire_id: str) -> str:
-        """The id under which a server knows an attempt."""
+        """Returns the id by which the server knows an attempt."""
         return wire_id
 
     def _abandon(self, server: Server, rid: str) -> None:
-        """Called when an attempt was cancelled and its connection closed."""
+        """Called after an attempt was cancelled and its connection closed."""
 
     def _sampling_of(self, part_id: str, sampling: SamplingParams) -> SamplingFields:
         seed = self._seed if sampling.seed is None else sampling.seed
@@ -428,7 +440,7 @@ class ServerEngine:
         )
 
     async def _post(self, server: Server, path: str, body: bytes) -> Answer:
-        """Sends a request; returns an answer that is complete and not an error of the server's.
+        """Sends a request and returns the complete answer, with a status below 500 and not 429.
 
         Raises:
             Unavailable, Failed: see their docstrings.
@@ -450,7 +462,7 @@ class ServerEngine:
         return answer
 
     async def _probe(self, server: Server) -> Endpoint:
-        """Find out the server's endpoint and what its log-probabilities mean, once."""
+        """Determines the server's endpoint and the meaning of its log-probabilities, once."""
         async with server.probing:
             if server.endpoint is None:
                 endpoint, server.raw_logprobs = await self._ask_probe(server)
@@ -458,37 +470,39 @@ class ServerEngine:
             return server.endpoint
 
     async def _ask_probe(self, server: Server) -> tuple[Endpoint, bool]:
-        """
+        """Sends the probe.
+
         Returns:
-            The endpoint, and whether log-probabilities are those of the raw logits.
+            The endpoint, and True if log-probabilities are those of the raw logits.
 
         Raises:
-            InferenceError: it has no such endpoint, or refuses the request.
+            InferenceError: the server has no such endpoint, or refuses the request.
             Unavailable, Failed, NotJSON: see their docstrings.
         """
         raise NotImplementedError
 
     async def _require_pixels(self, server: Server, endpoint: Endpoint) -> None:
-        """
+        """Checks that the server reads images' pixels as they are sent.
+
         Raises:
-            InferenceError: the server would read other pixels than it is sent, or takes no images.
+            InferenceError: it would change the pixels, or does not take images.
             Unavailable, Failed: see their docstrings.
         """
         if endpoint != GENERATE:
             raise InferenceError(
-                f"{server.url}: images are sent to {GENERATE}, which it does not offer; start it "
+                f"{server.url}: images need {GENERATE}, which the server does not offer; start it "
                 "with --enable-scale-out"
             )
         answer = await self._post(server, RENDER, render_request(self._model))
         if answer.status != 200:
             raise InferenceError(
-                f"{server.url} cannot be shown an image ({answer.status}: "
-                f"{error_message(answer.body)}); does it serve the model of model.path?"
+                f"{server.url} refused a test image ({answer.status}: "
+                f"{error_message(answer.body)}); does it serve the model at model.path?"
             )
         if normalises_itself(answer.body):
             raise InferenceError(
-                f"{server.url}: its tower normalises pixels that already are; start it with "
-                f"{NORMALISED}"
+                f"{server.url}: its image tower would normalise pixels a second time; start it "
+                f"with {NORMALISED}"
             )
         server.takes_pixels = True
 
@@ -500,24 +514,29 @@ class ServerEngine:
         )
 
     def _versions(self, server: Server, sampled: Sampled, expected_version: int) -> list[int]:
-        """One version per token, from the server's spans where it labels its weights.
+        """Returns one version per token, from the server's spans or, if it has no integer labels,
+        `expected_version`.
 
-        A server that never had its weights changed labels them with a word; one that was restarted
-        goes back to that word, or to an older number, and must not be trained on unknowingly.
+        A server whose weights were never changed labels them with a word. After a restart it uses
+        that word again, or an older number, and its samples must not be trained on.
+
+        Raises:
+            OldWeights: the tokens may come from weights older than `expected_version`.
+            InferenceError: the spans do not cover the tokens.
         """
         spans, num_tokens = sampled.spans, len(sampled.token_ids)
         labels = [version_number(span.version) for span in spans]
         if not labels or None in labels:
             if server.labels_versions or (self.resync is not None and expected_version > 0):
                 raise OldWeights(
-                    "it does not say which weights it samples from; it was probably restarted. "
+                    "it does not report which weights it samples from; it was probably restarted. "
                     f"Send it version {expected_version} again"
                 )
             return [expected_version] * num_tokens
         versions: list[int] = []
         for span, label in zip(spans, labels, strict=True):
             if span.start != len(versions) or span.end < span.start or label is None:
-                raise InferenceError(f"{server.url}: its weight version spans leave gaps")
+                raise InferenceError(f"{server.url}: its weight version spans have gaps")
             versions += [label] * (span.end - span.start)
         if len(versions) != num_tokens:
             raise InferenceError(
@@ -528,7 +547,7 @@ class ServerEngine:
         oldest = min(versions, default=expected_version)
         if oldest < expected_version:
             raise OldWeights(
-                f"it samples from weights of version {oldest}, the policy is at version "
+                f"it samples from weights of version {oldest}, but the policy is at version "
                 f"{expected_version}; it was probably restarted. Send the weights again"
             )
         return versions
@@ -537,18 +556,19 @@ class ServerEngine:
 def _joined(
     first: list[np.ndarray] | None, second: list[np.ndarray] | None
 ) -> list[np.ndarray] | None:
-    """Joins the lists of two parts of a generation; None if either part has none."""
+    """Concatenates the lists of two parts of a generation; None if either part has none."""
     return None if first is None or second is None else first + second
 
 
 @functools.lru_cache(maxsize=64)
 def _union(stop_token_ids: frozenset[int], more: tuple[int, ...]) -> list[int]:
-    """Joins the ids of the engine and of the request, which are the same in all requests of a
-    run."""
+    """Returns the sorted union of the engine's and a request's stop ids. Cached, because most
+    requests of a run have the same."""
     return sorted(stop_token_ids.union(more))
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """A renewal whose waiters were all cancelled may fail without anyone to tell."""
+    """Retrieves a renewal's exception, so that asyncio does not log it as lost if all waiters were
+    cancelled."""
     if not task.cancelled():
         task.exception()

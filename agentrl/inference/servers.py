@@ -1,4 +1,4 @@
-"""Which of several inference servers a request goes to, and what a fault of one of them means."""
+"""Chooses the inference server for each request, and decides what follows from a server's fault."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from agentrl.errors import InferenceError
 from agentrl.inference.token_api import Endpoint
 
 MAX_FAILURES = 6
-"""Failed answers (not refused connections) a call tolerates before it gives up."""
+"""Failed answers (not refused connections) of one call at which it gives up."""
 DOWN_S = 1.0
-"""How long other servers are preferred to one that could not be reached or failed."""
+"""Seconds for which other servers are preferred to one that failed or could not be reached."""
 MAX_REMEMBERED = 65536
-"""Groups whose server is remembered, and trajectories whose newest version is."""
+"""Largest number of groups whose server, and of trajectories whose newest version, is
+remembered."""
 
 Value = TypeVar("Value")
 
@@ -26,36 +27,40 @@ Value = TypeVar("Value")
 class Server:
     url: str
     endpoint: Endpoint | None = None
-    """None until probed."""
+    """The token endpoint; None until probed."""
     raw_logprobs: bool = False
+    """Its log-probabilities are those of the raw logits, as the probe found."""
     takes_pixels: bool = False
-    """It was seen to read images as they are sent."""
+    """A test request showed that it reads images' pixels as they are sent."""
     in_flight: int = 0
+    """Number of requests that it is answering."""
     down_until: float = 0.0
     """`time.monotonic()` before which other servers are preferred."""
     labels_versions: bool = False
-    """It once answered with an integer weight version."""
+    """It has answered with an integer weight version before."""
     in_doubt: bool = False
-    """Its weights may not be the current ones: contact was lost, or an answer came from others."""
+    """Its weights may not be the current ones: contact was lost, or an answer failed or came from
+    older weights."""
     wanted_version: int = 0
-    """Newest version that was expected of it: the one of a server that is updated before the rest,
-    and whose sequence is continued here, is newer than the policy's."""
+    """Newest version that was expected of it. Newer than the policy's if a sequence that another
+    server began, after its own update, is continued here."""
     renewal: asyncio.Task[None] | None = None
-    """Bringing the current weights to it."""
+    """Task that sends it the current weights."""
     probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the server is probed, so that it is probed once."""
 
 
 class Unavailable(Exception):
-    """No byte of an answer, or 429/503: the same request may be sent again."""
+    """No byte of an answer came, or status 429 or 503: the request may be sent again."""
 
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Pause that the server asks for."""
+        """Seconds to wait, if the server asks for a pause."""
 
 
 class Failed(Exception):
-    """The server began to answer, or should have, and failed."""
+    """The server failed while answering: status 500 or above except 503, or a cut answer."""
 
 
 class OldWeights(Exception):
@@ -63,6 +68,8 @@ class OldWeights(Exception):
 
 
 class TryAgain(Exception):
+    """Another attempt may succeed, after `after_s` seconds."""
+
     def __init__(self, after_s: float) -> None:
         super().__init__()
         self.after_s = after_s
@@ -70,26 +77,28 @@ class TryAgain(Exception):
 
 @dataclass(slots=True)
 class Faults:
-    """The faults that one call has met with so far."""
+    """The faults of one call so far."""
 
     num_attempts: int = 0
     num_failed: int = 0
-    """Answers that failed or came from older weights."""
+    """Number of answers that failed or came from older weights."""
     give_up_at: float | None = None
-    """`time.monotonic()`; set when a server was first out of reach."""
+    """`time.monotonic()` at which the call gives up; set when a server is first unavailable."""
     silent: set[str] = field(default_factory=set)
     """Addresses of servers that did not answer in time."""
 
 
 class ServerPool:
+    """Routes requests to servers and handles their faults."""
+
     def __init__(
         self, urls: Sequence[str], *, request_timeout_s: float, retry_for_s: float
     ) -> None:
         """
         Args:
-            urls: without a slash at their ends.
+            urls: base addresses, without a trailing slash.
             request_timeout_s: deadline of one attempt.
-            retry_for_s: how long one call keeps trying while servers are unreachable or full.
+            retry_for_s: time for which a call keeps trying while servers are unreachable or full.
         """
         self.servers = [Server(url) for url in urls]
         self._request_timeout_s = request_timeout_s
@@ -97,13 +106,14 @@ class ServerPool:
         self._server_of_group: OrderedDict[str, Server] = OrderedDict()
 
     def find(self, url: str) -> Server:
+        """Returns the server with this address, which must be one of the pool's."""
         return next(server for server in self.servers if server.url == url.rstrip("/"))
 
     def route(self, request_id: str, silent: set[str]) -> Server:
-        """The group's server while it is up, else the least busy one that is.
+        """Returns the group's server if it is up, else the one that is up and least busy.
 
         Args:
-            silent: addresses of servers that are not tried again. At least one is none of them.
+            silent: addresses of servers that are not tried again; must leave at least one.
         """
         group = request_id.rpartition("-m")[0] or request_id
         now = time.monotonic()
@@ -123,12 +133,15 @@ class ServerPool:
         request_id: str,
         can_resync: bool,
     ) -> TryAgain | InferenceError:
-        """Note a fault of a server, and decide whether another attempt may help.
+        """Notes a server's fault and decides whether the call is tried again.
 
         Args:
-            error: TimeoutError, NotJSON, or one of this module.
-            faults: of the call; is updated.
-            can_resync: a server with old weights can be given the current ones.
+            error: a TimeoutError, a NotJSON, or an exception of this module.
+            faults: the call's, updated here.
+            can_resync: true if a server with old weights can be sent the current ones.
+
+        Returns:
+            The exception to raise: TryAgain, or the InferenceError that ends the call.
         """
         now = time.monotonic()
         if isinstance(error, TimeoutError):
@@ -164,7 +177,7 @@ class ServerPool:
 
 
 def remember(recent: OrderedDict[str, Value], key: str, value: Value) -> None:
-    """Set an entry, as the newest of at most MAX_REMEMBERED."""
+    """Sets an entry as the newest, and drops the oldest one beyond MAX_REMEMBERED."""
     recent[key] = value
     recent.move_to_end(key)
     if len(recent) > MAX_REMEMBERED:

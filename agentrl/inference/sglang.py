@@ -1,7 +1,7 @@
-"""SGLang's client: `agentrl.inference.remote` over `/generate`.
+"""Client of SGLang servers: `agentrl.inference.remote` over `/generate`.
 
-An address may be that of sglang-router, which hands requests on and knows no control routes: those
-go to each of its workers (`workers_of`).
+An address may be that of sglang-router, which forwards requests for tokens but has no control
+routes: requests to those go to each of its workers (`workers_of`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from agentrl.inference.token_api import (
 )
 
 PROBE_TEMPERATURE = 8.0
-"""Far enough from 1 that the likeliest token's probability shows it, however likely it is."""
+"""Far enough from 1 to change the likeliest token's probability measurably, however large it is."""
 
 
 class SGLangEngine(ServerEngine):
-    """A server drops a request on a closed connection after seconds only, so it is told."""
+    """Client of SGLang servers. It asks a server to drop a cancelled request, because the server
+    notices a closed connection only seconds later."""
 
     name = "SGLang"
     label_path = "/model_info"
@@ -38,10 +39,12 @@ class SGLangEngine(ServerEngine):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._workers: dict[str, list[str]] = {}
-        """The workers behind each address; a server is its own only worker."""
+        """Address -> addresses of its workers; a plain server is its only worker."""
         self._farewells: set[asyncio.Task[None]] = set()
 
     def distrust(self, url: str) -> None:
+        """Has `resync` called for this server, or the router in front of it, before its next
+        request."""
         for server in self._pool.servers:
             if url == server.url or url in self._workers.get(server.url, ()):
                 server.in_doubt = True
@@ -51,8 +54,8 @@ class SGLangEngine(ServerEngine):
         await super().aclose()
 
     async def _ask_probe(self, server: Server) -> tuple[Endpoint, bool]:
-        """The likeliest token's log-probability changes with the temperature, unless it is that of
-        the raw logits."""
+        """Asks at two temperatures: the likeliest token's log-probability changes with the
+        temperature unless it is that of the raw logits. See `ServerEngine._ask_probe`."""
         seen = []
         for temperature in (1.0, PROBE_TEMPERATURE):
             sampling = SamplingFields(max_tokens=1, temperature=temperature, logprobs=1)
@@ -69,10 +72,10 @@ class SGLangEngine(ServerEngine):
         return SGLANG, abs(seen[0] - seen[1]) < 1e-4
 
     async def _renewal(self, server: Server) -> None:
-        """Renews all workers of an address.
+        """Renews all workers behind an address.
 
-        Behind a router a worker that is out of reach gets no requests, and its label shows when it
-        is there again.
+        A router sends no requests to a worker that is out of reach, so the others suffice. When the
+        worker is back, the label of its weights shows that they are old.
         """
         version = max(self.policy_version, server.wanted_version)
         results = await asyncio.gather(
@@ -88,8 +91,8 @@ class SGLangEngine(ServerEngine):
         server.in_doubt = False
 
     def _id_for_server(self, wire_id: str) -> str:
-        """Returns an id of fixed width: SGLang aborts every request whose id begins with the one
-        that is named."""
+        """Returns an id of fixed width, because an abort ends every request whose id begins with
+        the given one."""
         return uuid.uuid4().hex
 
     def _abandon(self, server: Server, rid: str) -> None:
@@ -98,7 +101,8 @@ class SGLangEngine(ServerEngine):
         task.add_done_callback(self._farewells.discard)
 
     async def _say_abort(self, urls: list[str], rid: str) -> None:
-        """Tells servers to drop a request; one that cannot be told ends it by itself, later."""
+        """Asks servers to drop a request. A server that is out of reach notices the closed
+        connection by itself, later."""
         body = msgspec.json.encode({"rid": rid})
         for url in urls:
             try:
@@ -109,7 +113,7 @@ class SGLangEngine(ServerEngine):
 
 
 async def workers_of(http: EngineSession, url: str) -> list[str]:
-    """Returns the addresses of the servers behind one: itself, unless it is sglang-router.
+    """Returns the addresses of a router's workers, or only `url` if it is not a router.
 
     Raises:
         InferenceError: it does not answer, or is a router without a worker.

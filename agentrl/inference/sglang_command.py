@@ -1,4 +1,4 @@
-"""The command line and environment of an SGLang server."""
+"""Builds the command line and environment variables of an SGLang server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from agentrl.inference.program import Program, ServerSettings
 
 _CPU_TOKENS = 8192
-"""The least number of tokens whose keys and values are kept on a CPU, where SGLang by itself takes
+"""Smallest number of tokens in the cache of keys and values on a CPU. Without a limit SGLang takes
 most of the memory."""
 
 
@@ -22,13 +22,13 @@ def server_command(
         *("--served-model-name", settings.served_model_name),
         *("--dtype", settings.dtype),
         *("--random-seed", str(settings.seed)),
-        # Without the model's own sampling defaults.
+        # Ignore the model's own sampling defaults.
         *("--sampling-defaults", "openai"),
         *("--log-level-http", "warning"),
         *("--host", host),
     ]
     if settings.dtype == "bfloat16":
-        # Logits in float32, as the trainer computes them.
+        # Compute logits in float32, as the trainer does.
         command.append("--enable-fp32-lm-head")
     if settings.max_model_len is not None:
         command += ["--context-length", str(settings.max_model_len)]
@@ -50,7 +50,7 @@ def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
         **({"SGLANG_USE_CPU_ENGINE": "1"} if platform == "cpu" else {}),
         "TOKENIZERS_PARALLELISM": "false",
         **settings.env,
-        # This interpreter's packages are not the server's.
+        # Keep this interpreter's packages out of the server.
         "PYTHONPATH": "",
     }
 
@@ -62,7 +62,7 @@ SGLANG = Program(
     "print('cuda' if torch.cuda.is_available() else 'cpu', torch.cuda.device_count())",
     command=server_command,
     variables=server_variables,
-    # /health samples a token, and waits while the server is paused.
+    # Not /health, which samples a token and waits while the server is paused.
     alive_path="/model_info",
     engine_path="/server_info",
     remedies={

@@ -1,13 +1,12 @@
-"""Requests to and answers of the token endpoints of vLLM and SGLang, and the checks of an answer.
+"""Writes requests to the token endpoints of vLLM and SGLang, and reads and checks their answers.
 
-* `POST /inference/v1/generate`, vLLM's (needs `--enable-scale-out`): ids both ways, ignores the
-  model's own sampling defaults, and says which weight version sampled which tokens.
-* `POST /v1/completions` with an id prompt, on any vLLM. It says nothing about versions.
-* `POST /generate`, SGLang's: as the first. Its log-probabilities are those after the temperature
+* `POST /inference/v1/generate`, vLLM's (needs `--enable-scale-out`): takes and returns ids, ignores
+  the model's own sampling defaults, and labels tokens with the weight versions that sampled them.
+* `POST /v1/completions` with an id prompt, on any vLLM. It does not report weight versions.
+* `POST /generate`, SGLang's: like the first. Its log-probabilities are those after the temperature
   and before `top_p`, `top_k` and `min_p`.
 
-The one description of these bodies, for rollouts, for the probe after a weight update and for a
-teacher that is a server.
+Rollouts, the probe after a weight update, and a teacher on a server all use this module.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ COMPLETIONS: Endpoint = "/v1/completions"
 SGLANG: Endpoint = "/generate"
 
 NO_LOGPROB = -9999.0
-"""vLLM sends it for a log-probability that is NaN, minus infinity or missing; SGLang sends a lower
-one for minus infinity."""
+"""vLLM's stand-in for a log-probability that is NaN, minus infinity or missing. SGLang sends an
+even lower number for minus infinity."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Every sampling parameter: servers fill in what is not sent, each in its own way."""
+    """Every sampling parameter. All are sent, because servers have different defaults."""
 
     max_tokens: int
     temperature: float
@@ -49,9 +48,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float = 0.0
     n: int = 1
     logprobs: int = 0
-    """The number of other tokens whose log-probabilities are wanted, besides the sampled one's."""
+    """Number of the likeliest tokens to report log-probabilities of, besides the sampled one's."""
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
-    """The same number for the prompt's tokens; unset: no log-probabilities of the prompt."""
+    """The same for each prompt token; unset reports no log-probabilities of the prompt."""
     ignore_eos: bool = False
     allowed_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -90,13 +89,12 @@ class _SGLangBody(msgspec.Struct, kw_only=True):
     input_ids: list[int]
     sampling_params: _SGLangSampling
     logprob_start_len: int
-    """First prompt token with a log-probability; -1: none."""
+    """First prompt token to report a log-probability of; -1 reports none."""
     top_logprobs_num: int
     return_logprob: bool = True
 
 
-# What is read from JSON has no cycles, so the garbage collector need not look at it: there is one
-# object per token.
+# gc=False: these objects, one per token, have no cycles, so the garbage collector can skip them.
 class TokenLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float | None
@@ -107,7 +105,8 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry per prompt token, by token id; the first token has none: nothing predicts it."""
+"""For each prompt token, token id (as text) -> log-probability; None for the first token, which
+nothing predicts."""
 
 
 class VersionSpan(msgspec.Struct, gc=False):
@@ -127,7 +126,7 @@ class _GenerateChoice(msgspec.Struct, gc=False):
     logprobs: _GenerateLogprobs | None = None
     weight_versions: list[VersionSpan] | None = None
     sampling_mask: list[list[int]] | None = None
-    """Given by a server with --return-sampling-mask."""
+    """Present if the server was started with --return-sampling-mask."""
 
 
 class _GenerateAnswer(msgspec.Struct, gc=False):
@@ -183,22 +182,22 @@ class _Tokens(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class Sampled:
-    """One checked continuation, whichever endpoint gave it."""
+    """One checked continuation, from any of the endpoints."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """One per token."""
+    """Natural log-probability of each token."""
     finish_reason: FinishReason
     spans: list[VersionSpan]
-    """Which weight version sampled which tokens; empty where the server does not say."""
+    """The weight versions of the tokens; empty if the server did not report them."""
     prompt_logprobs: PromptLogprobs | None
-    """None unless they were asked for."""
+    """None unless they were requested."""
     kept_ids: list[list[int]] | None = None
-    """For each token the ids it was drawn from; None where the server does not say."""
+    """The ids that each token was drawn from; None if the server did not report them."""
 
 
 class NotJSON(Exception):
-    """The body of an answer with status 200 is not JSON: it was cut or spoilt on its way."""
+    """The body of an answer with status 200 is not JSON: it was cut or corrupted on its way."""
 
 
 Shape = TypeVar("Shape")
@@ -223,14 +222,14 @@ def request_body(
     cache_salt: str | msgspec.UnsetType = msgspec.UNSET,
     features: Features | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
-    """The JSON of a request for one continuation.
+    """Returns the JSON of a request for one continuation.
 
     Args:
-        model: served model name.
-        request_id: the completions endpoint has none.
-        cache_salt: requests with different salts share no cached prefix. SGLang has none; it
-            computes a prompt anew whose log-probabilities are asked for.
-        features: the prompt's images, for `GENERATE` alone.
+        model: served model name; not sent to SGLang.
+        request_id: not sent to the completions endpoint, which does not take one.
+        cache_salt: requests with different salts share no cached prefix. Not sent to SGLang, which
+            recomputes prompts whose log-probabilities are requested.
+        features: the prompt's images, for `GENERATE` only.
     """
     if endpoint == GENERATE:
         return _encoder.encode(
@@ -271,15 +270,17 @@ def request_body(
 def read_sampled(
     endpoint: Endpoint, url: str, body: bytes, prompt_ids: list[int], max_tokens: int
 ) -> Sampled:
-    """Read and check the answer to a request for one continuation.
+    """Reads and checks the answer to a request for one continuation.
 
     Args:
-        url: of the server, for the messages.
+        url: the server's, for the messages.
+        prompt_ids: the request's prompt.
+        max_tokens: the request's limit.
 
     Raises:
         NotJSON: see its docstring.
-        InferenceError: the answer is not what the endpoint gives, is not of this prompt, or has
-            log-probabilities that no trainer may learn from.
+        InferenceError: the answer does not have the endpoint's form, is for another prompt, has too
+            many tokens or none, or has missing or non-finite log-probabilities.
     """
     if endpoint == SGLANG:
         sampled = _read_sglang(url, _decode(_sglang_decoder, url, body))
@@ -294,7 +295,7 @@ def read_sampled(
 
 
 def read_prompt_logprobs(endpoint: Endpoint, url: str, body: bytes) -> PromptLogprobs | None:
-    """The prompt's log-probabilities in an answer of the completions endpoint or of SGLang's.
+    """Returns the prompt's log-probabilities, from an answer of `COMPLETIONS` or `SGLANG`.
 
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
@@ -305,14 +306,14 @@ def read_prompt_logprobs(endpoint: Endpoint, url: str, body: bytes) -> PromptLog
 
 
 def read_likeliest(url: str, body: bytes) -> float:
-    """The log-probability of the likeliest first token in an answer of SGLang's endpoint.
+    """Returns the log-probability of the likeliest first token, from an answer of `SGLANG`.
 
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
     """
     likeliest = _decode(_sglang_decoder, url, body).meta_info.output_top_logprobs
     if not likeliest or not likeliest[0] or likeliest[0][0][0] is None:
-        raise InferenceError(f"{url}: the answer holds no log-probabilities of likely tokens")
+        raise InferenceError(f"{url}: the answer has no log-probabilities of likely tokens")
     return likeliest[0][0][0]
 
 
@@ -327,7 +328,7 @@ def read_weight_version(url: str, body: bytes) -> str | int | None:
 
 
 def read_tokens(url: str, body: bytes) -> list[int]:
-    """The ids in an answer of `POST /tokenize`.
+    """Returns the ids from an answer of `POST /tokenize`.
 
     Raises:
         NotJSON, InferenceError: as for `read_sampled`.
@@ -336,10 +337,11 @@ def read_tokens(url: str, body: bytes) -> list[int]:
 
 
 def _decode(decoder: msgspec.json.Decoder[Shape], url: str, body: bytes) -> Shape:
-    """
+    """Decodes an answer.
+
     Raises:
         NotJSON: see its docstring.
-        InferenceError: it is JSON of another shape.
+        InferenceError: the JSON has another shape than expected.
     """
     try:
         return decoder.decode(body)
@@ -349,18 +351,19 @@ def _decode(decoder: msgspec.json.Decoder[Shape], url: str, body: bytes) -> Shap
             "inference.backend names?"
         ) from error
     except msgspec.DecodeError as error:
-        raise NotJSON(f"the answer is no JSON ({error})") from error
+        raise NotJSON(f"the answer is not JSON ({error})") from error
 
 
 def version_number(label: str | int | None) -> int | None:
-    """The policy version that a label stands for; None for a word ("default", at a start)."""
+    """Returns the policy version in a label; None if it is a word, such as vLLM's first label
+    "default"."""
     if isinstance(label, str):
         return int(label) if label.isdecimal() else None
     return label
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """Retry-After in seconds; a date (its other form) counts as absent."""
+    """Returns the seconds in a Retry-After header; None if it is absent or a date."""
     try:
         seconds = float(header or "")
     except ValueError:
@@ -369,7 +372,7 @@ def retry_after_s(header: str | None) -> float | None:
 
 
 def error_message(body: bytes) -> str:
-    """A refusal in the server's own words, in one line; else the start of whatever it sent."""
+    """Returns a server's error message on one line, or else the start of what it sent."""
     text = body.decode(errors="replace")
     try:
         parsed = json.loads(text)
@@ -380,14 +383,14 @@ def error_message(body: bytes) -> str:
         if isinstance(parsed, dict):
             parsed = parsed.get("message", parsed.get("detail", parsed))
     reason = " ".join(str(parsed).split())
-    # vLLM wraps what its worker said, and lists every parameter it knows behind some messages.
+    # vLLM wraps its worker's message, and appends every parameter it knows to some messages.
     inner = re.search(r"Worker failed with error '(.*)', please check", reason)
     return (inner[1] if inner else reason)[:400] or "no reason given"
 
 
 def _only_choice(url: str, choices: list[Shape]) -> Shape:
     if len(choices) != 1:
-        raise InferenceError(f"{url}: {len(choices)} choices came for one request")
+        raise InferenceError(f"{url}: the answer has {len(choices)} choices instead of 1")
     return choices[0]
 
 
@@ -395,12 +398,12 @@ def _read_generate(
     url: str, choice: _GenerateChoice, prompt_logprobs: PromptLogprobs | None
 ) -> Sampled:
     if choice.logprobs is None:
-        raise InferenceError(f"{url}: the answer holds no log-probabilities")
+        raise InferenceError(f"{url}: the answer has no log-probabilities")
     content = choice.logprobs.content
     if [entry.token_id for entry in content] != choice.token_ids:
         raise InferenceError(
             f"{url}: {len(choice.token_ids)} tokens came with log-probabilities of "
-            f"{len(content)} other ones"
+            f"{len(content)} other tokens"
         )
     return Sampled(
         choice.token_ids,
@@ -414,11 +417,11 @@ def _read_generate(
 
 def _read_completion(url: str, choice: _CompletionChoice, prompt_ids: list[int]) -> Sampled:
     if choice.logprobs is None:
-        raise InferenceError(f"{url}: the answer holds no log-probabilities")
+        raise InferenceError(f"{url}: the answer has no log-probabilities")
     if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt_ids:
         raise InferenceError(
             f"{url}: it sampled from another prompt ({len(choice.prompt_token_ids)} "
-            f"tokens) than was sent ({len(prompt_ids)} tokens)"
+            f"tokens) than the one sent ({len(prompt_ids)} tokens)"
         )
     return Sampled(
         choice.token_ids,
@@ -434,7 +437,7 @@ def _read_sglang(url: str, answer: _SGLangAnswer) -> Sampled:
     if [entry[1] for entry in meta.output_token_logprobs] != answer.output_ids:
         raise InferenceError(
             f"{url}: {num_tokens} tokens came with log-probabilities of "
-            f"{len(meta.output_token_logprobs)} other ones"
+            f"{len(meta.output_token_logprobs)} other tokens"
         )
     spans = meta.weight_versions
     if not spans and meta.weight_version is not None:
@@ -484,13 +487,13 @@ def _check(url: str, sampled: Sampled, max_tokens: int) -> None:
             token in ids for token, ids in zip(sampled.token_ids, sampled.kept_ids, strict=True)
         )
     ):
-        raise InferenceError(f"{url}: a token is not among those its sampling_mask keeps")
+        raise InferenceError(f"{url}: a sampled token is not among the ids of its sampling_mask")
     if num_tokens > max_tokens:
-        raise InferenceError(f"{url}: {num_tokens} tokens, max_tokens was {max_tokens}")
+        raise InferenceError(f"{url}: it sampled {num_tokens} tokens; max_tokens was {max_tokens}")
     if num_tokens == 0:
         if sampled.finish_reason == "abort":
             return
-        raise InferenceError(f"{url}: the answer holds no tokens")
+        raise InferenceError(f"{url}: the answer has no tokens")
     if (position := bad_logprob(logprobs)) is not None:
         raise InferenceError(
             f"{url}: log-probability {logprobs[position]} at sampled token {position}"
@@ -498,6 +501,6 @@ def _check(url: str, sampled: Sampled, max_tokens: int) -> None:
     if min(logprobs) <= NO_LOGPROB:
         raise InferenceError(
             f"{url}: log-probability {min(logprobs):g} at sampled token "
-            f"{logprobs.index(min(logprobs))}, which stands for NaN or minus infinity; its weights "
-            "or logits are not finite"
+            f"{logprobs.index(min(logprobs))}, which stands for NaN or minus infinity: the weights "
+            "or logits of the server are not finite"
         )

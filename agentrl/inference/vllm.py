@@ -1,4 +1,4 @@
-"""vLLM's client: `agentrl.inference.remote` over one of its two token endpoints."""
+"""Client of vLLM servers: `agentrl.inference.remote` over one of vLLM's two token endpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class VLLMEngine(ServerEngine):
     image_families = FAMILIES
 
     async def _ask_probe(self, server: Server) -> tuple[Endpoint, bool]:
-        """With a single allowed token the sampled distribution gives it probability 1: a processed
-        log-probability is 0, a raw one is what the logits say."""
+        """Allows a single token, whose probability in the sampled distribution is then 1: its
+        log-probability is 0 unless it is that of the raw logits. See `ServerEngine._ask_probe`."""
         sampling = SamplingFields(
             max_tokens=4, temperature=1.0, ignore_eos=True, allowed_token_ids=[FIRST_TOKEN]
         )

@@ -1,4 +1,4 @@
-"""The command line and environment of a vLLM server."""
+"""Builds the command line and environment variables of a vLLM server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from agentrl.inference.program import Program, ServerSettings
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What --max-lora-rank may be."""
+"""Values that --max-lora-rank accepts."""
 
 
 def server_command(
@@ -23,19 +23,19 @@ def server_command(
         *("--served-model-name", settings.served_model_name + ("-base" if adapter else "")),
         *("--dtype", settings.dtype),
         *("--seed", str(settings.seed)),
-        # Log-probabilities of the distribution that was sampled, after the temperature.
+        # Report log-probabilities of the sampled distribution, after the temperature.
         *("--logprobs-mode", "processed_logprobs"),
-        # Without the model's own sampling defaults.
+        # Ignore the model's own sampling defaults.
         *("--generation-config", "vllm"),
-        # The endpoint that takes and gives token ids and says which weights sampled them.
+        # Offer the endpoint that takes and returns token ids and labels them with weight versions.
         "--enable-scale-out",
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         *("--host", host),
     ]
     if settings.dtype == "bfloat16":
-        # Logits in float32, as the trainer computes them: rounded to bfloat16, a logit of 20 is
-        # off by up to 0.06.
+        # Compute logits in float32, as the trainer does: rounded to bfloat16, a logit of 20 is off
+        # by up to 0.06.
         command += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     if settings.max_model_len is not None:
         command += ["--max-model-len", str(settings.max_model_len)]
@@ -46,26 +46,22 @@ def server_command(
         command.append("--enable-sleep-mode")
     if adapter is not None:
         command += _adapter_arguments(adapter, settings.served_model_name)
-    # Compiled for a CPU, an adapter's layers do for every batch what the first one needed.
+    # When compiled for a CPU, an adapter's layers treat every batch like the first one.
     if platform == "cpu" and (settings.aligns_rounding or adapter is not None):
         command.append("--enforce-eager")
     return [*command, *settings.extra_args, "--port", str(port)]
 
 
 def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
-    """Returns the environment variables that a server needs beside those of its machine.
-
-    Args:
-        platform: what vLLM computes on; empty where that is not known yet.
-    """
+    """Returns the environment variables of a vLLM server; see `Program.variables`."""
     aligned = settings.aligns_rounding and platform == "cpu"
     return {
         "VLLM_NO_USAGE_STATS": "1",
-        # The weight routes. They are open to everyone who can connect: loopback only.
+        # Opens the weight routes to anyone who can connect, so servers listen on loopback only.
         "VLLM_SERVER_DEV_MODE": "1",
         **({"AGENTRL_ALIGN_ROUNDING": "1"} if aligned else {}),
         **settings.env,
-        # This interpreter's packages are not the server's.
+        # Keep this interpreter's packages out of the server.
         "PYTHONPATH": "" if settings.plugin_dir is None else str(settings.plugin_dir.resolve()),
     }
 
@@ -76,8 +72,8 @@ def _adapter_arguments(adapter: Path, name: str) -> list[str]:
         "--enable-lora",
         *("--max-loras", "1", "--max-cpu-loras", "1"),
         *("--max-lora-rank", str(min(rank for rank in _LORA_RANKS if rank >= made["r"]))),
-        # Without the head: prompt log-probabilities of a head that might have an adapter kill a
-        # server that has other requests in the same batch.
+        # Name the modules, so that the head is not among them: if it might have an adapter, a
+        # request for prompt log-probabilities kills a server with other requests in the batch.
         *("--lora-target-modules", *made["target_modules"]),
         *("--lora-modules", f"{name}={adapter.resolve()}"),
     ]

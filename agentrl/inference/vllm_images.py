@@ -1,10 +1,9 @@
-"""Images for vLLM's token endpoint, as the trainer's own tower reads them.
+"""Encodes images for vLLM's token endpoint, with the pixels that the trainer computes with.
 
-vLLM is sent the tensors of pixels that the trainer computes with, and the places of their
-placeholders among the token ids. It runs no processor of its own on them, so neither ids nor pixels
-can differ. The tensors are in the serialisation of vLLM's `MultiModalKwargsItem`, which is msgpack:
-for each argument of the tower its data (dtype, shape, bytes) and how vLLM joins those of several
-images.
+vLLM gets the pixel tensors and the positions of their placeholders among the token ids. It does not
+run its own image processor, so neither ids nor pixels can differ from the trainer's. Tensors are
+serialised like vLLM's `MultiModalKwargsItem`, in msgpack: for each argument of the image tower, its
+data (dtype, shape, bytes) and the way in which vLLM joins the data of several images.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from agentrl.errors import InferenceError
 from agentrl.types import ShownImage
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-"""Families whose images are patches with a grid, and whose tokens of an image are placeholders
-alone: vLLM takes an image as one range of placeholders, in which no other token may stand."""
+"""Families whose images are patches with a grid, and whose images are represented by placeholder
+tokens only: vLLM takes an image as one range of placeholders without other tokens in it."""
 
 _RAW_BYTES = 3
-"""Code of the msgpack extension that holds a tensor's bytes."""
+"""Code of the msgpack extension for a tensor's bytes."""
 
 
 RENDER = "/v1/chat/completions/render"
 NORMALISED = "--no-mm-device-do-normalize"
-"""The server's flag by which its tower reads pixels that are normalised, as the trainer's does."""
+"""Server flag that makes its tower expect normalised pixels, as the trainer's does."""
 
 _GREY_SQUARE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAABwAAAAcCAIAAAD9b0jDAAAAKElEQVR42mNsaGhgoDZg"
@@ -38,24 +37,24 @@ _GREY_SQUARE = (
 
 
 class Features(msgspec.Struct):
-    """The images of a prompt, in order, by modality."""
+    """The images of a prompt, in order. Keys are modalities."""
 
     mm_hashes: dict[str, list[str]]
-    """Of the pixels. vLLM caches by them what the tower computed, and prefixes."""
+    """Hashes of the pixels, by which vLLM caches the tower's results and prefixes."""
     mm_placeholders: dict[str, list[dict[str, int]]]
     kwargs_data: dict[str, list[str]]
 
 
 def features_of(images: Sequence[ShownImage]) -> Features:
-    """Returns what vLLM is sent of the images that a prompt shows.
+    """Returns a prompt's images in vLLM's form.
 
     Raises:
-        InferenceError: they are of another family.
+        InferenceError: they are from a family that is not in `FAMILIES`.
     """
     for image in images:
         if set(image.pixels) != {"pixel_values", "image_grid_thw"}:
             raise InferenceError(
-                "vLLM is sent images of " + ", ".join(FAMILIES) + ", and this model's consist of "
+                f"vLLM takes images of {', '.join(FAMILIES)}, but this model's images consist of "
                 f"{', '.join(sorted(image.pixels))}; set inference.backend = 'embedded'"
             )
     return Features(
@@ -66,8 +65,8 @@ def features_of(images: Sequence[ShownImage]) -> Features:
 
 
 def _encoded(pixels: Mapping[str, np.ndarray]) -> str:
-    """Returns `pixel_values` (patches, values of a patch) and `image_grid_thw` (1, 3) of one image
-    as vLLM reads them."""
+    """Encodes one image's `pixel_values` (patches, values of a patch) and `image_grid_thw` (1, 3)
+    as vLLM reads them, in base64."""
     patches = pixels["pixel_values"]
     joined_end_to_end = {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}
     item = {
@@ -85,17 +84,18 @@ def _tensor(values: np.ndarray) -> tuple[Any, ...]:
 
 
 def render_request(model: str) -> bytes:
-    """Returns the body of a request to `RENDER`, whose answer shows how a server reads an image."""
+    """Returns the body of a request to `RENDER`; the answer shows how a server reads an image."""
     shown = [{"type": "image_url", "image_url": {"url": _GREY_SQUARE}}]
     return msgspec.json.encode({"model": model, "messages": [{"role": "user", "content": shown}]})
 
 
 def normalises_itself(body: bytes) -> bool:
-    """Tells from the answer to `render_request` whether the tower normalises pixels: its processor
-    then leaves them bytes.
+    """Returns True if the server's tower normalises pixels, from the answer to `render_request`.
+
+    The server's processor then leaves pixels as bytes.
 
     Raises:
-        msgspec.ValidationError: the answer shows no image.
+        msgspec.ValidationError: the answer has no image.
     """
     features = msgspec.json.decode(body, type=_Rendered).features
     item = msgspec.msgpack.decode(base64.b64decode(features.kwargs_data["image"][0]))

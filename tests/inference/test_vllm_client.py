@@ -133,7 +133,7 @@ def test_a_server_that_keeps_failing_is_an_error_that_names_it():
     ("fault", "reason"),
     [
         # Might pass, and so is asked for again, several times.
-        pytest.param("nan", "is no JSON|log-probability nan", marks=pytest.mark.slow),
+        pytest.param("nan", "is not JSON|log-probability nan", marks=pytest.mark.slow),
         ("sentinel", "-9999 at sampled token 0, which stands for NaN"),
         ("null", "1 of 6 log-probabilities are null"),
         ("positive", "log-probability 0.5 at sampled token 0"),
@@ -305,10 +305,10 @@ def test_spans_of_the_server_become_versions_of_the_tokens():
     ("spans", "reason"),
     [
         ([{"version": "1", "start": 0, "end": 5}], "cover 5 of 6"),
-        ([{"version": "1", "start": 1, "end": 6}], "leave gaps"),
+        ([{"version": "1", "start": 1, "end": 6}], "have gaps"),
         (
             [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 3, "end": 6}],
-            "leave gaps",
+            "have gaps",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_what_a_truncated_distribution_kept_is_read_where_the_server_says_it():
     kept = [ids.tolist() for ids in generation.kept_ids]
     assert kept == [sorted({token, 2, 7}) for token in generation.token_ids]
     assert generate_one(ContractServer(make_model()), truncated).kept_ids is None
-    with pytest.raises(InferenceError, match="not among those its sampling_mask keeps"):
+    with pytest.raises(InferenceError, match="not among the ids of its sampling_mask"):
         generate_one(ContractServer(make_model(), faults=["mask"]), truncated)
     with pytest.raises(InferenceError, match="nor of a truncated one"):
         generate_one(ContractServer(make_model(), processed_logprobs=False), truncated)

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 TRANSIENT = ("reset", "503", "429", "500", "truncated", "nan")
-"""A client has to get over these. NaN is no JSON, so such an answer is as good as a cut one."""
+"""A client has to get over these. NaN is not JSON, so such an answer is as good as a cut one."""
 BROKEN = ("null", "missing", "short", "positive")
 """Answers no trainer may learn from: the sample is dropped."""
 
