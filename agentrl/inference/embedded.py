@@ -1,27 +1,26 @@
-"""Sampling in the trainer's own process, from the trainer's own weights, without a server.
+"""Samples in the trainer's own process, from the trainer's own weights, without a server.
 
-Made for small models and machines without a GPU, and for runs that must repeat bit for bit:
+Meant for small models and machines without a GPU, and for runs that must repeat bit for bit:
 
-* No weight sync. The engine holds a second module tree around the same Parameter objects, so an
-  optimiser step is visible to the next round at once; the two trees may use different attention
-  implementations.
-* Lockstep rounds. A round starts when every reserved episode has a request pending, and samples
-  all of them. What is in a batch therefore never depends on how long an environment took. Where
-  episodes are agents, which may take minutes between two calls, `patience_s` lets it start anyway.
-* A random stream per request, a function of the run's seed and the request id alone. Nothing is
-  drawn from (or written to) torch's global generator, which stays the trainer's.
-* Nothing survives a round: every prompt is prefilled again, so no key or value of older weights
-  can be read.
+* No weight sync. The engine holds a second module tree around the same Parameter objects, so the
+  next round sees an optimiser step at once. The two trees may use different implementations of
+  attention.
+* Lockstep rounds. A round starts when every reserved episode has a request pending, and samples all
+  of them, so the contents of a batch never depend on how long an environment took. If episodes are
+  agents, which may take minutes between two calls, `patience_s` lets a round start without them.
+* A random stream per request, which depends only on the run's seed and the request id. The engine
+  neither reads nor changes torch's global generator, which belongs to the trainer.
+* Nothing is kept after a round: every prompt is prefilled again, so that keys and values of older
+  weights are never used.
 
-A round is one padded batch rather than transformers' continuous batching, which attends over the
-keys of all requests behind a mask, draws from the global generator and collects garbage at the end
-of every run: 2.8 to 6.4 times the CPU time at 16 to 256 requests on one thread, while `generate`,
-which needs prompts of one length and gives no log-probabilities, takes 0.7 to 1.1 times as much as
-a round (benchmarks/embedded_engine.py).
+A round samples padded batches. transformers' continuous batching attends over the keys of all
+requests behind a mask, draws from the global generator and collects garbage at the end of every
+run; it needs 2.8 to 6.4 times the CPU time at 16 to 256 requests on one thread. `generate`, which
+needs prompts of one length and returns no log-probabilities, needs 0.7 to 1.1 times the CPU time
+(benchmarks/embedded_engine.py).
 
 On a CPU the result is a function of the weights, the seed, the requests of the round and torch's
-number of threads. On CUDA the order of floating point sums is not fixed, so equality is not
-promised there.
+number of threads. On CUDA the order of floating-point sums is not fixed, so results may differ.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class _Round:
 class EmbeddedEngine:
     """An `InferenceEngine` on the trainer's weights; see the module's docstring.
 
-    All methods belong to one event loop at a time; sampling itself runs in a thread. A trainer
-    that changes weights while episodes run must hold `weights_lock` around the change and the new
-    `policy_version`: a round holds it from its first token to its last.
+    Call all methods from one event loop at a time; sampling itself runs in a thread. A round holds
+    `weights_lock` from its first token to its last. A trainer that changes weights while episodes
+    run must hold it while it changes them and sets the new `policy_version`.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class EmbeddedEngine:
         """
         Args:
             model: the policy being trained, any decoder of transformers.
-            seed: of the run; with the request ids it decides every sampled token.
-            stop_token_ids: end every turn (the end-of-turn and end-of-sequence tokens).
+            seed: the run's seed, from which, with the request ids, all random numbers are drawn.
+            stop_token_ids: ids that end every turn (end of turn, end of sequence).
             max_batch_tokens: see `sample`.
-            patience_s: a round that waits for reserved episodes starts without them when no
-                request came for so long. None waits for all.
+            patience_s: seconds without a new request after which a round starts without the
+                reserved episodes that it waits for. None always waits for all.
         """
         self.policy_version = 0
         self.takes_images = True
@@ -96,7 +95,7 @@ class EmbeddedEngine:
         self._reserved = 0
         self._patience_s = patience_s
         self._newest = 0.0
-        """When the newest request came, on the event loop's clock."""
+        """Time of the newest request, on the event loop's clock."""
         self._pending: dict[str, _Waiting] = {}
         self._round: _Round | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,28 +109,30 @@ class EmbeddedEngine:
         sampling: SamplingParams,
         images: Sequence[ShownImage] = (),
     ) -> Generation:
-        """Sample one continuation of `prompt_ids` in the next round.
+        """Samples one continuation of `prompt_ids` in the next round.
 
         Temperature 0 takes the likeliest token and reports its log-probability at temperature 1.
 
         Args:
-            images: those that the prompt shows, in order.
+            images: the prompt's images, in order.
 
         Raises:
-            InferenceError: the request cannot be sampled, sampling failed, or the engine closed.
+            InferenceError: the request cannot be sampled, sampling failed, or the engine is closed.
+            ConfigError: the prompt has images, and the model's family is not known to be exact on
+                them.
         """
         self._check(request_id, prompt_ids, sampling)
         if images:
             require_exact_images(self._model)
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            # A round of a loop that is gone can answer nobody; the thread finishes it first.
+            # A round of an earlier loop has no one to answer; the thread still finishes it first.
             self._loop, self._round, self._pending = loop, None, {}
         waiting = _Waiting(
             SampleRequest(request_id, list(prompt_ids), sampling, images), loop.create_future()
         )
         self._pending[request_id] = waiting
-        # Not at once: tasks that are ready now may add their requests to the same round.
+        # Deferred, so that tasks that are ready now can add their requests to the same round.
         loop.call_soon(self._start_round)
         if self._patience_s is not None:
             self._newest = loop.time()
@@ -142,13 +143,18 @@ class EmbeddedEngine:
             if self._pending.get(request_id) is waiting:  # cancelled before its round
                 del self._pending[request_id]
             elif self._round and all(w.answer.done() for w in self._round.waiting):
-                self._round.stopped.set()  # cancelled, and nobody else waits for this round
+                self._round.stopped.set()  # cancelled, and no other request waits for this round
 
     def reserve(self, num_episodes: int) -> None:
-        """Rounds wait from now on until this many more episodes have a request pending."""
+        """Has rounds wait until this many more episodes have a request pending."""
         self._reserved += num_episodes
 
     def release(self, num_episodes: int = 1) -> None:
+        """Has rounds wait for this many fewer episodes.
+
+        Raises:
+            ValueError: fewer episodes are reserved.
+        """
         if num_episodes > self._reserved:
             raise ValueError(
                 f"{num_episodes} episodes released but only {self._reserved} are reserved"
@@ -158,7 +164,7 @@ class EmbeddedEngine:
             self._loop.call_soon(self._start_round)
 
     async def aclose(self) -> None:
-        """Fail what is pending, stop the running round and end the thread."""
+        """Fails the pending requests, stops the running round and ends the thread."""
         self._closed = True
         for waiting in self._pending.values():
             if not waiting.answer.done():
@@ -168,7 +174,11 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.shutdown)
 
     def _check(self, request_id: str, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        """Refuse what would fail or mislead, before it can spoil the round of others."""
+        """Refuses an invalid request, before it can make a round fail for others.
+
+        Raises:
+            InferenceError: the request is invalid, or the engine is closed.
+        """
         problem = None
         if self._closed:
             problem = "the embedded engine was closed"
@@ -178,8 +188,8 @@ class EmbeddedEngine:
             problem = "the prompt is empty"
         elif not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
             problem = (
-                f"the prompt holds token ids from {min(prompt_ids)} to {max(prompt_ids)}, "
-                f"the model has {self._vocab_size}; use the tokenizer of this model"
+                f"the prompt has token ids from {min(prompt_ids)} to {max(prompt_ids)}, but the "
+                f"model has {self._vocab_size} tokens; use the tokenizer of this model"
             )
         elif sampling.max_tokens < 1:
             problem = f"max_tokens is {sampling.max_tokens}, it must be at least 1"
@@ -201,7 +211,7 @@ class EmbeddedEngine:
             self._patience_s is None or loop.time() < self._newest + self._patience_s
         ):
             return
-        # In order of arrival, which is timing; `sample` orders requests by what they are.
+        # The order of arrival depends on timing; `sample` sorts requests by their contents.
         current = _Round(list(self._pending.values()), threading.Event())
         self._pending = {}
         self._round = current
@@ -222,7 +232,7 @@ class EmbeddedEngine:
             pairs = zip(self._policy.parameters(), self._model.parameters(), strict=True)
             if not all(ours is theirs for ours, theirs in pairs):
                 raise InferenceError(
-                    "the trainer replaced Parameters of its model, the embedded engine would "
+                    "the trainer replaced Parameters of its model, so the embedded engine would "
                     "sample from the old ones; change weights in place or make a new engine"
                 )
             version = self.policy_version
@@ -247,7 +257,7 @@ class EmbeddedEngine:
         ]
 
     def _finish_round(self, finished: _Round, work: Future[list[Generation]]) -> None:
-        if self._round is not finished:  # of an event loop that is gone
+        if self._round is not finished:  # it belongs to an earlier event loop
             return
         self._round = None
         error = work.exception()

@@ -1,8 +1,8 @@
-"""Makes the inputs that a vision-language model's decoder reads for a row with images.
+"""Computes the inputs that a vision-language model's decoder reads for a row with images.
 
-A family's own forward pass runs up to its decoder and no further: embeddings of its tower at the
-placeholders, positions in three dimensions and features for deeper layers are what the family makes
-of them, and packed rows and padded batches are built from those.
+The family's own forward pass runs up to its decoder and is stopped there. So the image tower's
+embeddings at the placeholders, positions in three dimensions and features for deeper layers are the
+family's own, and packed rows and padded batches are built from them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ EXACT_FAMILIES = (
     *("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
     *("llava_next", "internvl", "mistral3"),
 )
-"""Those whose rows with images were compared with their own forward pass. Gemma's images, for one,
-are attended to in both directions, which neither packed rows nor the embedded engine compute."""
+"""Families whose rows with images were compared with their own forward pass. Gemma is not among
+them: its images are attended to in both directions, which neither packed rows nor the embedded
+engine compute."""
 
 _PER_IMAGE_LISTS = ("pooler_output", "deepstack_features")
 
@@ -36,13 +37,14 @@ class DecoderInputs:
 
     embeddings: torch.Tensor  # (1, L, hidden size)
     positions: torch.Tensor | None
-    """(3, 1, L), of families that count them in three dimensions; None: 0 to L - 1."""
+    """(3, 1, L) in families with positions in three dimensions. None: positions are 0 to L - 1."""
     placeholders: torch.Tensor  # (1, L) bool
     deepstack: list[torch.Tensor]
-    """One (placeholders, hidden size) for each of the first layers, which add them there."""
+    """Features (placeholders, hidden size) for each of the first layers, which add them at the
+    placeholders."""
 
     def part(self, start: int, stop: int) -> DecoderInputs:
-        """Those of tokens [start, stop)."""
+        """Returns the inputs of tokens [start, stop)."""
         before, here = (int(self.placeholders[:, :at].sum()) for at in (start, stop))
         return DecoderInputs(
             self.embeddings[:, start:stop],
@@ -58,18 +60,20 @@ class _ReachedDecoder(Exception):
 
 
 def require_exact_images(model: PreTrainedModel) -> None:
-    """Raises:
-    ConfigError: the model's family was not compared with its own forward pass on images.
+    """Checks that the model's family is known to be exact on images.
+
+    Raises:
+        ConfigError: it is not in `EXACT_FAMILIES`.
     """
     if model.config.model_type not in EXACT_FAMILIES:
         raise ConfigError(
-            f"{type(model).__name__} ({model.config.model_type}) is shown images, and is not "
+            f"{type(model).__name__} ({model.config.model_type}) is shown images, but is not "
             "known to be exact on them; choose one of " + ", ".join(EXACT_FAMILIES)
         )
 
 
 class Towers:
-    """Computes images, each once, and what the decoder reads of rows that show them."""
+    """Computes the decoder's inputs for rows with images. Runs the image tower once per image."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """
@@ -84,24 +88,26 @@ class Towers:
         self._features: dict[str, Any] = {}
 
     def inputs(self, token_ids: torch.Tensor, images: Sequence[ShownImage]) -> DecoderInputs:
-        """
+        """Computes the decoder's inputs for one row.
+
         Args:
-            token_ids: (L,) of the row, on the model's device.
-            images: in the order in which they stand there.
+            token_ids: (L,) int64, on the model's device.
+            images: the row's images, in order.
 
         Raises:
-            ValueError: there are not as many placeholders as the tower makes embeddings.
+            ValueError: the number of placeholders is not that of the tower's embeddings.
+            TrainingError: an image has no pixels.
         """
         shown = torch.zeros_like(token_ids, dtype=torch.bool)
         for image in images:
             shown[image.start : image.end] = True
         placeholders = shown & (token_ids == self._image_token)
-        # One that the policy sampled is a word like any other, not the place of an image.
+        # A placeholder token that the policy sampled is an ordinary token, not part of an image.
         ids = token_ids.masked_fill((token_ids == self._image_token) & ~shown, 0)
         arguments: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
         if images:
             arguments["mm_encoder_outputs"] = {"image": self._features_of(images)}
-            if "image_grid_thw" in images[0].pixels:  # of which the positions are made
+            if "image_grid_thw" in images[0].pixels:  # positions are computed from it
                 grids = np.concatenate([image.pixels["image_grid_thw"] for image in images])
                 arguments["image_grid_thw"] = torch.from_numpy(grids).to(ids.device)
         if "mm_token_type_ids" in self._takes:
@@ -130,16 +136,20 @@ class Towers:
         finally:
             handle.remove()
             if hasattr(self._base, "rope_deltas"):
-                self._base.rope_deltas = None  # or a later call would continue this row
+                self._base.rope_deltas = None  # else a later call would continue this row
         raise ValueError(f"{type(self._model).__name__} does not call its decoder")
 
     def _features_of(self, images: Sequence[ShownImage]) -> Any:
-        """The tower's output on several images as if it had seen them together."""
+        """Returns the tower's output for several images, as if it had computed them together.
+
+        Raises:
+            TrainingError: an image has no pixels.
+        """
         for image in images:
             if not image.pixels:
                 raise TrainingError(
-                    "a row that was read back from the trajectory log shows an image, whose pixels "
-                    "are not in it; compute them with agentrl.rollout.processor.restore_pixels"
+                    "a row read from the trajectory log shows an image, whose pixels the log does "
+                    "not have; compute them with agentrl.rollout.processor.restore_pixels"
                 )
             if image.sha256 not in self._features:
                 pixels = {
@@ -159,7 +169,7 @@ class Towers:
                 joined[name] = torch.cat(parts)
             elif name == "pooler_output":
                 joined[name] = tuple(each for part in parts for each in part)
-            else:  # of each layer, those of each image
+            else:  # a list of layers, each with a list of images
                 joined[name] = [
                     [each for part in layer for each in part] for layer in zip(*parts, strict=True)
                 ]
@@ -167,7 +177,7 @@ class Towers:
 
 
 def joined(parts: Sequence[DecoderInputs], starts: Sequence[int]) -> dict[str, Any]:
-    """Arguments of the decoder for parts of rows that lie end to end.
+    """Returns the decoder's arguments for parts of rows packed end to end.
 
     Args:
         starts: the position of each part's first token in its row.
@@ -194,7 +204,7 @@ def joined(parts: Sequence[DecoderInputs], starts: Sequence[int]) -> dict[str, A
 
 
 def padded(parts: Sequence[DecoderInputs], length: int) -> dict[str, Any]:
-    """Arguments of the decoder for a batch of rows, padded on the left to this length."""
+    """Returns the decoder's arguments for a batch of rows, left-padded to `length` tokens."""
     pad = torch.nn.functional.pad
     arguments: dict[str, Any] = {
         "inputs_embeds": torch.cat(
@@ -220,7 +230,7 @@ def padded(parts: Sequence[DecoderInputs], length: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(model: PreTrainedModel, arguments: dict[str, Any]) -> Iterator[None]:
-    """The model's decoder reads these arguments in this block, in place of token ids."""
+    """Makes the model's decoder read these arguments instead of token ids, within the block."""
 
     def replace(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, kwargs | {"input_ids": None} | arguments

@@ -1,13 +1,13 @@
-"""Parts of a model that depend on the length of a row, made constant or brought within a probe's
-reach.
+"""Handles the parts of a model that depend on the length of a row.
 
-Two rope types of transformers turn all of a row by other angles once it is longer than the
-original context (`longrope`), or by angles of its length (`dynamic`). Tokens that were sampled
-before that have seen other angles than the finished row gives them, and in a packed row the longest
-segment decides for all. A run therefore has one set of angles, as a vLLM server has.
+Two rope types of transformers change the rotation angles of all tokens in a row once it exceeds the
+original context (`longrope`), or with its length (`dynamic`). Tokens sampled before such a change
+were computed with other angles than the finished row, and in a packed row the longest segment
+decides for all. A run therefore uses one set of angles (`fix_angles`), as a vLLM server does.
 
-Windows, chunks and scales that begin at a certain position are exact or not for any length of row.
-Published models have them at thousands of tokens, where no probe at the start of a run goes.
+Attention windows, chunks and scales that begin at some position are either computed exactly or not,
+at any length. In published models they begin after thousands of tokens, beyond the reach of a short
+probe; `within_reach` moves them to a few tokens.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ PROBED_THRESHOLDS = {
     "index_topk": 5,
     _ORIGINAL: 23,
 }
-"""Where `within_reach` puts thresholds. Some rows of the probes are longer than the last, and some
-are not, because what follows the length of a row shows only where two of them differ."""
+"""Values that `within_reach` sets. Some rows of the probes are longer than the last one and some
+are not, because a dependence on the row's length shows only between rows on both sides."""
 _PROBED_SCALE = 3.0
-"""How much a scale that begins at a position grows there; published models' 0.1 is within what
-bfloat16 rounds."""
+"""Growth of a scale that begins at a position. Published models' 0.1 would be lost in bfloat16's
+rounding."""
 
 
 def fix_angles(model: PreTrainedModel, max_tokens: int | None) -> None:
-    """Choose once how positions are encoded where that would follow the length of each row.
+    """Fixes the rotation angles of models whose angles depend on the length of each row.
 
-    With `longrope` every row gets the long factors if one may exceed the original context, and the
-    short ones otherwise; vLLM does so by its `max_model_len`. `dynamic` is refused beyond it.
+    With `longrope` all rows get the long factors if one may exceed the original context, else the
+    short ones, as vLLM decides by its `max_model_len`. `dynamic` is refused beyond the original
+    context.
 
     Args:
-        max_tokens: of the longest row; None: none exceeds the original context, and one that does
-            is an error of the forward pass.
+        max_tokens: length of the longest row. None means that no row exceeds the original context;
+            a forward pass of one that does then raises ValueError.
 
     Raises:
-        ConfigError: no single set of angles is the family's own at that length.
+        ConfigError: the model has `dynamic` angles, and rows may exceed its original context.
     """
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
@@ -98,13 +99,13 @@ def _fix(module: Any, kind: str, layer: str | None, max_tokens: int | None) -> b
         raise ConfigError(
             f"{config.model_type} has rope_type '{kind}', whose angles depend on the length of "
             f"each row beyond {original} tokens, and rows may have {max_tokens}; set "
-            f"rollout.max_context_tokens (of sft --max-tokens) to {original} or less"
+            f"rollout.max_context_tokens (for sft, --max-tokens) to {original} or less"
         )
     return True
 
 
 class _RowLimit:
-    """A hook that refuses positions beyond what the angles are for."""
+    """A forward hook that refuses rows longer than the angles were chosen for."""
 
     def __init__(self, limit: int, kind: str) -> None:
         self.limit, self.kind = limit, kind
@@ -122,11 +123,12 @@ class _RowLimit:
 
 @contextlib.contextmanager
 def within_reach(model: PreTrainedModel, max_tokens: int | None = None) -> Iterator[None]:
-    """Bring windows, chunks and positions from which a scale changes down to a few tokens, while
-    the block runs.
+    """Sets the positions at which windows, chunks and scales begin to a few tokens, within the
+    block.
 
     Args:
-        max_tokens: those beyond it are left, because no row of the run gets there; None: all.
+        max_tokens: length of the longest row; positions beyond it are left alone, because no row of
+            the run reaches them. None changes all.
     """
     owners: dict[int, Any] = {}
     for module in model.modules():
@@ -167,7 +169,7 @@ def _is_reached(value: object, probed: int, max_tokens: int | None) -> bool:
 
 
 def _rope_tables(owner: Any) -> list[dict[str, Any]]:
-    """The rope parameters of a configuration: one table, or one for each kind of layer."""
+    """Returns a configuration's tables of rope parameters: the whole, and one per kind of layer."""
     if not isinstance(owner, PretrainedConfig):
         return []
     rope = getattr(owner, "rope_parameters", None)

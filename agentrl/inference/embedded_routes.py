@@ -1,12 +1,13 @@
-"""Records which experts a mixture's routers choose while sampling, and forces the trainer to use
+"""Records the experts that a mixture's routers choose while sampling, and forces the trainer to use
 them.
 
-Rollout routing replay (R3, arXiv:2510.11370): rounded differently, sampler and trainer choose other
-experts for some tokens, and their log-probs differ by far more than rounding. Forced, a router
-still computes the weights of its experts, with gradient; only which ones is given.
+Rollout routing replay (R3, arXiv:2510.11370): because they round differently, sampler and trainer
+choose different experts for some tokens, and their log-probs then differ by far more than rounding.
+A forced router still computes the weights of its experts, with gradient; only the choice of experts
+is given.
 
-Every family of transformers chooses by one `torch.topk` over its experts, within a module of its
-own. That call is what is listened to and answered here, so no family needs code of its own.
+Every family of transformers chooses experts by one `torch.topk` call, within a router module. That
+call is intercepted here, so no family needs its own code.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from agentrl.errors import ConfigError
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 UNKNOWN = -1
-"""Stands for a token whose choice is not known: the router chooses."""
+"""Route of a token whose experts are not known: the router chooses them."""
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that choose experts, in the order of the layers."""
+    """Returns the modules that choose experts, in the order of the layers."""
     return [
         module
         for name, module in model.named_modules()
@@ -38,7 +39,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 class _Choice(TorchFunctionMode):
-    """While a router runs: takes down what its `topk` chooses, or answers it."""
+    """Records or replaces the result of a router's `topk`, while the router runs."""
 
     def __init__(self, router: Any) -> None:
         self.router = router
@@ -50,7 +51,7 @@ class _Choice(TorchFunctionMode):
             return result
         scores, router = args[0], self.router
         if scores.shape[-1] != router.weight.shape[0] or result[1].shape[-1] != router.top_k:
-            return result  # of groups of experts
+            return result  # it chooses among groups of experts
         if router.taken is not None:
             router.taken.append(result[1])
         if router.routes is None:
@@ -72,13 +73,13 @@ def _leave(router: Any, inputs: Any, output: Any) -> None:
 
 
 def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
-    """Let the choices of a model's routers be taken down and forced; of its copies, too.
+    """Makes the choices of a model's routers recordable and forcible, in its copies too.
 
     Args:
-        probe: look whether every router chooses as it is expected to, by one forward pass.
+        probe: runs one forward pass, to check that every router chooses as expected.
 
     Raises:
-        ConfigError: the model has no routers, or they choose otherwise.
+        ConfigError: the model has no routers, or they choose in another way.
     """
     name = type(model).__name__
     routers: list[Any] = routers_of(model)
@@ -86,10 +87,10 @@ def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
         raise ConfigError(f"train.router_replay = true, but {name} has no routers; leave it out")
     if not all(hasattr(each, "top_k") and hasattr(each, "weight") for each in routers):
         raise ConfigError(
-            f"train.router_replay: the routers of {name} choose in a way of their own; leave it out"
+            f"train.router_replay: the routers of {name} choose in an unknown way; leave it out"
         )
     if all(hasattr(each, "taken") for each in routers):
-        return  # it is so already
+        return  # it was called before
     for router in routers:
         router.routes = router.taken = router.listening = None
         router.register_forward_pre_hook(_enter)
@@ -109,7 +110,8 @@ def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
 
 @contextlib.contextmanager
 def taking(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """Gives, for each router, what it chooses in each forward pass: (tokens, experts per token)."""
+    """Records the routers' choices within the block. Yields a list for each router, to which every
+    forward pass appends the choices (tokens, experts per token)."""
     routers: list[Any] = routers_of(model)
     taken: list[list[Tensor]] = [[] for _ in routers]
     for router, own in zip(routers, taken, strict=True):
@@ -122,20 +124,21 @@ def taking(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 def taken_now(taken: list[list[Tensor]], num_rows: int) -> Tensor:
-    """Takes the choices since the last call: (rows, tokens, routers, experts per token) int16."""
+    """Removes and returns the last forward pass's choices, on the CPU: (rows, tokens, routers,
+    experts per token) int16."""
     now = torch.stack([each.pop() for each in taken], dim=1).short()
     return now.view(num_rows, -1, *now.shape[1:]).cpu()
 
 
 def force(model: nn.Module, routes: Tensor | None) -> None:
-    """Say what the routers choose in every forward pass until it is said again.
+    """Forces the routers' choices in every forward pass until the next call.
 
-    It holds in the backward pass as well, where layers are computed a second time.
+    They stay forced in the backward pass, when layers are computed a second time.
 
     Args:
-        routes: (tokens, routers, experts per token), `UNKNOWN` where the router chooses; None:
-            they choose everywhere.
+        routes: (tokens, routers, experts per token), `UNKNOWN` where the router is to choose. None
+            lets the routers choose everywhere.
     """
     for layer, router in enumerate(routers_of(model)):
-        if hasattr(router, "taken"):  # else nothing is replayed
+        if hasattr(router, "taken"):  # `make_replayable` was called
             router.routes = None if routes is None else routes[:, layer]  # pyright: ignore

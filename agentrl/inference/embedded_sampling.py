@@ -1,4 +1,4 @@
-"""One round of the embedded engine: sampling padded batches with a transformers model."""
+"""Samples a round of the embedded engine, in padded batches with a transformers model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from agentrl.inference.embedded_lengths import within_reach
 from agentrl.inference.embedded_routes import taken_now, taking
 from agentrl.types import FinishReason, ShownImage
 
-# Without cuDNN's, which plans anew for every number of tokens in the cache: on an H200 the first
-# round of 64 turns took it 4.1 s, a later one 0.25.
+# cuDNN's attention is left out: it plans again for every number of tokens in the cache. On an H200
+# its first round of 64 turns took 4.1 s, a later one 0.25 s.
 _ATTENTION = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -46,11 +46,11 @@ class SampleRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     images: Sequence[ShownImage] = ()
-    """Those that the prompt shows, in order."""
+    """The prompt's images, in order."""
 
     @property
     def read(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Equal for requests that read the same."""
+        """The prompt's ids and its images' hashes; requests with equal values share a prefill."""
         return tuple(self.prompt_ids), tuple(image.sha256 for image in self.images)
 
     @property
@@ -59,8 +59,8 @@ class SampleRequest:
 
     @property
     def shape(self) -> tuple[float, ...]:
-        """The parameters that all rows of a batch share: they shape the distribution besides the
-        temperature, or say what is reported."""
+        """The sampling parameters that all rows of a batch must share: all that change the
+        distribution, except the temperature, and those that decide what is reported."""
         sampling = self.sampling
         truncation = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.report_kept)
         return (*truncation, sampling.repetition_penalty, sampling.report_routes)
@@ -76,7 +76,7 @@ class SampledTurn:
 
 
 def plain_attention(model: PreTrainedModel) -> str:
-    """The fastest of transformers' own implementations that computes what its `eager` does."""
+    """Returns the fastest of transformers' attentions that computes the same as `eager`."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
@@ -84,9 +84,9 @@ def plain_attention(model: PreTrainedModel) -> str:
 def share_weights(
     model: PreTrainedModel, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A second module tree, in evaluation mode, around the very same Parameters and buffers.
+    """Returns a second module tree, in evaluation mode, around the same Parameters and buffers.
 
-    Changes made in place (optimiser steps, `load_state_dict`) show in both. Replacing a Parameter
+    Changes in place (optimiser steps, `load_state_dict`) affect both trees. Replacing a Parameter
     object (`load_state_dict(assign=True)`, resizing the embedding) breaks the link.
     """
     tensors = itertools.chain(model.parameters(), model.buffers())
@@ -97,28 +97,28 @@ def share_weights(
 
 @torch.no_grad()
 def require_exact_cache(twin: PreTrainedModel, max_tokens: int | None = None) -> None:
-    """Compare what a round samples with one forward pass over each whole sequence.
+    """Checks that a round's log-probabilities equal those of a forward pass without a cache.
 
-    A family whose cache transformers does not keep exactly, or not for padded batches, shows here:
-    windows, scales and chosen keys are brought within the probe's reach (`within_reach`).
+    This finds families whose cache is not exact in transformers, or not in padded batches. Windows,
+    scales and selected keys are moved within the probe's reach (`within_reach`).
 
     Args:
         twin: see `share_weights`.
-        max_tokens: of the longest row that is to be sampled.
+        max_tokens: length of the longest row to be sampled.
 
     Raises:
-        InferenceError: the log-probabilities differ by more than rounding, or would.
+        InferenceError: the log-probabilities differ by more than rounding, or sampling failed.
     """
     sampling = SamplingParams(max_tokens=8, temperature=1.0)
     vocab_size = twin.get_input_embeddings().get_parameter("weight").shape[0]
     prompts = [[(13 + 7919 * at) % vocab_size for at in range(n)] for n in (20, 3, 2)]
     requests = [SampleRequest(str(n), ids, sampling) for n, ids in enumerate(prompts)]
-    # A padded batch counts its padding, so it may get beyond the longest row.
+    # Positions in a padded batch include padding, so they may exceed the longest row's length.
     reach = None if max_tokens is None else 2 * max_tokens
     problem = None
     try:
         with within_reach(twin, reach):
-            # Each by itself too: what reads no cache of one row may look right in three.
+            # Also sample one row alone: a cache that is wrong for one row may be right for three.
             for turns in (sample(twin, requests, seed=0), sample(twin, requests[:1], seed=0)):
                 for prompt, turn in zip(prompts, turns, strict=False):
                     problem = problem or _cache_problem(twin, prompt, turn)
@@ -132,8 +132,8 @@ def require_exact_cache(twin: PreTrainedModel, max_tokens: int | None = None) ->
 
 
 def _cache_problem(twin: PreTrainedModel, prompt: list[int], turn: SampledTurn) -> str | None:
-    """Describes how a sampled turn differs from a forward pass over all of it; None if only by
-    rounding."""
+    """Returns how a sampled turn's log-probs differ from those of a forward pass without a cache;
+    None if they differ only by rounding."""
     ids = torch.tensor([prompt + turn.token_ids], device=twin.device)
 
     def logprobs(input_ids: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _cache_problem(twin: PreTrainedModel, prompt: list[int], turn: SampledTurn) 
 
     chosen = torch.tensor(turn.token_ids)[:, None]
     whole = logprobs(ids)[0, :-1].gather(1, chosen)[:, 0]
-    # Random or untrained weights make little of the context: what it changes is the measure.
+    # Untrained weights hardly use the context, so the limit follows the context's own effect.
     alone = logprobs(ids[0, len(prompt) - 1 : -1, None])[:, -1].gather(1, chosen)[:, 0]
     memory = (whole - alone).abs().mean().item()
     limit = 0.1 if twin.dtype.itemsize < 4 else min(1e-3, max(1e-5, memory / 100))
@@ -159,21 +159,21 @@ def sample(
     max_batch_tokens: int = 32768,
     stopped: threading.Event | None = None,
 ) -> list[SampledTurn]:
-    """Sample one continuation of every request; results in the order given.
+    """Samples one continuation of every request. Returns results in the order of the requests.
 
-    A result depends on the set of requests, never on their order.
+    A result depends on the set of requests, not on their order.
 
     Args:
-        stop_token_ids: end a turn, besides each request's own.
-        max_batch_tokens: rows times padded length of one batch. Bounds the memory for keys and
-            values, 2 * layers * key-value heads * head size numbers per token. More requests than
-            fit are sampled in several batches, the short ones first.
-        stopped: setting it ends the work before the next token.
+        stop_token_ids: ids that end a turn, besides each request's own.
+        max_batch_tokens: largest number of rows x padded length of one batch. Limits the memory for
+            keys and values, 2 * layers * key-value heads * head size numbers per token. Requests
+            that do not fit are sampled in several batches, short ones first.
+        stopped: when set, sampling ends before the next token.
 
     Raises:
         InferenceError: `stopped` was set.
     """
-    # Equal prompts (a group's first turn) stay together, and neighbours need little padding.
+    # Sorted so that equal prompts (a group's first turn) share a batch, with little padding.
     order = sorted(
         range(len(requests)),
         key=lambda i: (
@@ -184,7 +184,7 @@ def sample(
     results: dict[int, SampledTurn] = {}
     batch: list[int] = []
     for index in order:
-        # Ascending lengths: the newcomer is the longest, it decides the padded width.
+        # Lengths ascend, so the new request is the longest and decides the padded length.
         if batch and (
             requests[index].shape != requests[batch[0]].shape
             or (len(batch) + 1) * requests[index].max_length > max_batch_tokens
@@ -223,7 +223,8 @@ def _sample_rows(
     stopped: threading.Event | None,
     taken: list[list[torch.Tensor]] | None,
 ) -> list[SampledTurn]:
-    """One padded batch. B rows still sampling, P different prompts, L longest prompt, V symbols."""
+    """Samples one padded batch. B rows still sampling, P different prompts, L tokens in the longest
+    prompt, V tokens in the vocabulary."""
     device = model.device
     uniforms = torch.from_numpy(_uniforms(requests, seed)).to(device)  # (B, max tokens) float64
     temperatures = torch.tensor([[r.sampling.temperature] for r in requests], device=device)
@@ -231,7 +232,7 @@ def _sample_rows(
     temperatures = torch.where(greedy, 1.0, temperatures).float()  # greedy reports log-probs at 1
     stops = [stop_token_ids.union(r.sampling.stop_token_ids) for r in requests]
 
-    # Prefill each different prompt once, padded on the left so that all rows end together.
+    # Prefill each different prompt once, padded on the left so that all rows end at the same place.
     different = {r.read: r for r in requests}
     prompts = [r.prompt_ids for r in different.values()]
     longest = max(map(len, prompts))
@@ -241,7 +242,7 @@ def _sample_rows(
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     input_ids, mask = input_ids.to(device), mask.to(device)  # (P, L)
-    # What repetition is counted in: padding stands for the last token, which is there anyway.
+    # The tokens for the repetition penalty. Padding becomes the last token, which is seen anyway.
     seen = torch.where(mask == 1, input_ids, input_ids[:, -1:])
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (P, L)
     cache = DynamicCache(config=model.config)
@@ -253,7 +254,7 @@ def _sample_rows(
         shown = padded([towers.inputs(each, r.images) for each, r in read], longest)
     with reading(model, shown) if shown else contextlib.nullcontext():
         logits = _next_logits(model, input_ids, mask, positions, cache)  # (P, V)
-    if "position_ids" in shown:  # behind an image the next one is not the number of tokens
+    if "position_ids" in shown:  # after an image, a position is not the number of tokens before it
         positions = shown["position_ids"].amax(0).cummax(1).values
     of_prompts = None if taken is None else taken_now(taken, len(prompts))
 
@@ -328,7 +329,8 @@ def _sample_rows(
 
 
 def _shaping(sampling: SamplingParams) -> tuple[list[Any], list[Any]]:
-    """transformers' functions of (ids, scores) before and after the temperature, in its order."""
+    """Returns transformers' functions of (ids, scores), in its order: those to apply before the
+    temperature and those to apply after it."""
     penalise: list[Any] = []
     if sampling.repetition_penalty != 1:
         penalise.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -349,7 +351,7 @@ def _next_logits(
     positions: torch.Tensor,  # (B, new tokens)
     cache: DynamicCache,
 ) -> torch.Tensor:
-    """Logits (B, V) that follow the last token; appends to `cache`."""
+    """Returns the logits (B, V) after the last token, and appends keys and values to `cache`."""
     with sdpa_kernel(_ATTENTION):
         output = model(
             input_ids=input_ids,
@@ -364,10 +366,10 @@ def _next_logits(
 
 @functools.cache
 def _cache_argument(family: type[PreTrainedModel]) -> str:
-    """The name under which a family takes its cache; another would be dropped without a word.
+    """Returns the name of a family's cache argument; it would silently ignore another name.
 
     Raises:
-        ValueError: it takes none.
+        ValueError: the family takes no cache.
     """
     taken = inspect.signature(family.forward).parameters
     for name in ("past_key_values", "cache_params"):
@@ -377,7 +379,8 @@ def _cache_argument(family: type[PreTrainedModel]) -> str:
 
 
 def _uniforms(requests: list[SampleRequest], seed: int) -> np.ndarray:
-    """(B, longest max_tokens) float64 in [0, 1): row b from request b's own stream."""
+    """Returns random numbers in [0, 1), float64 (B, largest max_tokens), each row from its
+    request's own stream."""
     uniforms = np.zeros((len(requests), max(r.sampling.max_tokens for r in requests)))
     for row, request in enumerate(requests):
         own = request.sampling.seed
@@ -388,9 +391,11 @@ def _uniforms(requests: list[SampleRequest], seed: int) -> np.ndarray:
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The symbol in whose share of the distribution (B, V) each uniform (B, 1) falls: (B, 1).
+    """Returns the token (B, 1) at each uniform number (B, 1) of the cumulative distribution.
 
-    Summed in float64: float32 sums over a large vocabulary drop its rare symbols.
+    Args:
+        logprobs: (B, V). Probabilities are summed in float64, because float32 sums over a large
+            vocabulary lose rare tokens.
     """
     cumulative = logprobs.double().exp().cumsum(-1)
     symbols = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
