@@ -267,8 +267,8 @@ def _compare_processes(one: FreshRun, other: FreshRun) -> None:
 
 
 async def check_isolation(subject: Subject) -> str:
-    """Eight sessions played at once go exactly as they do alone, and leave nothing behind that
-    changes a later episode."""
+    """Up to eight sessions played at once go exactly as they do alone, and leave nothing behind
+    that changes a later episode."""
     count = min(8, subject.info.max_sessions)
     cases = [(spec, seed) for seed, spec in enumerate(subject.specs(count))]
     async with subject.transport() as transport:

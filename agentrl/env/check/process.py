@@ -328,7 +328,7 @@ def _left(before: dict[str, dict[str, str]], folder: Path) -> str:
 
 
 async def check_memory(subject: Subject) -> str:
-    """A thousand episodes do not make the process grow."""
+    """The process grows by at most 4 KiB per episode, measured over up to a thousand episodes."""
     subject.local()
     if subject.close_hangs:
         raise CheckSkipped("close() hangs, so no session frees its memory")

@@ -79,7 +79,7 @@ class ContainerSpec:
     tmpfs: tuple[str, ...] = ("/tmp",)
     """Folders kept in memory; their content counts towards `memory_mb`."""
     network: str = "none"
-    """A network of the engine's. With any but `none`, agents can reach whatever it reaches."""
+    """One of the engine's networks. With any but `none`, agents can reach whatever it reaches."""
     capabilities: tuple[str, ...] = ()
     """Capabilities that the container keeps; all others are dropped."""
     memory_mb: int = 1024

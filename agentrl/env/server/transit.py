@@ -23,7 +23,7 @@ BODY_TIMEOUT_S = 30.0
 FREE_BYTES = 2**14
 """The first bytes of each request, which do not count against the limit for all bodies."""
 MAX_LARGE_BODIES = 32
-"""The limit for all bodies together, in bodies of the largest size."""
+"""Limit for all bodies together, as a number of bodies of the largest size."""
 _CHUNK_BYTES = 2**16
 _SCOPE_KEY = "agentrl.hold"
 

@@ -58,8 +58,9 @@ class Background:
         """Tasks that were cancelled and still run."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts a coroutine as a task and keeps the task until it ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        self.tasks.add(task)  # the loop itself holds tasks only weakly
+        self.tasks.add(task)  # the event loop itself holds only weak references
         task.add_done_callback(self._ended)
         return task
 

@@ -64,7 +64,7 @@ call on one get `session_expired`, and keep a late creation from opening a secon
 
 @dataclass(slots=True, eq=False)
 class _Creation:
-    """A creation with an idempotency key, while it runs and while its session is open."""
+    """A request for a session, and the task that opens it."""
 
     request: CreateRequest
     task: asyncio.Task[CreateReply]
