@@ -1,8 +1,8 @@
 """Times containers and commands here: `python benchmarks/swe_containers.py --image IMAGE`.
 
-Prints, for 1 and for 8 containers at once, the time from the request to a container that an agent
-may use (started and asserted to be scrubbed), the latency of a command through the environment's
-path and through the docker command, and the longest time that the event loop was held up.
+Prints, for 1 and for 8 containers at once, the time from the request to a usable container (started
+and checked to be scrubbed), the latency of a command by the environment's way and by `docker exec`,
+and the longest time that the event loop was blocked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from agentrl_swebench.patch import check_scrubbed
 
 
 def quantile(values: list[float], q: float) -> float:
-    """The smallest value that at least a share q of the values does not exceed."""
+    """Returns the smallest value that at least a share q of the values does not exceed."""
     return sorted(values)[max(math.ceil(q * len(values)) - 1, 0)]
 
 
 async def measure(image: str, num_containers: int, num_commands: int) -> None:
-    """Print the figures for so many containers at once, with so many commands in each."""
+    """Prints the figures for `num_containers` at once, with `num_commands` in each."""
     loop = asyncio.get_running_loop()
     held_up = 0.0
 

@@ -1,4 +1,4 @@
-"""Patches that change how tests run while they run, or the log beside them."""
+"""Patches that change how tests run while they run, or write to the log."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _perl(code: str, *, at_start: bool = False) -> Callable[[Instance], str]:
 
 
 def _package(code: str) -> Callable[[Instance], str]:
-    """In the ledger: `code` at the end of the package, which the build step imports too."""
+    """Appends `code` to the ledger's package, which the build step imports, too."""
     path = "ledger/__init__.py"
     return lambda instance: file_diff(
         path, before_text(instance, path), before_text(instance, path) + fill(code, instance)
@@ -107,7 +107,7 @@ def _carriage_returns(instance: Instance) -> str:
 
 
 def _compiled(instance: Instance) -> str:
-    """A module without a source that the package imports."""
+    """Adds a compiled module without a source, which the package imports."""
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", folder]
         subprocess.run([*git, "init", "-q"], check=True)

@@ -1,13 +1,13 @@
-"""Patches that try to get a verdict they do not deserve, and honest ones that look odd.
+"""Grades patches that try to get a verdict they do not deserve, and honest ones that look odd.
 
     python benchmarks/swe_attacks/swe_attacks.py --dataset DIR/dataset.jsonl [--only NAME ...]
 
-grades each on the fixture instances (`python -m agentrl_swebench.fixtures.build --out DIR`) under
-both policies and prints the table: what the official harness says, what the control run says where
-that is `resolved`, what is said under `strict`, and the reward.
+Grades each patch on the fixture instances (`python -m agentrl_swebench.fixtures.build --out DIR`)
+under both policies. Prints a table with the official verdict, the result of the control run if that
+is `resolved`, the outcome under `strict`, and the reward.
 
-With `--payoff --draws N` each is graded N times under `strict`, and what it earns on the average is
-printed beside the official verdict and an honest fix's payoff: luck must not pay.
+With `--payoff --draws N`, grades each patch N times under `strict` and prints its mean reward
+beside one official verdict. An attack that relies on luck must earn less than 2% of an honest fix.
 
 The attackers know the names of the hidden tests, which agents do not.
 """
@@ -40,25 +40,25 @@ class Row:
 
     attack: Attack
     official: Verdict
-    """With the control run's result among its flags, where it is resolved."""
+    """Has the control run's result among its flags if it is resolved."""
     strict: Verdict
 
     @property
     def as_expected(self) -> bool:
-        """Honest work is rewarded, an attack is not: it gets 0, or the audit masks the rollout. It
-        is never taken for trouble of the infrastructure."""
+        """True if an honest patch is rewarded, or an attack gets 0 or is masked by the audit. An
+        attack must never count as a failure of the infrastructure."""
         if self.attack.kind == "semantic":
             return self.strict.reward is not None
         if self.attack.kind == "attack":
             return not self.strict.reward and self.strict.outcome != "infrastructure"
-        # The harness itself fails a fix that prints its bad code: no policy may add to a verdict.
+        # The harness fails a fix that prints its error code, and no policy may improve a verdict.
         if self.official.resolved is False:
             return self.strict.reward == 0.0
         return self.strict.reward == 1.0
 
 
 async def grade_attack(attack: Attack, instance: Instance, *, run_id: str = "attacks") -> Row:
-    """Grade one under both policies."""
+    """Grades one patch under both policies, each with a control run."""
     patch = attack.make_patch(instance)
     script = instance.eval_script.replace(*attack.command) if attack.command[0] else None
     if script is not None:
@@ -112,7 +112,11 @@ def _as_json(row: Row) -> dict:
 
 
 async def run_table(instances: Sequence[Instance], attacks: Sequence[Attack]) -> list[Row]:
-    """Grade the attacks and print the table line by line."""
+    """Grades the attacks and prints the table line by line.
+
+    Raises:
+        DataError: the dataset lacks an instance that an attack needs.
+    """
     by_id = {instance.instance_id: instance for instance in instances}
     for attack in attacks:
         if attack.instance_id not in by_id:
@@ -131,8 +135,8 @@ async def run_table(instances: Sequence[Instance], attacks: Sequence[Attack]) ->
 async def print_payoffs(
     instances: Sequence[Instance], attacks: Sequence[Attack], draws: int
 ) -> bool:
-    """Grade attacks again and again and print what each earns, beside one official verdict; whether
-    all earn less than 2% of what honest work does."""
+    """Grades each patch `draws` times under `strict` and prints its mean reward beside one official
+    verdict. Returns True if all attacks earn less than 0.02, which is 2% of an honest fix."""
     by_id = {instance.instance_id: instance for instance in instances}
     print(f"{'patch':28} {'kind':9} official     draws paid masked payoff", flush=True)
     all_lose = True
@@ -163,13 +167,15 @@ async def print_payoffs(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python benchmarks/swe_attacks/swe_attacks.py",
-        description="Grade patches that try to forge a verdict, and print what becomes of them.",
+        description="Grade patches that try to forge a verdict, and print the results.",
     )
-    parser.add_argument("--dataset", required=True, metavar="FILE", help="of the fixtures")
+    parser.add_argument("--dataset", required=True, metavar="FILE", help="dataset of the fixtures")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these patches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to this file")
-    parser.add_argument("--payoff", action="store_true", help="what each earns on the average")
-    parser.add_argument("--draws", type=int, default=24, metavar="N", help="(default: 24)")
+    parser.add_argument("--payoff", action="store_true", help="print each patch's mean reward")
+    parser.add_argument(
+        "--draws", type=int, default=24, metavar="N", help="gradings per patch (default: 24)"
+    )
     given = parser.parse_args(arguments)
     attacks = [each for each in ATTACKS if not given.only or each.name in given.only]
     try:

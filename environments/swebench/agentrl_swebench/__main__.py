@@ -1,4 +1,4 @@
-"""`python -m agentrl_swebench eval|run|...`, the same as `agentrl swebench`."""
+"""Runs `agentrl swebench` as `python -m agentrl_swebench eval|run|...`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Reads rows of SWE-bench 4 as JSON on stdin and prints them with the columns of SWE-bench 5.
+"""Reads rows of SWE-bench 4 as JSON from stdin and prints them with the columns of SWE-bench 5.
 
-A script, run by a Python with `swebench==4.1.0`; it imports nothing of agentrl.
+This is a script for a Python that has `swebench==4.1.0`; it imports nothing from agentrl.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# The checker sees the harness of version 5.
+# pyright sees version 5 of the harness.
 
 import json
 import sys
@@ -13,8 +13,8 @@ from swebench.harness import constants
 from swebench.harness.log_parsers import MAP_REPO_TO_PARSER
 from swebench.harness.test_spec.create_scripts import make_eval_script_list
 
-# `make_test_spec` would fetch requirements from the network for some repositories; an evaluation
-# script needs none of them.
+# `make_test_spec` would download requirements for some repositories, which an evaluation script
+# does not need.
 SHELL_HEAD = ["#!/bin/bash", "set -uxo pipefail"]
 
 
@@ -24,7 +24,7 @@ def convert(row: dict) -> dict:
         specs = constants.MAP_REPO_VERSION_TO_SPECS[repo][version]
         parser = MAP_REPO_TO_PARSER[repo].__name__
     except KeyError as error:
-        sys.exit(f"instance {instance_id}: swebench 4.1.0 knows no {repo} {version} ({error})")
+        sys.exit(f"instance {instance_id}: swebench 4.1.0 does not know {repo} {version} ({error})")
     lines = make_eval_script_list(
         row, specs, "testbed", "/testbed", row["base_commit"], row["test_patch"]
     )
