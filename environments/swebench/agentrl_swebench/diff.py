@@ -115,7 +115,7 @@ def patched(before: str | None, section: Section) -> str | None:
                 content += "\n"
             if mark != "+":
                 if old[at : at + 1] != [content]:
-                    raise PatchFormatError(f"line {at + 1} of {section.paths[0]} is another")
+                    raise PatchFormatError(f"line {at + 1} of {section.paths[0]} differs")
                 at += 1
             if mark != "-":
                 new.append(content)
@@ -170,9 +170,9 @@ def _skip_hunks(lines: list[str], at: int) -> int:
             elif mark == "+":
                 num_new -= 1
             elif mark != "\\":
-                raise PatchFormatError(f"line {at + 1} is no line of a hunk")
+                raise PatchFormatError(f"line {at + 1} does not belong to a hunk")
             if num_old < 0 or num_new < 0:
-                raise PatchFormatError(f"the hunk at line {at + 1} is longer than its head says")
+                raise PatchFormatError(f"the hunk at line {at + 1} is longer than its header says")
             at += 1
         while at < len(lines) and lines[at].startswith("\\"):
             at += 1
@@ -192,7 +192,7 @@ def _strip(name: str, at: int) -> str:
 def _checked(path: str, at: int) -> str:
     parts = path.split("/")
     if not path or any(part in ("", ".", "..") or part.lower() == ".git" for part in parts):
-        raise PatchFormatError(f"line {at + 1}: the name {path!r} leaves the repository")
+        raise PatchFormatError(f"line {at + 1}: the name {path!r} leads out of the repository")
     return path
 
 
