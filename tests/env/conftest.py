@@ -76,6 +76,7 @@ def base_image(engine_is_there):
             "debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", root, MIRROR
         )
         if not made:
+            _succeeds("umount", root / "proc")  # a killed debootstrap leaves it mounted
             _without(f"debootstrap from {MIRROR} failed")
         with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as tar:
             subprocess.run(["docker", "import", "-", OWN_BASE_IMAGE], stdin=tar.stdout, check=True)
