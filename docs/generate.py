@@ -115,9 +115,8 @@ def _type(annotation: Any) -> str:
 _SWEBENCH = """\
 # SWE-bench
 
-Real bugs of real repositories: an agent works in the repository's container by shell commands,
-and the unmodified official harness grades what it changed in a fresh one. It needs a Docker
-engine.
+An agent fixes real bugs by shell commands in the repository's container, and the unmodified
+official harness grades its change in a fresh one. This needs a Docker engine.
 
 ```
 pip install -e ".[swebench]"
@@ -131,23 +130,23 @@ agentrl train examples/swebench/run.toml
 ```
 
 In training, the reward is the harness' verdict under the policy `strict`, confirmed by a control
-run in which a random part of the tests is altered: a patch that forges results passes an altered
-test or fails one that is as it was, and has the reward 0. How that works, what attacks were tried
-and what stays open: `environments/swebench/README.md`.
+run in which a random part of the tests is altered. A patch that forges results passes an altered
+test or fails an unaltered one, and gets reward 0. `environments/swebench/README.md` explains how
+this works, which attacks were tried and which gaps are known.
 
 ## Rows
 
-A data set is an alias (`full`, `lite`, `verified`, `multilingual`, `multimodal`, `swe-gym`, ...),
-a Hugging Face name, or a `.jsonl`, `.json` or `.parquet` file. A row with `image` and
-`eval_script` is one of SWE-bench 5 and is used as it is; one with neither is told by its columns.
-Rows of SkyRL and of NeMo-Gym are taken out of what wraps them. No real row of the data sets below
-was converted and no image of theirs run: the adapters are tested on rows made in these shapes,
-and `validate` says of each instance whether it can be graded. `doctor` names rows whose log
-parser the harness does not have and rows without a test to fix.
+A dataset is an alias (`full`, `lite`, `verified`, `multilingual`, `multimodal`, `swe-gym`, ...), a
+Hugging Face name, or a `.jsonl`, `.json` or `.parquet` file. A row with `image` or `eval_script` is
+a row of SWE-bench 5 and is used as it is; other rows are recognised by their columns. Instances
+that rows of SkyRL and NeMo-Gym wrap are taken out. The adapters below were tested on rows made in
+these forms; no real row was converted and no real image run, but `validate` tells for each instance
+whether it can be graded. `doctor` names rows whose log parser the harness lacks and rows without a
+test to fix.
 
 """
 _SWEBENCH_KEYS = """\
-What is refused says so with its place in the file, before anything is started.
+A refused row is an error that names its place in the file, before anything is started.
 
 ## Keys of `env.config`
 
@@ -155,7 +154,7 @@ What is refused says so with its place in the file, before anything is started.
 
 
 def _refusal(adapter: typing.Callable[..., Any]) -> str:
-    """What an adapter that takes no row says."""
+    """Returns the message of an adapter that refuses its rows."""
     try:
         adapter({"instance_id": "an instance"}, "")
     except DataError as error:
@@ -164,14 +163,14 @@ def _refusal(adapter: typing.Callable[..., Any]) -> str:
 
 
 def swebench() -> str:
-    """SWE-bench: commands to begin with, what rows are read, the environment's keys."""
+    """Returns the page on SWE-bench: first commands, rows that can be read, and keys."""
     from agentrl_swebench import adapters
     from agentrl_swebench.env import SWEBenchConfig
 
     lines = [_NOTE, *_SWEBENCH.splitlines(), "| rows of | |", "|---|---|"]
     for adapter in adapters.ADAPTERS:
         about = inspect.getdoc(adapter) or ""
-        if about.startswith("Raises"):
+        if about.startswith("Refuses"):
             message = _refusal(adapter)
             lines.append(f"| {adapter.__name__.replace('_', '-')} | refused: {_cell(message)} |")
         else:
