@@ -35,7 +35,7 @@ OVERRIDES = [
     ("--env.id mathh", "no environment 'mathh'", "math"),
     ("--env.id none.py:Sums", "there is no file", "none.py"),
     ("--env.id sums.py:Other", "sums.py", "Other"),
-    ("--env.id sums.py:Sums", "Sums", "no Environment class"),
+    ("--env.id sums.py:Sums", "Sums", "not an Environment class"),
     ("--env.id raises.py:Sums", "raises.py", "on import"),
     ("--objective.trust 5", "--objective.trust", "is not a list"),
     ('--objective.trust [{"kind":"vetoo"}]', "--objective.trust", "vetoo"),

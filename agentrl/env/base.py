@@ -47,6 +47,18 @@ Observation = str | list[Message] | None
 
 _NOT_LOADED = object()
 _DEF_ONLY = ("splits", "get", "offered_tools")
+_SIGNATURES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "splits": ("splits(self)", (None,), {}),
+    "get": ("get(self, split, index)", (None, "", 0), {}),
+    "offered_tools": ("offered_tools(self)", (None,), {}),
+    "on_call": ("on_call(self, name, arguments)", (None,), {"name": "", "arguments": {}}),
+    "reset": ("reset(self, task, *, seed)", (None, None), {"seed": 0}),
+    "step": ("step(self, action)", (None, None), {}),
+    "on_text": ("on_text(self, text)", (None, ""), {}),
+    "close": ("close(self)", (None,), {}),
+    "oracle": ("oracle(self)", (None,), {}),
+}
+"""Methods that an author defines: how to write each, and the arguments it is called with."""
 
 Answer = StepResult | Observation
 """What a step returns."""
@@ -153,9 +165,11 @@ class Environment:
         for name in _DEF_ONLY:
             if inspect.iscoroutinefunction(getattr(cls, name)):
                 raise ConfigError(
-                    f"{cls.__name__}.{name} is `async def`: make it `def`; load in load_shared, "
-                    "which may be async, what it would wait for"
+                    f"{cls.__name__}.{name} is `async def`: make it `def`, and load what it needs "
+                    "in load_shared, which may be `async def`"
                 )
+        for name, value in vars(cls).items():
+            _check_definition(cls.__name__, name, value)
         try:
             inspect.signature(cls.__init__).bind(None, {}, shared=None)
         except TypeError:
@@ -435,6 +449,8 @@ class Environment:
             self._count("tool_errors")
             return failure
         if tool.terminal:
+            if self._finish is None and returned is not None:
+                returned = to_finite(returned, f"what the terminal tool {tool.name} returns")
             if self._finish is None:
                 self.finish(returned)
             return ""
@@ -471,6 +487,37 @@ def _how_to_call(function: Callable[..., Any]) -> Literal["await", "quick", "thr
     if hasattr(function, "__agentrl_quick__"):
         return "quick"
     return "await" if inspect.iscoroutinefunction(function) else "thread"
+
+
+def _check_definition(class_name: str, name: str, value: object) -> None:
+    """Checks an attribute that an author's class defines.
+
+    Raises:
+        ConfigError: a method cannot be called as the framework calls it, a tool or reward bears
+            the name of a method of all environments, or `Config` is not a pydantic model.
+    """
+    where = f"{class_name}.{name}"
+    if hasattr(value, "__agentrl_tool__") or hasattr(value, "__agentrl_reward__"):
+        if hasattr(Environment, name):
+            raise ConfigError(f"{where}: every environment has a {name} of its own; rename yours")
+    elif name in ("load_shared", "close_shared"):
+        if inspect.isfunction(value):
+            argument = "config" if name == "load_shared" else "shared"
+            raise ConfigError(
+                f"{where} runs before there are instances: write "
+                f"`@classmethod` above `def {name}(cls, {argument})`"
+            )
+    elif name == "Config":
+        if not (isinstance(value, type) and issubclass(value, BaseModel)):
+            raise ConfigError(f"{where} must derive from EnvConfig: write class Config(EnvConfig)")
+    elif name in _SIGNATURES and inspect.isfunction(value):
+        as_written, args, kwargs = _SIGNATURES[name]
+        try:
+            inspect.signature(value).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}{inspect.signature(value)}: {error}; write def {as_written}"
+            ) from None
 
 
 def load_config(environment: type[Environment], config: dict[str, JSON] | BaseModel | None) -> Any:

@@ -18,6 +18,9 @@ async def start_episode(
     environment: Environment, task: Task, seed: int, max_turns: int | None = None
 ) -> list[Message]:
     """Reset the instance to a task and return the first prompt."""
+    name = type(environment).__name__
+    if not isinstance(task.id, str):
+        raise EnvError(f"{name}.get() returned a task whose id is {task.id!r}; make it a str")
     task = own_copy(task)
     environment._episode = Episode(task, seed, max_turns=max_turns)
     environment._finish = None
@@ -25,7 +28,10 @@ async def start_episode(
     first = await environment.call(environment.reset, task, seed=seed)
     messages = environment.to_messages(first)
     if not messages:
-        raise EnvError(f"reset() of {type(environment).__name__} returned an empty first prompt")
+        raise EnvError(
+            f"{name}.reset() returned no first prompt: return a text or messages, such as "
+            "task.prompt"
+        )
     _tell(environment.episode, messages)
     offer_tools(environment)
     return messages
@@ -138,7 +144,8 @@ def _to_result(environment: Environment, answer: Answer) -> StepResult:
         )
         episode.metrics.update(answer.metrics)
     else:
-        result = StepResult(to_observation(answer, "step()"))
+        has_step = type(environment).step is not Environment.step
+        result = StepResult(to_observation(answer, "step()" if has_step else "on_text()"))
     finish = environment._finish
     if finish is not None:
         result.reward += finish.reward

@@ -7,6 +7,7 @@ from agentrl.env.base import Environment, load_config
 from agentrl.env.client import EnvSession, in_process
 from agentrl.env.protocol import EnvInfo, make_error
 from agentrl.env.sync import BlockingOwner, blocking
+from agentrl.errors import ConfigError
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
 
 
@@ -21,6 +22,10 @@ def make(environment: str | type[Environment], **config: JSON) -> LocalEnv:
         ConfigError: there is no such environment, or it does not take this configuration.
     """
     found = registry.resolve(environment) if isinstance(environment, str) else environment
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"make takes a class or its name, such as make({type(found).__name__}), not an instance"
+        )
     found = registry.with_id(found)
     load_config(found, config)
     return LocalEnv(found, config)
@@ -61,6 +66,11 @@ class LocalEnv:
             await self._session.close()
         if split is None and task is None:
             split = next(iter((await self.info()).splits), None)
+            if split is None:
+                raise ConfigError(
+                    f"environment '{self._environment.id}' has no tasks of its own: define "
+                    "splits() and get(split, index), or bring one: reset(task=Task('id', 'prompt'))"
+                )
         self._session = await self._client.session(
             self._environment.id,
             split=split,

@@ -28,6 +28,8 @@ def register(id: str, *, max_sessions: int = 256) -> Callable[[E], E]:
     Raises:
         ConfigError: the id is malformed or belongs to another class.
     """
+    if not isinstance(id, str):
+        raise ConfigError('write @register("my-env") with an id, not @register alone')
     if not id or not id.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ConfigError(f"environment id '{id}' may hold letters, digits, '-', '_' and '.' only")
 
@@ -68,8 +70,8 @@ def resolve(name: str) -> type[Environment]:
     if ":" in name:
         return _load(name, name)
     raise ConfigError(
-        f"no environment '{name}'; known are {', '.join(available()) or 'none'}. A class of your "
-        "own is named as module:Class or path/to/env.py:Class"
+        f"no environment '{name}'; known are {', '.join(available()) or 'none'}. Name a class of "
+        "your own as module:Class or path/to/env.py:Class"
     )
 
 
@@ -148,7 +150,10 @@ def _load(name: str, target: str) -> type[Environment]:
     module_name, _, class_name = target.rpartition(":")
     environment = user_modules.load(target)
     if not (isinstance(environment, type) and issubclass(environment, Environment)):
-        raise ConfigError(f"'{class_name}' of {module_name} is no Environment class")
+        raise ConfigError(
+            f"'{class_name}' of {module_name} is not an Environment class; write "
+            f"class {class_name}(Environment)"
+        )
     return with_id(environment, class_name if name == target else name)
 
 

@@ -22,10 +22,14 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._is_stopped = False
         threading.Thread(target=self._loop.run_forever, name="agentrl-env", daemon=True).start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start the coroutine; cancelling the future cancels it."""
+        if self._is_stopped:  # it would wait forever
+            coroutine.close()
+            raise RuntimeError("this client or environment was closed; make a new one")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -33,6 +37,7 @@ class LoopThread:
         return self.submit(coroutine).result()
 
     def stop(self) -> None:
+        self._is_stopped = True
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 

@@ -59,6 +59,7 @@ def tool(method: Any = None, /, *, timeout_s: float | None = None, terminal: boo
     """
 
     def mark(function: F) -> F:
+        _check_marked(function, "@tool or @tool(terminal=True)")
         function.__agentrl_tool__ = ToolMark(timeout_s, terminal)  # type: ignore[attr-defined]
         return function
 
@@ -78,10 +79,19 @@ def reward(method: Any = None, /, *, weight: float = 1.0, timeout_s: float | Non
     """
 
     def mark(function: F) -> F:
+        _check_marked(function, "@reward or @reward(weight=0.5)")
         function.__agentrl_reward__ = RewardMark(weight, timeout_s)  # type: ignore[attr-defined]
         return function
 
     return mark if method is None else mark(method)
+
+
+def _check_marked(function: object, mark: str) -> None:
+    """Raises ConfigError if `mark` was not written above a method."""
+    if not inspect.isfunction(function):
+        raise ConfigError(
+            f"write {mark} directly above a `def` or `async def` with self, not on {function!r}"
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,13 +142,15 @@ def choose_tools(environment: type, offered: Iterable[str | ToolSpec]) -> dict[s
     if offered is methods:  # the default
         return methods
     chosen: dict[str, Tool] = {}
+    where = f"{environment.__name__}.offered_tools()"
+    if isinstance(offered, str):
+        raise ConfigError(f"{where} returned a str; return a list: ['{offered}']")
     for each in offered:
-        where = f"{environment.__name__}.offered_tools()"
         if isinstance(each, str):
             if each not in methods:
                 raise ConfigError(
-                    f"{where} names '{each}', which is no @tool method; "
-                    f"there are {', '.join(methods) or 'none'}"
+                    f"{where} names '{each}', which is not a @tool method; the class has "
+                    f"{', '.join(methods) or 'none'}"
                 )
             chosen[each] = methods[each]
             continue
@@ -146,9 +158,9 @@ def choose_tools(environment: type, offered: Iterable[str | ToolSpec]) -> dict[s
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
             raise ConfigError(
-                f"{where} describes a tool as {str(each)[:100]}; write "
-                '{"type": "function", "function": {"name": ..., "description": ..., '
-                '"parameters": ...}}'
+                f"{where} lists {str(each)[:100]}; list the names of @tool methods, or "
+                'specifications such as {"type": "function", "function": {"name": ..., '
+                '"description": ..., "parameters": ...}}'
             )
         if name in methods:
             chosen[name] = replace(methods[name], spec=each)
@@ -180,16 +192,26 @@ def _make_tool(environment: type, name: str, mark: ToolMark) -> Tool:
         hints = get_type_hints(method, include_extras=True)
     except NameError as error:
         raise ConfigError(
-            f"{where}: {error}; annotate its parameters with names the module defines"
+            f"{where}: {error}; import it at the top of the module, or define it there"
         ) from error
     description, described = _read_docstring(method)
     fields: dict[str, Any] = {}
     defaults: dict[str, object] = {}
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+    parameters = list(inspect.signature(method).parameters.values())
+    if isinstance(inspect.getattr_static(environment, name), staticmethod | classmethod):
+        raise ConfigError(f"{where}: a tool runs on an instance: take @staticmethod off, add self")
+    if not parameters or (parameters[0].name in hints and parameters[0].name != "self"):
+        raise ConfigError(f"{where}: its first parameter must be self")
+    for parameter in parameters[1:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{where}: '{parameter}' cannot be passed by name; spell it out")
+            raise ConfigError(
+                f"{where}: '{parameter}' cannot be passed by name; name each parameter"
+            )
         if parameter.name not in hints:
-            raise ConfigError(f"{where}: parameter '{parameter.name}' needs a type annotation")
+            raise ConfigError(
+                f"{where}: parameter '{parameter.name}' needs a type annotation, such as "
+                f"{parameter.name}: str"
+            )
         if isinstance(parameter.default, FieldInfo):
             raise ConfigError(
                 f"{where}: write `{parameter.name}: Annotated[type, Field(...)] = default`, "
@@ -207,7 +229,11 @@ def _make_tool(environment: type, name: str, mark: ToolMark) -> Tool:
         adapter = TypeAdapter(arguments)
         schema = _without_titles(adapter.json_schema())
     except PydanticUserError as error:
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{where}: its parameters have no JSON schema; annotate them with str, int, float, "
+            "bool, list, dict, Literal, a TypedDict or a pydantic model "
+            f"({str(error).partition('. ')[0]})"
+        ) from error
     schema.setdefault("properties", {})
     for parameter_name, prop in schema["properties"].items():
         if parameter_name in described:

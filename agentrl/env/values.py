@@ -31,9 +31,12 @@ def to_observation(value: Any, source: str) -> list[Message]:
     try:
         messages = _MESSAGES.validate_python(value, strict=True)
     except ValidationError:
+        hint = ""
+        if isinstance(value, int | float | tuple):  # a reward, or the tuple of a Gym's step
+            hint = "; give a reward with self.finish(reward), or return a StepResult from step()"
         raise EnvError(
             f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
-            f"it returned {_short(repr(value))}"
+            f"it returned {_short(repr(value))}{hint}"
         ) from None
     check_images((each["content"] for each in messages), source)
     return messages
@@ -55,7 +58,8 @@ def to_content(value: Any) -> Content:
         return encode(to_jsonable_python(value)).decode()
     except (TypeError, PydanticSerializationError) as error:
         raise EnvError(
-            f"a tool returned a {type(value).__name__}, which is neither text nor JSON"
+            f"a tool returned a value of type {type(value).__name__}, which cannot become JSON; "
+            "return a str, a number, a list or a dict"
         ) from error
 
 

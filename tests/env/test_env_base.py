@@ -1,6 +1,7 @@
 """Tests what an environment's author can rely on, without a session."""
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -128,7 +129,7 @@ def test_a_grader_error_is_not_told_to_the_agent():
 
 
 def test_a_tool_that_returns_no_json_is_an_environment_error():
-    with pytest.raises(EnvError, match="neither text nor JSON"):
+    with pytest.raises(EnvError, match="type object, which cannot become JSON"):
         play(Workshop(), ("strange", {}))
 
 
@@ -240,7 +241,7 @@ def test_an_empty_first_prompt_is_an_error():
         def reset(self, task, *, seed):
             return None
 
-    with pytest.raises(EnvError, match="empty first prompt"):
+    with pytest.raises(EnvError, match="returned no first prompt"):
         play(Silent(), task=Task("t", "p"))
 
 
@@ -330,7 +331,9 @@ def test_a_tool_described_otherwise_is_a_configuration_error(wrong):
         def offered_tools(self):
             return [wrong]
 
-    with pytest.raises(ConfigError, match=r"Wrong.offered_tools\(\) describes a tool as"):
+    with pytest.raises(
+        ConfigError, match=r"Wrong.offered_tools\(\) lists .*; list the names of @tool"
+    ):
         play(Wrong(), ("look", {}), task=Task("t", "Look around."))
 
 
@@ -394,6 +397,43 @@ def test_a_class_that_cannot_be_made_or_asked_is_refused_with_the_method():
             self.count = 0
 
     assert PassesOn({}).count == 0
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"reset": lambda self, task: ""}, "write def reset(self, task, *, seed)"),
+        ({"reset": lambda self, seed=None: ""}, "write def reset(self, task, *, seed)"),
+        ({"get": lambda self, index: None}, "write def get(self, split, index)"),
+        ({"step": lambda self, action, more: ""}, "write def step(self, action)"),
+        ({"load_shared": lambda self, config: 1}, "write `@classmethod` above"),
+        ({"Config": type("Config", (), {})}, "write class Config(EnvConfig)"),
+        ({"finish": tool(lambda self: "")}, "every environment has a finish of its own"),
+        ({"step": reward(lambda self, episode: 1)}, "every environment has a step of its own"),
+    ],
+)
+def test_a_definition_that_cannot_work_is_refused_with_what_to_write(members, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        type("Wrong", (Environment,), members)
+
+
+@pytest.mark.parametrize(
+    ("members", "action", "says"),
+    [
+        ({"on_text": lambda self, text: 1.0}, "x", "on_text() must return a str"),
+        ({"on_text": lambda self, text: 1.0}, "x", "give a reward with self.finish(reward)"),
+        ({"step": lambda self, action: ("x", 1.0, True, False, {})}, "x", "return a StepResult"),
+        ({"say": tool(terminal=True)(lambda self: "yes")}, ("say", {}), "terminal tool say"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_says_what_to_return(members, action, says):
+    with pytest.raises(EnvError, match=re.escape(says)):
+        play(type("Wrong", (Environment,), members)(), action, task=Task("t", "?"))
+
+
+def test_the_id_of_a_task_must_be_a_text():
+    with pytest.raises(EnvError, match=r"Hello.get\(\) returned a task whose id is 5"):
+        play(Hello(), task=Task(5, "?"))
 
 
 def test_an_instance_made_by_hand_says_that_it_cannot_await():

@@ -757,3 +757,14 @@ def test_make_has_a_synchronous_twin():
     assert env.call("answer", text="3").reward == 1.0
     assert env.info().splits == {"train": None, "test": 3}
     env.close()
+    with pytest.raises(RuntimeError, match="was closed; make a new one"):
+        env.reset("test", 2)
+
+
+def test_make_says_what_it_takes_and_what_an_environment_without_tasks_needs():
+    with pytest.raises(ConfigError, match=r"such as make\(Hello\), not an instance"):
+        make(Hello())
+    env = make(type("Bare", (Environment,), {})).sync
+    with pytest.raises(ConfigError, match=r"define splits\(\)"):
+        env.reset()
+    env.close()

@@ -68,6 +68,11 @@ def test_a_name_without_a_class_says_why(name, says):
         resolve(name)
 
 
+def test_register_without_an_id_says_what_to_write():
+    with pytest.raises(ConfigError, match=r'write @register\("my-env"\)'):
+        register(Environment)
+
+
 def test_a_file_imports_its_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour_env.py").write_text(SOURCE.format(doc="beside"))
@@ -79,7 +84,7 @@ def test_a_file_imports_its_neighbours(tmp_path, monkeypatch):
 
 def test_a_file_without_the_class_and_one_that_needs_something(tmp_path, monkeypatch):
     (tmp_path / "env.py").write_text(SOURCE.format(doc="x"))
-    with pytest.raises(ConfigError, match=r"'NotOne' of .*env\.py is no Environment class"):
+    with pytest.raises(ConfigError, match=r"'NotOne' of .*env\.py is not an Environment class"):
         resolve(f"{tmp_path}/env.py:NotOne")
     (tmp_path / "needy_env.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -369,7 +369,7 @@ def test_a_deadline_is_kept_whatever_the_environment_does(action):
     [
         (call("leave"), "env_error", "raised SystemExit: 3"),
         (call("cancel_itself"), "env_error", "cancelled its own step"),
-        (call("strange"), "env_error", "neither text nor JSON"),
+        (call("strange"), "env_error", "which cannot become JSON"),
         (call("submit_nan"), "env_error", r"nan: rewards and metrics must be finite"),
         (call("lose_grader"), "grader_error", "the grader is gone"),
         (call("lose_backend"), "unavailable", "the search index is down"),

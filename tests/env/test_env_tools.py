@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, Field
 from sample_envs import Workshop
 
-from agentrl.env import Environment, tool
+from agentrl.env import Environment, reward, tool
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError
 
@@ -98,6 +98,21 @@ class Opaque:
 
 
 def opaque(self, x: Opaque): ...
+def nothing() -> str: ...
+def forgotten(x: int) -> str: ...
+
+
+@pytest.mark.parametrize("mark", [tool, reward])
+@pytest.mark.parametrize("wrong", ["add", 0.5, staticmethod(untyped)])
+def test_a_mark_on_something_else_than_a_method_is_refused(mark, wrong):
+    with pytest.raises(ConfigError, match=rf"write @{mark.__name__} or .* directly above a `def`"):
+        mark(wrong)
+
+
+def test_a_static_tool_is_refused():
+    environment = type("Broken", (Environment,), {"add": staticmethod(tool(splat))})
+    with pytest.raises(ConfigError, match="take @staticmethod off"):
+        tools_of(environment)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +123,8 @@ def opaque(self, x: Opaque): ...
         (unknown, "Nowhere"),
         (field_default, "the default outside the Field"),
         (opaque, "Opaque"),
+        (nothing, "its first parameter must be self"),
+        (forgotten, "its first parameter must be self"),
     ],
 )
 def test_a_signature_without_a_specification_is_refused(method, says):
