@@ -1,4 +1,4 @@
-"""The author's side: one class is an environment, in this process or behind a server.
+"""The base class of environments. The same class runs in this process or behind a server.
 
     @register("adder")
     class Adder(Environment):
@@ -13,13 +13,14 @@
             return float(number == self.task.reference)
 
 Lifecycle. For every distinct configuration of a class in a process, `load_shared(config)` runs
-once and one instance, which plays no episode itself, answers `splits` and `get` for all sessions.
-Each session then has an instance of its own: `reset`, any number of `step`s, `close`. The framework
-never runs two of those at once on one instance, and an instance lives for one episode.
+once, and one instance that plays no episode answers `splits` and `get` for all sessions. Each
+session has its own instance, which lives for one episode: `reset`, any number of `step`s, `close`.
+The framework never runs two of those at once on one instance.
 
 Every method below may be `def` or `async def`, except `splits`, `get` and `offered_tools`, which
-are `def`. Plain `def` methods run in a pool of threads, never on the event loop; `offered_tools`
-alone runs on it. An `async def load_shared` makes what belongs to the event loop, as clients do.
+must be `def`. Plain `def` methods run in a pool of threads, except `offered_tools`, which runs on
+the event loop. Make objects that belong to the event loop, such as HTTP clients, in an
+`async def load_shared`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.types import JSON, Action, Content, Message, StepResult, Task, ToolCall, ToolSpec
 
 Observation = str | list[Message] | None
-"""What the agent is shown: a text (one user message), messages, or nothing."""
+"""Content shown to the agent: a text (one user message), messages, or nothing."""
 
 _NOT_LOADED = object()
 _DEF_ONLY = ("splits", "get", "offered_tools")
@@ -61,20 +62,20 @@ _SIGNATURES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 """Methods that an author defines: how to write each, and the arguments it is called with."""
 
 Answer = StepResult | Observation
-"""What a step returns."""
+"""The return value of `Environment.step`."""
 
 M = TypeVar("M", bound=Callable[..., Any])
 
 
 def _quick(method: M) -> M:
-    """Mark a `def` of the framework that cannot block, so that it needs no thread."""
+    """Marks a `def` of the framework that cannot block, so that it is called without a thread."""
     method.__agentrl_quick__ = True  # type: ignore[attr-defined]
     return method
 
 
 class EnvConfig(BaseModel):
-    """Base of an environment's nested `Config`: unknown keys are errors, and the docstring under a
-    field is its description."""
+    """Base of an environment's nested `Config`. Unknown keys are errors, and the docstring under a
+    field becomes its description."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -84,11 +85,11 @@ class Episode:
     """The record of one session so far, which reward methods read."""
 
     task: Task
-    """What is played."""
+    """The task that is played."""
     seed: int
-    """What `reset` was given: the same seed shows the same first observation."""
+    """The seed that `reset` was given; the same task and seed give the same first prompt."""
     messages: list[Message] = field(default_factory=list)
-    """The first prompt, then each turn's assistant message and the observation it led to."""
+    """The first prompt, then each turn's assistant message and the observation that followed."""
     actions: list[Action] = field(default_factory=list)
     """One per turn."""
     reward: float = 0.0
@@ -96,28 +97,28 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers to average over a training step under `env/<name>`."""
     info: dict[str, JSON] = field(default_factory=dict)
-    """Kept with the trajectory; nothing learns from it."""
+    """Recorded with the trajectory; nothing learns from it."""
     last_turn: bool = False
-    """The agent gets no turn after the one that is being answered. If that does not end the
-    episode by itself, it ends truncated."""
+    """Whether the agent gets no turn after the one that is being answered. An episode that the
+    environment does not end in that turn is truncated."""
     max_turns: int | None = None
-    """Turns that the agent gets at most, where the caller says so, as a rollout does."""
+    """The most turns that the agent gets, if the caller gave a limit, as a rollout does."""
 
     @property
     def num_turns(self) -> int:
-        """Turns that the agent has taken."""
+        """Number of turns that the agent has taken."""
         return len(self.actions)
 
     @property
     def turns_left(self) -> int | None:
-        """Turns that the agent has after those it took; None where nobody counts."""
+        """Number of turns that the agent still gets; None if the caller gave no limit."""
         if self.last_turn:
             return 0
         return None if self.max_turns is None else max(self.max_turns - self.num_turns, 0)
 
     @property
     def last_text(self) -> str:
-        """The agent's text of its last turn, outside tool calls."""
+        """The text of the agent's last turn, without its tool calls; empty before the first."""
         return self.actions[-1].text if self.actions else ""
 
 
@@ -131,7 +132,7 @@ class Finish:
 
 
 class NoEpisodeError(RuntimeError):
-    """The episode, or its task, was asked for before there is one."""
+    """The episode, or something of it such as its task, was read before `reset`."""
 
 
 class Environment:
@@ -140,26 +141,27 @@ class Environment:
     id: ClassVar[str] = ""
     """Set by `@register`."""
     max_sessions: ClassVar[int] = 256
-    """Live sessions a process accepts; set by `@register`."""
+    """The most live sessions of this environment in one process. Set by `@register`."""
     Config: ClassVar[type[BaseModel]] = EnvConfig
     """Override with a nested `class Config(EnvConfig)`."""
     reset_timeout_s: ClassVar[float] = 120.0
-    """Deadline of `reset`, and of `load_shared` before it, where the caller names none."""
+    """Seconds for `load_shared` and `reset` together, unless the caller sets a deadline."""
     step_timeout_s: ClassVar[float] = 60.0
-    """Deadline of a step where the caller names none. A step that passes it ends the session with
-    `step_timeout`. An `async def` method is cancelled then; a `def` method goes on in its thread,
-    because a thread cannot be stopped."""
+    """Seconds for a step, unless the caller sets a deadline. A step that takes longer ends the
+    session with `step_timeout`. An `async def` method is then cancelled; a `def` method continues
+    in its thread, because a thread cannot be stopped."""
     max_creating: ClassVar[int | None] = None
-    """Sessions that may be in their `reset` at a time; further ones wait. For environments whose
-    reset starts something heavy, such as a container. None: no bound of its own."""
+    """The most sessions that may be in `reset` at a time; further ones wait. Set it if `reset`
+    starts something heavy, such as a container. None: no limit."""
     system_prompt: str | None = None
-    """Put before the first prompt as a system message."""
+    """Put before the first prompt as a system message, unless that begins with one."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a class whose instances could not be made or asked.
+        """Checks the definition of a subclass.
 
         Raises:
-            ConfigError: it names the method and what to write instead.
+            ConfigError: an attribute is not as the framework needs it. The message names it and
+                says what to write instead.
         """
         super().__init_subclass__(**options)
         for name in _DEF_ONLY:
@@ -174,15 +176,15 @@ class Environment:
             inspect.signature(cls.__init__).bind(None, {}, shared=None)
         except TypeError:
             raise ConfigError(
-                f"{cls.__name__}.__init__ does not take what every environment is made with: "
-                "remove it, and set up an episode's state in reset(), settings in Config and what "
+                f"{cls.__name__}.__init__ does not take the arguments that the framework passes: "
+                "remove it, and set up an episode's state in reset(), settings in Config, and what "
                 "sessions share in load_shared()"
             ) from None
 
     def __init__(
         self, config: dict[str, JSON] | BaseModel | None = None, *, shared: object = _NOT_LOADED
     ) -> None:
-        """Do not override; set up an episode's state in `reset`.
+        """Makes an instance. Do not override it; set up an episode's state in `reset`.
 
         Raises:
             ConfigError: `config` has unknown keys or wrong values.
@@ -199,83 +201,85 @@ class Environment:
 
     @classmethod
     def load_shared(cls, config: Any) -> Any:
-        """Load what all sessions of a configuration share (a dataset, an index, a model client).
+        """Loads what all sessions of a configuration share (a dataset, an index, a model client).
 
         Runs once; its result is `self.shared` on every instance. A `def` runs in a thread, and its
         result must be safe to use from several threads. An `async def` runs on the event loop that
-        plays the episodes, and its result is for `async def` methods.
+        plays the episodes; use its result in `async def` methods.
         """
         return None
 
     @classmethod
     def close_shared(cls, shared: Any) -> Any:
-        """Free what `load_shared` returned, when the process is done with this configuration."""
+        """Frees what `load_shared` returned, when the process no longer needs it."""
 
     def splits(self) -> Mapping[str, int | None]:
-        """Names of the task sets and their sizes; None: tasks are generated without end."""
+        """Returns the size of each task set by its name; None: unlimited, generated on demand."""
         return {}
 
     def get(self, split: str, index: int) -> Task:
-        """Task `index` (from 0) of a split: the same arguments give the same task, always.
+        """Returns task `index` (from 0) of a split; the same arguments must give the same task.
 
-        Called on the instance that plays no episode, possibly from several threads at once, and
-        about once for all episodes of a group, each of which has a copy. `split` is one of
-        `splits()` and `index` within its size.
+        Called on the instance that plays no episode, possibly from several threads at once. The
+        episodes of a group may share one call; each gets its own copy of the task. `split` is a
+        key of `splits()`, and `index` is below its size.
         """
         raise EnvError(f"{type(self).__name__} has splits but defines no get(split, index)")
 
     def offered_tools(self) -> Iterable[str | ToolSpec]:
-        """Returns the tools of the agent's next turn, by default all `@tool` methods.
+        """Returns the tools for the agent's next turn, by default all `@tool` methods.
 
-        A name stands for a `@tool` method. A whole specification (OpenAI's function format) stands
-        for a tool that is known only at run time, as those of another server are: its calls go to
-        `on_call`. One that bears the name of a `@tool` method describes that method.
+        Each is either the name of a `@tool` method, or a whole specification in OpenAI's function
+        format. Calls of a specified tool go to `on_call`, for tools that are known only at run
+        time, such as those of another server. A specification with the name of a `@tool` method
+        replaces the specification of that method.
 
-        Asked after `reset` and after every turn, so it may look at `self.task` and at what the
-        agent has done, and must be quick. It is asked on an instance without an episode, too, for
-        what the environment says of itself: where it looks at `self.task`, or at what `reset`
-        sets, the answer is all `@tool` methods.
+        Called after `reset` and after every turn, so it may depend on `self.task` and on what the
+        agent has done, and must be fast. It is also called on an instance without an episode, to
+        describe the environment. If it then fails because `self.task`, or an attribute that
+        `reset` sets, does not exist yet, all `@tool` methods are listed.
         """
         return tools_of(type(self))
 
     @_quick
     def on_call(self, name: str, arguments: dict[str, JSON]) -> Any:
-        """Run a tool that `offered_tools` described and return its result, as `@tool` methods do.
+        """Runs a tool that `offered_tools` specified, and returns its result as a `@tool` would.
 
-        May be `def` or `async def`. The arguments are the agent's, checked by nobody yet; what is
-        raised is told to the agent.
+        May be `def` or `async def`. The agent's arguments have not been validated. An exception is
+        reported to the agent, as for `@tool` methods.
         """
         raise ConfigError(
-            f"{type(self).__name__}.offered_tools() describes '{name}', which is no @tool method: "
-            "define on_call(self, name, arguments) to run it"
+            f"{type(self).__name__}.offered_tools() describes '{name}', which is not a @tool "
+            "method: define on_call(self, name, arguments) to run it"
         )
 
     @_quick
     def reset(self, task: Task, *, seed: int) -> Observation | Awaitable[Observation]:
-        """Start an episode and return its first prompt: a text or messages.
+        """Starts an episode and returns its first prompt, a text or messages.
 
-        `self.task`, `self.rng` and `self.metrics` are ready when it is called. By default the
-        task's own prompt.
+        `self.task`, `self.rng` and `self.metrics` are ready when it is called. By default it
+        returns the task's prompt.
         """
         return task.prompt
 
     @_quick
     def step(self, action: Action) -> Answer | Awaitable[Answer]:
-        """Answer one action; the default is `run_tools`.
+        """Answers one action, by default with `run_tools`.
 
-        Free-form environments override it and return an observation, ending the episode with
-        `self.finish`, or a whole `StepResult`. `@reward` components are added to the result that
-        ends the episode either way.
+        An override returns either an observation, and ends the episode with `self.finish`, or a
+        whole `StepResult`. In both cases the `@reward` components are added to the result that
+        ends the episode.
         """
         return self.run_tools(action)
 
     @_quick
     def on_text(self, text: str) -> Observation | Awaitable[Observation]:
-        """Answer a turn without tool calls: return an observation, or call `self.finish`.
+        """Answers a turn without tool calls: returns an observation, or calls `self.finish`.
 
-        By default it ends the episode, unless the environment has a terminal tool: then the agent
-        is told to use the tools. A tool that calls `self.finish` is not a terminal one: mark it
-        `@tool(terminal=True)`, or define this method, or a turn of thinking ends the episode.
+        By default it ends the episode, unless the agent has a terminal tool: then the agent is
+        told to use the tools. A tool that calls `self.finish` does not count as terminal. If you
+        have one, mark it `@tool(terminal=True)` or define this method; otherwise a turn of plain
+        text ends the episode.
         """
         if any(each.terminal for each in self._tools.values()):
             return f"Call one of the tools: {', '.join(self._tools)}."
@@ -284,16 +288,17 @@ class Environment:
 
     @_quick
     def close(self) -> Awaitable[None] | None:
-        """Free what the session holds. Called once: when its episode ended or was given up.
+        """Frees what the session holds. Called once, when its episode has ended or was given up.
 
-        After a step that ran out of time it is called while a `def` method may still be running.
+        After a step that timed out, a `def` method may still be running when it is called.
         """
 
     def oracle(self) -> Iterable[Action] | None:
-        """The actions that solve this episode's task; None if the environment does not know them.
+        """Returns the actions that solve this episode's task, or None if they are not known.
 
-        The conformance check plays them, in the process it runs in: they must score 1. It can't
-        be reached over the wire. Called after `reset`.
+        Called after `reset`. It may be a generator that looks at the episode between actions.
+        `agentrl env check` verifies that they score 1, and `agentrl env demonstrate` writes them
+        as dialogues. It cannot be called over HTTP.
         """
         return None
 
@@ -314,28 +319,32 @@ class Environment:
 
     @property
     def episode(self) -> Episode:
-        """The record of the episode so far. Raises NoEpisodeError before `reset`."""
+        """The record of the episode so far.
+
+        Raises:
+            NoEpisodeError: there is no episode before `reset`.
+        """
         if self._episode is None:
             raise NoEpisodeError(f"{type(self).__name__} has no episode before reset")
         return self._episode
 
     @property
     def task(self) -> Task:
-        """The task that is played."""
+        """The task of the episode; raises NoEpisodeError before `reset`."""
         return self.episode.task
 
     @property
     def rng(self) -> random.Random:
-        """The episode's random numbers; they follow from the seed alone."""
-        if self._rng is None:  # made at its first use, for seeding takes a while
+        """The episode's random number generator, seeded with the episode's seed."""
+        if self._rng is None:  # made when first used, because seeding is slow
             self._rng = random.Random(0 if self._episode is None else self._episode.seed)
         return self._rng
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The episode's running totals, reported with every step; add your own.
+        """The episode's metrics by name, reported with every step; add your own.
 
-        The framework counts `tool_calls`, `tool_errors` (a tool raised or ran out of time) and
+        The framework counts `tool_calls`, `tool_errors` (a tool raised or timed out) and
         `invalid_calls` (unreadable, of an unknown tool, or with wrong arguments).
         """
         return self.episode.metrics
@@ -347,12 +356,12 @@ class Environment:
         *,
         truncated: bool = False,
     ) -> None:
-        """End the episode with this turn.
+        """Ends the episode with this turn.
 
         Args:
-            reward: added to the `@reward` components.
+            reward: added to the `@reward` components; None adds nothing.
             info: reported with the last step.
-            truncated: a limit of the environment cut the episode, not the task's own end.
+            truncated: whether a limit of the environment ended the episode, not the task itself.
 
         Raises:
             EnvError: the episode was finished before, or `reward` is not a finite number.
@@ -363,13 +372,13 @@ class Environment:
         self._finish = Finish(number, dict(info or {}), truncated)
 
     async def run_tools(self, action: Action) -> Observation:
-        """Run the action's tool calls in order; one tool message each. Text goes to `on_text`.
+        """Runs the action's tool calls in order and returns one tool message for each.
 
-        Whatever the agent did wrong (an unreadable call, an unknown tool, arguments that do not
-        validate) is answered, never raised. So is an exception of a tool, with its class and
-        message, unless it is an error of agentrl's (`GraderError`, `DataError` ...): that ends the
-        session.
-        Calls after one that ended the episode are not run.
+        An action without calls goes to `on_text`. Mistakes of the agent (an unreadable call, an
+        unknown tool, invalid arguments) are answered, never raised. An exception of a tool is
+        answered with its class and message, unless it is an `AgentRLError` (`GraderError`,
+        `DataError` ...), which ends the session. Calls after one that ended the episode are not
+        run.
         """
         if action.parse_error is not None:
             self._count("invalid_calls")
@@ -388,7 +397,7 @@ class Environment:
         return messages
 
     def to_messages(self, first: Observation) -> list[Message]:
-        """The first prompt as messages: what `reset` returned, after `system_prompt` if any."""
+        """Converts what `reset` returned to messages, with `system_prompt` before them if set."""
         messages = to_observation(first, "reset()")
         if self.system_prompt and not (messages and messages[0]["role"] == "system"):
             return [{"role": "system", "content": self.system_prompt}, *messages]
@@ -402,10 +411,11 @@ class Environment:
         timeout_s: float | None = None,
         **kwargs: object,
     ) -> Any:
-        """Call a `def` (in a worker thread) or `async def` function and wait for its result.
+        """Calls a `def` (in a worker thread) or `async def` function and returns its result.
 
         Raises:
-            TimeoutError: `timeout_s` passed. An `async def` was cancelled, a `def` abandoned.
+            TimeoutError: it took longer than `timeout_s` seconds. An `async def` was cancelled; a
+                `def` continues in its thread.
         """
         calling = call_method(self._workers or default_pool(), method, *args, **kwargs)
         if timeout_s is None:
@@ -415,7 +425,7 @@ class Environment:
 
     @property
     def _tools(self) -> dict[str, Tool]:
-        """The tools that the agent was offered for this turn, by name."""
+        """The tools that were offered to the agent for this turn, by name."""
         if self._offered is None:
             self._offered = choose_tools(type(self), self.offered_tools())
         return self._offered
@@ -441,8 +451,9 @@ class Environment:
             if _how_to_call(getattr(method, "__func__", method)) != "await":
                 raise make_error(
                     "step_timeout",
-                    f"tool {tool.name} passed its timeout_s={tool.timeout_s:g} and goes on in its "
-                    "thread; make it async, or give its blocking call a timeout",
+                    f"tool {tool.name} took longer than its timeout_s={tool.timeout_s:g} and "
+                    "continues in its thread; make it `async def`, or give its blocking call a "
+                    "timeout",
                 ) from None
             returned, failure = None, f"{tool.name} ran out of time ({tool.timeout_s:g} s)."
         if failure is not None:
@@ -459,12 +470,12 @@ class Environment:
     async def _attempt(
         self, tool: Tool, method: Callable[..., Any], arguments: dict[str, Any]
     ) -> tuple[Any, str | None]:
-        """Calls a tool. Returns its result, or None and what the agent is told of its failure."""
+        """Calls a tool. Returns its result and None, or None and the failure to show the agent."""
         try:
             return await self.call(method, **arguments), None
         except AgentRLError:
             raise
-        except Exception as error:  # an answer to the agent by contract, see `run_tools`
+        except Exception as error:  # answered to the agent, as `run_tools` promises
             return None, f"{tool.name} failed: {describe(error, self.task)}"
 
     def _count(self, metric: str) -> None:
@@ -474,7 +485,7 @@ class Environment:
 async def call_method(
     workers: WorkerPool, method: Callable[..., Any], /, *args: object, **kwargs: object
 ) -> Any:
-    """Call an author's method: a `def` in a thread of `workers`, an `async def` right here."""
+    """Calls an author's method, a `def` in a thread of `workers`, and returns its result."""
     how = _how_to_call(getattr(method, "__func__", method))
     if how == "thread":
         return await workers.run(method, *args, **kwargs)
@@ -521,10 +532,10 @@ def _check_definition(class_name: str, name: str, value: object) -> None:
 
 
 def load_config(environment: type[Environment], config: dict[str, JSON] | BaseModel | None) -> Any:
-    """The environment's `Config` with these values.
+    """Returns the environment's `Config` with these values.
 
     Raises:
-        ConfigError: an unknown key or a wrong value; it names the key.
+        ConfigError: a key is unknown or its value is wrong; the message names the key.
     """
     if isinstance(config, environment.Config):
         return config
@@ -545,5 +556,5 @@ def _problem(problem: Mapping[str, Any], known: list[str]) -> str:
         message = " ".join(str(problem["msg"]).split())
         return f"{key}: {message}" if key else message
     near = difflib.get_close_matches(key, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(known) or 'none'}"
+    hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known) or 'none'}"
     return f"there is no key '{key}'; {hint}"

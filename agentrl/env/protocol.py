@@ -1,9 +1,10 @@
-"""The wire: what is sent, problem details, and how messages become JSON and come back.
+"""The HTTP protocol: its messages, its error codes, and the conversion to and from JSON.
 
-The messages are plain dataclasses, read by pydantic. Requests refuse unknown fields and take no
-value for another ("1" is no integer); replies may grow. Every reply carries `Agentrl-Protocol: 1`.
-Numbers travel as the shortest decimal that reads back to the same float, so an episode over HTTP
-is bit for bit the episode in one process.
+Messages are plain dataclasses, which pydantic validates. Requests must not have unknown fields, and
+their values are not converted ("1" is not accepted as an integer). Replies may have unknown fields,
+so that newer servers can add some. Every reply has the header `Agentrl-Protocol: 1`. A float is
+written as the shortest decimal that reads back to the same float, so an episode over HTTP is
+bit-identical to one in the same process.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ PROTOCOL_VERSION = "1"
 PROBLEM_TYPE = "application/problem+json"
 TOKEN_VARIABLE = "AGENTRL_ENV_TOKEN"
 MAX_DEPTH = 64
-"""Deepest nesting of a message's JSON."""
+"""The most levels to which the JSON of a message may nest."""
 MAX_INTEGER = 2**53 - 1
-"""The largest integer that every JSON reader keeps exactly."""
+"""The largest integer that every JSON reader represents exactly."""
 
 PROBLEMS = {
     # code: (status, retryable)
@@ -56,10 +57,10 @@ PROBLEMS = {
 }
 _UNAVAILABLE = ("at_capacity", "draining", "unavailable")
 _WRONG_INPUT = ("invalid_request", "not_found", "unauthorized", "forbidden")
-"""These end a command with status 2, as a ConfigError does."""
+"""Codes that end a command with exit status 2, as a ConfigError does."""
 
-# The numbers of requests are strict one by one, and not by their class, because a strict class
-# would refuse the dictionaries that a web framework hands to pydantic.
+# Each number of a request is strict, rather than the whole class, because a strict class would
+# refuse the dictionaries that a web framework passes to pydantic.
 Index = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
@@ -74,7 +75,7 @@ _reply = with_config(ConfigDict(use_attribute_docstrings=True))
 @_request
 @dataclass(slots=True, frozen=True)
 class TaskSpec:
-    """Which task: `split` and `index`, or a whole task `inline`."""
+    """Selects a task by `split` and `index`, or contains a whole task in `inline`."""
 
     split: str | None = None
     index: Index | None = None
@@ -89,120 +90,135 @@ class TaskSpec:
 @_request
 @dataclass(slots=True, frozen=True)
 class CreateRequest:
-    """Open a session on a task and a seed, reset and ready for its first step."""
+    """Opens a session for a task and a seed, and resets it."""
 
     env: str
     task: TaskSpec
     seed: Seed = 0
     config: dict[str, JSON] = field(default_factory=dict)
     count: One = 1
-    """A group of episodes is as many calls."""
+    """Number of sessions. A group of episodes takes one call for each."""
     lease_s: LeaseSeconds | None = None
-    """How long a session lives without a call; 300 if None."""
+    """Seconds without a call after which the session is closed; 300 if None."""
     timeout_s: Seconds | None = None
-    """Deadline of the whole call; the environment's own if None."""
+    """Seconds for the whole call; None: the environment's `reset_timeout_s`."""
     max_turns: Turns | None = None
-    """Turns that the agent gets at most, for an environment that tells it how many are left."""
+    """The most turns that the agent gets, which an environment may tell it."""
 
 
 @_reply
 @dataclass(slots=True)
 class SessionReply:
+    """A session that was opened."""
+
     id: str
-    """128 random bits."""
+    """Contains 128 random bits, because it grants access to the session."""
     task_id: str
     lease_expires_at: float
-    """Unix time, seconds."""
+    """Unix time in seconds."""
     lease_s: float
+    """Seconds without a call after which the session is closed."""
     step: int
+    """Index of the first step."""
     observation: list[Message]
     """The first prompt."""
     tools: list[ToolSpec]
-    """What the agent may call in its first turn."""
+    """The tools that the agent may call in its first turn."""
 
 
 @_reply
 @dataclass(slots=True)
 class CreateReply:
+    """Answers a CreateRequest, with one session."""
+
     sessions: list[SessionReply]
 
 
 @_request
 @dataclass(slots=True, frozen=True)
 class StepRequest:
+    """Takes a step in a session."""
+
     step: Index
-    """The step the session is at, as the client believes; a retry repeats it."""
+    """Index of the step that the client wants to take; a retry has the same index."""
     action: Action
     timeout_s: Seconds | None = None
-    """Deadline of the step; the environment's own if None."""
+    """Seconds for the step; None: the environment's `step_timeout_s`."""
     last: StrictBool = False
-    """The agent gets no further turn: an episode that this step does not end is truncated."""
+    """The agent gets no further turn: if this step does not end the episode, it is truncated."""
 
 
 @_reply
 @dataclass(slots=True, kw_only=True)
 class StepReply(StepResult):
-    """Holds what the environment answered, and the step that the session is at."""
+    """The result of a step, and the index of the next one."""
 
     step: int
-    """The step the session is at now."""
+    """Index of the next step."""
     replayed: bool = False
-    """The step had run before; this is the reply it gave then."""
+    """The step had already run; this is a copy of its reply."""
     tools: list[ToolSpec] | None = None
-    """What the agent may call from now on; None: the same as in the turn before."""
+    """The tools that the agent may call from now on; None: they have not changed."""
 
 
 @_request
 @dataclass(slots=True, frozen=True)
 class RenewRequest:
+    """Extends the lease of a session."""
+
     lease_s: LeaseSeconds | None = None
-    """None keeps the session's own."""
+    """Seconds from now; None: the session's own `lease_s`."""
 
 
 @_reply
 @dataclass(slots=True)
 class SessionStatus:
+    """Reports the state of a session."""
+
     id: str
     env: str
     task_id: str
     step: int
     status: str
-    """`live`; `ended`: the episode is over; `failed`: a step failed and no other will run."""
+    """`live`; `ended`: the episode is over; `failed`: a step failed, and no further one can run."""
     lease_expires_at: float
-    """Unix time, seconds."""
+    """Unix time in seconds."""
     reward: float = 0.0
-    """Of the episode so far."""
+    """Sum of the rewards of all steps so far."""
     last: StepReply | None = None
-    """The reply of the last step that succeeded."""
+    """The reply to the last step that succeeded."""
 
 
 @_reply
 @dataclass(slots=True)
 class EnvInfo:
-    """An environment under one configuration."""
+    """Describes an environment with one configuration."""
 
     id: str
     description: str
     tools: list[ToolSpec]
-    """What it offers before a task is known; a session's own tools may differ."""
+    """The tools that it offers without a task; a session's tools may differ."""
     splits: dict[str, int | None]
-    """Tasks per split; None: generated without end."""
+    """Number of tasks of each split; None: unlimited, generated on demand."""
     config_schema: dict[str, JSON]
+    """JSON schema of the configuration."""
     max_sessions: int
-    """Live sessions it takes: of this environment in one process, or what a client of several
-    servers found in all of them together."""
+    """The most live sessions of this environment: in one process, or, in an answer of `EnvClient`,
+    in all servers together."""
 
 
 @_reply
 @dataclass(slots=True)
 class EnvList:
+    """Lists the ids of a server's environments."""
+
     environments: list[str]
 
 
 @_reply
 @dataclass(slots=True)
 class TaskPreview:
-    """A task as anyone may see it: never its reference, nor metadata that may hold it."""
+    """The public part of a task: no reference, and no metadata, which might contain it."""
 
     index: int
     id: str
@@ -212,6 +228,8 @@ class TaskPreview:
 @_reply
 @dataclass(slots=True)
 class TaskList:
+    """Lists tasks of a split."""
+
     split: str
     tasks: list[TaskPreview]
 
@@ -219,17 +237,21 @@ class TaskList:
 @_reply
 @dataclass(slots=True)
 class Health:
+    """Reports that the server process lives."""
+
     status: str
     """`ok` or `draining`."""
     sessions: int
-    """Live sessions."""
+    """Number of live sessions."""
     hung_threads: int
-    """Worker threads whose call passed its deadline and has not returned."""
+    """Number of worker threads whose call is past its deadline and has not returned."""
 
 
 @_reply
 @dataclass(slots=True)
 class ServerInfo:
+    """Describes the server."""
+
     protocol_versions: list[int]
     environments: list[str]
     max_body_bytes: int
@@ -238,7 +260,7 @@ class ServerInfo:
 @_request
 @dataclass(slots=True, frozen=True)
 class GymReset:
-    """`POST /reset`: a new session, of one task of a split or of a task of the caller's."""
+    """`POST /reset`: opens a session for a task of a split, or for a task that it contains."""
 
     env: str
     split: str | None = None
@@ -251,18 +273,20 @@ class GymReset:
 @_request
 @dataclass(slots=True, frozen=True)
 class GymStep:
-    """`POST /step`."""
+    """`POST /step`: takes a step in a session."""
 
     session: str
     action: str | Action
     """A text, or a whole action."""
     step: Index | None = None
-    """None takes the step as it is, so that a repeated call is a second step."""
+    """Index of the step; None: the next one, so that repeating the call takes a second step."""
 
 
 @_reply
 @dataclass(slots=True)
 class GymReply:
+    """Answers a GymReset with the session, its first prompt and tools."""
+
     session: str
     observation: list[Message]
     tools: list[ToolSpec]
@@ -272,7 +296,7 @@ class GymReply:
 @_reply
 @dataclass(slots=True)
 class Problem:
-    """RFC 9457 problem details."""
+    """An error as problem details (RFC 9457)."""
 
     title: str
     status: int
@@ -283,7 +307,7 @@ class Problem:
 
 
 def make_error(code: str, message: str, *, retry_after_s: float | None = None) -> EnvError:
-    """The exception of a problem code, the same on both sides of the wire."""
+    """Makes the exception for a problem code. Client and server raise the same ones."""
     status, retryable = PROBLEMS.get(code, (500, False))
     if code == "grader_error":
         return GraderError(message)
@@ -302,6 +326,7 @@ def make_error(code: str, message: str, *, retry_after_s: float | None = None) -
 
 
 def to_problem(error: EnvError) -> Problem:
+    """Converts an error to the problem details that are sent."""
     try:
         title = http.HTTPStatus(error.status).phrase
     except ValueError:
@@ -312,6 +337,7 @@ def to_problem(error: EnvError) -> Problem:
 
 
 def from_problem(problem: Problem) -> EnvError:
+    """Converts received problem details to the error to raise."""
     error = make_error(problem.code, problem.detail, retry_after_s=problem.retry_after_s)
     error.status, error.retryable = problem.status, problem.retryable
     return error
@@ -321,12 +347,12 @@ T = TypeVar("T")
 
 
 def encode(message: object) -> bytes:
-    """JSON bytes of a dataclass or a JSON value.
+    """Returns a dataclass or a JSON value as JSON bytes.
 
-    A policy may write half of a surrogate pair, which UTF-8 cannot carry; it becomes U+FFFD.
+    A lone surrogate, which a policy may write and UTF-8 cannot encode, becomes U+FFFD.
 
     Raises:
-        TypeError: the message holds something that is not JSON.
+        TypeError: the message contains something that is not JSON.
     """
     try:
         return orjson.dumps(message)
@@ -335,7 +361,7 @@ def encode(message: object) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The slow way to what `json` can encode."""
+    """Converts what orjson refuses to what `json` can encode; NaN and infinity become null."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, float):
@@ -350,11 +376,11 @@ def _plain(value: Any) -> Any:
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Read a message.
+    """Reads a message of type `kind` from JSON bytes.
 
     Raises:
-        EnvError: `invalid_request`: it is not JSON, nests deeper than `MAX_DEPTH`, or is something
-            else; the message names the field.
+        EnvError: `invalid_request`: the body is not JSON, nests deeper than `MAX_DEPTH`, or is not
+            such a message; the error names the field.
     """
     check_json(body)
     try:
@@ -368,10 +394,10 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def decode_config(text: str | None) -> dict[str, JSON]:
-    """A configuration from a URL's query, where it is a JSON object.
+    """Reads a configuration from a URL's query, where it is a JSON object; None: an empty one.
 
     Raises:
-        EnvError: `invalid_request`.
+        EnvError: `invalid_request`: it is not a JSON object.
     """
     try:
         return {} if text is None else decode(text.encode("utf-8", "replace"), dict[str, JSON])
@@ -380,10 +406,10 @@ def decode_config(text: str | None) -> dict[str, JSON]:
 
 
 def as_json(value: Any) -> Any:
-    """A deep copy of a value as the wire would deliver it.
+    """Copies a value through JSON, as HTTP would deliver it.
 
     Raises:
-        TypeError: it holds something that is not JSON.
+        TypeError: it contains something that is not JSON.
     """
     return from_json(encode(value))
 
@@ -394,7 +420,7 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def check_json(body: bytes) -> None:
-    """Refuse what readers of JSON let through: NaN, which is not JSON, and deep nesting.
+    """Refuses NaN and infinity, which are not JSON but which parsers accept, and deep nesting.
 
     Raises:
         EnvError: `invalid_request`.
@@ -418,7 +444,7 @@ def _not_json(why: str) -> EnvError:
 
 
 def _is_deep(value: Any, levels: int) -> bool:
-    """Tells whether dicts and lists nest deeper than `levels`, the value's own level included."""
+    """Returns whether dicts and lists nest deeper than `levels`, counting the outermost."""
     if levels <= 0:
         return isinstance(value, dict | list)
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -432,7 +458,7 @@ _MESSAGES = {
 
 
 def describe_problems(problems: Sequence[Any]) -> str:
-    """Says what pydantic found wrong, each with the name of its field; three at most."""
+    """Describes the first three of pydantic's errors, each with the name of its field."""
     return "; ".join(_describe(problem) for problem in problems[:3])
 
 

@@ -1,4 +1,4 @@
-"""Tools: from a method's signature and docstring to an OpenAI function specification."""
+"""Marks methods as tools and rewards, and makes OpenAI function specifications of tools."""
 
 from __future__ import annotations
 
@@ -43,19 +43,23 @@ def tool(method: F, /) -> F: ...
 @overload
 def tool(*, timeout_s: float | None = None, terminal: bool = False) -> Callable[[F], F]: ...
 def tool(method: Any = None, /, *, timeout_s: float | None = None, terminal: bool = False) -> Any:
-    """Offer a method (`def` or `async def`) to the agent.
+    """Offers a method (`def` or `async def`) to the agent.
 
-    The specification comes from the signature (`Annotated[int, Field(ge=1)]` is honoured) and the
-    docstring (a Google-style `Args:` section describes the parameters). Arguments are validated
-    before the call. What the method returns becomes the content of the tool message: a string as
-    it is, None as an empty one, an `agentrl.images.Image` or a list of parts with one as an image,
-    anything else as JSON.
+    The specification comes from the type annotations (`Annotated[int, Field(ge=1)]` works too) and
+    the docstring, whose Google-style `Args:` section describes the parameters. Arguments are
+    validated before the call. The return value becomes the content of the tool message: a string
+    as it is, None as an empty string, an `agentrl.images.Image`, or a list of parts with an image,
+    as an image, and anything else as JSON.
 
     Args:
-        timeout_s: deadline of one call. Where an `async def` passes it, the agent is told; a `def`
-            goes on in its thread, which ends the session with `step_timeout`.
+        timeout_s: seconds for one call. If an `async def` takes longer, it is cancelled and the
+            agent is told; a `def` continues in its thread, and the session ends with
+            `step_timeout`.
         terminal: the call ends the episode. Its return value, a number or None, is added to the
             reward and is not shown to the agent.
+
+    Raises:
+        ConfigError: it does not stand directly above a method.
     """
 
     def mark(function: F) -> F:
@@ -71,11 +75,15 @@ def reward(method: F, /) -> F: ...
 @overload
 def reward(*, weight: float = 1.0, timeout_s: float | None = None) -> Callable[[F], F]: ...
 def reward(method: Any = None, /, *, weight: float = 1.0, timeout_s: float | None = None) -> Any:
-    """Make a method (`def` or `async def`) a named component of the reward.
+    """Makes a method (`def` or `async def`) a component of the reward.
 
-    It is called once, when the episode ends, with the `Episode`, and returns a finite number that
-    is reported under the method's name and added to the reward times `weight`. If it raises, or
-    `timeout_s` passes, the episode has no reward (`GraderError`), which is not a reward of 0.
+    When the episode ends, the method is called once with the `Episode` and must return a finite
+    number. The number is reported under the method's name and, times `weight`, added to the reward.
+    If the method raises or takes longer than `timeout_s` seconds, the episode fails with a
+    `GraderError` and has no reward; it does not count as a reward of 0.
+
+    Raises:
+        ConfigError: it does not stand directly above a method.
     """
 
     def mark(function: F) -> F:
@@ -96,16 +104,20 @@ def _check_marked(function: object, mark: str) -> None:
 
 @dataclass(slots=True, frozen=True)
 class Tool:
+    """A tool as it is offered to the agent."""
+
     name: str
     spec: ToolSpec
     arguments: TypeAdapter[dict[str, Any]]
+    """Validates the arguments of a call."""
     timeout_s: float | None = None
     terminal: bool = False
     is_method: bool = True
-    """Runs the method of this name; else `Environment.on_call`, which validates for itself."""
+    """True: a call runs the method of this name. False: it runs `Environment.on_call`, which gets
+    any arguments."""
 
     def validate(self, arguments: dict[str, JSON]) -> dict[str, Any] | str:
-        """The keyword arguments of the call, or a sentence that says what is wrong with them."""
+        """Returns the keyword arguments for the method, or a text that says what is wrong."""
         try:
             return self.arguments.validator.validate_python(arguments)
         except ValidationError as error:
@@ -121,10 +133,10 @@ _MESSAGES = {"missing": "this argument is required", "extra_forbidden": "there i
 
 @functools.cache
 def tools_of(environment: type) -> dict[str, Tool]:
-    """The tools of an environment class by name, inherited ones first.
+    """Returns the tools of an environment class by name, inherited ones first.
 
     Raises:
-        ConfigError: a tool's signature has no specification.
+        ConfigError: no specification can be made of a tool's signature.
     """
     return {
         name: _make_tool(environment, name, method.__agentrl_tool__)
@@ -133,10 +145,10 @@ def tools_of(environment: type) -> dict[str, Tool]:
 
 
 def choose_tools(environment: type, offered: Iterable[str | ToolSpec]) -> dict[str, Tool]:
-    """The tools that `offered_tools` named or described, by name.
+    """Returns the tools that `offered_tools` listed, by name.
 
     Raises:
-        ConfigError: it named no `@tool` method, or described something else than a function.
+        ConfigError: it listed something other than names of `@tool` methods and specifications.
     """
     methods = tools_of(environment)
     if offered is methods:  # the default
@@ -174,7 +186,7 @@ _ANY_ARGUMENTS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 @functools.cache
 def rewards_of(environment: type) -> dict[str, RewardMark]:
-    """The reward components of an environment class by name, inherited ones first."""
+    """Returns the reward components of an environment class by name, inherited ones first."""
     marked = _marked(environment, "__agentrl_reward__")
     return {name: method.__agentrl_reward__ for name, method in marked.items()}
 
@@ -247,7 +259,7 @@ def _make_tool(environment: type, name: str, mark: ToolMark) -> Tool:
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """Drop pydantic's generated titles: they cost prompt tokens and say nothing new."""
+    """Removes pydantic's generated titles, which only repeat names and cost prompt tokens."""
     schema.pop("title", None)
     for key in ("properties", "$defs"):
         for child in schema.get(key, {}).values():
@@ -265,7 +277,7 @@ _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Exampl
 
 
 def _read_docstring(method: Callable) -> tuple[str, dict[str, str]]:
-    """The text before the first section, and the entries of a Google-style `Args:` section."""
+    """Returns the text before the first section, and the entries of a Google-style `Args:`."""
     text, arguments, section = [], [], None
     for line in (inspect.getdoc(method) or "").splitlines():
         if match := _SECTION.match(line):

@@ -1,9 +1,9 @@
-"""Transports: the ways in which a client reaches a session manager, in this process or over HTTP.
+"""Transports, which connect a client to a session manager in this process or over HTTP.
 
-A transport makes each call once and raises what came of it; `agentrl.env.client` repeats calls that
-failed on the way. One thing is repeated here: an HTTP request that is not answered for a while is
-sent again, because it or its answer may have been lost, and asking twice is the same as asking once
-(the manager knows a step by its index and a creation by its key).
+A transport makes each call once and raises its error; `agentrl.env.client` retries failed calls.
+There is one exception: an HTTP request that is not answered for a while is sent again here, because
+it or its answer may have been lost. That is safe, because the manager recognises a repeated step by
+its index and a repeated creation by its key.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ if TYPE_CHECKING:
     from agentrl.env.sessions.manager import SessionManager
 
 CONNECT_S = 5.0
-"""How long a connection may take to open, and a health check to be answered."""
+"""Seconds in which a connection must open, and a health check must be answered."""
 PATIENCE_S = 10.0
-"""A request without an answer for so long is sent again, then after twice as long, and so on."""
+"""Seconds before a request that was not answered is sent again; doubled after each time."""
 MAX_PATIENCE_S = 60.0
+"""The largest value that doubling reaches."""
 KEEP_ALIVE_S = 30.0
-"""How long an idle connection is kept: less than the server keeps it, so that no request meets a
-connection which is just being closed."""
+"""Seconds for which an idle connection is kept. It must be less than the server keeps it, or a
+request could be sent on a connection that is being closed."""
 
 
 class Transport(Protocol):
-    """The calls of the protocol. Each ends within `timeout_s`; repeating one is safe.
+    """The calls of the protocol. Each takes at most `timeout_s` seconds and may be repeated.
 
-    Raises, besides the errors that the manager answers with:
-        EnvUnavailable: no answer came; whether the call was executed is unknown.
+    Raises:
+        EnvError: the manager answered with it.
+        EnvUnavailable: no answer came; it is unknown whether the call was executed.
     """
 
     async def info(self, env_id: str, config: Mapping[str, JSON], timeout_s: float) -> EnvInfo: ...
@@ -68,8 +70,9 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """A session manager in this process. Requests and replies pass through JSON, as they would
-    over HTTP, so that an episode is the same and the caller shares no object with the author."""
+    """Calls a session manager in this process. Requests and replies are converted to JSON and back,
+    so that an episode is the same as over HTTP and the caller shares no objects with the author's
+    code."""
 
     def __init__(self, manager: SessionManager) -> None:
         self.manager = manager
@@ -105,11 +108,11 @@ class InProcess:
 
 
 class Http:
-    """An environment server, one HTTP request per call, on connections that are kept open."""
+    """Calls an environment server, with one HTTP request per call on connections that are kept."""
 
     def __init__(self, url: str, token: str | None) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"environment server '{url}' needs to be a URL, http://host:port")
+            raise ConfigError(f"environment server '{url}' is not a URL; write http://host:port")
         self.url = url.rstrip("/")
         self._headers = {
             protocol.PROTOCOL_HEADER: protocol.PROTOCOL_VERSION,
@@ -119,10 +122,10 @@ class Http:
             self._headers["Authorization"] = f"Bearer {token}"
         self._connections: aiohttp.ClientSession | None = None
         self._was_reached = False
-        """An agentrl server has answered at this URL."""
+        """Whether an agentrl server has answered at this URL."""
 
     async def environments(self, timeout_s: float) -> list[str]:
-        """The ids of the environments that the server has."""
+        """Returns the ids of the server's environments."""
         reply: EnvList = await self._call("GET", "/v1/envs", EnvList, timeout_s=timeout_s)
         return reply.environments
 
@@ -172,10 +175,10 @@ class Http:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The decoded answer, of type `reply`; None where there is none.
+        """Makes a call and returns the answer as `reply`, or None if `reply` is None.
 
         Raises:
-            EnvError: what the server answered, or that something else answered.
+            EnvError: the server answered with it, or is not an agentrl server.
             EnvUnavailable: nothing answered in time, or the connection broke.
         """
         body = None if request is None else protocol.encode(request)
@@ -199,10 +202,10 @@ class Http:
 
     def _read(self, status: int, is_ours: bool, answer: bytes, reply: type[Any] | None) -> Any:
         if not is_ours and (self._was_reached or status == 429 or status >= 500):
-            # A proxy in between, perhaps after the server took the call: it is asked again.
+            # Probably a proxy, and the server may have executed the call: the client retries.
             raise EnvUnavailable(
-                f"{self.url} was answered with {status} by something in front of the environment "
-                "server; look into the proxy's log, or check the URL"
+                f"something in front of the environment server {self.url} answered with {status}; "
+                "look into the proxy's log, or check the URL"
             )
         if not is_ours:
             raise make_error(
@@ -223,10 +226,10 @@ class Http:
         raise protocol.from_problem(problem)
 
     async def _check_health(self) -> None:
-        """Tell a server that takes long from one that hangs or cannot be reached any more.
+        """Checks that the server still answers, and so is only slow with the call.
 
         Raises:
-            EnvUnavailable: it is the latter.
+            EnvUnavailable: it hangs or cannot be reached.
         """
         try:
             await self._send("GET", "/healthz", None, None, CONNECT_S)
@@ -241,11 +244,14 @@ class Http:
         headers: Mapping[str, str] | None,
         timeout_s: float,
     ) -> tuple[int, bool, bytes]:
-        """The status, whether an agentrl server answered, and the body of the answer.
+        """Sends one request.
+
+        Returns:
+            The status, whether an agentrl server answered, and the body of the answer.
 
         Raises:
-            TimeoutError: the server was reached, and no answer came in time.
-            EnvUnavailable: it cannot be reached, or the connection broke.
+            TimeoutError: the server was reached, but did not answer in time.
+            EnvUnavailable: the server cannot be reached, or the connection broke.
         """
         import aiohttp
 
@@ -268,14 +274,14 @@ class Http:
             raise self._unreachable(error) from error
 
     def _open_connections(self) -> aiohttp.ClientSession:
-        """The pool of connections, made on the event loop that uses it."""
+        """Returns the pool of connections, which must be made on the event loop that uses it."""
         import aiohttp
 
         if self._connections is None:
             self._connections = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 headers=self._headers,
-                # Of no use to the server, which would read them with every step.
+                # The server does not use them, and would have to parse them in every step.
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

@@ -1,4 +1,4 @@
-"""Reads what an author's code returned as messages, text and finite numbers."""
+"""Converts what an author's code returned to messages, content and finite numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ _MESSAGES = TypeAdapter(list[Message])
 
 
 def to_observation(value: Any, source: str) -> list[Message]:
-    """Messages from what an author returned.
+    """Converts a text, messages or None to messages.
+
+    Args:
+        source: names what returned the value, such as `reset()`, in error messages.
 
     Raises:
-        EnvError: it is neither a text, nor messages with a role and a content, nor None.
-        ImageError: an image is wrong, or they are too many.
+        EnvError: the value is something else, or a message lacks a role or content.
+        ImageError: an image is invalid, or there are too many.
     """
     if value is None:
         return []
@@ -43,7 +46,14 @@ def to_observation(value: Any, source: str) -> list[Message]:
 
 
 def to_content(value: Any) -> Content:
-    """Returns the content of a tool's message: an `Image`, or parts with one, are shown as such."""
+    """Converts what a tool returned to the content of its message.
+
+    A string, or a list of parts with an image, stays as it is; an `Image` becomes such a list, None
+    an empty string, and anything else JSON text.
+
+    Raises:
+        EnvError: the value cannot become JSON.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, Image):
@@ -64,13 +74,16 @@ def to_content(value: Any) -> Content:
 
 
 def to_finite(value: Any, source: str) -> float:
-    """A finite float from a number an author gave.
+    """Converts a number to a float.
+
+    Args:
+        source: names the number in error messages.
 
     Raises:
-        EnvError: it is no number, NaN or infinite.
+        EnvError: it is not a number, or it is NaN or infinite.
     """
     try:
-        if isinstance(value, str | bytes):  # which float() would read
+        if isinstance(value, str | bytes):  # float() would accept them
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -81,8 +94,10 @@ def to_finite(value: Any, source: str) -> float:
 
 
 def describe(error: BaseException, task: Task | None) -> str:
-    """One line about an exception: its class and message, without the task's reference answer and
-    without secrets."""
+    """Returns the class and message of an exception in one line.
+
+    Replaces the task's reference, if it is a string of more than three characters, and secrets.
+    """
     message = _short(hide_secrets(" ".join(str(error).split())))
     if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
         message = message.replace(task.reference, "[reference]")

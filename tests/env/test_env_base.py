@@ -146,7 +146,7 @@ def test_a_tool_that_runs_out_of_its_time():
 
 
 def test_a_thread_that_runs_out_of_its_time_ends_the_session():
-    with pytest.raises(EnvError, match="goes on in its thread") as caught:
+    with pytest.raises(EnvError, match="continues in its thread") as caught:
         play(Workshop(), ("impatient_thread", {}))
     assert caught.value.code == "step_timeout"
     Workshop.release.set()
@@ -249,7 +249,7 @@ def test_configuration_is_checked_and_the_error_names_the_key():
     assert Workshop({"greeting": "hi"}).config.greeting == "hi"
     with pytest.raises(ConfigError, match=r"workshop: there is no key 'greting'; did you mean gre"):
         Workshop({"greting": "hi"})
-    with pytest.raises(ConfigError, match="no key 'zzz'; its keys are greeting, slow_reset_s"):
+    with pytest.raises(ConfigError, match="no key 'zzz'; the keys are greeting, slow_reset_s"):
         Workshop({"zzz": 1})
     with pytest.raises(ConfigError, match="slow_reset_s"):
         load_config(Workshop, {"slow_reset_s": "soon"})

@@ -135,7 +135,7 @@ def test_wrong_input_is_one_line_and_status_2(capsys, monkeypatch):
             (("serve", "sample_envs:Hello", "--host", "0.0.0.0"), "--token"),
             (("serve", "sample_envs:Hello", "--host", "0.0.0.0", "--token", " "), "--token"),
             (("serve", "nothing"), "no environment 'nothing'"),
-            (("serve", "sample_envs:Hello", "--config", "x=1"), "no key 'x'; its keys are none"),
+            (("serve", "sample_envs:Hello", "--config", "x=1"), "no key 'x'; the keys are none"),
             (("serve", "sample_envs:Hello", "--config", "x"), "KEY=VALUE"),
             (("serve", "sample_envs:Hello", "--config", "{x"), "not valid JSON"),
             (("serve", "hello", "workshop", "--config", "x=1"), "one environment"),

@@ -526,7 +526,7 @@ def test_a_server_that_is_something_else_is_recognised():
         return error
 
     assert "is not an agentrl environment server" in str(asyncio.run(main()))
-    with pytest.raises(ConfigError, match="needs to be a URL"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         connect("localhost:8700")
 
 

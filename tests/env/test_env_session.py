@@ -102,7 +102,7 @@ def test_the_server_side_configuration_is_what_a_request_starts_from():
         (create("nowhere"), "not_found", "no environment 'nowhere'"),
         (create(split="dev"), "invalid_request", "no split 'dev'; it has train"),
         (create(index=1000), "invalid_request", "has 1000 tasks"),
-        (create(config={"x": 1}), "invalid_request", "no key 'x'; its keys are greeting"),
+        (create(config={"x": 1}), "invalid_request", "no key 'x'; the keys are greeting"),
         (create(config={"greting": 1}), "invalid_request", "did you mean greeting?"),
         (create(config={"greeting": 1}), "invalid_request", "greeting: Input should be"),
         (create(config={"fail_loading": "data"}), "invalid_request", "rows.jsonl, line 3"),
