@@ -1,16 +1,16 @@
-"""Playing environments: one interface, in this process or on environment servers.
+"""The client, which plays environments in this process or on environment servers.
 
     async with connect("http://127.0.0.1:8700") as client:      # or connect() for this process
         session = await client.session("math", split="train", index=0, seed=7)
         result = await session.step(Action(text="42"), timeout_s=60)
         await session.close()
 
-`connect(...).sync` is the same without `await`. Both transports (`agentrl.env.transport`) lead to a
-`SessionManager` and carry the same JSON, so an episode is the same bit for bit. A call that failed
-on the way is repeated with the same step index or idempotency key, which the manager executes once,
-with growing, jittered pauses and never beyond the call's deadline. What cannot be repeated, because
-the server or the worker process that held the session is gone, is an error for the caller, who
-plays the episode again: `session_lost`, `session_expired`, `not_found` or `unavailable`.
+`connect(...).sync` is the same without `await`. Both transports (`agentrl.env.transport`) reach a
+`SessionManager` and carry the same JSON, so an episode is bit-identical either way. A call that
+failed on the way is retried, with growing, jittered pauses, until its deadline. It keeps its step
+index or idempotency key, so the manager executes it only once. If the server or worker process that
+held the session is gone, the caller gets an error (`session_lost`, `session_expired`, `not_found`
+or `unavailable`) and must play the episode again.
 """
 
 from __future__ import annotations
@@ -47,22 +47,24 @@ logger = logging.getLogger("agentrl.env")
 T = TypeVar("T")
 
 LEASE_S = 50.0
-"""A session of a client that died is closed after this long; a living client renews."""
+"""Seconds without a call after which the server closes a session. A living client renews it, so
+only the sessions of dead clients are closed."""
 GRACE_S = CONNECT_S
-"""How much longer than the server's own deadline the client waits for its answer; how long an
-opening or closing that nobody waits for any more may go on; how long a server that failed is
-avoided while there are others."""
+"""Seconds that the client waits for an answer beyond the server's own deadline; seconds for which
+opening or closing a session continues after its caller has gone; and seconds for which a server
+that failed is avoided if there are others."""
 LOAD_TIMEOUT_S = 1800.0
-"""How long a configuration may load, such as a dataset that is downloaded."""
+"""Seconds in which a configuration must load, for example download its data set."""
 INFO_CALL_S = 30.0
-"""One call for it; as long as the server is loading it is repeated."""
+"""Seconds for one call that asks for a description; it is repeated while the server loads."""
 UNREACHABLE_S = 10.0
-"""How long a server that refuses connections is tried."""
+"""Seconds for which a server that refuses connections is retried."""
 SILENT_S = 30.0
-"""How long one is tried that does not answer, or to which connections break: less than its lease,
-so that the session is still there."""
+"""Seconds for which a server that does not answer, or whose connections break, is retried. Less
+than `LEASE_S`, so that the session still exists when the server answers again."""
 RESTART_S = 60.0
-"""How long for a new session, where a server was reached before: it may be starting again."""
+"""Seconds for which a new session is retried if a server was reached before, which may be
+restarting."""
 _result_fields = operator.attrgetter(*(each.name for each in fields(StepResult)))
 _REPEATED = ("at_capacity", "draining", "unavailable", "request_timeout", "reset_timeout")
 
@@ -73,13 +75,13 @@ class _Endpoint:
 
     transport: Transport
     load: int = 0
-    """Sessions of this client that are open or being opened."""
+    """Number of this client's sessions that are open or being opened there."""
     failed_at: float = float("-inf")
-    """When it last could not be reached or was full, on the event loop's clock."""
+    """Time on the event loop's clock when it last could not be reached or was full."""
 
 
 class EnvSession:
-    """One episode. Not for use from several tasks at once."""
+    """One episode. Several tasks must not use it at the same time."""
 
     def __init__(self, client: EnvClient, endpoint: _Endpoint, opened: SessionReply) -> None:
         self.id = opened.id
@@ -87,7 +89,7 @@ class EnvSession:
         self.messages: list[Message] = opened.observation
         """The first prompt."""
         self.tools: list[ToolSpec] = opened.tools
-        """What the agent is offered in its next turn; a step may replace it."""
+        """The tools for the agent's next turn; a step may change them."""
         self._client = client
         self._endpoint = endpoint
         self._step = opened.step
@@ -96,14 +98,15 @@ class EnvSession:
         client._sessions.add(self)
 
     async def step(self, action: Action, *, timeout_s: float, last: bool = False) -> StepResult:
-        """Take a step, exactly once whatever happens on the way.
+        """Takes a step. It is executed at most once, however often it has to be sent.
 
         Args:
+            timeout_s: seconds for the step, including retries.
             last: the agent gets no further turn; if the environment does not end the episode
                 here, it is truncated and its reward components are reported.
 
         Raises:
-            EnvError: its `code` says why; `GraderError` if the grader failed.
+            EnvError: the step failed; `code` says why. It is a `GraderError` if the grader failed.
         """
         request = StepRequest(self._step, action, timeout_s, last)
 
@@ -122,12 +125,12 @@ class EnvSession:
         return StepResult(*_result_fields(reply))
 
     async def close(self) -> None:
-        """Give the session up. Never raises; what cannot be told to the server expires there."""
+        """Closes the session. Never raises; a server that cannot be reached lets it expire."""
         if self not in self._client._sessions:
             return
         self._client._sessions.discard(self)
         self._endpoint.load -= 1
-        # In a task of its own: an episode that is being cancelled still frees its session.
+        # In its own task, so that an episode that is being cancelled still frees its session.
         await asyncio.shield(self._client._spawn(self._delete()))
 
     async def _delete(self) -> None:
@@ -143,7 +146,7 @@ class EnvSession:
 
 
 class EnvClient:
-    """Opens sessions over one or more transports; a session stays with the one that opened it."""
+    """Opens sessions over one or more transports. A session stays on the one that opened it."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._name = secrets.token_hex(8)
@@ -156,7 +159,7 @@ class EnvClient:
 
     @property
     def sync(self) -> SyncClient:
-        """The same without `await`, on an event loop in a thread. Use one or the other."""
+        """The same client without `await`, on an event loop in a thread. Do not use both."""
         if self._sync is None:
             self._sync = SyncClient(self, self.aclose)
         return self._sync
@@ -174,11 +177,10 @@ class EnvClient:
         *,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> EnvInfo:
-        """An environment's splits, tools and limits under a configuration.
+        """Returns the splits, tools and limits of an environment with a configuration.
 
-        Every server is asked, so that each has loaded the configuration before the first session.
-        Servers out of reach are left out while there are others. `max_sessions` of the answer is
-        the sum over the servers.
+        Asks every server, so that each loads the configuration before the first session. Servers
+        that cannot be reached are left out unless all are. `max_sessions` is the sum over servers.
 
         Raises:
             ConfigError: the servers have different splits or tools.
@@ -186,7 +188,7 @@ class EnvClient:
         """
 
         async def attempt(remaining_s: float) -> EnvInfo:
-            # Short calls: a server that hangs is noticed, one that loads is asked again.
+            # Short calls, so that a server that hangs is noticed; one that loads is asked again.
             wait_s = min(remaining_s + GRACE_S, INFO_CALL_S)
             answers = await asyncio.gather(
                 *(each.transport.info(env_id, config or {}, wait_s) for each in self._endpoints),
@@ -217,7 +219,11 @@ class EnvClient:
         config: Mapping[str, JSON] | None = None,
         timeout_s: float = 120.0,
     ) -> list[TaskPreview]:
-        """Tasks `[start, stop)` of a split, by default 20: their ids and prompts, no answers."""
+        """Returns the ids and prompts of tasks `start` to `stop - 1` of a split, by default 20.
+
+        Raises:
+            EnvError: the environment has no such split, or failed.
+        """
         end = start + 20 if stop is None else stop
 
         async def ask(endpoint: _Endpoint, remaining_s: float) -> list[TaskPreview]:
@@ -238,14 +244,18 @@ class EnvClient:
         timeout_s: float = 120.0,
         max_turns: int | None = None,
     ) -> EnvSession:
-        """Open a session on a task of the environment, or one of your own, and reset it.
+        """Opens a session for a task of the environment or a task of your own, and resets it.
 
-        While the environment is at capacity the call waits, until its deadline.
+        Waits until `timeout_s` while the environment is at capacity.
 
         Args:
-            max_turns: steps that the caller will take at most, which the environment is told.
+            split: with `index`, selects one of the environment's tasks.
+            task: a task of your own, instead of `split` and `index`.
+            timeout_s: seconds for the call, including retries.
+            max_turns: the most steps that the caller will take, which the environment is told.
 
         Raises:
+            ConfigError: neither `task` nor `split` and `index` are given, or both.
             EnvUnavailable: no server can be reached, or all stayed full.
             EnvError: the environment refused or failed.
         """
@@ -264,14 +274,14 @@ class EnvClient:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # Whoever gives up waiting leaves no session open, nor an opening that goes on for
-            # long: on a server that hangs, each would hold a connection.
+            # The caller gave up: close the session if it still opens, and stop trying soon,
+            # because on a server that hangs each attempt holds a connection.
             opening.add_done_callback(self._close_unclaimed)
             asyncio.get_running_loop().call_later(GRACE_S, opening.cancel)
             raise
 
     async def aclose(self) -> None:
-        """Close all sessions and connections."""
+        """Closes all sessions and connections."""
         if self._renewer is not None:
             self._renewer.cancel()
         await asyncio.gather(*(session.close() for session in list(self._sessions)))
@@ -297,14 +307,14 @@ class EnvClient:
     async def _on_some_server(
         self, call: Callable[[_Endpoint, float], Awaitable[T]], timeout_s: float
     ) -> T:
-        """Call the least loaded server; if it fails, another one, until the deadline.
+        """Calls the least loaded server and, if it cannot be reached, others until the deadline.
 
-        The call itself counts as load, so that many at once spread over the servers.
+        The call itself counts as load, so that many calls at once spread over the servers.
         """
 
         async def attempt(remaining_s: float) -> T:
             now = asyncio.get_running_loop().time()
-            # Of those that failed a moment ago, the one whose failure is longest ago.
+            # If all failed within GRACE_S, this takes the one that failed first.
             endpoint = min(
                 self._endpoints, key=lambda each: (max(each.failed_at, now - GRACE_S), each.load)
             )
@@ -327,10 +337,10 @@ class EnvClient:
             self._spawn(opening.result().close())
 
     async def _renew(self) -> None:
-        """Renew the leases of sessions that wait for their policy: to the server they look idle."""
+        """Renews leases, so that sessions which wait for their policy do not expire."""
         while True:
             await asyncio.sleep(LEASE_S / 6)
-            # Side by side, so that a server which hangs does not cost the others' sessions.
+            # Concurrently, so that a server that hangs does not let sessions elsewhere expire.
             await asyncio.gather(*(self._renew_on(endpoint) for endpoint in self._endpoints))
 
     async def _renew_on(self, endpoint: _Endpoint) -> None:
@@ -340,10 +350,10 @@ class EnvClient:
             try:
                 await endpoint.transport.renew(session.id, GRACE_S)
                 session._used = asyncio.get_running_loop().time()
-            except EnvUnavailable as error:  # nor would it answer for the others
+            except EnvUnavailable as error:  # it would not answer for the others either
                 logger.debug("renewing sessions: %s", error)
                 return
-            except EnvError as error:  # its owner will hear about it from the next step
+            except EnvError as error:  # the session's next step reports it
                 logger.debug("renewing session %s: %s", session.id[:8], error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -354,7 +364,10 @@ class EnvClient:
 
 
 class _Patience:
-    """Decides whether a call is repeated after an error, and after how many seconds at least."""
+    """Decides whether a call is retried after an error.
+
+    Returns the seconds to wait at least, or None if the error is final.
+    """
 
     def __init__(self, unreachable_s: float | None = None) -> None:
         self._unreachable_s = UNREACHABLE_S if unreachable_s is None else unreachable_s
@@ -372,7 +385,7 @@ class _Patience:
             if self._unreachable_since is None:
                 self._unreachable_since = now
             patience_s = self._unreachable_s
-            if not _refused(error):  # a bad network, perhaps, and the session lives
+            if not _refused(error):  # the network may be bad, and the session alive
                 patience_s = max(patience_s, SILENT_S)
             if now - self._unreachable_since > patience_s:
                 return None
@@ -380,26 +393,26 @@ class _Patience:
 
 
 def _refused(error: EnvError) -> bool:
-    """Tells whether nobody listens at the server's address."""
+    """Returns whether the connection was refused, because nothing listens at the address."""
     cause = error.__cause__
     return isinstance(getattr(cause, "os_error", cause), ConnectionRefusedError)
 
 
 def _task_spec(split: str | None, index: int | None, task: Task | None) -> TaskSpec:
     if (task is None) == (split is None or index is None):
-        raise ConfigError("a session needs either split and index, or a task")
+        raise ConfigError("give a session either split and index, or a task")
     return TaskSpec(split, index, task)
 
 
 def connect(urls: str | Sequence[str] | None = None, *, token: str | None = None) -> EnvClient:
-    """A client of environment servers, or of this process. Use it as `async with connect(...)`.
+    """Makes a client of environment servers or of this process, for `async with connect(...)`.
 
     Args:
         urls: one URL, several (comma-separated or a sequence), or None for this process.
-        token: what the servers ask for; by default from the variable AGENTRL_ENV_TOKEN.
+        token: the servers' token; by default the environment variable AGENTRL_ENV_TOKEN.
 
     Raises:
-        ConfigError: a URL is none.
+        ConfigError: one of `urls` is not a URL.
     """
     if isinstance(urls, str):
         urls = [url.strip() for url in urls.split(",") if url.strip()]
@@ -415,11 +428,11 @@ def in_process(
     max_sessions: int | None = None,
     config: Mapping[str, JSON] | None = None,
 ) -> EnvClient:
-    """A client of one class, whatever name it is asked for, played in this process.
+    """Makes a client that plays one class in this process, under whatever name is given.
 
     Args:
-        max_sessions: of the class at a time; None: its own limit.
-        config: what every session's configuration starts from.
+        max_sessions: the most sessions at a time; None: the limit of the class.
+        config: the values that every session's configuration starts from.
     """
     base = {environment.id: dict(config or {})}
     manager = SessionManager(lambda _: environment, max_sessions=max_sessions, config=base)
@@ -427,7 +440,7 @@ def in_process(
 
 
 class SyncSession(Blocking):
-    """An `EnvSession` whose methods wait."""
+    """An `EnvSession` whose methods block instead of being awaited."""
 
     @property
     def id(self) -> str:
@@ -450,7 +463,7 @@ class SyncSession(Blocking):
 
 
 class SyncClient(BlockingOwner):
-    """An `EnvClient` whose methods wait. Close it, or use it as `with connect(...).sync`."""
+    """An `EnvClient` whose methods block. Close it, or use it as `with connect(...).sync`."""
 
     info = blocking(EnvClient.info)
     tasks = blocking(EnvClient.tasks)

@@ -1,6 +1,6 @@
-"""Coroutine methods as plain ones, for scripts and notebooks: an event loop in a thread runs them.
+"""Makes blocking methods of coroutine methods, for scripts and notebooks.
 
-What is wrapped stands in `agentrl.env.client`, which this module does not know.
+An event loop in a thread runs the coroutines, so they also work where an event loop runs already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class LoopThread:
-    """An event loop that runs in a thread of its own until `stop`."""
+    """An event loop that runs in its own thread until `stop`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -26,14 +26,18 @@ class LoopThread:
         threading.Thread(target=self._loop.run_forever, name="agentrl-env", daemon=True).start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start the coroutine; cancelling the future cancels it."""
+        """Starts the coroutine. Cancelling the future cancels it.
+
+        Raises:
+            RuntimeError: the loop was stopped.
+        """
         if self._is_stopped:  # it would wait forever
             coroutine.close()
             raise RuntimeError("this client or environment was closed; make a new one")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, or its error."""
+        """Runs the coroutine and returns its result or raises its error."""
         return self.submit(coroutine).result()
 
     def stop(self) -> None:
@@ -42,14 +46,14 @@ class LoopThread:
 
 
 class Blocking:
-    """An object whose coroutine methods are called on a thread's event loop and waited for."""
+    """Wraps an object whose coroutine methods run on the event loop of a thread."""
 
     def __init__(self, thread: LoopThread, wrapped: Any) -> None:
         self._thread, self._wrapped = thread, wrapped
 
 
 class BlockingOwner(Blocking):
-    """One that has the thread for itself, and ends it when it is closed."""
+    """A `Blocking` that owns its thread and ends it when it is closed."""
 
     def __init__(self, wrapped: Any, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
         super().__init__(LoopThread(), wrapped)
@@ -62,7 +66,7 @@ class BlockingOwner(Blocking):
         self.close()
 
     def close(self) -> None:
-        """Close what is wrapped; a second call does nothing."""
+        """Closes the wrapped object and ends the thread. A second call does nothing."""
         close, self._close = self._close, None
         if close is not None:
             self._thread.wait(close())
@@ -72,7 +76,7 @@ class BlockingOwner(Blocking):
 def blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """The method of a `Blocking` that waits for the wrapped object's method of the same name."""
+    """Makes a method for a `Blocking` that calls `method` of the wrapped object and waits."""
     return blocking_then(method, lambda _, result: result)
 
 
@@ -80,7 +84,7 @@ def blocking_then(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
     wrap: Callable[[LoopThread, T], R],
 ) -> Callable[Concatenate[Any, P], R]:
-    """The same, which returns what `wrap` makes of the result."""
+    """Does the same as `blocking`, but the method returns `wrap(thread, result)`."""
 
     @functools.wraps(method)
     def call(self: Blocking, /, *args: P.args, **kwargs: P.kwargs) -> R:

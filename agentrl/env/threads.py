@@ -1,15 +1,15 @@
 """A pool of threads for plain `def` methods, which would block the event loop.
 
 A thread cannot be stopped from outside. So a call whose deadline passes is *abandoned*: its caller
-goes on at once, the thread is written off and replaced, and it is used again if the call ever
-returns. The number of abandoned threads is bounded too; beyond it new calls are refused, because a
-process that collects hung threads needs a restart, not more threads. (No library's pool does
-this with daemon threads, without which one hung call would keep the process from ending.)
+continues at once, the thread is replaced, and it is reused if the call ever returns. The number of
+abandoned threads is bounded: beyond it new calls are refused, because a process that collects hung
+threads needs a restart, not more threads. The threads are daemons, so that a hung call cannot keep
+the process from ending; the pools of common libraries do not combine the two.
 
-Calls wait in one queue, and at most one thread is being woken for them at a time; where more than
-its own call waits, it wakes the next. So one or two threads take all of many short calls, and calls
+Calls wait in one queue, and at most one thread at a time is being woken for them. That thread wakes
+the next one if more calls wait. So one or two threads run any number of short calls, while calls
 that block get a thread each, up to `max_threads`. Idle threads end after `IDLE_S`. The deadline of
-a call stands still while all threads are busy; see `Deadline`.
+a call is paused while all threads are busy; see `Deadline`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_THREADS = 1024
-"""Calls that may run at a time. A session makes one call at a time, and a blocked thread costs
-some 100 KiB, so this is room for as many sessions."""
+"""The most calls that run at a time. A session makes one call at a time, so this many sessions can
+block at once; a blocked thread takes some 100 KiB."""
 MAX_ABANDONED = 256
-"""Hung threads at which a process refuses further calls."""
+"""Number of hung threads at which a process refuses further calls."""
 MAX_WAIT_S = 60.0
-"""A call that has waited so long for a thread fails with `at_capacity`."""
+"""Seconds that a call waits for a thread before it fails with `at_capacity`."""
 IDLE_S = 30.0
+"""Seconds after which an idle thread ends."""
 
 
 class Deadline:
-    """Calls `expire` when its time is over, which stands still while a call under it, in this task
-    or in one started within it, waits because all threads of a `WorkerPool` are busy."""
+    """Calls `expire` after `timeout_s` seconds.
+
+    It is paused while a call in this task, or in a task started within it, waits because all
+    threads of a `WorkerPool` are busy.
+    """
 
     __slots__ = ("_expire", "_left_s", "_num_waiting", "_timer")
 
@@ -73,7 +77,7 @@ class Deadline:
     def cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            # Copies of this context live on in timers that the code has set, and must not hold it.
+            # Copies of this context may live on in timers and must not keep `expire` alive.
             self._timer, self._expire = None, _nothing
 
 
@@ -84,12 +88,12 @@ def _nothing() -> None:
 _deadlines: contextvars.ContextVar[tuple[Deadline, ...]] = contextvars.ContextVar(
     "agentrl_deadlines", default=()
 )
-"""What the running code is under."""
+"""The deadlines that apply to the running code."""
 
 
 @contextlib.asynccontextmanager
 async def call_timeout(timeout_s: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` with a `Deadline`."""
+    """Works like `asyncio.timeout`, but pauses as a `Deadline` does."""
     loop, before = asyncio.get_running_loop(), _deadlines.get()
     async with asyncio.timeout(None) as timeout:
         deadline = Deadline(timeout_s, lambda: timeout.reschedule(loop.time()))
@@ -106,12 +110,12 @@ class _Call:
     future: asyncio.Future
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     status: Literal["waiting", "running", "abandoned", "done"] = "waiting"
-    """`waiting` is for a thread."""
+    """`waiting`: for a thread."""
     since: float = field(default_factory=time.monotonic)
     timer: asyncio.TimerHandle | None = None
-    """Ends its waiting where all threads are busy."""
+    """Ends the wait if all threads stay busy."""
     paused: tuple[Deadline, ...] = ()
-    """Deadlines that stand still meanwhile."""
+    """The deadlines that are paused while it waits."""
 
     def resume(self) -> None:
         paused, self.paused = self.paused, ()
@@ -120,19 +124,19 @@ class _Call:
 
 
 _Bell: TypeAlias = "queue.SimpleQueue[bool]"
-"""Wakes a thread, or ends it."""
+"""Wakes a thread to run calls (True), or ends it (False)."""
 
 
 @functools.cache
 def default_pool() -> WorkerPool:
-    """The pool of instances that no session manager runs, such as those in an author's test."""
+    """Returns the pool for instances without a session manager, such as those in a test."""
     return WorkerPool()
 
 
 class WorkerPool:
-    """At most `max_threads` threads that are of use and `max_abandoned` that hang.
+    """Runs calls in at most `max_threads` threads, plus at most `max_abandoned` that hang.
 
-    One pool serves any number of event loops.
+    Several event loops may share a pool.
     """
 
     def __init__(
@@ -145,7 +149,8 @@ class WorkerPool:
     ) -> None:
         """
         Args:
-            on_wait: called with the seconds that a call has waited for its thread.
+            max_wait_s: seconds that a call waits for a thread before it fails.
+            on_wait: called with the seconds that each call waited for its thread.
         """
         self.max_threads = max_threads
         self.max_abandoned = max_abandoned
@@ -153,29 +158,30 @@ class WorkerPool:
         self.num_threads = 0
         """Threads that live: busy, idle and abandoned."""
         self.num_abandoned = 0
-        """Threads that still run a call nobody waits for."""
+        """Number of threads whose call has no caller any more."""
         self._on_wait = on_wait
         self._num_running = 0
-        """Calls that run, without those abandoned."""
+        """Number of calls that run, without abandoned ones."""
         self._waking = False
-        """A thread was woken or started and has not looked for a call yet."""
+        """Whether a thread was woken or started and has not looked for a call yet."""
         self._idle: list[_Bell] = []
-        """The last to become idle is used first, so that those in excess reach `IDLE_S`."""
+        """The last to become idle is used first, so that superfluous threads reach `IDLE_S`."""
         self._waiting: deque[_Call] = deque()
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for a thread."""
+        """Number of calls that wait for a thread."""
         return len(self._waiting)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` in a thread and wait for it. Cancelling the wait abandons the call.
+        """Calls `function` in a thread and returns its result. Cancelling abandons the call.
 
         Raises:
-            EnvError: `at_capacity` (retryable), no thread became free within `max_wait_s`.
+            EnvError: `at_capacity` (retryable): no thread became free within `max_wait_s`.
             EnvUnavailable: `max_abandoned` earlier calls still hang.
+            RuntimeError: the pool is closed.
         """
         loop = asyncio.get_running_loop()
         call = _Call(functools.partial(function, *args, **kwargs), loop.create_future())
@@ -184,7 +190,7 @@ class WorkerPool:
                 raise RuntimeError("the worker pool is closed")
             if self.num_abandoned >= self.max_abandoned:
                 raise EnvUnavailable(
-                    f"{self.num_abandoned} calls of this process hang past their deadline; "
+                    f"{self.num_abandoned} calls in this process hang past their deadline; "
                     "restart it, and give the environment's blocking calls their own timeouts"
                 )
             if self._num_running + len(self._waiting) >= self.max_threads:
@@ -205,8 +211,7 @@ class WorkerPool:
                 call.timer.cancel()
 
     def close(self) -> None:
-        """End idle threads now and the others after their call; calls that wait for a thread are
-        cancelled."""
+        """Ends idle threads now and the others after their call. Cancels waiting calls."""
         with self._lock:
             self._closed = True
             while self._waiting:
@@ -218,7 +223,7 @@ class WorkerPool:
             self._idle.clear()
 
     def _refuse(self, call: _Call) -> None:
-        """End the waiting of a call that never got a thread."""
+        """Fails a call that got no thread in time."""
         with self._lock:
             if call.status != "waiting":
                 return
@@ -241,14 +246,14 @@ class WorkerPool:
                 self.num_abandoned += 1
                 self._wake()
 
-    # Under the lock:
+    # The following are called with the lock held.
 
     @property
     def _num_useful(self) -> int:
         return self.num_threads - self.num_abandoned
 
     def _wake(self) -> None:
-        """Have a thread look for a call, if one waits and no thread is on its way."""
+        """Wakes or starts a thread if a call waits and no thread is being woken already."""
         if self._waking or not self._waiting:
             return
         if self._idle:
@@ -271,7 +276,7 @@ class WorkerPool:
         call.status = status
         self._on_wait(time.monotonic() - call.since)
 
-    # In the threads:
+    # The following run in the threads.
 
     def _work(self) -> None:
         bell: _Bell = queue.SimpleQueue()
@@ -283,7 +288,7 @@ class WorkerPool:
                 error: BaseException | None = None
                 try:
                     outcome = call.context.run(call.function)
-                except BaseException as raised:  # carried to the caller, whatever it is
+                except BaseException as raised:  # raised in the caller, whatever it is
                     error = raised
                     if isinstance(raised, StopIteration):  # a future refuses to hold one
                         error = RuntimeError(f"StopIteration({raised.value!r}) left the call")
@@ -293,7 +298,7 @@ class WorkerPool:
                 del future, outcome, error
 
     def _is_woken(self, bell: _Bell) -> bool:
-        """Sleep until there are calls (True), or this thread is one too many."""
+        """Sleeps until there are calls (True) or this thread has to end (False)."""
         with contextlib.suppress(queue.Empty):
             return bell.get(timeout=IDLE_S)
         with self._lock:
@@ -301,10 +306,10 @@ class WorkerPool:
                 self._idle.remove(bell)
                 self.num_threads -= 1
                 return False
-        return bell.get()  # woken in the last moment
+        return bell.get()  # it was woken just before it would have ended
 
     def _next_call(self, bell: _Bell, ended: _Call | None = None) -> _Call | None:
-        """The call to run after the one that ended; None: sleep."""
+        """Returns the call to run after `ended`, or None if the thread has to sleep or end."""
         with self._lock:
             if ended is None:
                 self._waking = False
@@ -313,7 +318,7 @@ class WorkerPool:
             else:
                 ended.status = "done"
                 self._num_running -= 1
-            if self._closed or self._num_useful > self.max_threads:  # it was replaced
+            if self._closed or self._num_useful > self.max_threads:  # replaced
                 self.num_threads -= 1
                 bell.put(False)
             elif self._waiting:
@@ -327,8 +332,10 @@ class WorkerPool:
 
 
 def _call_soon(future: asyncio.Future, function: Callable[..., object], *args: object) -> None:
-    """Call a function in the event loop of a future, which runs in another thread and may have
-    ended."""
+    """Calls a function in the event loop of a future, unless that loop is closed.
+
+    The loop runs in another thread.
+    """
     with contextlib.suppress(RuntimeError):  # the loop is closed
         future.get_loop().call_soon_threadsafe(function, *args)
 
