@@ -1,4 +1,4 @@
-"""`agentrl env demonstrate`: an environment's own solutions, as dialogues for `agentrl sft`."""
+"""`agentrl env demonstrate`: writes an environment's solutions as dialogues for `agentrl sft`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON
 
 PAID = 1.0 - 1e-6
+"""The least reward of a solution, which allows for rounding."""
 
 
 async def demonstrate(
     env_id: str, config: dict[str, JSON], out: Path, *, split: str, num_tasks: int
 ) -> int:
-    """Play the first tasks of a split as `oracle()` says and write a dialogue per line; returns
-    how many there are.
+    """Plays the oracle's actions on the first tasks of a split and writes a dialogue per line.
+
+    Returns:
+        The number of dialogues: `num_tasks`, or the size of the split if that is smaller.
 
     Raises:
-        ConfigError: the environment has no such split, or solves none of its tasks itself.
-        EnvError: what it calls a solution does not earn 1.
+        ConfigError: the environment has no such split or does not define `oracle`.
+        EnvError: the oracle's actions do not earn 1.
     """
     environment = resolve(env_id)
     if environment.oracle is Environment.oracle:
@@ -63,7 +66,7 @@ async def _dialogues(
             tools = [tool.spec for tool in instance._tools.values()]
             offered = await instance.call(instance.oracle)
             iterator, reward, ended = iter(offered or ()), 0.0, False
-            # One by one, so that the oracle can look at the episode between them.
+            # One by one, so that a generator can look at the episode between actions.
             while not ended and (action := await instance.call(next, iterator, None)) is not None:
                 result = await take_turn(instance, action)
                 reward += result.reward
@@ -72,7 +75,7 @@ async def _dialogues(
             await instance.call(instance.close)
         if reward < PAID:
             raise EnvError(
-                f"task {task.id}: the actions of oracle() earn {reward:g}, not 1: correct them, "
+                f"task {task.id}: the actions of oracle() earn {reward:g}, not 1; correct them, "
                 "the reference or the grader (agentrl env check)"
             )
         yield {"messages": instance.episode.messages, "tools": tools}

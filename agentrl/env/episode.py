@@ -1,4 +1,4 @@
-"""One episode of one environment instance: the first prompt, the turns, the reward at the end."""
+"""Plays one episode of an environment instance: first prompt, turns, and reward at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec, ass
 async def start_episode(
     environment: Environment, task: Task, seed: int, max_turns: int | None = None
 ) -> list[Message]:
-    """Reset the instance to a task and return the first prompt."""
+    """Resets the instance to a task and returns the first prompt.
+
+    Raises:
+        EnvError: the task's id is not a string, or the first prompt is empty or invalid.
+    """
     name = type(environment).__name__
     if not isinstance(task.id, str):
         raise EnvError(f"{name}.get() returned a task whose id is {task.id!r}; make it a str")
@@ -38,17 +42,17 @@ async def start_episode(
 
 
 async def take_turn(environment: Environment, action: Action, *, last: bool = False) -> StepResult:
-    """Give the instance one action; if that ends the episode, run the reward methods once.
+    """Gives the instance one action. If that ends the episode, runs the reward methods.
 
     A turn that fails leaves `episode.actions` and `episode.messages` as they were.
 
     Args:
-        last: the agent gets no further turn, so the episode ends with this one: truncated, unless
-            the environment ends it.
+        last: the agent gets no further turn, so the episode is truncated unless the environment
+            ends it in this turn.
 
     Raises:
-        GraderError: a reward method raised or ran out of its time.
-        EnvError: the environment said so, or what it returned breaks the contract.
+        GraderError: a reward method raised or timed out.
+        EnvError: the environment raised it, or returned something invalid.
     """
     episode = environment.episode
     num_actions, num_messages = len(episode.actions), len(episode.messages)
@@ -79,7 +83,8 @@ async def take_turn(environment: Environment, action: Action, *, last: bool = Fa
 
 
 def _tell(episode: Episode, observation: list[Message]) -> None:
-    """
+    """Appends an observation to the record.
+
     Raises:
         EnvError: the episode has shown too many images.
     """
@@ -88,13 +93,13 @@ def _tell(episode: Episode, observation: list[Message]) -> None:
         num_images = sum(count_images(message["content"]) for message in episode.messages)
         if num_images > MAX_EPISODE_IMAGES:
             raise EnvError(
-                f"the episode has shown {num_images} images; at most {MAX_EPISODE_IMAGES} are "
-                "sent, so end it earlier or show fewer"
+                f"the episode has shown {num_images} images, but at most {MAX_EPISODE_IMAGES} are "
+                "allowed; end it earlier or show fewer"
             )
 
 
 def offer_tools(environment: Environment) -> None:
-    """Ask the instance what the agent may call in its next turn."""
+    """Asks the instance which tools the agent may call in its next turn, and remembers them."""
     environment._offered = choose_tools(type(environment), environment.offered_tools())
 
 
@@ -102,18 +107,21 @@ def tools_before_reset(environment: Environment) -> list[ToolSpec]:
     """Returns the tools that an instance without an episode offers.
 
     Raises:
-        ConfigError: `offered_tools` names a tool that is none.
+        ConfigError: `offered_tools` names something that is not a tool.
     """
     try:
         offered = environment.offered_tools()
-    except (NoEpisodeError, AttributeError):  # it depends on the task
+    except (NoEpisodeError, AttributeError):  # it depends on the episode
         offered = tools_of(type(environment))
     return [tool.spec for tool in choose_tools(type(environment), offered).values()]
 
 
 def own_copy(task: Task) -> Task:
-    """The task for one episode: others on it share what `get` returned, and must not see the notes
-    that an author keeps in its metadata."""
+    """Copies the task for one episode.
+
+    Other episodes share the task that `get` returned, and must not see what an author changes in
+    its metadata.
+    """
     return replace(
         task,
         prompt=_copied(task.prompt),
@@ -131,7 +139,7 @@ def _copied(value: Any) -> Any:
 
 
 def _to_result(environment: Environment, answer: Answer) -> StepResult:
-    """Joins what `step` returned with what `finish` was told meanwhile."""
+    """Combines what `step` returned with the arguments of `finish`, if it was called."""
     episode = environment.episode
     if isinstance(answer, StepResult):
         result = StepResult(
@@ -165,7 +173,7 @@ async def _grade(environment: Environment, name: str, timeout_s: float | None) -
         )
     except EnvError:
         raise
-    except Exception as error:  # a grader that fails is not a wrong answer: say which it was
+    except Exception as error:  # a failed grader must not count as a wrong answer
         raise GraderError(f"{where} raised {describe(error, environment.task)}") from error
     return to_finite(value, where)
 
@@ -180,9 +188,13 @@ def _finite(numbers: dict[str, float], kind: str) -> dict[str, float]:
 
 
 def check_json(value: JSON, where: str) -> None:
-    """JSON has no NaN; an encoder would turn it into null without a word."""
+    """Refuses NaN and infinity, which an encoder would silently turn into null.
+
+    Raises:
+        EnvError: names the place of the number, such as `info.scores[0]`.
+    """
     if isinstance(value, float) and not math.isfinite(value):
-        raise EnvError(f"{where} is {value}, which JSON cannot carry; leave it out")
+        raise EnvError(f"{where} is {value}, which JSON cannot represent; leave it out")
     if isinstance(value, dict):
         for key, item in value.items():
             check_json(item, f"{where}.{key}")

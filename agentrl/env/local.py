@@ -1,4 +1,4 @@
-"""One environment to try by hand, in this process: `make`."""
+"""`make`: an environment to try by hand in this process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
 
 
 def make(environment: str | type[Environment], **config: JSON) -> LocalEnv:
-    """One environment to try by hand, in this process.
+    """Makes an environment to try by hand, in this process.
 
     env = make("math")
     messages = await env.reset("train", 0)      # or env.sync.reset("train", 0)
     result = await env.step("The answer is 4.")
 
+    Args:
+        environment: a class, or a name such as `math` or `path/to/env.py:Class`.
+        config: values of the environment's configuration.
+
     Raises:
-        ConfigError: there is no such environment, or it does not take this configuration.
+        ConfigError: there is no such environment, or the configuration is wrong.
     """
     found = registry.resolve(environment) if isinstance(environment, str) else environment
     if not isinstance(found, type):
@@ -32,7 +36,7 @@ def make(environment: str | type[Environment], **config: JSON) -> LocalEnv:
 
 
 class LocalEnv:
-    """An environment with one session at a time, in this process."""
+    """An environment in this process that plays one episode at a time."""
 
     def __init__(self, environment: type[Environment], config: dict[str, JSON]) -> None:
         self._environment = environment
@@ -43,14 +47,14 @@ class LocalEnv:
 
     @property
     def sync(self) -> SyncEnv:
-        """The same without `await`, with a session of its own."""
+        """The same environment without `await`. It plays its own episodes."""
         if self._sync is None:
             env = LocalEnv(self._environment, self._config)
             self._sync = SyncEnv(env, env.close)
         return self._sync
 
     async def info(self) -> EnvInfo:
-        """Its splits, its tools and the schema of its configuration."""
+        """Returns the splits, the tools and the schema of the configuration."""
         return await self._client.info(self._environment.id, self._config)
 
     async def reset(
@@ -61,7 +65,16 @@ class LocalEnv:
         task: Task | None = None,
         seed: int = 0,
     ) -> list[Message]:
-        """Start an episode, by default on the first task of its configuration's first split."""
+        """Starts an episode and returns its first prompt. Ends the episode before it, if any.
+
+        Args:
+            split: by default the first one.
+            task: a task of your own, instead of `split` and `index`.
+
+        Raises:
+            ConfigError: the environment has no tasks of its own, and no `task` is given.
+            EnvError: there is no such task, or the environment failed.
+        """
         if self._session is not None:
             await self._session.close()
         if split is None and task is None:
@@ -84,25 +97,29 @@ class LocalEnv:
     async def step(
         self, action: Action | str, *, timeout_s: float = 600.0, last: bool = False
     ) -> StepResult:
-        """Take a step; a string is a turn of plain text."""
+        """Takes a step. A string stands for a turn of plain text.
+
+        Raises:
+            EnvError: the episode is over or was never started, or the environment failed.
+        """
         if self._session is None:
             raise make_error("episode_done", "call reset before step")
         action = Action(text=action) if isinstance(action, str) else action
         return await self._session.step(action, timeout_s=timeout_s, last=last)
 
     async def call(self, tool: str, /, **arguments: JSON) -> StepResult:
-        """Take a step that calls one tool."""
+        """Takes a step that calls one tool."""
         return await self.step(Action(tool_calls=(ToolCall("call-0", tool, arguments),)))
 
     async def close(self) -> None:
-        """End the episode, if one is under way, and free what it holds."""
+        """Ends the episode, if there is one, and frees what the environment holds."""
         if self._sync is not None:
             self._sync.close()
         await self._client.aclose()
 
 
 class SyncEnv(BlockingOwner):
-    """A `LocalEnv` whose methods wait."""
+    """A `LocalEnv` whose methods block instead of being awaited."""
 
     info = blocking(LocalEnv.info)
     reset = blocking(LocalEnv.reset)

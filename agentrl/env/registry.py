@@ -1,4 +1,4 @@
-"""Names of environments: registered ids, entry points, `module:Class`, `path/to/env.py:Class`."""
+"""Finds environments by registered id, entry point, `module:Class` or `path/to/env.py:Class`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _registered: dict[str, type[Environment]] = {}
 
 
 def register(id: str, *, max_sessions: int = 256) -> Callable[[E], E]:
-    """Give an environment class its id and its share of a process.
+    """Gives an environment class its id and its limit of sessions.
 
     Args:
         id: letters, digits, `-`, `_` and `.`; it is part of URLs and metric names.
-        max_sessions: live sessions a process accepts of it; more are refused as `at_capacity`.
+        max_sessions: the most live sessions in one process; more are refused as `at_capacity`.
 
     Raises:
         ConfigError: the id is malformed or belongs to another class.
@@ -49,10 +49,11 @@ def register(id: str, *, max_sessions: int = 256) -> Callable[[E], E]:
 
 
 def resolve(name: str) -> type[Environment]:
-    """The class behind a registered id, an installed entry point, or a `module:Class` string.
+    """Returns the class for a registered id, an installed entry point, or `module:Class`.
 
-    `ID:TARGET` is what the entry point `ID` makes of a target, if its class has a `for_target`, as
-    `mcp:URL` has. A class without `@register` gets its own name as id.
+    If the class of the entry point `ID` has a method `for_target`, then `ID:TARGET` is the class
+    that this method makes of the target, as for `mcp:URL`. A class without `@register` gets its
+    own name as id.
 
     Raises:
         ConfigError: nothing has that name, or its module cannot be imported.
@@ -76,12 +77,13 @@ def resolve(name: str) -> type[Environment]:
 
 
 class Served:
-    """The environments of a server, and no other."""
+    """The environments of a server. It finds no others."""
 
     def __init__(self, environments: Iterable[str | type[Environment]]) -> None:
-        """
+        """Finds the classes of the environments that are given by name.
+
         Raises:
-            ConfigError: a name that `resolve` does not know, or two environments have one id.
+            ConfigError: `resolve` does not know a name, or two environments have the same id.
         """
         self._by_id: dict[str, type[Environment]] = {}
         self._by_name: dict[str, type[Environment]] = {}
@@ -98,26 +100,29 @@ class Served:
         return list(self._by_id)
 
     def resolve(self, name: str) -> type[Environment]:
-        """The environment of an id, of the name it was given by, of `module:Class`, or, if it
-        stands in a file, of any path to that file.
+        """Returns the environment of an id, of the name that it was given by, or of `module:Class`.
+
+        If that name was a path to a file, any other path to the file works too.
 
         Raises:
-            ConfigError: there is none here.
+            ConfigError: the server does not have it.
         """
         environment = self._by_id.get(name) or self._by_name.get(_absolute(name))
         if environment is None:
-            raise ConfigError(f"no environment '{name}' here; there are {', '.join(self._by_id)}")
+            raise ConfigError(
+                f"no environment '{name}' here; this server has {', '.join(self._by_id)}"
+            )
         return environment
 
 
 def _absolute(name: str) -> str:
-    """`path/to/env.py:Class` with its whole path; other names as they are."""
+    """Makes the path in `path/to/env.py:Class` absolute; returns other names unchanged."""
     file_name, _, class_name = name.rpartition(":")
     return f"{Path(file_name).resolve()}:{class_name}" if file_name.endswith(".py") else name
 
 
 def available() -> dict[str, str]:
-    """Every id `resolve` knows without a colon, and where its class stands. Imports nothing."""
+    """Returns the `module:Class` of every registered or installed id. Imports no environment."""
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     known = {entry_point.name: entry_point.value for entry_point in entry_points}
     known |= {id: _name(environment) for id, environment in _registered.items()}
@@ -133,8 +138,8 @@ def import_name(environment: type[Environment]) -> str:
     name, module = environment.__qualname__, environment.__module__
     if "." in name:
         raise ConfigError(
-            f"{name} is defined inside a function or class, where its own process cannot import "
-            "it; move it to the top of its module"
+            f"{name} is defined inside a function or class, where another process cannot import "
+            "it; move it to the top level of its module"
         )
     if module in user_modules.files:
         return f"{user_modules.files[module]}:{name}"
@@ -142,7 +147,9 @@ def import_name(environment: type[Environment]) -> str:
         return f"{module}:{name}"
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
-        raise ConfigError(f"{name} stands in no file, so its own process cannot import it")
+        raise ConfigError(
+            f"{name} is not defined in a file, so another process cannot import it; save it in one"
+        )
     return f"{Path(file).resolve()}:{name}"
 
 
@@ -158,8 +165,8 @@ def _load(name: str, target: str) -> type[Environment]:
 
 
 def with_id(environment: type[Environment], id: str | None = None) -> type[Environment]:
-    """The class, which gets an id now if `@register` gave it none: by default its name."""
-    if "id" not in vars(environment):  # an inherited one belongs to the base class
+    """Returns the class, with `id` or else its name as its id unless `@register` gave it one."""
+    if "id" not in vars(environment):  # an inherited id belongs to the base class
         environment.id = id or environment.__name__
     return environment
 

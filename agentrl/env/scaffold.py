@@ -1,8 +1,8 @@
-"""`agentrl env init`: a project from a template.
+"""`agentrl env init`: makes a project from a template.
 
-Templates are working projects named my-env, my_env and MyEnv; making one is copying it under other
-names. `templates/` has a folder for each, beside `common` with what all projects have; the
-Dockerfile is that of `env build`.
+Templates are working projects with the names my-env, my_env and MyEnv, which are replaced in the
+copy. `templates/` has a folder for each, and `common` with the files that all projects have. The
+Dockerfile is the one of `env build`.
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ _TAKEN = {
 
 
 def templates() -> list[str]:
+    """Returns the names of the templates, sorted."""
     return sorted(each.name for each in TEMPLATES.iterdir() if each.is_dir() if each.name != COMMON)
 
 
 def make_project(name: str, *, template: str = "tool", path: Path = Path()) -> Path:
-    """Write a project to `path/name` and return that folder.
+    """Writes a project to the folder `path/name` and returns the folder.
 
     Args:
-        name: of the project and the environment, such as `word-game`; the package is `word_game`
-            and the class `WordGame`.
+        name: the name of the project and the environment, such as `word-game`; then the package is
+            `word_game` and the class `WordGame`.
 
     Raises:
-        ConfigError: the name is malformed or taken, or the folder exists.
+        ConfigError: there is no such template, the name is malformed or taken, or the folder
+            exists or cannot be written.
     """
     if template not in templates():
-        raise ConfigError(f"no template '{template}'; there are {', '.join(templates())}")
+        raise ConfigError(f"no template '{template}'; choose one of {', '.join(templates())}")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
         raise ConfigError(
-            f"'{name}' cannot be the name of an environment: write small letters, digits and "
+            f"'{name}' cannot be the name of an environment: write lower-case letters, digits and "
             "single hyphens, beginning with a letter, as in word-game"
         )
     identifier, module = name.replace("_", "-"), name.replace("-", "_")
     if module in sys.stdlib_module_names or keyword.iskeyword(module) or identifier in _TAKEN:
-        raise ConfigError(f"'{name}' is the name of something in Python or agentrl; take another")
+        raise ConfigError(f"'{name}' is a name in Python or agentrl already; choose another")
     folder = path / name
     if folder.exists():
-        raise ConfigError(f"{folder} is there already; choose another name or --path")
+        raise ConfigError(f"{folder} exists already; choose another name or --path")
     names = {
         "my-env": identifier,
         "my_env": module,
@@ -76,7 +78,7 @@ def make_project(name: str, *, template: str = "tool", path: Path = Path()) -> P
     files[Path("Dockerfile")] = DOCKERFILE
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Made aside and renamed, so that a project is there whole or not at all.
+        # Written elsewhere and then renamed, so that the project is never there in part.
         with tempfile.TemporaryDirectory(dir=path, prefix=".agentrl-") as aside:
             made = Path(aside) / name
             for copy, source in files.items():

@@ -1,4 +1,4 @@
-"""A secret in an environment's configuration: the name of the variable that holds it.
+"""`Secret`: a configuration value that names the environment variable which holds a secret.
 
     class Config(EnvConfig):
         api_key: Secret = Secret("SEARCH_API_KEY")
@@ -6,9 +6,9 @@
 
     key = self.config.api_key.value()
 
-A configuration is written into run folders and reports and sent to environment servers. There a
-secret is only the name of an environment variable; its value is read where the environment runs,
-and is blanked out where an exception's message would show it to the agent.
+A configuration is written to run folders and reports and sent to environment servers. A secret
+appears there only as the name of an environment variable. Its value is read where the environment
+runs, and is blanked out of exception messages that are shown to the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MIN_LENGTH = 4
-"""Shorter values are not blanked out, because they stand in ordinary text."""
+"""Shorter values are not blanked out, because they also occur in ordinary text."""
 _values: set[str] = set()
 """The values that were read in this process."""
 
@@ -35,7 +35,8 @@ class Secret:
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        """
+        """Refers to the environment variable `name`, which need not be set yet.
+
         Raises:
             ConfigError: `name` cannot be the name of a variable. The message does not repeat it,
                 because it may be the secret itself.
@@ -45,15 +46,15 @@ class Secret:
         self.name = name
 
     def value(self) -> str:
-        """Reads the variable.
+        """Returns the value of the variable.
 
         Raises:
-            ConfigError: it is not set, or is empty.
+            ConfigError: the variable is not set or is empty.
         """
         value = os.environ.get(self.name)
         if not value:
             raise ConfigError(
-                f"the environment variable {self.name} is not set; it is to hold a secret"
+                f"the environment variable {self.name} is not set; set it to the secret"
             )
         if len(value) >= _MIN_LENGTH:
             _values.add(value)
@@ -77,7 +78,8 @@ class Secret:
                 raise ValueError(_NOT_A_NAME)
             if not os.environ.get(value):
                 raise ValueError(
-                    "names no environment variable that is set where the environment runs"
+                    "is not the name of an environment variable that is set where the environment "
+                    "runs"
                 )
             return cls(value)
 
@@ -97,7 +99,7 @@ _NOT_A_NAME = (
 
 
 def hide_secrets(text: str) -> str:
-    """The text without the values of secrets that were read in this process."""
+    """Replaces the values of secrets that were read in this process with `[secret]`."""
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, "[secret]")
     return text

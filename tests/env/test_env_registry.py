@@ -130,7 +130,7 @@ def test_a_served_environment_is_found_by_every_name_it_has(tmp_path, monkeypatc
     for name in ("own_env.py:Tiny", "./own_env.py:Tiny", f"{tmp_path}/own_env.py:Tiny"):
         assert served.resolve(name) is tiny
     assert served.resolve("hello") is served.resolve("sample_envs:Hello") is Hello
-    with pytest.raises(ConfigError, match="no environment 'workshop' here; there are hello, Tiny"):
+    with pytest.raises(ConfigError, match="no environment 'workshop' here; this server has hello"):
         served.resolve("workshop")
 
 

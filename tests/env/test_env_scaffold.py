@@ -130,12 +130,12 @@ def test_its_own_tests_pass_in_containers(tmp_path, base_image):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Word", "small letters"),
-        ("word game", "small letters"),
-        ("../word", "small letters"),
-        ("-word", "small letters"),
-        ("word--game", "small letters"),
-        ("", "small letters"),
+        ("Word", "lower-case letters"),
+        ("word game", "lower-case letters"),
+        ("../word", "lower-case letters"),
+        ("-word", "lower-case letters"),
+        ("word--game", "lower-case letters"),
+        ("", "lower-case letters"),
         ("json", "another"),
         ("class", "another"),
         ("tests", "another"),
@@ -153,10 +153,10 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     (tmp_path / "word-game" / "notes").write_text("mine")
     arguments = ["env", "init", "word-game", "--path", str(tmp_path)]
     assert main(arguments) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert (tmp_path / "word-game" / "notes").read_text() == "mine"
     assert main([*arguments, "--template", "web"]) == 2
-    assert "there are " in capsys.readouterr().err
+    assert "choose one of " in capsys.readouterr().err
 
 
 def test_the_command_is_quick_and_says_what_to_do_next(tmp_path):

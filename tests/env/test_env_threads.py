@@ -236,7 +236,7 @@ def test_abandoned_threads_are_bounded(pool):
     async def main():
         for _ in range(3):
             await abandon(pool, release)
-        with pytest.raises(EnvUnavailable, match="3 calls of this process hang"):
+        with pytest.raises(EnvUnavailable, match="3 calls in this process hang"):
             await pool.run(int)
         release.set()
         await asyncio.to_thread(wait_until, lambda: pool.num_abandoned == 0)
