@@ -1,9 +1,9 @@
-"""`agentrl env bench`: how many steps a second an environment takes, and what they cost.
+"""`agentrl env bench`: measures steps per second of an environment, their latency and CPU time.
 
-`num_sessions` episodes are played at once, again and again on 16 tasks, with the environment's
-oracle or else with calls sampled from its tools' schemas, until the time is up. Latencies are what
-the client saw, over HTTP. An environment that is named is served by a process of its own, so that
-its CPU time can be told from the client's; behind a URL only the client's side is measured.
+Until the time is up, plays `num_sessions` episodes at once, over and over on the same 16 tasks,
+with the environment's oracle or else with calls sampled from its tools' schemas. Latencies are
+measured by the client, over HTTP. An environment given by name is served by a separate process, so
+that its CPU time can be measured; for a URL only the client's side is measured.
 """
 
 from __future__ import annotations
@@ -26,29 +26,37 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Action
 
 STEP_TIMEOUT_S = 60.0
+"""Seconds for a step."""
 NUM_TASKS = 16
-"""Different tasks that are played, again and again."""
+"""Number of different tasks that are played."""
 
 
 @dataclass(slots=True)
 class BenchResult:
+    """The measurements. Those of the server are None for a URL and without /proc."""
+
     sessions: int
-    """Played at once."""
+    """Number of episodes played at once."""
     seconds: float
+    """Seconds that were measured."""
     episodes: int
+    """Number of episodes that were played without an error."""
     steps: int
     errors: dict[str, int]
-    """Failed calls by their code."""
+    """Number of failed episodes by error code."""
     steps_per_s: float
     step_p50_ms: float
-    """As the client sees it."""
+    """Median latency of a step in milliseconds, as the client sees it."""
     step_p99_ms: float
+    """99th percentile of the latency of a step in milliseconds."""
     open_p50_ms: float
-    """Opening a session, its reset included."""
+    """Median milliseconds for opening a session, including its reset."""
     server_cpu_us_per_step: float | None
-    """Resets included; None behind a URL, or where there is no /proc."""
+    """The server's CPU microseconds per step, including resets."""
     server_threads: int | None
+    """Number of threads of the server's processes."""
     server_memory_mb: float | None
+    """Resident memory of the server's processes in MiB."""
 
 
 @dataclass(slots=True)
@@ -68,21 +76,23 @@ async def bench(
     env_id: str | None = None,
     token: str | None = None,
 ) -> BenchResult:
-    """Play as many episodes as fit into the time, `num_sessions` at once.
+    """Plays as many episodes as fit into the time, `num_sessions` at once.
 
     Args:
-        target: a name for `agentrl.env.registry.resolve`, which is then served by a process of
-            its own, or the URL of a server.
-        env_id: which environment of the URL.
+        target: a name for `agentrl.env.registry.resolve`, which is then served by a separate
+            process, or the URL of a server.
+        seconds: how long to measure; episodes that are being played then are finished.
+        env_id: the environment of the URL, if it has several.
 
     Raises:
-        ConfigError: it cannot be found, or takes fewer sessions.
+        ConfigError: the environment cannot be found, or takes fewer sessions.
+        EnvError: no step succeeded.
     """
     subject = await load_subject(target, config=config, env_id=env_id, token=token)
     if num_sessions > subject.info.max_sessions:
         await subject.aclose()
         raise ConfigError(
-            f"'{subject.env_id}' takes {subject.info.max_sessions} sessions: --sessions "
+            f"'{subject.env_id}' takes at most {subject.info.max_sessions} sessions: --sessions "
             f"{num_sessions} is too many"
         )
     try:
@@ -97,7 +107,7 @@ async def bench(
     with serving as (url, pid):
         async with connect(url, token=token) as client:
             await client.info(subject.env_id, subject.config)
-            await _play(subject, client, *episodes[0], _Times())  # connections and imports
+            await _play(subject, client, *episodes[0], _Times())  # warm-up
             before, started = _usage(pid), time.monotonic()
 
             async def player(first: int) -> None:
@@ -111,7 +121,9 @@ async def bench(
             after = _usage(pid)
     num_steps = len(times.steps)
     if not num_steps:
-        raise EnvError(f"not one step was answered: {times.errors or 'no time'}")
+        raise EnvError(
+            f"no step succeeded in {elapsed:.1f} s; errors by code: {times.errors or 'none'}"
+        )
     return BenchResult(
         sessions=num_sessions,
         seconds=round(elapsed, 3),
@@ -152,14 +164,21 @@ async def _play(
             times.episodes += 1
         finally:
             await session.close()
-    except EnvError as error:  # a failed episode is a figure of the report
+    except EnvError as error:  # counted in the report
         times.errors[error.code] = times.errors.get(error.code, 0) + 1
         await asyncio.sleep(0.01)
 
 
 @contextlib.contextmanager
 def _served(target: str, config: Mapping[str, JSON]) -> Iterator[tuple[str, int]]:
-    """A server process of this environment alone, on a free loopback port."""
+    """Runs a server process for the environment on a free loopback port.
+
+    Yields:
+        Its URL and process id.
+
+    Raises:
+        ConfigError: it did not start.
+    """
     command = [sys.executable, "-m", "agentrl", "env", "serve", target, "--port", "0"]
     if config:
         command += ["--config", json.dumps(config)]
@@ -189,13 +208,16 @@ def _percentile_ms(seconds: list[float], share: float) -> float:
 
 
 def _usage(pid: int | None) -> tuple[float, int, float] | None:
-    """CPU seconds, threads and resident megabytes of a process and its living descendants; None
-    where /proc does not tell."""
+    """Measures a process and its living descendants.
+
+    Returns:
+        CPU seconds, number of threads and resident memory in MiB, or None without /proc.
+    """
     if pid is None or not Path("/proc/self/stat").exists():
         return None
     ticks = threads = pages = 0
     pids = [pid]
-    for each in pids:  # which grows meanwhile
+    for each in pids:  # the list grows meanwhile
         with contextlib.suppress(OSError):  # it has ended
             for listing in Path(f"/proc/{each}/task").glob("*/children"):
                 pids += map(int, listing.read_text().split())

@@ -1,4 +1,4 @@
-"""`agentrl env ...`: the commands and what they take. What they do stands in `commands.py`."""
+"""Declares the arguments of `agentrl env ...`; `commands.py` has the commands."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SHARED: dict[str, dict[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "KEY=VALUE|JSON",
-        "help": "configuration of the environment, repeatable: key=value, the value being JSON or "
-        "else text, or a whole JSON object",
+        "help": "configuration of the environment, repeatable: key=value, where the value is JSON "
+        "or else text, or a whole JSON object",
     },
-    "--env": {"metavar": "ID", "help": "which environment of the server"},
-    "--token": {"help": "of the server (default: the variable AGENTRL_ENV_TOKEN)"},
+    "--env": {"metavar": "ID", "help": "environment of the server, if it has several"},
+    "--token": {"help": "the server's token (default: the variable AGENTRL_ENV_TOKEN)"},
     "--json": {"action": "store_true", "help": "print JSON"},
 }
-"""Options that several commands take."""
+"""Options that several commands have."""
 
 
 def add_env_commands(parsers: argparse._SubParsersAction) -> None:
-    """Add `env` and its subcommands. Each sets `handler`, which returns an exit status."""
+    """Adds `env` and its subcommands. Each sets `handler`, which returns an exit status."""
     env = parsers.add_parser(
         "env",
         help="write, check, play and serve environments",
@@ -78,22 +78,22 @@ def _add_init(subcommands: argparse._SubParsersAction) -> None:
         "init",
         commands.init,
         help="write the project of a new environment",
-        description="Write a project that works at once: the environment, its tests, packaging "
-        "and a Dockerfile.",
+        description="Write a working project: an environment, its tests, packaging and a "
+        "Dockerfile.",
     )
-    init.add_argument("name", metavar="NAME", help="such as word-game")
+    init.add_argument("name", metavar="NAME", help="name of the environment, such as word-game")
     init.add_argument(
         "--template",
         default="tool",
         help="tool: the agent calls tools; text: it answers in text; docker: its tools run in a "
-        "container per episode (default: %(default)s)",
+        "container for each episode (default: %(default)s)",
     )
     init.add_argument(
         "--path",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="make the project's folder in here (default: the working directory)",
+        help="folder in which to make the project's folder (default: the working directory)",
     )
 
 
@@ -102,9 +102,9 @@ def _add_list_and_info(subcommands: argparse._SubParsersAction) -> None:
         subcommands,
         "list",
         commands.list_environments,
-        help="show the environments that are installed",
-        description="Show the environments that installed packages offer; `agentrl env info ID` "
-        "shows more of one. One of your own needs no installation: name it as module:Class or "
+        help="list the installed environments",
+        description="List the environments of installed packages; `agentrl env info ID` shows "
+        "more about one. Your own need no installation: name them as module:Class or "
         "path/to/env.py:Class.",
     )
     info = _command(
@@ -114,7 +114,7 @@ def _add_list_and_info(subcommands: argparse._SubParsersAction) -> None:
         "--config",
         help="show an environment's class, task splits, tools and configuration",
         description="Load an environment in this process and show its class, its task splits, its "
-        "tools as the agent sees them, and the keys of its configuration.",
+        "tools as an agent sees them, and the keys of its configuration.",
     )
     info.add_argument("id", metavar="ID", help=_NAME_HELP)
 
@@ -125,22 +125,22 @@ def _add_check(subcommands: argparse._SubParsersAction) -> None:
         "check",
         commands.check,
         *("--config", "--env", "--token", "--json"),
-        help="play an environment and see whether it keeps its promises",
-        description="Run the conformance kit: play the environment, alone and in many sessions, "
-        "and report what is not as it should be. Exit status 1 if a check fails.",
+        help="run the conformance checks on an environment",
+        description="Run the conformance checks: play the environment, alone and in many sessions "
+        "at once, and report each problem with a fix. Exit status 1 if a check fails.",
     )
     check.add_argument(
         "target",
         metavar="TARGET",
-        help=f"{_NAME_HELP}; the URL of a server that may be tried; or image:NAME, for an image "
+        help=f"{_NAME_HELP}; the URL of a server that may be stressed; or image:NAME, for an image "
         "that `env build` built",
     )
-    for option, text in (("--only", "run this check"), ("--skip", "leave this check out")):
+    for option, text in (("--only", "run only this check"), ("--skip", "leave this check out")):
         check.add_argument(
             option, action="append", default=[], metavar="NAME", help=f"{text}; repeatable"
         )
     check.add_argument(
-        "--thorough", action="store_true", help="many more episodes, for minutes if need be"
+        "--thorough", action="store_true", help="play many more episodes, which may take minutes"
     )
 
 
@@ -151,15 +151,15 @@ def _add_play(subcommands: argparse._SubParsersAction) -> None:
         commands.play,
         *("--config", "--token"),
         help="play an episode yourself",
-        description="Take the agent's place for one episode in the terminal. Write a tool's name, "
-        "and its arguments are asked for; or the name and a JSON object; or text. Exit status 1 "
-        "if the episode was given up.",
+        description="Take the agent's place for one episode in the terminal. Type a tool's name to "
+        "be asked for its arguments, a tool's name and a JSON object, or text. Exit status 1 if "
+        "you gave up.",
     )
     play.add_argument("id", metavar="ID", help=f"{_NAME_HELP}; with --url, one of that server")
     play.add_argument("--url", help="play on this server")
     play.add_argument("--split", help="task set (default: the first)")
-    _number(play, "--index", int, 0, "which task of it")
-    _number(play, "--seed", int, 0, "of the environment's randomness")
+    _number(play, "--index", int, 0, "index of the task in the split")
+    _number(play, "--seed", int, 0, "seed of the environment's randomness")
 
 
 def _add_demonstrate(subcommands: argparse._SubParsersAction) -> None:
@@ -168,15 +168,17 @@ def _add_demonstrate(subcommands: argparse._SubParsersAction) -> None:
         "demonstrate",
         commands.demonstrate,
         "--config",
-        help="write the environment's own solutions as dialogues for agentrl sft",
-        description="Play tasks as the environment's oracle() says, with the prompts, tools and "
-        "observations that a policy sees, and write a dialogue per line. Exit status 1 where a "
+        help="write an environment's solutions as dialogues for agentrl sft",
+        description="Play the actions of the environment's oracle(), with the prompts, tools and "
+        "observations that a policy sees, and write a dialogue per line. Exit status 1 if a "
         "solution does not earn 1.",
     )
     demonstrate.add_argument("id", metavar="ID", help=_NAME_HELP)
-    demonstrate.add_argument("--out", type=Path, required=True, metavar="DEMOS.jsonl")
+    demonstrate.add_argument(
+        "--out", type=Path, required=True, metavar="DEMOS.jsonl", help="file to write"
+    )
     demonstrate.add_argument("--split", default="train", help="task set (default: %(default)s)")
-    _number(demonstrate, "--tasks", _positive, 64, "from the first on")
+    _number(demonstrate, "--tasks", _positive, 64, "number of tasks, from the first")
 
 
 def _add_bench(subcommands: argparse._SubParsersAction) -> None:
@@ -187,12 +189,12 @@ def _add_bench(subcommands: argparse._SubParsersAction) -> None:
         *("--config", "--env", "--token", "--json"),
         help="measure steps per second, latency and the server's CPU time",
         description="Play many episodes at once over HTTP and report steps per second and "
-        "latency, as the client sees them. An environment that is named is served by a process of "
-        "its own, whose CPU time, threads and memory are reported too.",
+        "latency, as the client sees them. An environment given by name is served by a separate "
+        "process, whose CPU time, threads and memory are reported too.",
     )
     bench.add_argument("target", metavar="ID|URL", help=f"{_NAME_HELP}; or the URL of a server")
     _number(bench, "--sessions", _positive, 64, "episodes played at once")
-    _number(bench, "--seconds", float, 5.0, "how long")
+    _number(bench, "--seconds", float, 5.0, "seconds to measure")
 
 
 def _add_serve(subcommands: argparse._SubParsersAction) -> None:
@@ -202,8 +204,8 @@ def _add_serve(subcommands: argparse._SubParsersAction) -> None:
         commands.serve,
         "--config",
         help="serve environments over HTTP",
-        description="Serve environments over HTTP until interrupted. SIGTERM drains: open "
-        "sessions may go on for --drain-s seconds, new ones are refused. The API is described at "
+        description="Serve environments over HTTP until interrupted. After SIGTERM new sessions "
+        "are refused, and open ones may continue for --drain-s seconds. The API is described at "
         "/docs and /openapi.json.",
     )
     serve.add_argument("id", metavar="ID", nargs="+", help=_NAME_HELP)
@@ -213,50 +215,50 @@ def _add_serve(subcommands: argparse._SubParsersAction) -> None:
         help="address to listen on; one that other machines can reach needs a token "
         "(default: %(default)s)",
     )
-    _number(serve, "--port", int, 8700, "0 takes a free one")
+    _number(serve, "--port", int, 8700, "port to listen on; 0 takes a free one")
     serve.add_argument(
         "--token",
-        help="what clients must present; better set the variable AGENTRL_ENV_TOKEN, which other "
+        help="token that clients must send; prefer the variable AGENTRL_ENV_TOKEN, which other "
         "users of the machine cannot read",
     )
     serve.add_argument(
         "--max-sessions",
         type=_positive,
         metavar="N",
-        help="live sessions over all environments, per worker (default: each environment's own "
-        "limit)",
+        help="the most live sessions of all environments together, per worker (default: only each "
+        "environment's limit)",
     )
     _number(
         serve,
         "--worker-threads",
         _positive,
         1024,
-        "the most threads for environment methods that are not async, per worker; started as they "
-        "are needed",
+        "the most threads for environment methods that are not async, per worker; threads start "
+        "when they are needed",
     )
     _number(
         serve,
         "--max-body",
         _positive,
         2,
-        "largest request, in MiB; large ones keep other sessions waiting while they are read",
+        "largest request in MiB; reading a large one delays other sessions",
     )
     _number(
         serve,
         "--workers",
         _positive,
         1,
-        "serve from N processes, on --port and the N-1 ports after it, and start one again that "
-        "dies; clients take the list of URLs that is printed",
+        "serve from N processes, on --port and the N-1 ports after it, and restart any that die; "
+        "give clients the printed list of URLs",
     )
     serve.add_argument(
         "--name",
         default="",
-        help="what the ids of sessions begin with, so that a proxy in front of several servers "
-        "knows whose a session is (default: nothing; with --workers the worker's number)",
+        help="prefix of session ids, which tells a proxy in front of several servers which of them "
+        "holds a session (default: none; with --workers the worker's number)",
     )
     _number(
-        serve, "--drain-s", _seconds, 5.0, "how long open sessions may go on after SIGTERM, seconds"
+        serve, "--drain-s", _seconds, 5.0, "seconds that open sessions may continue after SIGTERM"
     )
 
 
@@ -265,21 +267,23 @@ def _add_build(subcommands: argparse._SubParsersAction) -> None:
         subcommands,
         "build",
         commands.build,
-        help="build the image of an environment",
+        help="build the container image of an environment",
         description="Build an image that serves an environment: an installed one by its id, or the "
-        "project in a folder, such as `agentrl env init` writes.",
+        "project in a folder, as `agentrl env init` writes it.",
     )
     build.add_argument("target", metavar="ID|DIR", help="such as math, or . for this project")
-    build.add_argument("--tag", help="(default: agentrl-ID, or the project's name)")
+    build.add_argument(
+        "--tag", help="tag of the image (default: agentrl-ID, or the project's name)"
+    )
     build.add_argument(
         "--base-image",
         metavar="IMAGE",
-        help="with Debian's packages, python3, python3-venv and ca-certificates (default: the "
+        help="Debian-based image with python3, python3-venv and ca-certificates (default: the "
         "Dockerfile's, python:3.12-slim)",
     )
     for name, variable, text in (
         ("index-url", "PIP_INDEX_URL", "package index"),
-        ("extra-index-url", "PIP_EXTRA_INDEX_URL", "package index beside it"),
+        ("extra-index-url", "PIP_EXTRA_INDEX_URL", "additional package index"),
         ("cert", "PIP_CERT", "file with the certificate authorities to trust while building"),
     ):
         build.add_argument(
@@ -294,17 +298,16 @@ def _add_build(subcommands: argparse._SubParsersAction) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="a wheel to install in place of agentrl, or of another package, from the index; "
-        "repeatable",
+        help="wheel to install instead of agentrl or another package from the index; repeatable",
     )
     build.add_argument(
         "--build-arg",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another argument of the Dockerfile, repeatable",
+        help="another build argument for the Dockerfile; repeatable",
     )
-    build.add_argument("--no-cache", action="store_true", help="build every layer again")
+    build.add_argument("--no-cache", action="store_true", help="rebuild every layer")
 
 
 def _add_run(subcommands: argparse._SubParsersAction) -> None:
@@ -313,32 +316,38 @@ def _add_run(subcommands: argparse._SubParsersAction) -> None:
         "run",
         commands.run,
         help="run an environment's image in a hardened container",
-        description="Serve an environment from a container, or several, until interrupted: no "
-        "capabilities, a read-only file system, limits on memory, CPU and processes, reached from "
-        "this machine alone.",
+        description="Serve an environment from one or more containers until interrupted. They have "
+        "no capabilities, a read-only file system, limits on memory, CPU and processes, and can be "
+        "reached from this machine only.",
     )
-    run.add_argument("target", metavar="ID|DIR|IMAGE", nargs="?", help="what `env build` built")
+    run.add_argument(
+        "target", metavar="ID|DIR|IMAGE", nargs="?", help="an environment that `env build` built"
+    )
     _number(
         run,
         "--port",
         int,
         8700,
-        "on this machine; 0 takes a free one, further containers the next ones",
+        "port on this machine, and of further containers the ports after it; 0 takes free ones",
     )
     run.add_argument(
         "--token",
-        help="what clients must present (default: the variable AGENTRL_ENV_TOKEN, or a new one)",
+        help="token that clients must send (default: the variable AGENTRL_ENV_TOKEN, or a new one)",
     )
-    run.add_argument("--memory", default="2g", help="such as 512m (default: 2g)")
-    _number(run, "--cpus", float, 2.0, "how many of the machine's")
-    _number(run, "--pids", _positive, 256, "processes and threads")
-    run.add_argument("--network", default="bridge", help="one of the engine's (default: bridge)")
-    _number(run, "--count", _positive, 1, "containers")
-    _number(run, "--ready-timeout", float, 60.0, "for a container to become healthy, seconds")
+    run.add_argument(
+        "--memory", default="2g", help="memory of a container, such as 512m (default: 2g)"
+    )
+    _number(run, "--cpus", float, 2.0, "CPU cores of a container")
+    _number(run, "--pids", _positive, 256, "the most processes and threads in a container")
+    run.add_argument(
+        "--network", default="bridge", help="network of the engine to use (default: bridge)"
+    )
+    _number(run, "--count", _positive, 1, "number of containers")
+    _number(run, "--ready-timeout", float, 60.0, "seconds for a container to become healthy")
     run.add_argument(
         "--reap",
         action="store_true",
-        help="only remove containers of agentrl's whose process is gone",
+        help="only remove leftover containers of agentrl processes that have ended",
     )
 
 

@@ -1,6 +1,6 @@
 """The commands of `agentrl env`; `agentrl.env.cli` declares their arguments.
 
-Each returns an exit status, and imports what it needs, so that `--help` stays quick.
+Each returns an exit status, and imports what it needs when it runs, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def list_environments(arguments: argparse.Namespace) -> int:
             environment = registry.resolve(name)
             tools, sessions = ", ".join(tools_of(environment)), f"{environment.max_sessions:,}"
             description = (environment.__doc__ or "").strip().partition("\n")[0]
-        except ConfigError as error:  # one that lacks a package does not hide the others
+        except ConfigError as error:  # list the others even if one lacks a package
             tools, sessions, description = "", "", str(error)
         table.add_row(name, tools, sessions, escape(description))
     Console().print(table)
@@ -202,9 +202,9 @@ def info(arguments: argparse.Namespace) -> int:
         console.print(escape(info.description))
     console.print("\n[bold]task splits[/bold]")
     for name, size in info.splits.items():
-        entry(f"{name}: {'generated without end' if size is None else f'{size:,} tasks'}", "")
+        entry(f"{name}: {'unlimited' if size is None else f'{size:,} tasks'}", "")
     if not info.splits:
-        entry("none; sessions bring their own task", "")
+        entry("none; each session must bring its own task", "")
     if info.tools:
         console.print("\n[bold]tools[/bold]")
     for spec in info.tools:
@@ -234,7 +234,9 @@ def serve(arguments: argparse.Namespace) -> int:
     config = _read_config(arguments.config)
     environments = [registry.resolve(name) for name in arguments.id]
     if config and len(environments) > 1:
-        raise ConfigError("--config belongs to one environment: serve the others on other ports")
+        raise ConfigError(
+            "--config applies to one environment: serve the others with commands of their own"
+        )
     for environment in environments:
         load_config(environment, config)
     token = usable_token(arguments.token) or usable_token(os.environ.get(TOKEN_VARIABLE))
@@ -277,7 +279,10 @@ def _serve_workers(
 
     host, ports = arguments.host, range(arguments.port, arguments.port + arguments.workers)
     if not 0 < ports[0] <= ports[-1] < 2**16:
-        raise ConfigError(f"--workers {arguments.workers} takes that many ports from --port on")
+        raise ConfigError(
+            f"--workers {arguments.workers} needs that many ports from --port {arguments.port} on, "
+            "between 1 and 65535"
+        )
     command = [sys.executable, "-m", "agentrl", "env", "serve", *arguments.id, "--host", host]
     command += ["--config", json.dumps(config)]
     for option in ("max_sessions", "worker_threads", "max_body", "drain_s"):
@@ -302,7 +307,7 @@ def build(arguments: argparse.Namespace) -> int:
     for entry in arguments.build_arg:
         name, equals, value = entry.partition("=")
         if not equals:
-            raise ConfigError(f"--build-arg {entry}: write NAME=VALUE")
+            raise ConfigError(f"--build-arg {entry}: write it as NAME=VALUE")
         extra[name] = value
     started = time.monotonic()
     tag = build_image(
@@ -334,7 +339,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.target or arguments.reap):
         raise ConfigError("name what to run: agentrl env run ID|DIR|IMAGE")
     if arguments.port and arguments.port + arguments.count > 65536:
-        raise ConfigError("--port + --count are at most 65536")
+        raise ConfigError(
+            f"--count {arguments.count} needs that many ports from --port {arguments.port} on, up "
+            "to 65535"
+        )
     removed = reap(connect())
     for line in removed:
         print(f"removed a leftover container: {line}", file=sys.stderr)
@@ -370,7 +378,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        # A second signal must not leave containers behind.
+        # Ignore further signals, or containers could be left behind.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         containers.stop_servers(servers)

@@ -1,8 +1,8 @@
 """`agentrl env play`: a person takes the agent's place for one episode.
 
-A line is an action. A tool's name alone asks for each of its arguments; a name with a JSON object,
-such as `add {"number": 5}`, is that call. Anything else is text, which a line that ends with a
-backslash continues on the next one. `/quit` gives the episode up.
+Each line is an action. A tool's name alone asks for each of its arguments; a name with a JSON
+object, such as `add {"number": 5}`, is a whole call. Anything else is text; if its line ends with a
+backslash, it continues on the next line. `/quit` gives up.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ from agentrl.images import content_images, content_text
 from agentrl.types import JSON, Action, Content, Message, StepResult, ToolCall, ToolSpec
 
 STEP_TIMEOUT_S = 600.0
+"""Seconds for a step."""
 _QUIT = "/quit"
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 class InputEnded(Exception):
-    """The person, or the file that stands for one, has no more to say."""
+    """The input ended, or the person gave up."""
 
 
 async def _ask(console: Console, question: str) -> str:
-    """A line of input; the event loop goes on meanwhile, so the session's lease is renewed."""
+    """Reads a line in a thread, so that the event loop can renew the session's lease meanwhile.
+
+    Raises:
+        InputEnded: there is no more input, or the line is `/quit`.
+    """
     try:
         line = await asyncio.to_thread(console.input, question)
     except EOFError:
@@ -57,15 +62,15 @@ async def play(
     config: Mapping[str, JSON] | None = None,
     console: Console | None = None,
 ) -> float | None:
-    """Play one episode; returns its reward, None if it was given up.
+    """Plays one episode and returns its reward, or None if the person gave up.
 
     Args:
         env_id: a name for `agentrl.env.registry.resolve`, or with `url` an id of that server.
         split: by default the first.
 
     Raises:
-        ConfigError: the environment has no tasks, or the split is not there.
-        EnvError: the environment failed.
+        ConfigError: the environment has no tasks of its own.
+        EnvError: the split or task does not exist, or the environment failed.
     """
     terminal = console or Console(highlight=False)
     async with connect(url, token=token) as client:
@@ -88,8 +93,8 @@ async def _episode(console: Console, session: EnvSession, info: EnvInfo) -> floa
     _show_messages(console, session.messages)
     _show_tools(console, session.tools)
     console.print(
-        f"[dim]{'a tool, or text' if session.tools else 'text'}; a line that ends with \\ goes on; "
-        f"{_QUIT} gives up[/dim]"
+        f"[dim]type {'a tool, or text' if session.tools else 'text'}; end a line with \\ to "
+        f"continue it; {_QUIT} gives up[/dim]"
     )
     total = 0.0
     for number in itertools.count(1):
@@ -150,7 +155,7 @@ async def _ask_arguments(console: Console, schema: Mapping[str, Any]) -> dict[st
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """Names what a person is asked for: a JSON type, or a choice."""
+    """Returns the JSON type of an argument, or its choices, to show to a person."""
     if "enum" in schema:
         return " | ".join(map(str, schema["enum"]))
     options = [kind_of(each) for each in schema.get("anyOf", ())]
@@ -158,10 +163,10 @@ def kind_of(schema: Mapping[str, Any]) -> str:
 
 
 def read_value(line: str, kind: str) -> JSON:
-    """The argument a person typed.
+    """Returns the argument that a person typed.
 
     Raises:
-        ValueError: it is not of that kind; the text says what is expected.
+        ValueError: it is not of that kind; the message says what is expected.
     """
     if kind == "string" or " | " in kind:
         return line
@@ -170,7 +175,7 @@ def read_value(line: str, kind: str) -> JSON:
     except ValidationError:
         if "string" in kind or kind == "JSON":
             return line
-        raise ValueError(f"'{line}' is no {kind}") from None
+        raise ValueError(f"'{line}' is not of type {kind}") from None
 
 
 _TYPES = {"integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
@@ -216,6 +221,6 @@ def _show_end(console: Console, result: StepResult, total: float, num_turns: int
 
 
 def _shown(content: Content) -> str:
-    """Returns a message's text, and the size of each image in its place."""
+    """Returns the text of a message, with a line for each image that gives its size."""
     images = [f"[image, {each.width} x {each.height}]" for each in content_images(content)]
     return "\n".join(filter(None, [content_text(content), *images])) or "(empty)"

@@ -140,7 +140,7 @@ class StepRequest:
     """Takes a step in a session."""
 
     step: Index
-    """Index of the step that the client wants to take; a retry has the same index."""
+    """Index of the step that the client wants to take; a retry repeats it."""
     action: Action
     timeout_s: Seconds | None = None
     """Seconds for the step; None: the environment's `step_timeout_s`."""

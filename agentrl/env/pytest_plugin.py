@@ -1,11 +1,11 @@
-"""The conformance kit as a pytest plugin: every check of `agentrl env check` is one test.
+"""A pytest plugin that runs every check of `agentrl env check` as one test.
 
     @pytest.mark.agentrl_env("my_env.env:MyEnv")     # a class, a name, or the URL of a server
     def test_conformance(env_check):
         env_check()
 
-The marker takes `config`, `only`, `skip` and `thorough` besides. Nothing is imported in a test run
-that does not ask for `env_check`.
+The marker also takes `config`, `only`, `skip` and `thorough`. A test run that does not use
+`env_check` imports nothing for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 _MARKER = "agentrl_env"
 _SUBJECTS = pytest.StashKey[dict[str, Any]]()
 _RUNNER = pytest.StashKey[Any]()
-"""One event loop for all: what an environment shares may belong to the loop that used it first."""
+"""One event loop for all tests, because what sessions share may belong to the loop that made it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +50,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def env_check(request: pytest.FixtureRequest) -> Callable[[], None]:
-    """Run one check: fails with what it saw and the remedy, or skips with the reason."""
+    """Returns a function that runs one check.
+
+    It fails the test with the problem and its fix, or skips it with the reason.
+    """
     import asyncio
 
     from agentrl.env.check import load_subject, run_check
@@ -63,7 +66,7 @@ def env_check(request: pytest.FixtureRequest) -> Callable[[], None]:
     def run() -> None:
         __tracebackhide__ = True
         subject = stash[_SUBJECTS].get(key)
-        if subject is None:  # loaded once, however many checks there are
+        if subject is None:  # loaded once for all checks
             loading = load_subject(
                 options["target"],
                 config=options.get("config"),
@@ -83,7 +86,7 @@ def _options(node: Any) -> dict[str, Any]:
     marker = node.get_closest_marker(_MARKER)
     if marker is None or len(marker.args) != 1:
         raise pytest.UsageError(
-            f"{node.nodeid} uses env_check: say which environment, as in "
+            f"{node.nodeid} uses env_check: name the environment to check, as in "
             f'@pytest.mark.{_MARKER}("my_env.env:MyEnv")'
         )
     return {"target": marker.args[0], **marker.kwargs}

@@ -36,7 +36,7 @@ def test_an_episode_with_tools_and_text():
     status, out = type_in("\n".join(lines) + "\n", WORKSHOP, "--config", "greeting=moin")
     assert status == 0, out
     assert "workshop, task train/0" in out
-    assert "'ten' is no integer" in out
+    assert "'ten' is not of type integer" in out
     assert '{"count":10}' in out and '{"count":15}' in out and "moin" in out
     assert "terminated after 5 turns: reward" in out and "component" in out
 
@@ -90,7 +90,7 @@ def test_values(line, kind, value):
     ("line", "kind"), [("x", "integer"), ("1.5", "integer"), ("true", "number"), ("{}", "array")]
 )
 def test_values_of_another_kind(line, kind):
-    with pytest.raises(ValueError, match=f"is no {kind}"):
+    with pytest.raises(ValueError, match=f"is not of type {kind}"):
         read_value(line, kind)
 
 

@@ -57,4 +57,4 @@ def test_a_failure_says_what_was_seen_and_what_helps(tmp_path):
 def test_a_fixture_without_an_environment_is_a_clear_error(tmp_path):
     (tmp_path / "test_env.py").write_text("def test_conformance(env_check):\n    env_check()\n")
     status, out = pytest_in(tmp_path, "-q")
-    assert status != 0 and "say which environment" in out
+    assert status != 0 and "name the environment to check" in out

@@ -1,12 +1,12 @@
 from agentrl.env import Action, Environment, Task, ToolCall, register, tool
 from agentrl.env.container.pool import ContainerPool, ContainerSpec
 
-SPEC = ContainerSpec("python:3.12-slim")  # any local image with /bin/bash; see ContainerSpec
+SPEC = ContainerSpec("python:3.12-slim")  # any image on this machine with /bin/bash
 
 
 @register("my-env", max_sessions=16)
 class MyEnv(Environment):
-    max_creating = 4  # containers that start at a time
+    max_creating = 4  # resets that run at a time: each may start a container
 
     @classmethod
     def load_shared(cls, config):
@@ -17,10 +17,10 @@ class MyEnv(Environment):
         shared.close()
 
     def splits(self):
-        return {"train": None, "test": 100}  # None: generated without end
+        return {"train": None, "test": 100}  # None: unlimited, generated on demand
 
     def get(self, split, index):
-        n = index if split == "test" else index + 100  # the splits share no task
+        n = index if split == "test" else index + 100  # the splits share no tasks
         return Task(f"{split}/{index}", f"Write {n + 1} to /tmp/answer.", reference=n + 1)
 
     async def reset(self, task, *, seed):
@@ -37,10 +37,10 @@ class MyEnv(Environment):
         return float(answer.output.strip() == str(self.task.reference))
 
     async def close(self):
-        if hasattr(self, "container"):  # a reset that failed got none
+        if hasattr(self, "container"):  # reset may have failed before
             await self.container.remove()
 
-    def oracle(self):  # the right actions, which `agentrl env check` plays
+    def oracle(self):  # a correct solution, which `agentrl env check` plays
         command = f"echo {self.task.reference} > /tmp/answer"
         yield Action(tool_calls=(ToolCall("write", "bash", {"command": command}),))
         yield Action(tool_calls=(ToolCall("submit", "submit", {}),))
