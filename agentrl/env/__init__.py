@@ -1,6 +1,6 @@
-"""Environments: what an author writes, how a process serves it, how a rollout plays it.
+"""Environments: the base class, tools and rewards for authors, and the client that plays them.
 
-Names are loaded when they are first used, so that this package costs nothing to import.
+Each name is loaded when it is first used, so that importing this package costs almost nothing.
 """
 
 from importlib import import_module

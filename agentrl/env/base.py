@@ -461,7 +461,7 @@ class Environment:
             return failure
         if tool.terminal:
             if self._finish is None and returned is not None:
-                returned = to_finite(returned, f"what the terminal tool {tool.name} returns")
+                returned = to_finite(returned, f"the result of terminal tool {tool.name}")
             if self._finish is None:
                 self.finish(returned)
             return ""
@@ -504,19 +504,19 @@ def _check_definition(class_name: str, name: str, value: object) -> None:
     """Checks an attribute that an author's class defines.
 
     Raises:
-        ConfigError: a method cannot be called as the framework calls it, a tool or reward bears
-            the name of a method of all environments, or `Config` is not a pydantic model.
+        ConfigError: a method cannot be called as the framework calls it, a tool or reward has the
+            name of an attribute of `Environment`, or `Config` is not a pydantic model.
     """
     where = f"{class_name}.{name}"
     if hasattr(value, "__agentrl_tool__") or hasattr(value, "__agentrl_reward__"):
         if hasattr(Environment, name):
-            raise ConfigError(f"{where}: every environment has a {name} of its own; rename yours")
+            raise ConfigError(f"{where} would replace Environment.{name}; rename it")
     elif name in ("load_shared", "close_shared"):
         if inspect.isfunction(value):
             argument = "config" if name == "load_shared" else "shared"
             raise ConfigError(
-                f"{where} runs before there are instances: write "
-                f"`@classmethod` above `def {name}(cls, {argument})`"
+                f"{where} is called on the class: write `@classmethod` above "
+                f"`def {name}(cls, {argument})`"
             )
     elif name == "Config":
         if not (isinstance(value, type) and issubclass(value, BaseModel)):

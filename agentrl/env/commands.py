@@ -235,7 +235,7 @@ def serve(arguments: argparse.Namespace) -> int:
     environments = [registry.resolve(name) for name in arguments.id]
     if config and len(environments) > 1:
         raise ConfigError(
-            "--config applies to one environment: serve the others with commands of their own"
+            "--config applies to one environment only: serve each environment with its own command"
         )
     for environment in environments:
         load_config(environment, config)

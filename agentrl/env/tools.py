@@ -211,7 +211,7 @@ def _make_tool(environment: type, name: str, mark: ToolMark) -> Tool:
     defaults: dict[str, object] = {}
     parameters = list(inspect.signature(method).parameters.values())
     if isinstance(inspect.getattr_static(environment, name), staticmethod | classmethod):
-        raise ConfigError(f"{where}: a tool runs on an instance: take @staticmethod off, add self")
+        raise ConfigError(f"{where}: remove @staticmethod or @classmethod, and add self")
     if not parameters or (parameters[0].name in hints and parameters[0].name != "self"):
         raise ConfigError(f"{where}: its first parameter must be self")
     for parameter in parameters[1:]:

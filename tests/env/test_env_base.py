@@ -408,8 +408,8 @@ def test_a_class_that_cannot_be_made_or_asked_is_refused_with_the_method():
         ({"step": lambda self, action, more: ""}, "write def step(self, action)"),
         ({"load_shared": lambda self, config: 1}, "write `@classmethod` above"),
         ({"Config": type("Config", (), {})}, "write class Config(EnvConfig)"),
-        ({"finish": tool(lambda self: "")}, "every environment has a finish of its own"),
-        ({"step": reward(lambda self, episode: 1)}, "every environment has a step of its own"),
+        ({"finish": tool(lambda self: "")}, "would replace Environment.finish"),
+        ({"step": reward(lambda self, episode: 1)}, "would replace Environment.step"),
     ],
 )
 def test_a_definition_that_cannot_work_is_refused_with_what_to_write(members, says):

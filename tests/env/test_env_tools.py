@@ -111,7 +111,7 @@ def test_a_mark_on_something_else_than_a_method_is_refused(mark, wrong):
 
 def test_a_static_tool_is_refused():
     environment = type("Broken", (Environment,), {"add": staticmethod(tool(splat))})
-    with pytest.raises(ConfigError, match="take @staticmethod off"):
+    with pytest.raises(ConfigError, match="remove @staticmethod"):
         tools_of(environment)
 
 
