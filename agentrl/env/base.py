@@ -511,6 +511,8 @@ def _check_definition(class_name: str, name: str, value: object) -> None:
     if hasattr(value, "__agentrl_tool__") or hasattr(value, "__agentrl_reward__"):
         if hasattr(Environment, name):
             raise ConfigError(f"{where} would replace Environment.{name}; rename it")
+        if hasattr(value, "__agentrl_reward__"):
+            _check_signature(where, value, f"{name}(self, episode)", (None, None), {})
     elif name in ("load_shared", "close_shared"):
         if inspect.isfunction(value):
             argument = "config" if name == "load_shared" else "shared"
@@ -522,13 +524,18 @@ def _check_definition(class_name: str, name: str, value: object) -> None:
         if not (isinstance(value, type) and issubclass(value, BaseModel)):
             raise ConfigError(f"{where} must derive from EnvConfig: write class Config(EnvConfig)")
     elif name in _SIGNATURES and inspect.isfunction(value):
-        as_written, args, kwargs = _SIGNATURES[name]
-        try:
-            inspect.signature(value).bind(*args, **kwargs)
-        except TypeError as error:
-            raise ConfigError(
-                f"{where}{inspect.signature(value)}: {error}; write def {as_written}"
-            ) from None
+        _check_signature(where, value, *_SIGNATURES[name])
+
+
+def _check_signature(
+    where: str, method: Any, as_written: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises ConfigError, which says what to write, if the method cannot be called like this."""
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{where}{signature}: {error}; write def {as_written}") from None
 
 
 def load_config(environment: type[Environment], config: dict[str, JSON] | BaseModel | None) -> Any:

@@ -406,6 +406,7 @@ def test_a_class_that_cannot_be_made_or_asked_is_refused_with_the_method():
         ({"reset": lambda self, seed=None: ""}, "write def reset(self, task, *, seed)"),
         ({"get": lambda self, index: None}, "write def get(self, split, index)"),
         ({"step": lambda self, action, more: ""}, "write def step(self, action)"),
+        ({"right": reward(lambda self: 1.0)}, "write def right(self, episode)"),
         ({"load_shared": lambda self, config: 1}, "write `@classmethod` above"),
         ({"Config": type("Config", (), {})}, "write class Config(EnvConfig)"),
         ({"finish": tool(lambda self: "")}, "would replace Environment.finish"),
