@@ -121,5 +121,5 @@ def test_bench_of_a_url(served):
 
 
 def test_bench_says_when_there_is_no_room():
-    with pytest.raises(ConfigError, match="takes 16 sessions"):
+    with pytest.raises(ConfigError, match="takes at most 16 sessions"):
         asyncio.run(bench("workshop", num_sessions=17))
