@@ -1,8 +1,8 @@
-"""The critic of PPO and VAPO: a model of its own that predicts the return at every sampled token.
+"""The critic of PPO and VAPO: a second model, which predicts the return at every sampled token.
 
-It starts from the policy's weights (or from `critic.path`) with a value head of zeros, so that
-before its first update every value is 0. A value belongs to the state in which a token was sampled:
-it is read where the policy's log-prob is, at the hidden state before the token.
+It starts from the policy's weights (or from `critic.path`) with a value head of zeros, so every
+value is 0 before its first update. A value belongs to the state in which a token was sampled: it is
+read at the hidden state before the token, as the policy's log-prob is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """Values (Q,) float32 of a micro-batch's trained tokens, on the critic's device."""
+        """Computes the values (Q,) float32 of trained tokens, on the critic's device."""
         together = context.of(self.backbone)
         part = context.own_part(micro, together)
         hidden = backbone_hidden(self.backbone, part)
@@ -51,7 +51,10 @@ def make_critic(
     device: torch.device,
     total_updates: int,
 ) -> Learner[Critic]:
-    """The critic of a run with its own optimizer.
+    """Loads and shards the critic of a run, with its own optimizer.
+
+    Args:
+        total_updates: updates that the run will make, for the learning-rate schedule.
 
     Raises:
         ConfigError: `critic.path` cannot be loaded or has another tokenizer than the policy.
@@ -79,9 +82,10 @@ def make_critic(
 
 
 def explained_variance(objective: Objective, batch: Batch) -> float | None:
-    """1 - Var(G - V) / Var(G) over the trained tokens, V before the update and G its target.
+    """Computes 1 - Var(G - V) / Var(G) over the trained tokens, V before the update and G its
+    target.
 
-    1 is a perfect critic, 0 one that knows no more than the mean; None where G does not vary.
+    A perfect critic has 1, one that knows only the mean has 0. None if G does not vary.
     """
     assert batch.values is not None and batch.returns is not None
     mask = trained_mask(objective, batch)

@@ -1,17 +1,17 @@
-"""Log-probabilities and entropy at trained positions, without the logits of a whole batch.
+"""Computes log-probabilities and entropy at trained positions, a chunk of logits at a time.
 
 The language-model head is the widest layer of a small model, and most positions of an agent's
-trajectory (prompt, tool output) are not trained. Hidden states are therefore gathered before the
-head, and the head runs in chunks of positions. The backward pass needs the softmax of each chunk:
-as many as fit in `keep_bytes` are kept (3 matrix products per chunk in all), the others are
-computed again (4), so memory is traded for time smoothly.
+trajectory (prompt, tool output) are not trained. So hidden states are gathered before the head, and
+the head runs on chunks of positions. The backward pass needs the softmax of each chunk: as many as
+fit into `keep_bytes` are kept (3 matrix products per chunk in all), the others are recomputed (4),
+so memory can be traded for time in small steps.
 
     z = (h W^T + b) / temperature        logp = z[target] - logsumexp(z)
     dlogp/dz = onehot(target) - p        dentropy/dz = -p (log p + entropy)
 
-What is kept is p - onehot(target). A loss without the entropy has one factor g for each position's
-row of that, which is multiplied with the states instead, so that between the products no pass over
-the vocabulary is left:
+A kept chunk holds p - onehot(target). If the loss does not use the entropy, each row of a chunk has
+a single factor g, which multiplies the states instead of the chunk. Then no pass over the
+vocabulary is needed between the products:
 
     dh = -g * ((p - onehot) W)           dW = (p - onehot)^T (-g * h)
 """
@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import torch
 
-# Memory for kept softmax chunks, per call: on a GPU, 7,000 positions of 152k tokens in 16 bits.
+# Memory for kept softmax chunks per call; on a GPU, 7,000 positions of 152k tokens in 16 bits.
 _KEEP_BYTES = {"cpu": 512 * 2**20}
 _KEEP_BYTES_ELSEWHERE = 2 * 2**30
-# Logits of one chunk. On a CPU a chunk should live in its caches, and stay below the size from
-# which the allocator returns memory to the system after every use; a GPU wants large products.
+# Memory for the logits of one chunk. On a CPU a chunk should fit into the caches, and be smaller
+# than blocks that the allocator returns to the system after every use; a GPU wants large products.
 _CHUNK_BYTES = {"cpu": 8 * 2**20}
 _CHUNK_BYTES_ELSEWHERE = 512 * 2**20
 _MIN_CHUNK_TOKENS = 128
@@ -44,26 +44,30 @@ def trained_logprobs(
     chunk_tokens: int | None = None,
     keep_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log softmax(logits / temperature) of the target tokens, natural logarithm.
+    """Computes log softmax(logits / temperature) of the target tokens, natural logarithm.
 
-    Differentiable in `hidden`, `weight` and `bias` through both results; an entropy that the loss
-    does not use costs nothing in the backward pass. Under `torch.no_grad()` nothing is kept.
+    Both results are differentiable in `hidden`, `weight` and `bias`; an entropy that the loss does
+    not use costs nothing in the backward pass. Under `torch.no_grad()` no chunk is kept.
 
     Args:
         hidden: (Q, H) states after the final norm, at the positions that predict the targets.
-        weight: (V, H) of the head; `bias` (V,).
-        targets: (Q,) int64.
-        temperature: of the sampling distribution, above 0.
-        softcap: of logits z that are already divided by the temperature: softcap * tanh(z /
-            softcap) takes their place (Gemma 2). No softmax chunk is kept then.
+        weight: (V, H) weight of the head.
+        targets: (Q,) int64 ids of the target tokens.
+        bias: (V,) bias of the head.
+        temperature: temperature of the sampling distribution, above 0.
+        softcap: replaces logits z, already divided by the temperature, by softcap * tanh(z /
+            softcap), as in Gemma 2. No softmax chunk is kept then.
         with_entropy: also return the entropy of the distribution at each position, in nats.
-        kept: (M,) ids and (Q + 1,) where those of each position begin, int64: both results are of
-            the distribution over these ids alone, from which the target was drawn (top_p, top_k).
+        kept: restricts the distribution at each position to the ids from which the sampler drew
+            (top_p, top_k): (M,) ids and (Q + 1,) offsets of each position's ids, int64.
         chunk_tokens: positions whose logits exist at once; None chooses by vocabulary and device.
         keep_bytes: memory for softmax chunks kept for the backward pass; None chooses by device.
 
     Returns:
         logprobs (Q,) and entropy (Q,) or None; float32 (float64 for float64 `hidden`).
+
+    Raises:
+        ValueError: `temperature` is not above 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
@@ -120,8 +124,8 @@ class _TrainedLogprobs(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(hidden[chunk], weight, bias, temperature, softcap)  # (C, V)
             _leave_out(logits, kept_ids, start)
-            # With S = sum exp(z - top), the largest probability is 1 / S: it gives the
-            # normaliser without another pass over exponentials.
+            # The largest probability is 1 / sum exp(z - top), so it gives the normaliser without
+            # another pass over exponentials.
             top = logits.amax(-1)
             goals = targets[chunk, None]
             target_logits = logits.gather(1, goals).squeeze(1)
@@ -133,8 +137,8 @@ class _TrainedLogprobs(torch.autograd.Function):
                 entropy[chunk] = log_sum - torch.linalg.vecdot(probs, logits)
             del logits
             probs = _less_onehot(probs.to(hidden.dtype), goals, logprobs[chunk])
-            # Only a leading run of chunks is kept: the last, shorter one may fit where its
-            # predecessor did not, and would then be taken for it.
+            # Only leading chunks are kept, so that `kept[number]` belongs to chunk `number`: the
+            # last, shorter chunk might fit although its predecessor did not.
             if len(kept) == number and probs.nbytes <= keep_bytes:
                 keep_bytes -= probs.nbytes
                 kept.append(probs)
@@ -157,7 +161,7 @@ class _TrainedLogprobs(torch.autograd.Function):
         if grad_entropy is not None:
             grad_entropy = -grad_entropy / ctx.temperature
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Sums over many chunks: in float32 whatever the weights' type.
+        # Sums over many chunks are float32 whatever the dtype of the weights.
         grad_weight = torch.zeros_like(weight, dtype=logprobs.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=logprobs.dtype) if needs_bias else None
 
@@ -182,7 +186,7 @@ class _TrainedLogprobs(torch.autograd.Function):
                 grad_logits = spread.addcmul_(grad_logits, factor)
                 factor = None
             if logits is not None and ctx.softcap is not None:
-                grad_logits *= 1 - (logits / ctx.softcap).square_()  # of tanh
+                grad_logits *= 1 - (logits / ctx.softcap).square_()  # the derivative of tanh
             scaled = states if factor is None else states * factor
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -209,7 +213,8 @@ def _logits(
     temperature: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """(C, V) in at least float32: 16-bit logits would carry errors of 0.03 into log-probs."""
+    """Computes the logits (C, V) of a chunk in at least float32, because 16-bit logits would carry
+    errors of 0.03 into log-probs."""
     logits = _product(hidden, weight.t())
     if bias is not None:
         logits += bias
@@ -223,7 +228,7 @@ def _logits(
 def _leave_out(
     logits: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor] | None, start: int
 ) -> None:
-    """Give ids that the sampler did not keep probability 0, in the logits (C, V) of a chunk."""
+    """Gives probability 0 to ids that the sampler did not keep, in the logits (C, V) of a chunk."""
     if kept is None:
         return
     ids, starts = kept
@@ -231,12 +236,12 @@ def _leave_out(
     rows = torch.arange(len(logits), device=logits.device).repeat_interleave(begins.diff())
     left_out = torch.ones_like(logits, dtype=torch.bool)
     left_out[rows, ids[begins[0] : begins[-1]]] = False
-    # Not infinite: 0 * log 0 of the entropy would not be a number.
+    # Not minus infinity, because the entropy's 0 * log 0 would then be nan.
     logits.masked_fill_(left_out, _LEFT_OUT)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A matrix product that is accumulated and returned in at least float32."""
+    """Computes a matrix product in at least float32."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     if left.is_cuda:
@@ -245,7 +250,8 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds the product to `total`, of at least float32, without another tensor of its size."""
+    """Adds a matrix product to `total`, which is at least float32. On a GPU, and where the dtypes
+    are equal, no temporary of its size is made."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -255,6 +261,6 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _less_onehot(probs: torch.Tensor, goals: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """p - onehot(target), in place. p - 1 comes from the log-probability: exact where p is rounded
-    or close to 1."""
+    """Computes p - onehot(target) in place. At the target, p - 1 comes from the log-probability,
+    which is exact even if p is rounded or close to 1."""
     return probs.scatter_(1, goals, torch.expm1(logprobs)[:, None].to(probs.dtype))

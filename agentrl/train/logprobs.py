@@ -1,4 +1,4 @@
-"""The policy's log-probs on packed rows, and the check that they are its own."""
+"""Computes a model's log-probs on packed rows, and checks them against its own forward pass."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from agentrl.types import Sample
 logger = logging.getLogger(__name__)
 
 PACKED = (SHARED_ATTENTION_NAME, ATTENTION_NAME)
-"""Attention of models that compute several segments as one row."""
+"""Attention implementations that compute several segments as one row."""
 
 
 def require_exact(model: PreTrainedModel) -> None:
-    """Choose how the model runs on packed rows, by comparing with its own forward pass.
+    """Chooses how the model runs on packed rows: the fastest way that agrees with its own forward
+    pass.
 
-    First as one row that holds a shared prefix once (`agentrl.train.attention`), then as one row;
-    where neither is exact, as with recurrent layers that carry their state over the border of two
-    segments, one segment after the other.
+    The ways are, in this order: one row that holds a shared prefix once
+    (`agentrl.train.attention`); one row; one segment after another. The last is for models such as
+    those with recurrent layers, which carry their state from one segment into the next.
 
     Raises:
-        ConfigError: the log-probs differ by more than rounding every way.
+        ConfigError: the log-probs differ by more than rounding in all of them.
     """
     problems: dict[str, str] = {}
     for name in (SHARED_ATTENTION_NAME, ATTENTION_NAME, plain_attention(model)):
@@ -52,49 +53,53 @@ def require_exact(model: PreTrainedModel) -> None:
         if problem is None:
             if ATTENTION_NAME in problems and (size := context.current().size) > 1:
                 raise ConfigError(
-                    f"train.parallel.context = {size} cannot train {type(model).__name__}: over "
-                    f"ranks that share a row it {problems[ATTENTION_NAME]}; set it to 1, or "
+                    f"train.parallel.context = {size} cannot train {type(model).__name__}: split "
+                    f"over several ranks, it {problems[ATTENTION_NAME]}; set it to 1, or "
                     "choose a family whose layers all attend (docs/models.md)"
                 )
             if ATTENTION_NAME in problems:
                 logger.warning(
-                    "%s trains one segment at a time, which is slower than packed rows; as one row "
-                    "it %s",
+                    "%s trains one segment at a time, which is slower than packed rows, because as "
+                    "one row it %s",
                     type(model).__name__,
                     problems[ATTENTION_NAME],
                 )
             elif SHARED_ATTENTION_NAME in problems:
                 logger.warning(
-                    "%s computes what samples of a group begin with once for each of them; "
-                    "standing in a row once, it %s",
+                    "%s computes a prefix that samples of a group share once for each sample, "
+                    "because with a shared prefix it %s",
                     type(model).__name__,
                     problems[SHARED_ATTENTION_NAME],
                 )
             return
         problems[name] = problem
     raise ConfigError(
-        f"{type(model).__name__} cannot be trained on exactly: on packed rows it "
-        f"{problems[ATTENTION_NAME]}, one segment at a time it {problem}; choose a family of "
+        f"{type(model).__name__} cannot be trained exactly: on packed rows it "
+        f"{problems[ATTENTION_NAME]}, and one segment at a time it {problem}; choose a family of "
         "docs/models.md"
     )
 
 
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Tells whether the model is exact on rows in which a shared prefix stands once."""
+    """Tells whether the model runs on rows that hold a shared prefix once (`require_exact`)."""
     return packing_of(model) == 2
 
 
 def packing_of(model: PreTrainedModel) -> int:
-    """Returns how the model runs on packed rows: 2 as one row that holds shared prefixes once, 1 as
-    one row, 0 one segment at a time."""
+    """Returns how the model runs on packed rows: 2 for one row that holds shared prefixes once, 1
+    for one row, 0 for one segment at a time."""
     implementation = decoder_of(model).config._attn_implementation
     return {SHARED_ATTENTION_NAME: 2, ATTENTION_NAME: 1}.get(str(implementation), 0)
 
 
 def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
-    """Returns how log-probs of packed segments differ from the family's; None if by rounding."""
+    """Compares the model on packed rows with its own forward pass.
+
+    Returns:
+        A predicate that completes "it ..." with the difference; None if they agree up to rounding.
+    """
     first, second = _probe_ids(model)
-    logit_shape(model)  # now, not while its own forward pass would be counted
+    logit_shape(model)  # measure it before the hook below, which its forward pass would call
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -104,10 +109,10 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
     micro = probe_rows(model, share=share)
     logprobs, _ = sample_logprobs(model, micro, temperature=1.0)
     handle.remove()
-    # Whatever one segment sees of another, some gradient flows there; nothing is rounded to 0.
+    # If a segment sees anything of another, a gradient flows there, and none is rounded to 0.
     of_second = logprobs[len(first) - 1 :].sum()
     reached = torch.autograd.grad(of_second, embedded, allow_unused=True)
-    before = slice(*micro.cu_seqlens[-3:-1].tolist())  # what stands there of the first row alone
+    before = slice(*micro.cu_seqlens[-3:-1].tolist())  # positions that only the first row has
     if len(embedded) == 1 and (reached[0] is None or reached[0][:, before].any()):
         return "lets a segment see the one before it"
 
@@ -129,7 +134,7 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
     early = early.gather(1, first[1:16, None].to(model.device)).squeeze(1)
     leaked = (early - expected[0][:15]).abs().mean().item()
     if not leaked < tolerance(model.dtype):
-        return f"lets a token see those that follow it (log-probs differ by {leaked:.2g})"
+        return f"lets a token see later ones (log-probs differ by {leaked:.2g})"
     difference = (logprobs.detach() - torch.cat(expected)).abs().mean().item()
     if not difference < tolerance(model.dtype):
         return f"differs from its own forward pass by {difference:.2g}"
@@ -137,17 +142,17 @@ def _inexact(model: PreTrainedModel, *, share: bool) -> str | None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Returns the largest difference between log-probs that counts as rounding. The logits of a
-    16-bit model are rounded to about 1/256 of their size."""
+    """Returns the largest mean difference between log-probs, in nats, that counts as rounding. The
+    logits of a 16-bit model are rounded to about 1/256 of their size."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 
 
 def probe_rows(model: PreTrainedModel, *, share: bool | None = None) -> MicroBatch:
-    """Two short rows that begin alike, all of whose tokens are trained.
+    """Packs two short rows that begin alike. Every token that has a predecessor is trained.
 
     Args:
-        model: it or its decoder; the vocabulary is its own.
-        share: that beginning stands there once; None: as the model runs.
+        model: the model or its decoder, whose vocabulary the rows use.
+        share: hold the common beginning once; None does as the model runs.
     """
     share = shares_prefixes(model) if share is None else share
     rows = [_bare_sample(ids.numpy()) for ids in _probe_ids(model)]
@@ -157,7 +162,7 @@ def probe_rows(model: PreTrainedModel, *, share: bool | None = None) -> MicroBat
 def _probe_ids(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     embedding: Any = model.get_input_embeddings()
     vocab_size = embedding.weight.shape[0]
-    # Of two rows that begin alike, the one with the lower next token stands first.
+    # `pack` puts the row with the lower next token first.
     first, second = (torch.arange(13, 13 + 7919 * n, 7919) % vocab_size for n in (25, 22))
     low, high = sorted({int(first[16]), (int(first[16]) + 1) % vocab_size})
     first[16], second[16:] = low, second[16:].flip(0)
@@ -166,28 +171,29 @@ def _probe_ids(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The text model without its head, whose last hidden state has been through the final norm."""
+    """Returns the text model without its head; its last hidden state is after the final norm."""
     decoder = model.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):  # of ModernBERT it is the head
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT returns its head
         return model.base_model  # pyright: ignore[reportReturnType]
-    if decoder.get_output_embeddings() is not None:  # of Llama 4 it is the model itself
+    if decoder.get_output_embeddings() is not None:  # Llama 4 returns the model itself
         decoder = decoder.model
     return decoder
 
 
 def computing_device(model: PreTrainedModel) -> torch.device:
-    """Returns the device on which the model computes. Shards in host memory compute elsewhere."""
+    """Returns the device on which the model computes; its shards may be in host memory."""
     return getattr(model, "computes_on", model.device)
 
 
 def backbone_hidden(
     model: PreTrainedModel, micro: MicroBatch, *, router_logits: list[torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Hidden states of every packed position after the final norm: (N, hidden_size).
+    """Computes the hidden states (N, hidden_size) of all packed positions after the final norm.
 
     Args:
-        micro: this rank's part of it (`context.own_part`).
-        router_logits: gets those of every layer with experts, (tokens, experts) each.
+        micro: this rank's part of a micro-batch (`context.own_part`).
+        router_logits: list to extend by the router logits of every layer with experts, (tokens,
+            experts) each.
     """
     decoder = decoder_of(model)
     wanted = {} if router_logits is None else {"output_router_logits": True}
@@ -219,16 +225,17 @@ def backbone_hidden(
 
 
 def _decoder_inputs(model: PreTrainedModel, micro: MicroBatch) -> list[DecoderInputs]:
-    """Returns what the decoder reads of each segment. Images that several rows show are computed
-    once.
+    """Returns the decoder's inputs for each segment, with images turned into embeddings. An image
+    that several rows show is computed once.
 
     Raises:
-        ConfigError: the model is in shards or its rows are, or its family is not exact on images.
+        ConfigError: several ranks share the model or its rows, or its family is not exact on
+            images.
     """
     if hasattr(model, "fsdp_logprobs") or context.of(model).size > 1:
         raise ConfigError(
-            "rows with images are trained on one rank only; set train.parallel.context = 1 and "
-            "leave the model whole"
+            "rows with images are trained on one rank only; start one process, with "
+            "train.parallel.context = 1"
         )
     towers, parts = Towers(model), []
     for segment in micro.shown or ():
@@ -246,15 +253,16 @@ def sample_logprobs(
     with_entropy: bool = False,
     router_logits: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of a micro-batch's trained tokens under the model, on the model's device.
+    """Computes the log-probs of a micro-batch's trained tokens under the model, on its device.
 
     Args:
-        temperature: the one the tokens were sampled with.
+        temperature: temperature at which the tokens were sampled.
+        with_entropy: also return the entropy.
         router_logits: see `backbone_hidden`.
 
     Returns:
-        logprobs (Q,) float32 and, if asked for, the entropy (Q,) float32 in nats; both with
-        gradients unless under `torch.no_grad()`.
+        logprobs (Q,) float32, and entropy (Q,) float32 in nats or None. Both have gradients unless
+        under `torch.no_grad()`.
     """
     compute = getattr(model, "fsdp_logprobs", functools.partial(logprobs_and_routing, model))
     logprobs, entropy, routing = compute(
@@ -273,8 +281,11 @@ def logprobs_and_routing(
     with_entropy: bool,
     with_routing: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """Computes what `sample_logprobs` returns, and the router logits if they are asked for. All of
-    it is returned: a sharded model sees a copy of what stands in an argument."""
+    """Computes the results of `sample_logprobs`, and the router logits if `with_routing`.
+
+    The router logits are returned rather than put into a list of the caller's, because FSDP passes
+    a copy of every argument to the methods that it registers.
+    """
     router_logits: list[torch.Tensor] | None = [] if with_routing else None
     head = head_of(model)
     factor, cap = logit_shape(model)
@@ -304,17 +315,15 @@ def logprobs_and_routing(
 def recomputed_logprobs(
     model: PreTrainedModel, prompt_ids: list[int], token_ids: list[int], temperature: float
 ) -> list[float]:
-    """Computes log softmax(logits / temperature) of every sampled token, as the trainer does.
-
-    It goes the trainer's way from packed rows to log-probs, in the model's dtype.
-    """
+    """Computes the log-prob of every token of `token_ids` after `prompt_ids`, as the trainer does:
+    on packed rows, in the model's dtype."""
     row = _bare_sample(np.array(prompt_ids + token_ids, np.int32))
     logprobs, _ = sample_logprobs(model, pack([row], [0]), temperature=temperature)
     return logprobs[len(prompt_ids) - 1 :].tolist()
 
 
 def trained_matrix(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
-    """Values (Q,) of trained tokens as a matrix (num_rows, max_trained), padded with 0."""
+    """Puts values (Q,) of trained tokens into a matrix (num_rows, max_trained), padded with 0."""
     matrix = values.new_zeros(micro.num_rows, micro.max_trained)
     index = (torch.from_numpy(micro.row_of), torch.from_numpy(micro.column_of))
     return matrix.index_put(
@@ -323,6 +332,11 @@ def trained_matrix(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
 
 
 def head_of(model: PreTrainedModel) -> torch.nn.Linear:
+    """Returns the language-model head.
+
+    Raises:
+        ConfigError: the model has none, or it is not a linear layer.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ConfigError(
@@ -333,10 +347,14 @@ def head_of(model: PreTrainedModel) -> torch.nn.Linear:
 
 
 def logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
-    """Finds out how the family scales its logits, before the head or after, and where it caps them.
+    """Returns the factor by which the model's family scales its logits, before or after the head,
+    and the value at which it caps them (None: it does not).
 
-    Measured once: the model's forward pass runs with known numbers in place of what its decoder and
-    its head say.
+    Measured once: the model's forward pass runs with known numbers in place of the results of its
+    decoder and its head.
+
+    Raises:
+        ValueError: the family changes hidden states or logits in another way.
     """
     if (known := getattr(model, "logit_shape", None)) is None:
         known = model.logit_shape = _measured_logit_shape(model)  # pyright: ignore
@@ -386,7 +404,7 @@ def _measured_logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def _bare_sample(token_ids: np.ndarray) -> Sample:
-    """Every token after the first is trained; nothing else is known."""
+    """Returns a sample in which every token after the first is trained and nothing else is set."""
     return Sample(
         token_ids=token_ids,
         loss_mask=(np.arange(len(token_ids)) > 0).astype(np.uint8),

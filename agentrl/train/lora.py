@@ -1,4 +1,4 @@
-"""Training a low-rank adapter instead of all weights: PEFT's layers in place of the linear ones."""
+"""Trains a low-rank adapter instead of all weights, with PEFT's layers around the linear ones."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 _FUSED_FAMILIES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _FUSED = re.compile(r"(^|\.)(out_proj|conv1d)$")
-# Mamba's step sizes, routers that multiply by their weight, and what chooses keys by their rank.
+# Mamba's step sizes, routers, and indexers that choose keys: the family reads their weights itself.
 _READ_BY_WEIGHT = re.compile(r"(mamba|mixer)\.dt_proj$|router\.classifier$|\.indexer\.")
 _MISSING = "low-rank adapters need the peft package: pip install 'agentrl-gym[lora]'"
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> None:
-    """Freeze the model and put a trainable adapter beside its linear layers.
+    """Freezes the model and adds a trainable adapter to its linear layers.
 
-    One of the two matrices of each layer starts at zero, so the model computes what it did before.
-    The head stays as it is: its log-probs are computed from its weight alone.
+    One of the two matrices of each layer starts at zero, so the model's results do not change. The
+    head gets no adapter, because log-probs are computed from its weight alone.
 
     Args:
-        path: where the model was loaded from; the adapter names it as its base.
+        path: path from which the model was loaded; the adapter names it as its base.
 
     Raises:
-        ConfigError: PEFT is not installed, no linear layer has one of the names in `targets`, or
-            `path` is an adapter itself.
+        ConfigError: PEFT is not installed, no linear layer has a name in `targets`, `targets` names
+            the head, or `path` is itself an adapter.
     """
     try:
         from peft import LoraConfig
@@ -46,8 +46,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
         raise ConfigError(_MISSING) from None
     if is_adapter(path):
         raise ConfigError(
-            f"model.path = {path!r} is an adapter, and model.lora wants a whole model beneath its "
-            f"own: `agentrl merge {path} --out DIR` makes one"
+            f"model.path = {path!r} is an adapter, but model.lora needs a whole model as its base; "
+            f"make one with `agentrl merge {path} --out DIR`"
         )
     targets = section.targets
     left_out = without_adapter_names(model)
@@ -70,8 +70,11 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
 
 
 def without_adapter_names(model: PreTrainedModel) -> list[str]:
-    """Names of linear layers that get no adapter, whatever the targets: those that do not learn,
-    and those whose weight the family reads itself, past the layer that PEFT puts in its place."""
+    """Returns the names of linear layers that get no adapter, whatever the targets.
+
+    Those are the layers outside the decoder, which are not trained, and the layers whose weight the
+    family reads directly, so that PEFT's layer would be bypassed.
+    """
     text = {id(module) for module in decoder_of(model).modules()}
     # PEFT's own list of families whose fused kernels read a projection's weight.
     fused = model.config.get_text_config().model_type in _FUSED_FAMILIES
@@ -80,7 +83,7 @@ def without_adapter_names(model: PreTrainedModel) -> list[str]:
         if not isinstance(module, torch.nn.Linear):
             continue
         reads_weight = _READ_BY_WEIGHT.search(name) or (fused and _FUSED.search(name))
-        # A router that is a linear layer answers with more than one tensor.
+        # A router that is a linear layer returns more than one tensor.
         routes = "router" in type(module).__name__.lower()
         if id(module) not in text or reads_weight or routes:
             left_out.append(name)
@@ -88,8 +91,8 @@ def without_adapter_names(model: PreTrainedModel) -> list[str]:
     found = [name for name in left_out if id(model.get_submodule(name)) not in heads]
     if kinds := sorted({name.rpartition(".")[2] for name in found}):
         logger.warning(
-            "model.lora: %d linear layers get no adapter, because they do not learn or their "
-            "weight is read past it: %s",
+            "model.lora: %d linear layers get no adapter, because they are not trained or their "
+            "weight is read directly: %s",
             len(found),
             ", ".join(kinds),
         )
@@ -98,7 +101,7 @@ def without_adapter_names(model: PreTrainedModel) -> list[str]:
 
 @contextlib.contextmanager
 def without_adapter(model: PreTrainedModel) -> Iterator[None]:
-    """The frozen model that the adapter sits on, while the block runs: the reference of a KL.
+    """Switches a model's adapter off while the block runs: its base is the reference of a KL term.
 
     A model without an adapter is left as it is.
     """
@@ -107,8 +110,8 @@ def without_adapter(model: PreTrainedModel) -> Iterator[None]:
         return
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.disable_adapters()
-    # PEFT freezes what it leaves out. A sharded model whose first forward pass is this one would
-    # keep the gradients of frozen parameters in the dtype that it computes in.
+    # PEFT freezes an adapter that it switches off. If this is the first forward pass of a sharded
+    # model, FSDP would then keep the adapter's gradients in the computing dtype.
     for parameter in learning:
         parameter.requires_grad_(True)
     try:
@@ -123,10 +126,10 @@ def is_adapter(path: str) -> bool:
 
 
 def base_of(path: str) -> str:
-    """The model that an adapter was trained on, as its configuration names it.
+    """Returns the path or name of the model on which an adapter was trained.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the adapter's configuration names none.
     """
     try:
         base = json.loads((Path(path) / CONFIG_FILE).read_text())["base_model_name_or_path"]
@@ -138,10 +141,10 @@ def base_of(path: str) -> str:
 
 
 def merged(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """The base model with the adapter at `path` added into its weights.
+    """Merges the adapter at `path` into the weights of its base model, and returns the model.
 
     Raises:
-        ConfigError: PEFT is not installed, or the adapter is of another model.
+        ConfigError: PEFT is not installed, or the adapter belongs to another model.
     """
     try:
         from peft import PeftModel

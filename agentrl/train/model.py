@@ -1,4 +1,4 @@
-"""The policy as a transformers model: loading and saving it."""
+"""Loads, freezes and saves transformers models and their tokenizers."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _DROPOUT_KEY = re.compile(r"^(?!classifier|summary).*(dropout|_pdrop$)")
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can render chats.
+    """Loads a tokenizer that can render chats.
 
     Args:
         path: a local directory, or a name on the Hugging Face hub.
-        chat_template: as `model.chat_template`, in place of the model's own.
+        chat_template: replaces the model's own, as `model.chat_template` does.
 
     Raises:
-        ConfigError: nothing there, no tokenizer in it, or a tokenizer without a chat template.
+        ConfigError: there is no model, it has no tokenizer, or the tokenizer has no chat template.
     """
     tokenizer = _read_tokenizer(path)
     if chat_template is not None:
@@ -92,8 +92,11 @@ def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
-    """Returns what turns images into tokens and pixels for a model; None for one of texts alone,
-    and, with a warning, where the model's own processor is not to be loaded."""
+    """Loads the processor that turns images into tokens and pixels for a model.
+
+    Returns None for a model that only reads text, and, with a warning, for a model whose processor
+    cannot be loaded.
+    """
     config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
     if config.model_type not in EXACT_FAMILIES:
         return None
@@ -101,7 +104,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor |
         processor = stills_only(config).from_pretrained(path)
     except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         logger.warning(
-            "%s cannot be shown images: its processor is not to be loaded (%s)",
+            "%s cannot be shown images: its processor cannot be loaded (%s)",
             path,
             first_line(error),
         )
@@ -111,7 +114,7 @@ def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor |
 
 
 def stills_only(config: PretrainedConfig) -> Any:
-    """The family's class of processors without that of videos, which needs torchvision."""
+    """Returns the family's processor class without its video processor, which needs torchvision."""
     family: Any = PROCESSOR_MAPPING[type(config)]
     parts = [name for name in family.get_attributes() if "video" not in name]
     own = {"get_attributes": classmethod(lambda cls: parts)}
@@ -125,26 +128,26 @@ def load_model(
     device: str | torch.device,
     max_tokens: int | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model whose forward pass accepts packed rows.
+    """Loads a causal language model whose forward pass accepts packed rows.
 
-    The model comes in evaluation mode, so old and live log-probs are computed by the same function,
-    which is also that of the sampler. Towers for images and sound are frozen. Gradient
-    checkpointing is off. An adapter's directory gives its base model with the adapter added into
-    the weights.
+    The model is in evaluation mode, so that sampler, old log-probs and live log-probs all compute
+    the same function. Towers for images and sound are frozen, and gradient checkpointing is off.
+    The directory of an adapter gives its base model with the adapter merged into the weights.
 
     Args:
         path: a local directory, or a name on the Hugging Face hub.
-        max_tokens: of the longest row that the model will compute (see `fix_angles`).
+        dtype: dtype of weights and activations.
+        max_tokens: tokens of the longest row that the model will compute (see `fix_angles`).
 
     Raises:
-        ConfigError: nothing there, no tokenizer, or a model the trainer cannot be exact on
-            (see `require_supported` and `require_exact`).
+        ConfigError: there is no model, it has no tokenizer, it is sharded, quantised or incomplete,
+            or the trainer cannot compute it exactly (see `require_exact`).
     """
     _read_tokenizer(path)
     if (Path(path) / "model").is_dir() or (Path(path) / "adapter_model").is_dir():
         raise ConfigError(
-            f"{path} is a checkpoint in shards, which several ranks wrote: `agentrl export {path} "
-            "--out DIR` makes a model of it"
+            f"{path} is a checkpoint in shards, which several ranks wrote; turn it into a model "
+            f"with `agentrl export {path} --out DIR`"
         )
     if is_adapter(path):
         base = load_model(base_of(path), dtype=dtype, device=device, max_tokens=max_tokens)
@@ -168,7 +171,7 @@ def load_model(
         if unknown := re.search(r"model type `(.+?)` but Transformers does not", str(error)):
             raise ConfigError(
                 f"model {path} is of the family '{unknown[1]}', which the installed transformers "
-                "does not know; set model.path to one of docs/models.md, or update transformers"
+                "does not know; update transformers, or choose a family of docs/models.md"
             ) from error
         raise ConfigError(
             f"model {path} cannot be loaded ({first_line(error)}); it must hold a config.json of "
@@ -182,7 +185,7 @@ def load_model(
             "would start at random values; save the model again"
         )
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    model.eval()  # as who samples: some routers draw their experts at random in training
+    model.eval()  # as the sampler does: in training mode some routers draw experts at random
     freeze_all_but_text(model)
     fix_angles(model, max_tokens)
     require_exact(model)
@@ -191,8 +194,8 @@ def load_model(
 
 
 def _processor_files(model: PreTrainedModel, path: str) -> dict[str, str]:
-    """Returns the texts of the files that make a vision-language model's processor, for those who
-    save the model, by name."""
+    """Returns the configuration files of a vision-language model's processor, name -> text, which
+    `save_model` writes; empty for other models."""
     if model.config.model_type not in EXACT_FAMILIES:
         return {}
     names = "processor_config.json", "preprocessor_config.json"
@@ -203,8 +206,8 @@ def _processor_files(model: PreTrainedModel, path: str) -> dict[str, str]:
 
 
 def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
-    """The modules of `load_model` in float32 around memory that holds no weights, and that takes
-    up none until it is written to."""
+    """Builds the modules of `load_model` in float32 without loading weights. Their memory is not
+    used until it is written to."""
     config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
     without_dropout(config)
     with no_init_weights():
@@ -219,22 +222,24 @@ def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
 
 
 def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
-    """The float32 weights that learn where the model computes in a narrower `dtype`, on the host:
-    what the files hold, not what is left of it after rounding."""
+    """Loads float32 master weights into host memory, exactly as the files hold them.
+
+    None if the model computes in float32 and so needs no masters.
+    """
     if dtype == torch.float32:
         return None
     return load_model(path, dtype=torch.float32, device="cpu")
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """A checkpoint with a vision tower is loaded whole, so that it is saved and sent under its own
-    names."""
+    """Returns the transformers class that loads a model. One with a vision tower is loaded whole,
+    so that its weights keep their names when they are saved or sent."""
     whole = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if whole else AutoModelForCausalLM
 
 
 def freeze_all_but_text(model: PreTrainedModel) -> None:
-    """Leave towers for images and sound out of training and updates."""
+    """Freezes everything but the decoder and the head: towers for images and sound."""
     text = {id(parameter) for parameter in decoder_of(model).parameters()}
     text |= {id(parameter) for parameter in head_of(model).parameters()}
     for parameter in model.parameters():
@@ -243,10 +248,11 @@ def freeze_all_but_text(model: PreTrainedModel) -> None:
 
 
 def train_tower(model: PreTrainedModel) -> None:
-    """Train what turns images into embeddings as well.
+    """Unfreezes the whole model, with the tower that turns images into embeddings.
 
     Raises:
-        ConfigError: the model has no tower for images, or none that is known to be exact.
+        ConfigError: the model has no tower for images, its family is not known to be exact on
+            images, or there are several ranks.
     """
     require_exact_images(model)
     if hasattr(model, "fsdp_logprobs") or ranks.size() > 1:
@@ -255,10 +261,10 @@ def train_tower(model: PreTrainedModel) -> None:
 
 
 def freeze_named(model: PreTrainedModel, patterns: list[str]) -> None:
-    """Leave parameters out of training whose names match one of the patterns of `model.freeze`.
+    """Freezes the parameters whose names match a pattern of `model.freeze`.
 
     Raises:
-        ConfigError: a pattern matches none, or nothing is left that learns.
+        ConfigError: a pattern matches no parameter, or no trainable parameter is left.
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
@@ -267,12 +273,13 @@ def freeze_named(model: PreTrainedModel, patterns: list[str]) -> None:
             learning = [name for name, each in named.items() if each.requires_grad]
             raise ConfigError(
                 f"model.freeze names {pattern!r}, which matches no parameter of "
-                f"{type(model).__name__}; they have names such as {learning[0]} and {learning[-1]}"
+                f"{type(model).__name__}; its parameters have names such as {learning[0]} and "
+                f"{learning[-1]}"
             )
         for name in found:
             named[name].requires_grad_(False)
     if not any(each.requires_grad for each in named.values()):
-        raise ConfigError("model.freeze leaves nothing that learns; name fewer parameters")
+        raise ConfigError("model.freeze leaves nothing to train; name fewer parameters")
 
 
 def _require_unquantised(config: PretrainedConfig, path: str) -> None:
@@ -281,14 +288,17 @@ def _require_unquantised(config: PretrainedConfig, path: str) -> None:
             values = quantised if isinstance(quantised, dict) else quantised.to_dict()
             raise ConfigError(
                 f"model {path} is quantised ({values.get('quant_method', 'quantization_config')}), "
-                "and only float weights can learn; set model.path to its bfloat16 or float32 "
-                "checkpoint, or to one that was dequantised and saved without quantization_config"
+                "and only float weights can be trained; set model.path to its bfloat16 or float32 "
+                "checkpoint, or dequantise it and save it without quantization_config"
             )
 
 
 def without_dropout(config: PretrainedConfig) -> None:
-    """Switch off what makes two forward passes differ: the policy that learns must be the policy
-    that sampled."""
+    """Sets all dropout to 0, so that the policy that learns is the policy that sampled.
+
+    Raises:
+        ConfigError: the model is an encoder-decoder.
+    """
     if config.is_encoder_decoder:
         raise ConfigError(
             f"{config.model_type} is an encoder-decoder model; choose a family of docs/models.md"
@@ -302,7 +312,7 @@ def without_dropout(config: PretrainedConfig) -> None:
 
 @contextlib.contextmanager
 def _bars_for_downloads_only() -> Iterator[None]:
-    """Without transformers' progress bars over tensors and files, which stay above a run."""
+    """Hides transformers' progress bars over tensors and files, but not those of downloads."""
     if not transformers_logging.is_progress_bar_enabled():
         yield
         return
@@ -315,18 +325,24 @@ def _bars_for_downloads_only() -> Iterator[None]:
 
 
 def require_empty(out: Path) -> None:
-    """Raises:
-    ConfigError: a directory that a model is to be written to holds something.
+    """Checks that a model can be written to a directory.
+
+    Raises:
+        ConfigError: the directory is not empty.
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty; remove it or choose another directory")
 
 
 def merge_adapter(checkpoint: Path, out: Path, *, dtype: str) -> None:
-    """Write the model that an adapter and its base model make together.
+    """Merges an adapter into its base model and writes the whole model.
+
+    Args:
+        checkpoint: directory of the adapter.
+        dtype: see `save_model`.
 
     Raises:
-        ConfigError: `checkpoint` holds no adapter, its base model is not there, or `out` is not
+        ConfigError: `checkpoint` holds no adapter, its base model is missing, or `out` is not
             empty.
     """
     require_empty(out)
@@ -339,11 +355,13 @@ def merge_adapter(checkpoint: Path, out: Path, *, dtype: str) -> None:
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, dtype: str
 ) -> None:
-    """Write a model directory that `load_model` reads: whole, or not at all.
+    """Writes a model directory that `load_model` reads, completely or not at all.
+
+    The model itself is cast to `dtype`.
 
     Args:
-        out: absent, or an empty directory.
-        dtype: of the saved weights, `float32` or `bfloat16`.
+        out: a path that does not exist, or an empty directory.
+        dtype: dtype of the saved weights, `float32` or `bfloat16`.
     """
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -358,11 +376,14 @@ def save_model(
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, layers: bool | float) -> None:
-    """Recompute activations in the backward pass: about a third more time, and activation memory
-    that grows with one layer instead of all.
+    """Makes layers recompute their activations in the backward pass.
+
+    With all layers a step takes about a third more time, and of the activations only the layers'
+    inputs and those of one layer at a time are in memory.
 
     Args:
-        layers: all, none, or the share of the layers that do so, evenly spread.
+        layers: True for all layers, False for none, or the share of them to recompute, spread
+            evenly.
     """
     if layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -370,7 +391,7 @@ def set_gradient_checkpointing(model: PreTrainedModel, layers: bool | float) -> 
         model.gradient_checkpointing_disable()
     found = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for number, module in enumerate(found):
-        # It recomputes in training only; what it holds stays as it is.
+        # A layer recomputes in training mode only; its submodules stay in evaluation mode.
         module.training = int((number + 1) * layers) > int(number * layers)
 
 
@@ -385,11 +406,11 @@ def _require_model_files(path: str) -> None:
             "name such as Qwen/Qwen3-0.6B"
         )
     elif try_to_load_from_cache(path, "config.json") is None:
-        # The hub's own client repeats for a minute what a machine without a network cannot do.
+        # Without a network the hub's own client would retry for a minute.
         try:
             httpx.head(hub.ENDPOINT, timeout=HUB_TIMEOUT_S)
         except httpx.HTTPError as error:
             raise ConfigError(
-                f"model.path = '{path}' is no directory here, and the Hugging Face hub, where it "
-                f"could be a name, cannot be reached ({error or type(error).__name__})"
+                f"model.path = '{path}' is not a directory here, and the Hugging Face hub, where "
+                f"it could be a name, cannot be reached ({error or type(error).__name__})"
             ) from error

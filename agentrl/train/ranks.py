@@ -1,11 +1,11 @@
-"""The ranks of a run: processes, one per GPU, that hold a shard of each network and learn together.
+"""Connects the ranks of a run: one process per GPU, each with a shard of every network.
 
-Whoever starts them (torchrun, Ray Train, a Slurm script) says by environment variables who is who:
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Rank 0 is the run: it plays, writes and decides. The
-others follow it (`agentrl.train.follow`): they wait for its next word and do their part of the
-work. Without those variables there is one rank, and nothing here does anything.
+The launcher (torchrun, Ray Train, a Slurm script) sets the environment variables RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT. Rank 0 drives the run: it plays, writes and decides. The others follow
+it (`agentrl.train.follow`): they wait for its next command and do their part of the work. Without
+those variables there is a single rank, and the functions here do nothing.
 
-What ranks say to each other is JSON and arrays; nothing is unpickled.
+Ranks exchange JSON and arrays; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,74 +35,82 @@ from agentrl.train.watchdog import REMEDY, Watchdog
 from agentrl.types import JSON
 
 _control: dist.ProcessGroup | None = None
-"""Ranks above 0 wait here while rank 0 plays, which may take hours: a group without a deadline."""
+"""Carries rank 0's commands. It has no deadline, because rank 0 may play for hours between two."""
 _host: dist.ProcessGroup | None = None
-"""For what lies in host memory, whatever the ranks were started with."""
+"""For data in host memory."""
 _everywhere: dist.ProcessGroup | None = None
-"""For what lies in host memory or on the device; None: the default group does both."""
+"""For data in host memory or on the device; None if the default group takes both."""
 _saving: dist.ProcessGroup | None = None
-"""For those who write a checkpoint, which may be a thread of each rank beside its work."""
+"""For saving checkpoints, which a thread of each rank may do beside its other work."""
 _launch: Store | None = None
-"""The store of the launch, not of the attempt: it outlives a restart under --max-restarts."""
+"""The launcher's store; unlike that of an attempt it outlives a restart (--max-restarts)."""
 
 _watchdog: Watchdog | None = None
 _attempt = 0
 
 _FOREVER = datetime.timedelta(days=30)
 _CONNECTING_S = 10.0
-"""The time that torch's client may need to give up by itself, once its own limit has passed."""
+"""Time that torch's client needs to give up by itself once its own limit has passed."""
 
 
 def rank() -> int:
+    """Returns the number of this process among the ranks, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def size() -> int:
+    """Returns the number of ranks; 1 if the run was not started as several."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def attempt() -> int:
-    """Returns how often torchrun has started these ranks before: the most that any of them says,
-    because a machine that came later does not know."""
+    """Returns how many times torchrun has restarted the ranks.
+
+    The largest count of any rank, because a machine that joined later counts from zero.
+    """
     return _attempt
 
 
 def agents_share_store() -> bool:
-    """Tells whether torchrun keeps one store for all attempts; else rank 0 starts one for each."""
+    """Tells whether torchrun keeps one store for all attempts; if not, each attempt has its own."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def join(device: torch.device, parallel: ParallelSection) -> None:
-    """Meet the other ranks, if the environment says that there are any.
+    """Connects to the other ranks, if the environment variables name any.
+
+    Args:
+        device: kind of device to compute on; each rank takes GPU number LOCAL_RANK.
 
     Raises:
-        ConfigError: `train.parallel` asks for another number of them, or they do not meet.
+        ConfigError: `train.parallel` asks for another number of ranks, or a rank does not appear
+            within `train.parallel.meeting_s` seconds.
     """
     global _attempt, _control, _everywhere, _host, _saving, _watchdog
     _attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % parallel.context:
         raise ConfigError(
-            f"train.parallel.context = {parallel.context}, and {world_size} ranks were started, "
-            f"which is no multiple of it; start them with torchrun --nproc-per-node "
+            f"train.parallel.context = {parallel.context}, but {world_size} ranks were started, "
+            f"which is not a multiple of it; start them with torchrun --nproc-per-node "
             f"{parallel.context * (parallel.data or 1)}"
         )
     if parallel.data not in (None, world_size // parallel.context):
         wanted = parallel.data * parallel.context
         raise ConfigError(
-            f"train.parallel.data = {parallel.data}, and {world_size // parallel.context} ranks "
-            "or groups of them were started; leave it out, or start them with torchrun "
-            f"--nproc-per-node {wanted}"
+            f"train.parallel.data = {parallel.data}, but {world_size // parallel.context} ranks "
+            "(with train.parallel.context, groups of ranks) were started; leave it out, or start "
+            f"them with torchrun --nproc-per-node {wanted}"
         )
     if world_size == 1:
         return
-    # The watchdog says more than a collective that gives up.
+    # The watchdog acts first, because its message says more than that of a timed-out collective.
     deadline = datetime.timedelta(seconds=2 * parallel.deadline_s + 60)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
-        # By whoever started the ranks, as Ray Train does: on GPUs for the device alone.
+        # The launcher has connected the ranks, as Ray Train does, on GPUs for device memory only.
         group: Any = dist.new_group(backend=backend, timeout=deadline)
         _everywhere = group
     else:
@@ -111,7 +119,7 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
         dist.init_process_group(
             backend, store=store, rank=own_rank, world_size=world_size, timeout=deadline
         )
-    # A connection of its own, while the other one waits.
+    # The watchdog needs its own connection, because this one blocks while it waits.
     store: Any = dist.distributed_c10d._get_default_store()
     _watchdog = Watchdog(
         PrefixStore("watchdog", store.clone()), rank(), world_size, parallel.deadline_s
@@ -126,16 +134,19 @@ def join(device: torch.device, parallel: ParallelSection) -> None:
 
 
 def _meet(limit_s: float) -> tuple[Store, int, int]:
-    """A store for this attempt, this rank and how many they are, once all of them are there.
+    """Waits for all ranks.
+
+    Returns:
+        A store for this attempt, this rank, and the number of ranks.
 
     Raises:
-        ConfigError: they are not within this time.
+        ConfigError: a rank does not appear within `limit_s` seconds.
     """
     global _launch
     absent: list[int] = []
     over = time.monotonic() + limit_s
     limit = datetime.timedelta(seconds=limit_s)
-    # A program that has the port and never answers would hold torch's client for ever.
+    # Torch's client would wait for ever for a program that holds the port and never answers.
     silent = threading.Timer(limit_s + _CONNECTING_S, _nobody_answers, [limit_s])
     silent.daemon = True
     silent.start()
@@ -143,7 +154,7 @@ def _meet(limit_s: float) -> tuple[Store, int, int]:
         launch, own_rank, world_size = next(rendezvous("env://", timeout=limit))
         store = launch
         if agents_share_store():
-            # It outlives a restart, and with it the addresses of ranks that are gone.
+            # That store outlives a restart and still holds the addresses of ranks that are gone.
             store = PrefixStore(f"agentrl/{_attempt}", store)
         arrived = [f"arrived/{each}" for each in range(world_size)]
         store.set(arrived[own_rank], "")
@@ -162,6 +173,7 @@ def _meet(limit_s: float) -> tuple[Store, int, int]:
 
 
 def _nobody_answers(limit_s: float) -> None:
+    """Ends this process with a message: nothing at the rendezvous address answers."""
     faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__ or sys.stderr)
     reason = f"nothing answers there for {limit_s:g} s (train.parallel.meeting_s)"
     print(f"error: {_not_met(reason)}", file=sys.stderr, flush=True)
@@ -172,13 +184,13 @@ def _not_met(reason: str) -> str:
     address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     return (
         f"rank {os.environ.get('RANK')} does not meet the others at {address}:{port} ({reason}); "
-        "MASTER_ADDR must name the machine of rank 0, MASTER_PORT be free there, and all ranks be "
-        "started within train.parallel.meeting_s"
+        "MASTER_ADDR must name the machine of rank 0, MASTER_PORT must be free there, and all "
+        "ranks must be started within train.parallel.meeting_s"
     )
 
 
 def leave() -> None:
-    """Part from the other ranks; every rank calls it, at its end."""
+    """Disconnects from the other ranks; every rank calls it when its work is done."""
     if _watchdog is not None:
         _watchdog.close()
     if dist.is_initialized():
@@ -187,10 +199,10 @@ def leave() -> None:
 
 
 def end_process(status: int) -> None:
-    """End a process that was one of several ranks, once its exit handlers have run.
+    """Runs the exit handlers and ends this process, if it was one of several ranks.
 
-    The interpreter is not taken down: some of gloo's threads outlive their groups, and one of them
-    may abort the process then, so that torchrun would call a run failed whose work is done.
+    The interpreter is not shut down: gloo threads that outlive their groups may then abort the
+    process, and torchrun would report a finished run as failed.
     """
     if _watchdog is not None:
         atexit._run_exitfuncs()
@@ -201,10 +213,12 @@ def end_process(status: int) -> None:
 
 @contextmanager
 def working(work: str, *, breaks: bool = True) -> Iterator[None]:
-    """Marks work that the other ranks may wait for, so that the `Watchdog` expects it to move.
+    """Marks the block as work that other ranks may wait for; the `Watchdog` expects it to progress.
 
     Args:
-        breaks: whether this rank ends soon once a connection breaks; else the caller says so.
+        work: named in the watchdog's messages.
+        breaks: a broken connection ends this rank, so the watchdog limits the time for cleaning
+            up. If False, the caller handles it.
     """
     if _watchdog is None:
         yield
@@ -214,13 +228,13 @@ def working(work: str, *, breaks: bool = True) -> Iterator[None]:
             yield
         except RuntimeError as error:
             if breaks and is_broken(error):
-                _watchdog.broke()  # what is closed before the loss is named has to end as well
+                _watchdog.broke()  # cleaning up must end too, or the loss is never reported
             raise
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep the others from calling this rank lost while the block keeps Python's lock for long."""
+    """Keeps other ranks from calling this one lost while the block holds Python's lock for long."""
     if _watchdog is None:
         yield
         return
@@ -229,18 +243,18 @@ def silent() -> Iterator[None]:
 
 
 def moved() -> None:
-    """Tell the watchdog that the work of this rank made progress."""
+    """Tells the watchdog that the work of this thread made progress."""
     if _watchdog is not None:
         _watchdog.moved()
 
 
 @contextmanager
 def losses_named() -> Iterator[None]:
-    """Wraps all that a rank does: once a connection breaks, one rank says which other one is gone.
+    """Wraps everything that a rank does: if a connection breaks, one rank reports which is gone.
 
     Raises:
-        TrainingError: on that one, and on rank 0.
-        SystemExit: on the others.
+        TrainingError: a connection broke; on the rank that reports it, and on rank 0.
+        SystemExit: a connection broke; on the other ranks.
     """
     try:
         yield
@@ -248,11 +262,11 @@ def losses_named() -> Iterator[None]:
         if _watchdog is None or not is_broken(error):
             raise
         _watchdog.broke()
-        said = _watchdog.lost()
+        report = _watchdog.lost()
         _watchdog.closed()
-        if said is None and rank() > 0:
+        if report is None and rank() > 0:
             raise SystemExit(1) from None
-        reason = said or "another rank ended with an error, which it says"
+        reason = report or "another rank ended with an error, which it reports"
         raise TrainingError(f"{reason}. {REMEDY}") from error
 
 
@@ -260,52 +274,63 @@ def is_broken(error: Exception) -> bool:
     """Tells whether an error means that a connection to another rank is broken."""
     if not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error)  # NCCL's; gloo's
+    # NCCL raises a DistError; gloo names itself in the message.
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def remember(key: str, value: str) -> None:
-    """Keep something for the ranks that are started after these were killed."""
+    """Stores a value in the launcher's store, for the ranks of a later attempt."""
     if _launch is not None:
         _launch.set(f"agentrl/{key}", value)
 
 
 def remembered(key: str) -> str | None:
+    """Returns the value that an earlier attempt stored with `remember`; None if there is none."""
     if _launch is None or not _launch.check([f"agentrl/{key}"]):
         return None
     return _launch.get(f"agentrl/{key}").decode()
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A group for what lies in host memory; None for a single rank."""
+    """Returns the group for data in host memory; None for a single rank."""
     return _host
 
 
 def everywhere() -> dist.ProcessGroup | None:
-    """A group for tensors on the host and on the device; None where that is the default one."""
+    """Returns the group for tensors on host and device; None if it is the default group."""
     return _everywhere
 
 
 def saving_group() -> dist.ProcessGroup | None:
-    """The group of those who write a checkpoint; None for a single rank."""
+    """Returns the group for saving checkpoints; None for a single rank."""
     return _saving
 
 
-# words --------------------------------------------------------------------------------------------
+# commands of rank 0 -------------------------------------------------------------------------------
 
 
 def tell(word: str, content: Any = None, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-    """Rank 0: have the others do something too; `content` is JSON. Alone, do nothing."""
+    """Sends a command to the other ranks; only rank 0 calls it. A single rank sends nothing.
+
+    Args:
+        word: the command, see `agentrl.train.follow`.
+        content: its arguments, as JSON.
+        arrays: further arguments, by name.
+    """
     if size() == 1:
         return
     text = np.frombuffer(json.dumps([word, content]).encode(), np.uint8)
     message = torch.frombuffer(bytearray(save({**(arrays or {}), "": text})), dtype=torch.uint8)
-    with working(word):  # a rank that is stopped takes no long message
+    with working(word):  # a stopped rank blocks the sender of a long message
         dist.broadcast(torch.tensor(len(message)), src=0, group=_control)
         dist.broadcast(message, src=0, group=_control)
 
 
 def told() -> tuple[str, Any, dict[str, np.ndarray]]:
-    """The other ranks: wait for rank 0's next word; it, its content and its arrays.
+    """Waits for rank 0's next command; ranks above 0 call it.
+
+    Returns:
+        The word, content and arrays of `tell`.
 
     Raises:
         RuntimeError: rank 0 is gone.
@@ -319,19 +344,19 @@ def told() -> tuple[str, Any, dict[str, np.ndarray]]:
     return word, content, arrays
 
 
-# what all ranks do together -----------------------------------------------------------------------
+# collectives: every rank calls them ---------------------------------------------------------------
 
 
 def share(value: JSON = None) -> JSON:
-    """Rank 0's value, on every rank."""
+    """Returns rank 0's value, on every rank."""
     return gather(value)[0] if size() > 1 else value
 
 
 def gather(value: JSON, group: dist.ProcessGroup | None = None) -> list[JSON]:
-    """Every rank's value, on every rank, in the order of the ranks.
+    """Returns the values of all ranks, in order of rank, on every rank.
 
     Args:
-        group: of gloo; by default that of the ranks' work.
+        group: a gloo group; by default that for data in host memory.
     """
     if size() == 1:
         return [value]
@@ -347,19 +372,20 @@ def gather(value: JSON, group: dist.ProcessGroup | None = None) -> list[JSON]:
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in place."""
+    """Sums a tensor over all ranks, in place, and returns it."""
     if size() > 1:
         dist.all_reduce(tensor, group=_everywhere)
     return tensor
 
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The elementwise maximum over all ranks, in place."""
+    """Takes the elementwise maximum over all ranks, in place, and returns the tensor."""
     if size() > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_everywhere)
     return tensor
 
 
 def barrier() -> None:
+    """Waits until every rank has come here."""
     if size() > 1:
         dist.barrier(_host)

@@ -1,16 +1,17 @@
-"""Networks that no single GPU could hold: every rank has a shard of each tensor (FSDP2).
+"""Shards networks over the ranks (FSDP2), so that they need not fit on a single GPU.
 
-Weights are float32 whatever the model computes in. Before a layer runs, its weights are gathered in
-the computing dtype; after its backward pass the gradients of all ranks are added up in float32, and
-each rank keeps those of its shard. That is the update of `agentrl.train.optimizer`'s master weights
-(docs/precision.md). Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277.
+Weights are float32 whatever dtype the model computes in. Before a layer runs, its weights are
+gathered in the computing dtype; after its backward pass the gradients of all ranks are summed in
+float32, and each rank keeps those of its shard. The update is then the same as that of the master
+weights in `agentrl.train.optimizer` (docs/precision.md). Zhao et al., "PyTorch FSDP", 2023,
+https://arxiv.org/abs/2304.11277.
 
-Rank 0 alone reads a model's files, into host memory, and does every check there; the others build
-the same modules around memory that is never touched. `shard` then cuts the tensors up, one layer
-after the other, and sends each rank its part. So the host memory of a machine has to hold one whole
-model, not one per rank, and adapters that start at random start alike everywhere.
+Rank 0 alone reads a model's files, into host memory, and runs every check there; the others build
+the same modules around memory that they never touch. `shard` then splits the tensors, one layer at
+a time, and sends each rank its part. So the host memory of a machine must hold one whole model, not
+one per rank, and randomly initialised adapters start equal everywhere.
 
-With one rank these functions load a model as `agentrl.train.model` does, and shard nothing.
+With a single rank these functions load a model as `agentrl.train.model` does, and shard nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ Module = TypeVar("Module", bound=nn.Module)
 def load_model(
     path: str, *, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
 ) -> PreTrainedModel:
-    """The model at `path`, for `shard` once it is prepared. Every rank calls it.
+    """Loads the model at `path`, to be prepared and then passed to `shard`. Every rank calls it.
+
+    Args:
+        dtype: dtype that a single rank loads; with several ranks the weights are float32 until
+            `shard`.
+        device: device of a single rank's model; with several ranks it is in host memory.
+        max_tokens: see `agentrl.train.model.load_model`.
 
     Raises:
         ConfigError: see `agentrl.train.model.load_model`; on rank 0 alone.
@@ -67,7 +74,7 @@ def load_model(
 def load_frozen(
     path: str, *, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
 ) -> PreTrainedModel:
-    """A model that never learns: reference or teacher, sharded like the others."""
+    """Loads and shards a model that is not trained: a reference or a teacher."""
     model = load_model(path, dtype=dtype, device=device, max_tokens=max_tokens)
     model.requires_grad_(False)
     return shard(model, dtype=dtype, device=device)
@@ -75,14 +82,15 @@ def load_frozen(
 
 @dataclass(slots=True)
 class Frozen:
-    """A model that never learns, as checkpoints take it."""
+    """A model that is not trained, with the attributes of a `Learner` that checkpoints read."""
 
     model: PreTrainedModel
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    """Empty: the model has no master weights."""
 
     @torch.no_grad()
     def become(self, model: PreTrainedModel) -> None:
-        """Take the weights of a model of the same shape, in which that computes."""
+        """Copies the weights of a model of the same shape, as they are used in its forward pass."""
         own, new = self.model.parameters(), model.parameters()
         for mine, its in zip(own, new, strict=True):
             mine, its = (
@@ -92,21 +100,24 @@ class Frozen:
 
 
 def load_masters(path: str, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Does as `agentrl.train.model.load_masters`; None for shards, which are their own masters."""
+    """Loads master weights (`agentrl.train.model.load_masters`); None with several ranks, whose
+    float32 shards are the masters."""
     return models.load_masters(path, dtype) if ranks.size() == 1 else None
 
 
 def shard(
     module: Module, *, dtype: torch.dtype, device: torch.device, optimizer: str = "adamw"
 ) -> Module:
-    """Give this rank its shard of rank 0's whole module. Every rank calls it.
+    """Gives every rank its shard of rank 0's whole module. Every rank calls it.
+
+    A single rank gets the module back unchanged.
 
     Args:
-        module: a model of `load_model` or a module around its decoder; whatever is to be frozen,
-            added or tied is so already.
-        dtype: what it computes in.
-        optimizer: `adamw_cpu` keeps the shards in host memory, with their gradients; a layer's
-            weights are on the device while it computes.
+        module: a model of `load_model`, or a critic around its decoder, in which everything is
+            already frozen, added or tied as it is to be.
+        dtype: dtype of the forward and backward pass.
+        optimizer: `adamw_cpu` keeps shards and gradients in host memory; a layer's weights are on
+            the device while it computes.
     """
     if ranks.size() == 1:
         return module
@@ -125,8 +136,8 @@ def shard(
             object.__setattr__(each, "computes_on", device)
             object.__setattr__(each, "row_context", context.current())
     if isinstance(module, PreTrainedModel):
-        module.config.dtype = dtype  # what it computes in, and is served in
-        # What goes past a model's `forward` has to be announced, or the weights are not there.
+        module.config.dtype = dtype  # servers load the weights in this dtype
+        # FSDP gathers weights only for `forward` and for methods that are registered.
         method = types.MethodType(logprobs.logprobs_and_routing, module)
         object.__setattr__(module, "fsdp_logprobs", method)
         register_fsdp_forward_method(module, "fsdp_logprobs")
@@ -134,8 +145,8 @@ def shard(
 
 
 def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
-    """Shard the module so that each layer is gathered by itself, and the rest (mostly embedding and
-    head) at once."""
+    """Shards the module so that each layer is gathered by itself, and the rest (mostly embedding
+    and head) together."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
@@ -144,11 +155,11 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
         decoder = logprobs.decoder_of(module)
     else:
         decoder = root.backbone
-        # Of a critic, which computes in float32.
+        # The value head of a critic computes in float32.
         fully_shard(root.value_head, mesh=mesh, offload_policy=offload)
     for layer in getattr(decoder, "layers", ()):
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    # A frozen network runs no backward pass, after which its root would be cut up again.
+    # The root is sharded again after the backward pass, which a frozen network does not have.
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     fully_shard(
         module,
@@ -159,14 +170,14 @@ def _wrap(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: Offl
     )
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            # The loss is a sum over the batch: gradients of ranks add up, they are not averaged.
+            # The loss is a sum over the batch, so gradients of ranks are summed, not averaged.
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Send every rank its part of rank 0's values, one tensor after the other."""
+    """Sends every rank its part of rank 0's values, one tensor at a time."""
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()

@@ -161,6 +161,6 @@ def test_a_cache_of_another_name_is_used():
 def test_rows_without_shared_prefixes_are_said(caplog):
     with caplog.at_level(logging.WARNING):
         require_exact(tiny_model("gemma2"))
-    assert "Gemma2ForCausalLM computes what samples of a group begin with once for each" in (
+    assert "Gemma2ForCausalLM computes a prefix that samples of a group share once for each" in (
         caplog.text
     )

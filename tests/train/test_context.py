@@ -130,8 +130,8 @@ def test_angles_of_the_whole_row_are_refused(tmp_path, of_ranks):
 @pytest.mark.parametrize(
     ("parallel", "started", "said"),
     [
-        ({"context": 4}, 2, "no multiple of it; start them with torchrun --nproc-per-node 4"),
-        ({"context": 2, "data": 3}, 4, "2 ranks or groups .* --nproc-per-node 6"),
+        ({"context": 4}, 2, "not a multiple of it; start them with torchrun --nproc-per-node 4"),
+        ({"context": 2, "data": 3}, 4, "2 ranks .*groups of ranks.* --nproc-per-node 6"),
     ],
 )
 def test_another_number_of_ranks_is_refused(parallel, started, said, monkeypatch):

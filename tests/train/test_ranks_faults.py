@@ -138,7 +138,7 @@ def test_a_machine_that_stops_answering_ends_the_others(nodes):
         assert time.monotonic() < deadline, pair.log(1)[-4000:]
         time.sleep(0.2)
     said = [line for line in pair.log(1).splitlines() if "error: " in line]
-    assert len(said) == 1 and "store on localhost does not answer for 8 s" in said[0], said
+    assert len(said) == 1 and "store on localhost has not answered for 8 s" in said[0], said
 
 
 @pytest.mark.parametrize("async_save", ["false", "true"])
