@@ -1,4 +1,4 @@
-"""From trajectories to the tensors of one step."""
+"""Turns trajectories into the tensors of one step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def trainable_samples(groups: Sequence[Group]) -> list[Sample]:
-    """Samples of the trajectories that ended without an error, in dispatch order.
+    """Returns the samples of the trajectories that ended without an error, in dispatch order.
 
-    A trajectory that failed (environment, grader, engine, deadline) has no reward; it is left out
-    of its group's baseline and of the gradient.
+    A trajectory that failed (environment, grader, engine, deadline) has no reward, so it is left
+    out of its group's baseline and of the gradient.
     """
     return [
         sample
@@ -42,18 +42,18 @@ def make_batch(
     greedy_rewards: Mapping[str, float] | None = None,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """The samples as tensors: B rows, T columns, one column per *trained* token, left-aligned.
+    """Makes the samples a batch: B rows, T columns, one column per *trained* token, left-aligned.
 
-    Observation and prompt tokens have no column at all; the objective's stages go by the mask and
-    the turn ids, so nothing changes but memory.
+    Tokens of prompts and observations have no column. The objective goes by mask and turn ids, so
+    leaving them out only saves memory.
 
     Args:
         samples: at least one.
-        current_version: of the policy that is about to be updated.
-        weighted: reward components that have a column although no sample may report them.
-        states: per trajectory id the state in which each of its turns began (`turn_states`).
-        greedy_rewards: per group id the reward of a greedy answer to its task.
-        device: of the tensors.
+        current_version: version of the policy that is about to be updated.
+        weighted: reward components that get a column even if no sample reports them.
+        states: trajectory id -> the state in which each of its turns began (`turn_states`).
+        greedy_rewards: group id -> the reward of a greedy answer to its task.
+        device: device of the tensors.
     """
     num_rows, width = len(samples), max(sample.num_trained for sample in samples)
     num_turns = max(len(sample.turn_rewards) for sample in samples)
@@ -107,31 +107,36 @@ def make_batch(
 
 
 def all_kept_are_known(samples: Sequence[Sample]) -> bool:
-    """Tells whether every sample of truncated sampling says from which ids its tokens were drawn.
-    If one does not, none does afterwards, so that all are treated alike."""
+    """Tells whether every sample names the ids from which its tokens were drawn (`kept_ids`), as
+    truncated sampling needs. If one does not, `kept_ids` of all are removed, so that all samples
+    are treated alike."""
     if all(sample.kept_ids is not None for sample in samples):
         return True
     for sample in samples:
         sample.kept_ids = None
-    _say_what_is_lost()
+    _warn_of_unknown_ids()
     return False
 
 
 @functools.cache
-def _say_what_is_lost() -> None:
+def _warn_of_unknown_ids() -> None:
     logger.warning(
         "rollout.truncated_sampling: the engine does not say which ids it kept, so the old "
-        "log-probabilities are the trainer's own, of the whole distribution. Lost are the "
-        "correction for the tokens that were left out, for staleness and for the engine's "
-        "rounding; policy/rollout_train_logprob_diff_* cannot show any of it. A vLLM server "
-        "says which with --return-sampling-mask"
+        "log-probabilities are the trainer's own, of the whole distribution. Nothing then corrects "
+        "for the tokens that were left out, for staleness or for the engine's rounding, and "
+        "policy/rollout_train_logprob_diff_* cannot show them. Start vLLM servers with "
+        "--return-sampling-mask to have the kept ids reported"
     )
 
 
 def turn_states(trajectory: Trajectory) -> list[int]:
-    """A 63-bit hash of what the environment said before each turn: GiGPO's anchor states.
+    """Hashes the messages that the environment sent before each turn: GiGPO's anchor states.
 
-    Roles and contents count; call ids number the turns and would keep equal states apart.
+    Only roles and contents count, because call ids number the turns and would make equal states
+    differ.
+
+    Returns:
+        A 63-bit number for each turn.
     """
     states = []
     for turn in trajectory.turns:
@@ -144,10 +149,11 @@ def turn_states(trajectory: Trajectory) -> list[int]:
 
 
 def require_components(objective: Objective, batch: Batch) -> None:
-    """Compare `reward.weights` with the reward components that the environment reports.
+    """Checks `objective.reward.weights` against the reward components that a batch reports.
 
     Raises:
-        ConfigError: a component has no weight, or none with a weight occurs in the first batch.
+        ConfigError: a reported component has no weight, or the first batch reports none of the
+            components that have one.
     """
     weights = objective.reward.weights
     if weights is None or batch.reward_components is None:
@@ -168,11 +174,12 @@ def require_components(objective: Objective, batch: Batch) -> None:
 
 
 def zero_variance(group: Group) -> str | None:
-    """Drop a group whose rewards are all equal, or of which nothing can be trained."""
+    """Returns the reason to drop a group whose rewards are all equal, or that has nothing to train
+    on; None for other groups."""
     return filter_zero_variance([t.reward for t in group.trajectories if t.trainable]).reason
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:
-    """Names as numbers in the order in which they first occur."""
+    """Returns a number for each name, (len(names),) int64, counted in order of first occurrence."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names])

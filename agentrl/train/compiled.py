@@ -1,9 +1,8 @@
-"""Layers through `torch.compile`: what lies between their matrix products in fewer kernels.
+"""Compiles a model's layers with `torch.compile`, which fuses kernels between matrix products.
 
-Norms, rotary embedding and activation are fused; attention stays as it is
+Norms, rotary embeddings and activations are fused; attention stays as it is
 (`agentrl.train.attention`). One compiled form serves rows of any length. Only the trainer's packed
-rows run through it: whoever samples from the same weights, or calls a layer with a cache, gets the
-family's own code.
+rows use it: the embedded engine, and any call of a layer with a cache, run the family's own code.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _REMEDY = "set model.compile = false"
 def compile_layers(
     module: nn.Module, decoder: PreTrainedModel, compute: Callable[[MicroBatch], Tensor]
 ) -> None:
-    """Compile the layers of a decoder, and compare with what they computed before: two short rows,
-    forward and backward. Every rank calls it; gradients are None before and after.
+    """Compiles the layers of a decoder, and checks on two short rows that forward and backward pass
+    give the same results as before. Every rank calls it; gradients are None before and after.
 
     Args:
-        module: what learns: the decoder with its head or value head.
-        compute: its result for a micro-batch, (Q,) float32.
+        module: the module that is trained: the decoder with its head or value head.
+        compute: returns the module's result for a micro-batch, (Q,) float32.
 
     Raises:
         ConfigError: the model does not run on packed rows, there is no compiler, or the compiled
@@ -44,14 +43,14 @@ def compile_layers(
     name = type(decoder).__name__
     if decoder.config._attn_implementation not in PACKED:
         raise ConfigError(
-            f"model.compile = true: {name} trains one segment at a time, and layers are compiled "
+            f"model.compile = true: {name} trains one segment at a time, but layers are compiled "
             f"for packed rows only; {_REMEDY}"
         )
     micro = probe_rows(decoder)
     values, norms = _computed(module, compute, micro)
     layers: Any = decoder.layers
     for layer in layers:
-        # Bound, so that a copy of the layer calls itself.
+        # A bound method, so that a copy of the layer calls itself and not this layer.
         layer.forward = types.MethodType(_forward, layer)
     try:
         compiled_values, compiled_norms = _computed(module, compute, micro)
@@ -62,21 +61,21 @@ def compile_layers(
             f"C++ compiler (g++), a GPU Triton; or {_REMEDY}"
         ) from error
     difference = (compiled_values - values).abs().mean().item()
-    # A critic begins with a head of zeros: a rank without a part of that head has no gradient.
+    # A critic's value head starts at zero, so a rank without a part of it has gradients of zero.
     of_gradient = ((compiled_norms - norms).abs().max() / norms.max().clamp(min=1e-30)).item()
     rounding = tolerance(decoder.dtype)
     if not (difference < rounding and of_gradient < rounding):
         raise ConfigError(
-            f"model.compile = true: compiled, {name} differs from itself by {difference:.2g}, its "
-            f"gradient by {of_gradient:.2g}; {_REMEDY}"
+            f"model.compile = true: compiled, {name} differs from itself by {difference:.2g}, and "
+            f"its gradient by {of_gradient:.2g}; {_REMEDY}"
         )
 
 
 def _computed(
     module: nn.Module, compute: Callable[[MicroBatch], Tensor], micro: MicroBatch
 ) -> tuple[Tensor, Tensor]:
-    """Values (Q,), and the norm of the gradient of their sum for each tensor, of a rank its shard's
-    part."""
+    """Computes values (Q,), and for each parameter the norm of the gradient of their sum; with
+    several ranks, of this rank's shard of that gradient."""
     values = compute(micro)
     values.sum().backward()
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
@@ -87,6 +86,7 @@ def _computed(
 
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs a layer: its compiled form on packed rows, else its own."""
     forward = type(layer).forward
     if any(isinstance(each, SegmentMask) for each in (*args, *kwargs.values())):
         forward = _compiled(forward)
@@ -95,9 +95,9 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _compiled(forward: Callable) -> Callable:
-    """Returns one compiled function for all layers of a class, which differ in their weights alone.
+    """Returns one compiled function for all layers of a class, which differ only in their weights.
 
-    Matrices are not padded: whether that pays depends on a row's length, on a GPU, so that short
-    rows and long ones would be compiled apart.
+    Matrices are not padded: on a GPU the benefit depends on a row's length, so short and long rows
+    would be compiled separately.
     """
     return torch.compile(forward, dynamic=True, options={"shape_padding": False})

@@ -1,4 +1,4 @@
-"""Which groups a step trains on: the filters of `rollout.keep`, asked one after the other."""
+"""Chooses the groups that a step trains on: applies the filters of `rollout.keep` in order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from agentrl.train.batch import zero_variance
 from agentrl.types import Group
 
 UserFilter = Callable[[Group], bool | tuple[bool, str]]
-"""Says whether a group is kept and, if not, for what reason: `(False, "too_long")`."""
+"""Returns whether to keep a group, optionally with the reason to drop it: `(False, "too_long")`."""
 
 
 def filters_of(rollout: RolloutSection) -> KeepGroup | None:
-    """Returns all filters of a run as one. The first filter that drops a group gives the reason.
+    """Returns all filters of a run as one function; None if there are none.
+
+    The first filter that drops a group gives the reason.
 
     Raises:
-        ConfigError: a function cannot be imported.
+        ConfigError: `rollout.keep` names something that cannot be imported or is not a function.
     """
     names = ["zero_variance"] if rollout.drop_zero_variance else []
     names += [name for name in rollout.keep if name not in names]

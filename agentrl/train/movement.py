@@ -1,4 +1,4 @@
-"""Measures how far an update moves the weights, from what AdamW keeps anyway."""
+"""Measures how far an update moves the weights, from the moments that AdamW keeps anyway."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.distributed.tensor import DTensor
 from agentrl.train import ranks
 
 SAMPLE = 2**18
-"""Entries of a tensor that are looked at: of a larger one every so many, so that this costs next to
-nothing beside the update."""
+"""Number of evenly spaced entries of a tensor that are read, about: reading all would cost time."""
 
 
 @torch.no_grad()
 def relative_update(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the norm of AdamW's last update over the norm of the weights, over all ranks; None
-    for an optimizer that keeps its moments in another form."""
+    """Estimates the norm of AdamW's last update over the norm of the weights, over all ranks.
+
+    None if the optimizer keeps its moments in another form, or all weights are 0.
+    """
     sums = torch.zeros(2, dtype=torch.float64)
     shared = torch.zeros(2, dtype=torch.float64)
     for group in optimizer.param_groups:
@@ -27,7 +28,7 @@ def relative_update(optimizer: torch.optim.Optimizer) -> float | None:
         for weight in group["params"]:
             state = optimizer.state.get(weight)
             if not state:
-                continue  # it had no gradient yet
+                continue  # the weight has had no gradient yet
             if "exp_avg" not in state:
                 return None
             num_updates = float(state["step"])
@@ -38,7 +39,7 @@ def relative_update(optimizer: torch.optim.Optimizer) -> float | None:
             pair = torch.stack([moved.square().sum() * group["lr"] ** 2, values.square().sum()])
             scale = _local(weight).numel() / max(1, values.numel())
             (shared if isinstance(weight, DTensor) else sums).add_(pair.double().cpu() * scale)
-    # Each rank knows its part of what is in shards.
+    # Each rank knows only its part of the sums over shards.
     parts: list[Any] = ranks.gather(shared.tolist())
     moved_by, size = (
         a + sum(b) for a, b in zip(sums.tolist(), zip(*parts, strict=True), strict=True)

@@ -1,10 +1,10 @@
-"""One optimizer update: schedule, clipping, and the guard against non-finite gradients.
+"""Makes optimizer updates: schedule, clipping, and the guard against non-finite gradients.
 
-Weights that are bfloat16 themselves do not learn: near 0.02 their neighbours are 1e-4 apart, and an
-update of 1e-6 is rounded away. So what is updated are float32 master weights, and the model that
-computes holds their cast (Micikevicius et al., "Mixed Precision Training", 2018,
-https://arxiv.org/abs/1710.03740). The gradient of every micro-batch is added up in float32;
-clipping, weight decay, moments and the guard see float32 only.
+Bfloat16 weights cannot learn by themselves: near 0.02 neighbouring numbers are 1e-4 apart, so an
+update of 1e-6 is rounded away. The optimizer therefore updates float32 master weights, and the
+model computes with their cast (Micikevicius et al., "Mixed Precision Training", 2018,
+https://arxiv.org/abs/1710.03740). The gradients of micro-batches are summed in float32; clipping,
+weight decay, moments and the guard are float32 too.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from agentrl.types import JSON
 
 @dataclass(slots=True, frozen=True)
 class Update:
-    """The outcome of an update."""
+    """The outcome of one update."""
 
     applied: bool
-    """False when the gradient was not finite: weights, moments and schedule stay as they were."""
+    """False if the gradient was not finite: weights, moments and schedule stay as they were."""
     grad_norm: float
-    """Before clipping; not finite when not applied."""
+    """Norm of the gradient before clipping; not finite if the update was not applied."""
     learning_rate: float
     moved: float | None = None
-    """Norm of what was added to the weights over their own; None where it is not known."""
+    """Norm of the change of the weights, relative to that of the weights; None if not known."""
 
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class Learner(Generic[Model]):
-    """A model with its AdamW state and its place in the learning-rate schedule.
+    """A model with its AdamW state and its position in the learning-rate schedule.
 
     Attributes:
-        model: what computes, and what is sampled from.
-        masters: of every trained parameter that is not float32, or whose update is computed on the
-            host, the float32 weights that the optimizer updates.
-        num_updates: updates applied since the start of the run; the schedule's position.
-        num_skipped: updates skipped for a non-finite gradient, in all.
-        num_skipped_in_a_row: those since the last applied one.
+        model: the model that computes and is sampled from.
+        masters: trained parameter -> the float32 weights that the optimizer updates in its place.
+            Only parameters that are not float32, or whose update is computed in host memory.
+        num_updates: updates applied since the start of the run; the position in the schedule.
+        num_skipped: updates skipped because of a non-finite gradient, in all.
+        num_skipped_in_a_row: updates skipped since the last applied one.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class Learner(Generic[Model]):
     ) -> None:
         """
         Args:
-            section: of the run file, holds its learning rate, for error messages.
-            weights: the same model in float32. Its parameters become the master weights; where it
-                is None they begin as those of `model`.
+            total_updates: updates that the run will make, for the schedule.
+            section: section of the run file with the learning rate, named in error messages.
+            weights: the same model in float32, whose parameters become the master weights; if None,
+                they are copied from `model`.
 
         Raises:
             ConfigError: see `require_optimizer`.
@@ -83,7 +84,7 @@ class Learner(Generic[Model]):
         exact = {} if weights is None else dict(weights.named_parameters())
         self.masters: dict[Tensor, Tensor] = {}
         self._coming: dict[Tensor, tuple[Tensor, torch.Event]] = {}
-        """Gradients on their way to masters in host memory, and events of their arrival."""
+        """Master in host memory -> gradient on its way there, and the event of its arrival."""
         for name, parameter in model.named_parameters():
             device = torch.device("cpu") if config.optimizer == "adamw_cpu" else parameter.device
             if not parameter.requires_grad or (
@@ -95,7 +96,7 @@ class Learner(Generic[Model]):
             parameter.register_post_accumulate_grad_hook(self._add_gradient)
         trained = [self.masters.get(p, p) for p in model.parameters() if p.requires_grad]
         self._trained = trained
-        # Gains and biases are few and near their natural scale: decaying them only hurts.
+        # Gains and biases are few and have a natural scale, so decaying them only hurts.
         decayed, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},
@@ -111,14 +112,14 @@ class Learner(Generic[Model]):
             self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
 
     def _add_gradient(self, parameter: Tensor) -> None:
-        """Move a micro-batch's gradient to the master weights, as soon as it is complete."""
+        """Adds a micro-batch's gradient to that of the master weights as soon as it is complete."""
         master, gradient = self.masters[parameter], parameter.grad
         assert gradient is not None
         parameter.grad = None
         if gradient.device == master.device:
             _accumulate(master, gradient)
             return
-        # The host does not wait: it adds up what the micro-batch before has sent.
+        # Instead of waiting for this gradient, the host adds that of the previous micro-batch.
         self._take_in(master)
         copy = gradient.to(master.device, non_blocking=True)
         arrived = torch.Event(gradient.device)
@@ -126,6 +127,7 @@ class Learner(Generic[Model]):
         self._coming[master] = copy, arrived
 
     def _take_in(self, master: Tensor) -> None:
+        """Adds the gradient that is on its way to `master`, if there is one."""
         if master in self._coming:
             gradient, arrived = self._coming.pop(master)
             arrived.synchronize()
@@ -133,7 +135,7 @@ class Learner(Generic[Model]):
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Give the model the master weights, rounded to its dtype."""
+        """Copies the master weights into the model, rounded to its dtype."""
         for parameter, master in self.masters.items():
             if parameter.device == master.device:
                 parameter.copy_(master)
@@ -142,15 +144,15 @@ class Learner(Generic[Model]):
                 parameter.copy_(rounded.copy_(master), non_blocking=True)
 
     def step(self) -> Update:
-        """Apply the accumulated gradients and clear them.
+        """Applies the accumulated gradients and clears them. Every rank calls it.
 
         Raises:
-            TrainingError: `max_nonfinite_steps` gradients in a row were not finite.
+            TrainingError: `train.max_nonfinite_steps` gradients in a row were not finite.
         """
         for master in list(self._coming):
             self._take_in(master)
         total = nn.utils.clip_grad_norm_(self._trained, self.config.max_grad_norm)
-        # Of shards it is one that each rank knows its part of.
+        # With shards each rank knows only its part of the norm.
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         rate = learning_rate(self.config, self.num_updates, self.total_updates)
         applied, moved = math.isfinite(norm), None
@@ -174,7 +176,7 @@ class Learner(Generic[Model]):
         return Update(applied, norm, rate, moved)
 
     def counters(self) -> dict[str, JSON]:
-        """Returns what a checkpoint holds of this besides weights and moments."""
+        """Returns the state that a checkpoint holds besides weights and moments."""
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
@@ -182,6 +184,7 @@ class Learner(Generic[Model]):
         }
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Restores the state that `counters` returned."""
         self.num_updates = counters["num_updates"]
         self.num_skipped = counters["num_skipped"]
         self.num_skipped_in_a_row = counters["num_skipped_in_a_row"]
@@ -195,15 +198,17 @@ def _accumulate(master: Tensor, gradient: Tensor) -> None:
 
 
 def require_optimizer(config: TrainSection) -> None:
-    """Raises:
-    ConfigError: `train.optimizer` needs a package that is not installed, or works on one rank
-        only.
+    """Checks that the optimizer can be used here.
+
+    Raises:
+        ConfigError: `train.optimizer` needs a package that is not installed, or does not work on
+            several ranks.
     """
     if ranks.size() > 1 and config.optimizer == "adamw_8bit":
         raise ConfigError(
-            f"train.optimizer = 'adamw_8bit' works on one rank, and {ranks.size()} were started, "
-            "which share weights and moments among them; set train.optimizer = 'adamw', or "
-            "'adamw_cpu', which keeps them in host memory"
+            f"train.optimizer = 'adamw_8bit' works on one rank only, but {ranks.size()} were "
+            "started; set train.optimizer = 'adamw', or 'adamw_cpu', which keeps weights and "
+            "moments in host memory"
         )
     if config.optimizer == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"):
         raise ConfigError(
@@ -213,7 +218,10 @@ def require_optimizer(config: TrainSection) -> None:
 
 
 def learning_rate(config: TrainSection, update: int, total_updates: int) -> float:
-    """Rate of update number `update` (from 0): linear warm-up, then the schedule down to 0."""
+    """Returns the learning rate of update number `update` (from 0).
+
+    After a linear warm-up it follows `train.lr_schedule`, which falls to 0 unless it is constant.
+    """
     if update < config.warmup_steps:
         return config.learning_rate * (update + 1) / (config.warmup_steps + 1)
     if config.lr_schedule == "constant":

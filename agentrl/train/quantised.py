@@ -1,10 +1,10 @@
-"""A frozen model in 4 bits beneath an adapter (QLoRA).
+"""Keeps a frozen model in 4 bits beneath an adapter (QLoRA).
 
-Every linear layer of the decoder keeps its weight in NF4, blocks of 64 values with a scale each.
-To multiply it is made a matrix of the computing dtype again, by sampler and trainer alike, forwards
-and backwards: whoever computes with this model computes with the same weights. Embedding, head and
-what a family reads past its layers stay as they are. Dettmers et al., "QLoRA", 2023,
-https://arxiv.org/abs/2305.14314.
+Every linear layer of the decoder keeps its weight in NF4, in blocks of 64 values with one scale
+each. For a product the weight is expanded to the computing dtype, the same way in sampler and
+trainer, forward and backward, so that all of them compute with the same weights. The embedding, the
+head and layers whose weight the family reads directly stay as they are. Dettmers et al., "QLoRA",
+2023, https://arxiv.org/abs/2305.14314.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from agentrl.train.logprobs import decoder_of
 from agentrl.train.lora import without_adapter_names
 
 BYTES_OF_A_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""The value, the 8 bits of its block's scale, and the scale of 256 such."""
+"""Bytes of the value, of its block's 8-bit scale, and of the scale that 256 blocks share."""
 
 
 class _Multiply(torch.autograd.Function):
-    """Keeps the 4 bits for the backward pass, not the matrix."""
+    """Multiplies by a 4-bit weight, and keeps the 4 bits for the backward pass, not the matrix."""
 
     @staticmethod
     def forward(ctx, x: Tensor, packed: Tensor, state: Any) -> Tensor:  # pyright: ignore
@@ -41,10 +41,12 @@ class _Multiply(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Linear):
+    """A linear layer whose frozen weight is in NF4."""
+
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
         """
         Args:
-            device: where it stays; its scales do not move with the module.
+            device: device on which the layer stays, because its scales do not move with it.
         """
         from bitsandbytes.functional import quantize_4bit
 
@@ -67,13 +69,15 @@ def _matrix(packed: Tensor, state: Any) -> Tensor:
 
 
 def require_quantisation() -> None:
-    """Raises:
-    ConfigError: bitsandbytes is not installed, or several ranks share the weights.
+    """Checks that `model.quantization` can be used here.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or there are several ranks.
     """
     if ranks.size() > 1:
         raise ConfigError(
-            f"model.quantization works on one rank, and {ranks.size()} were started, which share "
-            "the weights among them; leave it out"
+            f"model.quantization works on one rank only, but {ranks.size()} were started; start "
+            "one, or leave it out"
         )
     if not importlib.util.find_spec("bitsandbytes"):
         raise ConfigError(
@@ -82,10 +86,10 @@ def require_quantisation() -> None:
 
 
 def quantise(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Put the model on the device, its decoder's linear layers in 4 bits, one after the other.
+    """Moves a model to the device and quantises its decoder's linear layers, one at a time.
 
     Args:
-        model: on the host; it need not fit the device whole.
+        model: a model in host memory; unquantised, it need not fit on the device.
     """
     decoder = decoder_of(model)
     whole = set(without_adapter_names(model))

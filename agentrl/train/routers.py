@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers that stay as they are, and the loss that spreads tokens evenly."""
+"""Trains mixtures of experts: frozen routers, and the loss that spreads tokens over experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.inference.embedded_routes import routers_of
 
 
 def freeze_routers(model: PreTrainedModel) -> None:
-    """Leave the choice of experts out of training.
+    """Freezes the routers, which choose the experts.
 
     Raises:
         ConfigError: the model has no routers.
@@ -26,10 +26,10 @@ def freeze_routers(model: PreTrainedModel) -> None:
 
 
 def require_aux_loss(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
-    """The family's own auxiliary loss.
+    """Returns the auxiliary loss function of the model's family.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the family has none.
     """
     modeling = sys.modules[type(model).__module__]
     loss = getattr(modeling, "load_balancing_loss_func", None)
@@ -42,13 +42,14 @@ def require_aux_loss(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
 
 
 def aux_loss(model: PreTrainedModel, router_logits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Switch Transformer's load-balancing loss (arXiv:2101.03961, eq. 4-6), as the family has it.
+    """Computes the load-balancing loss of Switch Transformer (arXiv:2101.03961, eq. 4-6), with the
+    family's own function.
 
     Args:
         router_logits: (tokens, experts) of every layer.
 
     Returns:
-        A scalar, at its least when every expert gets as many tokens as the others.
+        A scalar, smallest when every expert gets equally many tokens.
     """
     config = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -1,4 +1,4 @@
-"""Takes down what an update computes for each token, for `agentrl.rollout.signals`."""
+"""Records the values that an update computes for each token, for `agentrl.rollout.signals`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from agentrl.types import Sample
 
 
 class StepSignals:
-    """Takes parts of the step's batch while they are on the device; nothing waits for it.
+    """Records per-token values of a step's batch without making the host wait for the device.
 
-    `take` them micro-batch by micro-batch, `gather` them once, then `rows` are there.
+    Call `take` after every micro-batch, `gather` once after the last, then `rows`.
     """
 
     def __init__(self, batch: Batch) -> None:
         """
         Args:
-            batch: in host memory.
+            batch: the step's batch, in host memory.
         """
         self._batch = batch
         self._parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]] = []
         """Rows, values and masks of micro-batches, in host memory or on their way there."""
         self._taken: dict[str, Tensor] = {}
-        """(B, T) each."""
+        """Name of a value -> (B, T) float32."""
         self._masks: dict[str, Tensor] = {}
+        """Name of a trust mask -> (B, T) bool."""
         self._taken_at = torch.zeros(batch.loss_mask.shape[0])
-        """(B,) in which round of micro-batches, from 1, this rank last took the row; 0: never."""
+        """(B,) number, from 1, of the micro-batch in which this rank last took a row; 0: never."""
 
     def take(
         self,
@@ -45,12 +46,14 @@ class StepSignals:
         *,
         number: int = 1,
     ) -> None:
-        """
+        """Records a micro-batch.
+
         Args:
-            rows: of the step's batch, which `part` holds in this order.
-            logprobs: (b, t) live, of the trained tokens.
-            kept: (b, t) what each trust mask let through.
-            number: of the micro-batch, from 1; of all ranks it is the same in one round.
+            rows: rows of the step's batch, in the order of `part`.
+            part: the micro-batch, with its weights.
+            logprobs: (b, t) live log-probs of the trained tokens.
+            kept: trust mask -> (b, t) the tokens that it keeps.
+            number: number of the micro-batch, from 1; the same on all ranks in one round.
         """
         assert part.weights is not None
         index, values = torch.as_tensor(rows), {"logprobs": logprobs, "weights": part.weights}
@@ -58,7 +61,7 @@ class StepSignals:
         self._taken_at[index] = number
 
     def gather(self) -> None:
-        """Have what all ranks took, of each row what was taken last. Every rank calls it, and
+        """Collects the records of all ranks, for each row the last one. Every rank calls it, and
         waits for its device."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -72,7 +75,7 @@ class StepSignals:
         if ranks.size() == 1:
             return
         mine = self._taken_at == ranks.largest(self._taken_at.clone())
-        masks: Any = ranks.share([*self._masks])  # rank 0 always takes some, another may not
+        masks: Any = ranks.share([*self._masks])  # rank 0 has taken some rows, others may have none
         for matrices, names, fill in (
             (self._taken, ["logprobs", "weights"], torch.nan),
             (self._masks, masks, False),
@@ -91,11 +94,13 @@ class StepSignals:
     def rows(
         self, samples: Sequence[Sample], objective: Objective, keeps: Callable[[str], bool]
     ) -> Callable[[], list[RowSignals]]:
-        """Returns a function that makes the rows of samples whose group `keeps` wants. Another
-        thread may call it, when the batch has moved on.
+        """Returns a function that makes the signals of the samples to be logged.
+
+        It may be called later and in another thread.
 
         Args:
             samples: the rows of the batch, in its order.
+            keeps: tells by its id whether a group is logged.
         """
         batch, taken = self._batch, self._taken
         logprobs = taken.get("logprobs")
@@ -127,7 +132,12 @@ def _row(
     arrays: Mapping[str, np.ndarray],
     masks: Mapping[str, np.ndarray],
 ) -> RowSignals:
-    """One row of the batch, its columns put back to the positions of the sample's tokens."""
+    """Puts the columns of a batch's row back to the positions of the sample's tokens.
+
+    Args:
+        trained: (T,) the columns that hold a trained token.
+        arrays, masks: name -> (T,).
+    """
     length = len(sample)
     (columns,) = trained.nonzero()
     positions = sample.loss_mask.nonzero()[0][columns]

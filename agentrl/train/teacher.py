@@ -1,8 +1,8 @@
-"""A teacher: a frozen model beside the policy, or a server that is asked for log-probs.
+"""Loads the teacher of a distillation: a frozen model in this process, or a server.
 
-A server answers with the log-probs of the prompt it was sent, so the prompt is the whole row; vLLM
-must sample one token, which is thrown away, SGLang none. Both kinds must read ids as the
-policy does, which is checked before the first rollout.
+A server returns log-probs of the prompt, so the whole row is sent as the prompt; vLLM must sample
+one more token, which is discarded, SGLang none. Either way the teacher must have the policy's
+tokenizer, which is checked before the first rollout.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ _PROBE = 'Zażółć: 3.14 × ½ = don\'t\n\t{"x": [0, 东京]}'
 Read = TypeVar("Read")
 
 
-class _Passing(Exception):
-    """A fault that another attempt may get over."""
+class _Transient(Exception):
+    """A failure that another attempt may not have."""
 
 
 class TeacherServer:
-    """A vLLM or SGLang server that holds the teacher; it is asked which.
+    """Asks a vLLM or SGLang server for the teacher's log-probs, at temperature 1.
 
-    Its log-probs are those of the raw logits, temperature 1.
+    The server itself is asked which of the two it is.
     """
 
     def __init__(self, url: str, *, model: str, token: str | None = None) -> None:
         """
         Args:
-            model: name under which the server knows the teacher.
+            model: name under which the server serves the teacher.
             token: the server's `--api-key`.
 
         Raises:
@@ -76,10 +76,10 @@ class TeacherServer:
         self._endpoint: Endpoint | None = None
 
     async def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compare how the server and the policy tokenise a text of many scripts.
+        """Checks that the server tokenises a text of many scripts as the policy does.
 
         Raises:
-            ConfigError: they differ, or the server cannot be asked.
+            ConfigError: it does not, or it cannot be asked.
         """
         body = {"model": self.model, "prompt": _PROBE, "add_special_tokens": False}
         try:
@@ -102,15 +102,16 @@ class TeacherServer:
             )
 
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        """Log-probs (B, T) of the samples' trained tokens, left-aligned, 0 beyond. Blocks.
+        """Returns log-probs (B, T) float32 of the samples' trained tokens, left-aligned and padded
+        with 0. Blocks until the server has answered for all rows.
 
         Raises:
             InferenceError: the server refused a row or kept failing.
-            ConfigError: a row shows an image, which the server is not sent.
+            ConfigError: a row shows an image, which cannot be sent to the server.
         """
         if any(sample.images for sample in samples):
             raise ConfigError(
-                "a teacher behind teacher.url is not sent images, and a row shows one; load the "
+                "images cannot be sent to a teacher at teacher.url, and a row shows one; load the "
                 "teacher into this process with teacher.path"
             )
         rows = asyncio.run(self._all_rows(samples))
@@ -131,8 +132,8 @@ class TeacherServer:
             return await asyncio.gather(*map(row, samples))
 
     async def _find_endpoint(self, http: httpx.AsyncClient) -> None:
-        """Ask which software it is. Nothing is decided where it does not answer, or not yet: the
-        calls afterwards say why."""
+        """Asks the server whether it is SGLang or vLLM. If it does not answer, this stays open: the
+        following call reports the error."""
         if self._endpoint is None:
             with contextlib.suppress(httpx.RequestError):
                 answer = await http.get("/model_info", timeout=TIMEOUT_S)
@@ -173,10 +174,10 @@ class TeacherServer:
     async def _ask(
         self, http: httpx.AsyncClient, path: str, body: bytes, read: Callable[[bytes], Read]
     ) -> Read:
-        """Returns what `read` makes of the answer. Passing faults are retried.
+        """Sends a request, retrying transient failures, and returns `read` of the answer.
 
         Raises:
-            InferenceError: with the address and the reason.
+            InferenceError: the request failed; names the address and the reason.
         """
         where = f"{self.url}{path}"
 
@@ -187,27 +188,27 @@ class TeacherServer:
                         path, content=body, headers={"Content-Type": "application/json"}
                     )
             except TimeoutError as error:
-                raise _Passing(f"no answer within {TIMEOUT_S:g} s") from error
+                raise _Transient(f"no answer within {TIMEOUT_S:g} s") from error
             except httpx.RequestError as error:
-                raise _Passing(f"{type(error).__name__}: {error}") from error
+                raise _Transient(f"{type(error).__name__}: {error}") from error
             if response.status_code == 200:
                 try:
                     return read(response.content)
                 except NotJSON as error:
-                    raise _Passing(str(error)) from error
+                    raise _Transient(str(error)) from error
             reason = f"status {response.status_code}: {error_message(response.content)}"
             if response.status_code >= 500 or response.status_code == 429:
-                raise _Passing(reason)
+                raise _Transient(reason)
             raise InferenceError(f"{where}: {reason}")
 
         try:
             return await retry(
                 attempt,
-                retry_after_s=lambda error: 0.0 if isinstance(error, _Passing) else None,
+                retry_after_s=lambda error: 0.0 if isinstance(error, _Transient) else None,
                 first_pause_s=FIRST_PAUSE_S,
                 max_attempts=MAX_ATTEMPTS,
             )
-        except _Passing as error:
+        except _Transient as error:
             raise InferenceError(f"{where}: {error}; tried {MAX_ATTEMPTS} times") from error
 
 
@@ -219,10 +220,14 @@ async def make_teacher(
     device: torch.device,
     max_tokens: int | None = None,
 ) -> PreTrainedModel | TeacherServer | None:
-    """The teacher that the run file names, if any.
+    """Loads or connects to the teacher that the run file names; None if it names none.
+
+    Args:
+        max_tokens: tokens of the longest row that the teacher will compute.
 
     Raises:
-        ConfigError: it cannot be loaded or reached, or has another tokenizer than the policy.
+        ConfigError: the teacher cannot be loaded or reached, or has another tokenizer than the
+            policy.
     """
     if section.path is not None:
         require_same_tokenizer(section.path, tokenizer, "teacher.path")
@@ -230,16 +235,20 @@ async def make_teacher(
     if section.url is None:
         return None
     server = TeacherServer(section.url, model=section.model, token=section.token)
-    if ranks.rank() == 0:  # who alone asks it
+    if ranks.rank() == 0:  # the only rank that asks the server
         await server.require_tokenizer(tokenizer)
     return server
 
 
 def require_same_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Check that the model at `path`, named by `key` of the run file, reads ids as the policy does.
+    """Checks that another model has the policy's tokenizer.
+
+    Args:
+        path: the model.
+        key: key of the run file that names it.
 
     Raises:
-        ConfigError: its tokenizer has other tokens or other ids for them.
+        ConfigError: its tokenizer has other tokens, or other ids for them.
     """
     its, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
     if its != ours:

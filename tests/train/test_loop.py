@@ -23,7 +23,7 @@ from agentrl.errors import CheckpointError, ConfigError, TrainingError
 from agentrl.rollout import read_trajectories
 from agentrl.tracking import read_metrics, read_status
 from agentrl.train import loop
-from agentrl.train.batch import _say_what_is_lost
+from agentrl.train.batch import _warn_of_unknown_ids
 from agentrl.train.loop import train
 from agentrl.train.model import load_model, load_tokenizer
 from agentrl.train.serving import _other_gpus
@@ -195,7 +195,7 @@ def test_a_truncated_distribution_is_computed_again_from_what_was_kept(tmp_path)
 
 
 def test_without_what_was_kept_the_old_logprobs_are_the_trainers_own(tmp_path, monkeypatch, caplog):
-    _say_what_is_lost.cache_clear()
+    _warn_of_unknown_ids.cache_clear()
     known = loop.training_sampling
     seen = []
 
