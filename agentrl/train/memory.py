@@ -1,26 +1,26 @@
-"""Estimates the memory that training takes on its device, before a weight is loaded.
+"""Estimates the memory that training takes on its device, before any weight is loaded.
 
-The model is built on torch's meta device, where tensors have shapes and no contents: its parameters
-are counted, and one forward pass counts what autograd would keep. What a step takes is the most of
-a few moments (`moments_of_a_step`), each a sum of parts: for P parameters of which T learn, N
-tokens of a micro-batch and a vocabulary of V,
+The model is built on torch's meta device, where tensors have shapes but no contents: its parameters
+are counted, and one forward pass counts the activations that autograd would keep. A step needs the
+memory of its largest moment (`moments_of_a_step`), which is a sum of parts. For P parameters, T of
+them trained, N tokens of a micro-batch and a vocabulary of V:
 
-    weights        P in model.dtype; beside bfloat16 also the T in float32 that learn. Once more for
-                   the reference of a KL term, and for a critic. Ranks hold float32 shards alone
+    weights        P in model.dtype, and with bfloat16 also float32 masters of T. Once more for the
+                   reference of a KL term, and for a critic. Several ranks hold float32 shards only
     gradients      T in float32
-    moments        AdamW's, two for each of T: 8 bytes with adamw, 2 with adamw_8bit
-    activations    what autograd keeps of N tokens, of a rank's slice of them with
-                   train.parallel.context; of a layer that is computed again only its input
-    logits         of the chunks of the head, kept and under way, and the gradient of its weight
-    gathered       what ranks put together of their shards, and add up of their gradients
+    moments        AdamW's two moments of T: 8 bytes with adamw, 2 with adamw_8bit
+    activations    kept by autograd for N tokens, or a rank's slice of them with
+                   train.parallel.context; only the input of a layer that is recomputed
+    logits         chunks of the head, kept and in progress, and the gradient of its weight
+    gathered       weights that ranks gather from their shards, and gradients that they sum
 
-A vision tower is among the weights, and learns with `model.freeze_tower = false`. All N tokens are
-taken for placeholders of images: of a tower that learns, autograd keeps what its layers multiply
-and make, and the pixels; of a frozen one nothing is kept.
+The weights include a vision tower, which is trained with `model.freeze_tower = false`. All N tokens
+are assumed to be placeholders of images. Autograd keeps the pixels and the inputs and outputs of
+the layers of a trained tower, and nothing of a frozen one.
 
-Updates, pushes and restores hold less than these: gradients, or activations, are not there then.
-Not in it: what kernels need for themselves, fragmentation, the context of CUDA (together about a
-GiB), and a server or an embedded engine on the same device.
+Updates, pushes and restores need less, because gradients or activations do not exist then. Not
+counted: workspace of kernels, fragmentation, CUDA's context (together about a GiB), and a server or
+an embedded engine on the same device.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ logger = logging.getLogger(__name__)
 
 BUDGET_STEP = 1024
 MAX_TOKEN_BUDGET = 65536
-"""Per rank. At so many tokens the kernels are as fast as they get, and what ranks exchange once per
-micro-batch is small beside the work on it."""
+"""Tokens per rank. More would not make kernels faster, and the data that ranks exchange once per
+micro-batch is already small beside the work on it."""
 USABLE = 0.9
-"""Share of a device's memory; the rest is for what is not estimated."""
+"""Share of a device's memory that the estimate may fill; the rest is for what it leaves out."""
 ASLEEP = 2 * 2**30
-"""Bytes that a sleeping server keeps: its context, graphs and buffers of libraries."""
-# Enough that what does not grow with the tokens is small beside what does.
+"""Bytes that a sleeping server keeps for its context, graphs and buffers of libraries."""
+# Enough tokens that constant parts are small beside those that grow with the tokens.
 _TOKENS_COUNTED = 512
 
 
 @dataclass(slots=True, frozen=True)
 class Memory:
-    """Bytes on one device, by what they hold, at the moment at which they are most."""
+    """Bytes on one device at a moment of a step, by their use."""
 
     weights: int
     gradients: int
@@ -71,10 +71,12 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
+        """Returns the bytes of each part, by name."""
         return {name: value for name, value in asdict(self).items() if name != "when"}
 
     @property
     def total(self) -> int:
+        """Returns the bytes of all parts together."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -83,15 +85,17 @@ class Memory:
 
 
 def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = None) -> Memory:
-    """Estimates what a run takes on each of the devices that share weights, gradients and moments.
+    """Estimates the memory that a run takes on the device of each rank, at its largest moment.
 
     Args:
-        num_ranks: None for as many as `train.parallel` says, one where it says nothing.
+        device_type: `cuda` or `cpu`.
+        num_ranks: ranks that share weights, gradients and moments; None takes `train.parallel`,
+            one rank if that is not set.
 
     Raises:
         OSError, ValueError: the model's configuration cannot be read.
-        NotImplementedError, RuntimeError: its layers compute with what the meta device has not, as
-            some mixtures of experts do.
+        NotImplementedError, RuntimeError: its layers use an operation that the meta device lacks,
+            as some mixtures of experts do.
     """
     model_config = AutoConfig.from_pretrained(config.model.path)
     itemsize = 4 if config.model.dtype == "float32" else 2
@@ -109,10 +113,15 @@ def estimate(config: RunConfig, *, device_type: str, num_ranks: int | None = Non
 def moments_of_a_step(
     model: PreTrainedModel, config: RunConfig, itemsize: int, device_type: str, num_ranks: int
 ) -> list[Memory]:
-    """Returns what is held at each of them; see `estimate`, which builds the model."""
+    """Returns the memory at each of the moments of a step that may be the largest.
+
+    Args:
+        model: a model on the meta device, as `estimate` builds it.
+        itemsize: bytes of a number in `model.dtype`.
+    """
     text: PretrainedConfig = model.config.get_text_config()
     whole_row = max(config.train.token_budget, config.rollout.max_context_tokens)
-    tokens = -(-whole_row // config.train.parallel.context)  # of it that a rank holds
+    tokens = -(-whole_row // config.train.parallel.context)  # those that one rank holds
     vocabulary, hidden = text.vocab_size, text.hidden_size
     decoder = decoder_of(model)
     parameters, of_decoder = _numel(model), _numel(decoder)
@@ -125,7 +134,7 @@ def moments_of_a_step(
     still *= config.model.freeze_tower
     trained = adapter or parameters - still
     parameters += adapter
-    if config.objective.needs_critic:  # without a head, and without an adapter
+    if config.objective.needs_critic:  # a decoder without head and adapter
         parameters, trained = parameters + of_decoder, trained + of_decoder
     frozen = 0
     if "ref_logprobs" in config.objective.needs() and (not rank or config.model.reference):
@@ -144,7 +153,7 @@ def moments_of_a_step(
         "moments": bytes_of_moments * trained // num_ranks,
     }
 
-    if rank:  # what a frozen layer multiplies is not kept, but for the adapter beside it
+    if rank:  # a frozen layer keeps its input only for the adapter beside it
         model.requires_grad_(False)
         for each in linear:
             each.requires_grad_(True)
@@ -159,11 +168,11 @@ def moments_of_a_step(
     widest = max((max(m.in_features, m.out_features) for m in linear), default=hidden)
     layer = max(again, default=0) * tokens // _TOKENS_COUNTED + tokens * widest * itemsize + states
 
-    # All tokens predict one that is trained, at worst.
+    # In the worst case every token predicts a trained one.
     chunk = min(tokens, default_chunk_tokens(vocabulary, device_type)) * vocabulary
     softmax = min(tokens * vocabulary * itemsize, default_keep_bytes(device_type))
     head = vocabulary * hidden
-    cast = head * itemsize if itemsize < 4 else 0  # of its float32 gradient, when that is complete
+    cast = head * itemsize if itemsize < 4 else 0  # of the head's complete float32 gradient
     under_way = (4 + 3 * itemsize) * chunk
     of_head = under_way if rank else 4 * head + max(cast, under_way)
     tied = head_of(model).weight is model.get_input_embeddings().get_parameter("weight")
@@ -171,7 +180,7 @@ def moments_of_a_step(
 
     layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
     of_a_layer = max(map(_numel, layers), default=0)
-    root = _numel(model) - sum(map(_numel, layers))  # embedding and head, gathered for a whole step
+    root = _numel(model) - sum(map(_numel, layers))  # embedding and head, gathered all the time
     gathered = itemsize * (root + of_a_layer) if num_ranks > 1 else 0
 
     def moment(when: str, activations: int, logits: int, gathered: int) -> Memory:
@@ -193,10 +202,11 @@ def moments_of_a_step(
 def kept_bytes_of_images(
     config: PretrainedConfig, tower: Sequence[torch.nn.Module], itemsize: int
 ) -> int:
-    """Returns what autograd keeps of a tower for each placeholder in a row.
+    """Returns the bytes that autograd keeps of a trained tower for each placeholder in a row.
 
     Args:
-        tower: modules of a model that are neither its decoder's nor its head.
+        tower: modules of the model that belong neither to its decoder nor to its head.
+        itemsize: bytes of a number in the tower.
     """
     vision: Any = getattr(config, "vision_config", None)
     if vision is None:
@@ -207,7 +217,7 @@ def kept_bytes_of_images(
     linear = [m for m in tower if isinstance(m, torch.nn.Linear)]
     features = sum(m.in_features + m.out_features for m in linear)
     norms = [m.get_parameter("weight") for m in tower if "Norm" in type(m).__name__]
-    features += 2 * sum(weight.numel() for weight in norms)  # what they read, and normalised
+    features += 2 * sum(weight.numel() for weight in norms)  # their inputs and outputs
     return round(side * side * (values + features) * itemsize)
 
 
@@ -219,13 +229,17 @@ def _numel(module: torch.nn.Module) -> int:
 
 
 def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]:
-    """Counts the bytes that autograd keeps of a decoder's forward pass, in layers and outside."""
+    """Counts the bytes that autograd keeps of a decoder's forward pass over `num_tokens` tokens.
+
+    Returns:
+        The bytes kept in each layer, and those kept outside of layers.
+    """
     decoder = decoder_of(model)
     model.set_attn_implementation(ATTENTION_NAME)
     layers = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
     kept = [0] * (len(layers) + 1)
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}  # held, so that no other takes its place
+    seen: dict[int, torch.UntypedStorage] = {}  # holds storages, so that no address is used twice
     inside = [len(layers)]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,8 +267,11 @@ def kept_bytes(model: PreTrainedModel, num_tokens: int) -> tuple[list[int], int]
 
 
 def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
-    """Tells whether the run sets its own token budget: the run file sets none, and the device's
-    free memory is for training alone, as no engine, server or teacher comes onto it later."""
+    """Tells whether the run chooses its own token budget.
+
+    It does if the run file sets none and the GPU's free memory is for training alone: no engine,
+    server or teacher will come onto it.
+    """
     inference = config.inference
     starts_server = inference.has_servers and not inference.urls
     shared = inference.backend == "embedded" or (starts_server and inference.transfer != "nccl")
@@ -263,6 +280,7 @@ def chooses_token_budget(config: RunConfig, device_type: str) -> bool:
 
 
 def with_token_budget(config: RunConfig, num_tokens: int) -> RunConfig:
+    """Returns the configuration with another `train.token_budget`."""
     train = config.train.model_copy(update={"token_budget": num_tokens})
     return config.model_copy(update={"train": train})
 
@@ -270,12 +288,13 @@ def with_token_budget(config: RunConfig, num_tokens: int) -> RunConfig:
 def fitting_token_budget(
     config: RunConfig, free_bytes: int, *, device_type: str, num_ranks: int
 ) -> int:
-    """The most tokens of a micro-batch, a multiple of `BUDGET_STEP`, with which training fits into
-    a device's free memory: at least one longest row, at most `MAX_TOKEN_BUDGET` on each of the
-    ranks that share a row. What the configuration says where the model cannot be estimated.
+    """Returns the largest token budget with which training fits into a device's free memory.
+
+    It is a multiple of `BUDGET_STEP`, at least one longest row, and at most `MAX_TOKEN_BUDGET` per
+    rank that shares a row. If the model cannot be estimated, it is the configuration's.
 
     Args:
-        free_bytes: of the device, before the model is loaded.
+        free_bytes: free memory of the device before the model is loaded.
     """
     ranks_of_a_row = config.train.parallel.context
     smallest = -(-config.rollout.max_context_tokens // BUDGET_STEP)
@@ -295,17 +314,22 @@ def fitting_token_budget(
 
 
 def room_for_training(config: RunConfig, there: int) -> float:
-    """Returns the bytes of a device that training may take, by what is kept back for contexts and
-    fragmentation, and by what servers keep that sleep on it."""
+    """Returns the bytes of a device that training may take: `USABLE` of its memory, less the memory
+    that sleeping servers keep.
+
+    Args:
+        there: bytes of the device.
+    """
     asleep = ASLEEP * config.inference.num_servers if config.inference.share == "sleep" else 0
     return USABLE * there - asleep
 
 
 def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> float:
-    """Returns the share of a device's memory that training leaves to each server on the device:
-    what is estimated, and a tenth for contexts and fragmentation, are taken off. At least 0.05.
+    """Returns the share of a device's memory that training leaves to each server on it.
 
-    Servers that sleep while the trainer learns get all but the weights that it leaves there.
+    The estimate and a tenth for contexts and fragmentation are subtracted; at least 0.05 is left.
+    For servers that sleep while the trainer learns, only the policy's weights are subtracted. A
+    third if the model cannot be estimated.
 
     Args:
         there: bytes of the device.
@@ -316,17 +340,17 @@ def share_for_servers(config: RunConfig, there: int, *, device_type: str) -> flo
         else:
             needed = estimate(config, device_type=device_type, num_ranks=1).total
     except (NotImplementedError, OSError, RuntimeError, ValueError):
-        logger.info("the model's layers cannot be counted: servers get a third of the memory")
+        logger.info("training cannot be estimated, so servers get a third of the memory")
         return 0.33
     left = (USABLE - needed / there) / config.inference.num_servers
     return max(0.05, int(100 * left) / 100)
 
 
 def bytes_of_weights(config: RunConfig, quantization: str | None) -> int:
-    """Returns what a server holds of the model, or a trainer that makes room for it.
+    """Returns the bytes of the model's weights in `model.dtype` or quantised, without masters.
 
     Raises:
-        OSError, ValueError, NotImplementedError, RuntimeError: as `estimate`.
+        OSError, ValueError, NotImplementedError, RuntimeError: see `estimate`.
     """
     with torch.device("meta"):
         model_config = AutoConfig.from_pretrained(config.model.path)
@@ -338,18 +362,18 @@ def bytes_of_weights(config: RunConfig, quantization: str | None) -> int:
 def _saved_by_quantising(
     config: RunConfig, decoder: torch.nn.Module, quantization: str | None
 ) -> int:
+    """Returns the bytes that quantising a decoder's linear layers saves."""
     if quantization is None:
         return 0
     linear = [m.weight.numel() for m in decoder.modules() if isinstance(m, torch.nn.Linear)]
     itemsize = 4 if config.model.dtype == "float32" else 2
     kept = {"nf4": BYTES_OF_A_WEIGHT, "fp8": 1}[quantization]
-    # One at a time is whole: to multiply 4 bits, or while a server rounds it.
+    # One matrix at a time is unquantised: to multiply by it, or while a server rounds it.
     return int(sum(linear) * (itemsize - kept)) - itemsize * max(linear, default=0)
 
 
 def share_in_arguments(arguments: Sequence[str], flag: str) -> float | None:
-    """Returns what `flag` says in a server's arguments, None where it is not among them or no
-    number."""
+    """Returns the number that follows `flag` in a server's arguments; None if there is none."""
     words = " ".join(arguments).replace("=", " ").split()
     if flag not in words[:-1]:
         return None
@@ -360,7 +384,7 @@ def share_in_arguments(arguments: Sequence[str], flag: str) -> float | None:
 
 
 def device_memory(device_type: str) -> int:
-    """Bytes of the device that trains, or of the host."""
+    """Returns the bytes of the GPU that trains, or of host memory for another device."""
     if device_type == "cuda":
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -369,9 +393,11 @@ def device_memory(device_type: str) -> int:
 def remedies(
     config: RunConfig, *, device_type: str, num_ranks: int
 ) -> Iterator[tuple[str, Memory]]:
-    """Lists settings that make a run smaller, the cheapest first, each on top of those before it,
-    and what the run takes then. Settings that would not make it smaller are left out: with
-    checkpointing, bfloat16 keeps more beside the float32 weights than it saves."""
+    """Yields settings that reduce a run's memory, the cheapest first, each with its estimate.
+
+    Each setting is added to those before it. Settings that would not help are left out: with
+    checkpointing, for example, bfloat16 weights take more beside their masters than they save.
+    """
     smallest = estimate(config, device_type=device_type, num_ranks=num_ranks)
     steps = [
         (
@@ -428,6 +454,7 @@ def remedies(
 
 
 def _share_recomputed(by_layer: list[int], share: bool | float) -> list[int]:
+    """Returns the kept bytes of the layers that `set_gradient_checkpointing` would recompute."""
     return [
         kept
         for number, kept in enumerate(by_layer)

@@ -1,8 +1,8 @@
-"""Judges a run's set-up by its first episodes, before hours are spent on it.
+"""Judges a run's setup by its first episodes, before hours are spent on it.
 
-A run looks at its own first rollouts, which costs nothing; `agentrl doctor --play` plays a few.
-Equal rewards alone prove little where tasks are hard. So a run stops soon only where something in
-its set-up explains them; otherwise it warns first and stops later.
+A run checks its own first rollouts, which costs nothing; `agentrl doctor --play` plays a few.
+Equal rewards alone prove little if tasks are hard. So a run stops early only if something in its
+setup explains them; otherwise it warns first and stops later.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from agentrl.types import StopReason, Trajectory
 from agentrl.view.diagnosis import MISMATCH
 
 ENOUGH = 32
-"""Equal rewards with a cause that the run's set-up explains: the run stops."""
+"""Number of equal rewards after which a run stops if its setup explains them."""
 MOST = 192
-"""Equal rewards without one. A task that is solved once in a hundred times is seen by then, in six
-runs of seven."""
-GO_ON = "run.preflight = false goes on all the same"
+"""Number of equal rewards after which a run stops in any case. By then a task that is solved once
+in a hundred times has been solved in six runs of seven."""
+GO_ON = "set run.preflight = false to train all the same"
 SMALLEST, LARGEST = 1 / 5, 20
-"""Learning rates outside these multiples of the usual one are warned of."""
+"""Multiples of the usual learning rate; a run warns of rates outside."""
 
 
 @dataclass(slots=True)
@@ -30,15 +30,18 @@ class FirstRewards:
     """Watches the rewards of a run as long as all of them are equal."""
 
     is_on: bool
+    """False if `run.preflight` is off, and once two rewards differed."""
     count: int = 0
+    """Rewards seen so far."""
     seen: set[object] = field(default_factory=set)
+    """Distinct rewards so far, with all values that give samples different advantages."""
 
     def look(self, trajectories: Sequence[Trajectory], config: RunConfig) -> str | None:
-        """Takes in a step's trajectories; returns a warning while all rewards are equal, and the
-        reasons why most episodes of the first step earn nothing.
+        """Records a step's trajectories. Returns a warning as long as all rewards are equal, and of
+        anything in the setup that keeps most episodes from a reward; None if all is well.
 
         Raises:
-            TrainingError: the run cannot learn as it is set up.
+            TrainingError: the run cannot learn with this setup.
         """
         scored = [t for t in trajectories if t.trainable]
         if not self.is_on or "teacher_logprobs" in config.objective.needs():
@@ -58,22 +61,24 @@ class FirstRewards:
         if not self.is_on or not scored:
             return "; ".join(causes) or None
         reward = scored[0].reward
-        said = f"all {self.count} rewards so far are {reward:g}, so there is nothing to learn from"
+        finding = (
+            f"all {self.count} rewards so far are {reward:g}, so there is nothing to learn from"
+        )
         if reward > 0 and not causes:
-            causes = ["every task is solved, or the grader pays anything: take harder tasks"]
+            causes = ["every task is solved, or the grader rewards any answer: take harder tasks"]
         if causes and self.count >= ENOUGH:
-            raise TrainingError(f"{said}: {'; '.join(causes)} ({GO_ON})")
+            raise TrainingError(f"{finding}: {'; '.join(causes)} ({GO_ON})")
         advice = (
-            "take easier tasks, or let the model learn from demonstrations first (agentrl sft); "
-            "`agentrl env check` says whether the grader pays a right answer"
+            "take easier tasks, or train the model on demonstrations first (agentrl sft); "
+            "check with `agentrl env check` that the grader rewards a correct answer"
         )
         if self.count >= MOST:
-            raise TrainingError(f"{said}, and the episodes are sound: {advice} ({GO_ON})")
-        return f"{said}{': ' + '; '.join(causes) if causes else ''}; {advice}"
+            raise TrainingError(f"{finding}, and the episodes are sound: {advice} ({GO_ON})")
+        return f"{finding}{': ' + '; '.join(causes) if causes else ''}; {advice}"
 
 
 def causes_of_failure(trajectories: Sequence[Trajectory], config: RunConfig) -> list[str]:
-    """Returns what in the set-up keeps most episodes from a reward, each with its remedy."""
+    """Returns the settings that keep most episodes from a reward, each with its fix."""
     rollout, causes = config.rollout, []
     turns = [turn for t in trajectories for turn in t.turns]
     ended = [t for t in trajectories if t.error is None]
@@ -100,16 +105,19 @@ def causes_of_failure(trajectories: Sequence[Trajectory], config: RunConfig) -> 
     if max(malformed, invalid) >= 0.5 * len(turns):
         causes.append(
             f"{max(malformed, invalid):.0f} of {len(turns)} turns hold a call that cannot be read "
-            f"or run: is rollout.dialect = {rollout.dialect!r} the model's?"
+            f"or run: is rollout.dialect = {rollout.dialect!r} the model's dialect?"
         )
     return causes
 
 
 def rate_is_unusual(config: RunConfig, num_parameters: int) -> str | None:
-    """Returns what to set where `train.learning_rate` is far from what models of this size take.
+    """Returns a warning if `train.learning_rate` is far from the usual one for models of this size.
 
-    The usual rate is a rule of thumb: 1e-6 at 8 billion weights, and with the root of their number
-    more for fewer; ten times that for an adapter.
+    The usual rate is a rule of thumb: 1e-6 at 8 billion weights, inversely proportional to the
+    square root of their number, and ten times that for an adapter.
+
+    Args:
+        num_parameters: number of trained weights.
     """
     rate = config.train.learning_rate
     usual = 1e-6 * (8e9 / num_parameters) ** 0.5 * (10 if config.model.lora.rank else 1)
@@ -123,33 +131,37 @@ def rate_is_unusual(config: RunConfig, num_parameters: int) -> str | None:
 
 
 def explained_mismatch(config: RunConfig) -> float:
-    """Returns what rounding explains of the mean difference of sampler and trainer, in nats."""
+    """Returns the mean difference between sampler and trainer, in nats per token, that rounding
+    explains."""
     return MISMATCH[config.inference.quantization or config.model.dtype]
 
 
 def correction_of_rounding(config: RunConfig) -> str:
-    """Returns what a run does about servers that round their weights."""
+    """Returns a line that says how the objective corrects for servers that round their weights."""
     level, anchor = config.objective.off_policy.level, config.objective.ratio.anchor
     if level != "none":
-        what = f"objective.off_policy.level = {level!r} weighs what they sample"
+        what = f"objective.off_policy.level = {level!r} weights the samples accordingly"
     elif anchor == "rollout":
-        what = "objective.ratio.anchor = 'rollout' takes ratios to what they sample from"
+        what = "objective.ratio.anchor = 'rollout' takes ratios to the sampler's policy"
     else:
         what = "nothing corrects for it; objective.off_policy.level = 'token' would"
     return (
-        f"inference.quantization = {config.inference.quantization!r}: servers sample from weights "
-        f"that are rounded; {what}"
+        f"inference.quantization = {config.inference.quantization!r}: servers sample from rounded "
+        f"weights; {what}"
     )
 
 
 def mismatch_is_large(mean: float, config: RunConfig) -> str | None:
-    """Returns what to do where sampler and trainer disagree by `mean` nats per token."""
+    """Returns a warning if sampler and trainer differ by more than rounding explains.
+
+    Args:
+        mean: their mean difference, in nats per token.
+    """
     limit = explained_mismatch(config)
     if mean < limit:
         return None
     return (
-        f"sampler and trainer differ by {mean:.2g} nats per token, where "
-        f"{config.inference.quantization or config.model.dtype} "
-        f"explains {limit:g}: look at temperature and chat template of both, and at the server's "
-        "dtype (docs/precision.md)"
+        f"sampler and trainer differ by {mean:.2g} nats per token, but "
+        f"{config.inference.quantization or config.model.dtype} explains only {limit:g}: check the "
+        "temperature and chat template of both, and the server's dtype (docs/precision.md)"
     )

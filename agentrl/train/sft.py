@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on demonstrations: the cold start that reinforcement learning begins from.
+"""Fine-tunes a model on demonstrations: the cold start for reinforcement learning.
 
-Dialogues are tokenised turn by turn through the rollout's renderer, so a demonstration has the
-same ids, turn borders included, as a rollout of the same words would have. Only assistant turns
-are trained, each with its close token.
+Dialogues are tokenised turn by turn with the renderer of rollouts, so a demonstration has the same
+ids, boundaries of turns included, as a rollout of the same words would have. Only assistant turns
+are trained, each with its closing token.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ from agentrl.types import Message, Sample, TokenRow, ToolSpec, samples_of
 
 @dataclass(slots=True, frozen=True)
 class SFTResult:
+    """The outcome of `sft`."""
+
     first_loss: float
+    """Mean negative log-likelihood per trained token in the first update, in nats."""
     last_loss: float
-    """Mean negative log-likelihood per trained token of the first and last update, nats."""
+    """The same in the last update."""
     num_updates: int
     num_dropped: int
-    """Dialogues longer than max_tokens."""
+    """Dialogues left out because they are longer than `max_tokens`."""
 
 
 def sft(
@@ -72,22 +75,32 @@ def sft(
     chat_template: str | None = None,
     lora_rank: int = 0,
 ) -> SFTResult:
-    """Tune a model on demonstrations and save it, tokenizer included, to `out`.
+    """Fine-tunes a model on demonstrations and saves it with its tokenizer to `out`.
 
     Args:
-        demonstrations: a file of dialogues; None learns from a run's own trajectories.
-        model_path: to start from; None: the model that the run started from.
-        run_dir: of that run, whose tokens are trained as they were sampled.
-        best: trajectories of each of its tasks, the highest rewards first.
-        min_reward: of a trajectory that is learned from.
-        dialect: as `rollout.dialect`.
-        tools: as `rollout.tools`.
-        chat_template: as `model.chat_template`; the saved model brings it.
-        lora_rank: of an adapter that learns in place of all weights and is then added into them.
+        demonstrations: a file of dialogues (see `read_demonstrations`); None learns from `run_dir`.
+        model_path: model to start from; None takes the one that the run started from.
+        run_dir: a run whose best trajectories are the demonstrations, token for token as sampled.
+        best: number of trajectories of each task of that run, those with the highest rewards.
+        min_reward: smallest reward of a trajectory to learn from.
+        out: directory of the tuned model, absent or empty.
+        batch_size: dialogues per update.
+        warmup_steps: updates over which the learning rate rises; then it falls on a cosine to 0.
+        token_budget: most tokens of a micro-batch.
+        max_tokens: longer dialogues are dropped.
+        save_dtype: dtype of the saved weights, `float32` or `bfloat16`.
+        seed: seed of the order of dialogues.
+        dialect: see `rollout.dialect`.
+        tools: see `rollout.tools`.
+        chat_template: see `model.chat_template`; it is saved with the model.
+        lora_rank: train an adapter of this rank instead of all weights, and merge it at the end; 0
+            trains all weights.
 
     Raises:
-        DataError: the file is missing or empty, or a line of it is not a dialogue.
-        ConfigError: the model cannot be loaded, or would not be shown the tools of a dialogue.
+        DataError: the file is missing or empty, a line of it is not a dialogue, or all dialogues
+            are too long.
+        ConfigError: the model cannot be loaded, its prompt would not show the tools of a dialogue,
+            or `out` is not empty.
     """
     require_empty(out)
     if demonstrations is not None and run_dir is None and model_path is not None:
@@ -111,7 +124,8 @@ def sft(
         samples = [sample for trajectory in chosen for sample in samples_of(trajectory)]
     else:
         raise ConfigError(
-            "sft learns from DEMOS.jsonl with --model, or from a run with --from; give one of them"
+            "sft learns from DEMOS.jsonl with --model, or from a run with --from; give one of the "
+            "two"
         )
     kept = [sample for sample in samples if len(sample) <= max_tokens]
     if not kept:
@@ -170,9 +184,14 @@ def _of_demonstrations(
     renderer: Renderer,
     tools: str,
 ) -> list[Sample]:
+    """Makes a sample of each dialogue.
+
+    Raises:
+        ConfigError: a dialogue offers tools that the prompt would not show.
+    """
     has_tools = any(offered for _, offered in dialogues)
     if has_tools and tools == "template" and renderer.template.hides_tools:
-        raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (of sft: --tools)")
+        raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (in sft: --tools)")
     return [
         dialogue_to_sample(renderer, messages, offered, f"dialogue-{number}")
         for number, (messages, offered) in enumerate(dialogues, 1)
@@ -180,24 +199,29 @@ def _of_demonstrations(
 
 
 def _require_same_tokens(model_path: str, recorded: str) -> None:
-    """
+    """Checks that a model has the vocabulary of the model that a run recorded.
+
     Raises:
-        ConfigError: the ids of a run's trajectories mean other tokens to this model.
+        ConfigError: it has not, so the run's token ids would mean other tokens.
     """
     if model_path != recorded:
         ours, its = load_tokenizer(model_path), load_tokenizer(recorded)
         if ours.get_vocab() != its.get_vocab():
             raise ConfigError(
                 f"--model {model_path} has another vocabulary than {recorded}, with which the run "
-                "was played; name a model of the same tokenizer"
+                "was played; name a model with the same tokenizer"
             )
 
 
 def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]]:
-    """Dialogues of a JSONL file, each `{"messages": [...], "tools": [...]}` (tools optional).
+    """Reads the dialogues of a JSONL file, each `{"messages": [...], "tools": [...]}` (tools are
+    optional).
+
+    Returns:
+        The messages and tools of each dialogue.
 
     Raises:
-        DataError: naming file, line and what is wrong.
+        DataError: the file is missing or empty, or a line is not a dialogue; names the line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -221,7 +245,7 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]
             message["role"] == "assistant" for message in messages
         ):
             raise DataError(
-                f"{path}:{number}: a dialogue starts with another role and holds at least one "
+                f"{path}:{number}: a dialogue must start with another role and hold at least one "
                 "assistant message"
             )
         dialogues.append((messages, row.get("tools") or []))
@@ -233,9 +257,12 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]
 def dialogue_to_sample(
     renderer: Renderer, messages: list[Message], tools: list[ToolSpec], name: str
 ) -> Sample:
-    """One dialogue as a token row: assistant turns with mask 1, everything else with 0.
+    """Makes a dialogue a token row, in which only assistant turns have a loss mask of 1.
 
-    Messages after the last assistant turn are left out: nothing of them would be trained.
+    Messages after the last assistant turn are left out, because they would not be trained.
+
+    Args:
+        name: trajectory id and group id of the sample.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     row = TokenRow()
@@ -262,8 +289,10 @@ def dialogue_to_sample(
 
 
 def _update(learner: Learner, batch: list[Sample], token_budget: int) -> float:
+    """Makes one update on a batch; returns the mean negative log-likelihood per trained token, in
+    nats, or nan."""
     num_trained = sum(sample.num_trained for sample in batch)
-    total = torch.zeros((), device=learner.model.device)  # read once: the host waits for it
+    total = torch.zeros((), device=learner.model.device)  # read only once, at the end: that waits
     for rows in plan_micro_batches([len(sample) for sample in batch], token_budget):
         logprobs, _ = sample_logprobs(learner.model, pack(batch, rows), temperature=1.0)
         part = -logprobs.sum() / num_trained
