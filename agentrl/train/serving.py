@@ -1,8 +1,8 @@
-"""The engine that samples for a run, and how it gets new weights.
+"""Starts the engine that samples for a run, and sends it new weights.
 
-`embedded`: this process, from the trainer's own weights; there is nothing to send.
-`vllm`, `sglang`: servers behind `inference.urls`, or started and watched over by this run; after
-every training step they get the weights through `agentrl.sync`: in a file, in requests or by NCCL.
+`embedded` samples in this process from the trainer's own weights, so nothing is sent. `vllm` and
+`sglang` are servers at `inference.urls`, or started and supervised by this run; after every
+training step `agentrl.sync` sends them the weights in a file, in requests or by NCCL.
 """
 
 from __future__ import annotations
@@ -53,34 +53,39 @@ from agentrl.train.model import load_model
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
-"""Length of the prompt by which a server's weights are compared with the trainer's."""
+"""Tokens of the prompt with which a server's weights are compared with the trainer's."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "fp8": 0.15}
-"""Of the probe; see `sync.probe`."""
+"""Dtype or quantization -> largest difference that the probe allows; see `sync.probe`."""
 QUANTIZATIONS = {"nf4": "bitsandbytes", "fp8": "fp8_per_channel"}
-"""What vLLM calls them; it rounds the 16-bit weights that it loads."""
+"""Quantization -> vLLM's name for it; vLLM rounds the 16-bit weights that it loads."""
 AGENT_PATIENCE_S = 0.2
-"""Agents do other things between two calls: a round starts without them when none called for so
-long. More makes larger batches, and each of them later where an agent is busy."""
+"""Seconds without a call from an agent after which the embedded engine starts a round of sampling.
+A longer time makes larger batches, but delays them while an agent is busy between two calls."""
 
 
 @dataclass(slots=True)
 class Serving:
+    """The engine of a run, and everything that keeps its weights current."""
+
     engine: InferenceEngine
     sync: ServerWeightSync | None = None
-    """None where engine and trainer share their weights."""
+    """None for the embedded engine."""
     launcher: ServerLauncher | None = None
     """None unless this run started the servers."""
     sleeps: bool = False
     """The servers sleep while the trainer learns (`inference.share`)."""
     own_model: PreTrainedModel | None = None
-    """The model that the embedded engine samples from where ranks have shards of the trainer's."""
+    """The embedded engine's own model if ranks hold shards of the trainer's; else None."""
 
     async def push(self, model: PreTrainedModel, version: int) -> dict[str, float]:
-        """Have the engine sample from these weights; returns metrics.
+        """Makes the engine sample from a model's weights; returns metrics.
+
+        Args:
+            version: the policy version of the weights.
 
         Raises:
-            WeightSyncError: a server refused them, or answers as if it had others.
-            InferenceError: the servers died so often that they were given up on.
+            WeightSyncError: a server refused the weights, or its log-probs are those of others.
+            InferenceError: the servers died too often to be restarted again.
         """
         if self.launcher is not None and self.launcher.failure is not None:
             raise InferenceError(self.launcher.failure)
@@ -102,25 +107,27 @@ class Serving:
         return metrics
 
     async def sleep(self, model: PreTrainedModel) -> dict[str, float]:
-        """Have the servers give their GPU's memory back until the next push; returns metrics.
+        """Makes the servers free their GPU's memory until the next push; returns metrics.
 
-        One that cannot is ended. None is started before the push, in whatever state it is.
+        A server that cannot is stopped, and no server is restarted before the push. Does nothing
+        unless `sleeps`.
         """
         if not self.sleeps:
             return {}
         assert self.sync is not None and self.launcher is not None
         started = time.monotonic()
         self.launcher.hold()
-        # An update of an adapter brings none of the weights beneath it.
+        # A push of an adapter does not bring the weights beneath it.
         failed = await self.sync.sleep(keep_weights=has_adapter(model))
         for url, error in failed.items():
             logger.warning(
-                "%s does not sleep and is ended until the trainer is done: %s", url, error
+                "%s does not sleep, so it is stopped until the trainer is done: %s", url, error
             )
             await self.launcher.stop(url)
         return {"sync/sleep_s": time.monotonic() - started, "sync/not_asleep": len(failed)}
 
     async def aclose(self) -> None:
+        """Closes the engine and stops the servers that this run started."""
         await self.engine.aclose()
         if self.sync is not None:
             await self.sync.aclose()
@@ -131,11 +138,15 @@ class Serving:
 def embedded_engine(
     config: RunConfig, model: PreTrainedModel, *, for_agents: bool
 ) -> EmbeddedEngine:
-    """
+    """Makes an engine that samples from `model` in this process.
+
+    Args:
+        for_agents: agents call the engine, so it waits a moment for further calls.
+
     Raises:
-        InferenceError: the family cannot be sampled from exactly in this process.
+        InferenceError: the embedded engine cannot sample exactly from the model's family.
     """
-    if config.train.router_replay:  # where ranks share the weights it is another than the trainer's
+    if config.train.router_replay:  # with several ranks this is not the trainer's own model
         make_replayable(model)
     require_exact_cache(share_weights(model), config.rollout.max_context_tokens)
     patience_s = AGENT_PATIENCE_S if for_agents else None
@@ -150,10 +161,10 @@ def embedded_engine(
 async def start_serving(
     config: RunConfig, model: PreTrainedModel, run_dir: Path, *, quiet: bool = True
 ) -> Serving:
-    """Start the engine of a training run. Servers hold `model.path` until the first `push`.
+    """Starts the engine of a training run. Servers hold `model.path` until the first `push`.
 
     Raises:
-        ConfigError: the backend cannot be trained with.
+        ConfigError: the backend, or a combination of keys, cannot be trained with.
         InferenceError: a server does not start or cannot be reached.
     """
     inference = config.inference
@@ -166,13 +177,13 @@ async def start_serving(
     backend = BACKENDS.get(inference.backend)
     if backend is None:
         raise ConfigError(
-            f"inference.backend = {inference.backend!r} can be evaluated against, but not trained "
-            "with: it returns no token ids and takes no weights; use embedded, vllm or sglang"
+            f"inference.backend = {inference.backend!r} is for evaluation, not for training: it "
+            "returns no token ids and takes no weights; use embedded, vllm or sglang"
         )
     if inference.quantization and routers_of(model):
         raise ConfigError(
-            "inference.quantization = 'fp8' is for dense models: whether a server's experts are "
-            "rounded anew with every update is not known; leave it out"
+            "inference.quantization = 'fp8' is for dense models only, because servers are not "
+            "known to round experts again after every update; leave it out"
         )
     launcher = None
     weights_dir = inference.weights_dir or run_dir / "weights"
@@ -182,13 +193,13 @@ async def start_serving(
         if has_adapter(model):
             ranks.tell("adapter")
             adapter = write_adapter(model, weights_dir / ADAPTER_FOLDER).parent
-        # Whatever it is started with, the first push brings the trainer's weights.
+        # The first push replaces the weights that the servers are started with.
         start, _ = servable(config.model.path, run_dir / "served")
         must_be_others = transfer.backend == "nccl" or is_sharded(model)
         if inference.share == "sleep" and ranks.size() > 1:
             raise ConfigError(
-                f"inference.share = 'sleep' works with one rank, and {ranks.size()} were started; "
-                "give the servers GPUs of their own, or start one"
+                f"inference.share = 'sleep' works with one rank only, but {ranks.size()} were "
+                "started; give the servers their own GPUs, or start one rank"
             )
         devices, extra = _servers_devices(config, computing_device(model), must_be_others)
         launcher = launcher_of(
@@ -203,19 +214,18 @@ async def start_serving(
         )
         if not quiet:
             name = backend.program.name
-            print(f"starting {name}, half a minute or more; its log is in {run_dir / 'logs'}")
+            print(f"starting {name} takes half a minute or more; its log is in {run_dir / 'logs'}")
         await launcher.start()
     urls = inference.urls or (launcher.urls if launcher else [])
     engine = backend.engine(
         urls,
         model=inference.model,
         token=inference.token,
-        # No seeds: a server's batches depend on timing, so they would not make a run repeatable;
-        # they slow sampling down, and vLLM's CPU build dies of them (partial prefills of requests
-        # with a generator of their own).
+        # A server's batches depend on timing, so seeds would not make a run repeatable. They would
+        # slow sampling down, and crash vLLM's CPU build (partial prefills of seeded requests).
         seed=None,
         request_timeout_s=config.rollout.turn_timeout_s,
-        # One of ours that died is waited for until it had the time to start again.
+        # If one of our servers dies, requests wait until it has had time to start again.
         retry_for_s=max(inference.retry_for_s, inference.startup_timeout_s if launcher else 0),
     )
     tolerance = TOLERANCE[inference.quantization or config.model.dtype]
@@ -232,7 +242,7 @@ async def start_serving(
         temperature=config.rollout.temperature,
         tolerance=inference.sync_tolerance or tolerance,
         quantization=inference.quantization,
-        # Long enough for a server that died to be there again.
+        # Long enough for a server that died to start again.
         timeout_s=inference.startup_timeout_s,
         on_missed=engine.distrust,
     )
@@ -247,10 +257,10 @@ async def start_serving(
 
 
 async def _workers(config: RunConfig, urls: Sequence[str]) -> list[str]:
-    """Returns the addresses that get weights: the servers, and those behind a router in its place.
+    """Returns the addresses to send weights to; in place of a router, those of its workers.
 
     Raises:
-        InferenceError: an address does not answer, or is a router without a worker.
+        InferenceError: an address does not answer, or is a router without workers.
     """
     if config.inference.backend != "sglang":
         return list(urls)
@@ -259,6 +269,7 @@ async def _workers(config: RunConfig, urls: Sequence[str]) -> list[str]:
 
 
 def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """Loads a whole model for the embedded engine, because `model` is sharded."""
     whole = load_model(
         config.model.path,
         dtype=computing_dtype(model),
@@ -271,6 +282,11 @@ def _own_model(config: RunConfig, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -> Transfer:
+    """Makes the transfer of `inference.transfer`.
+
+    Raises:
+        ConfigError: the transfer is NCCL, but the model is not on a GPU.
+    """
     on_sglang = config.inference.backend == "sglang"
     if config.inference.transfer == "tensor":
         return TensorTransfer(weights_dir)
@@ -278,7 +294,7 @@ def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -
         return FolderTransfer(weights_dir) if on_sglang else FileTransfer(weights_dir)
     if (device := computing_device(model)).type != "cuda":
         raise ConfigError(
-            f"inference.transfer = 'nccl' sends from GPU to GPU, and the model is on the "
+            f"inference.transfer = 'nccl' sends from GPU to GPU, but the model is on the "
             f"{device.type}; set model.device = 'cuda' or inference.transfer = 'file'"
         )
     return TorchTransfer() if on_sglang else NCCLTransfer(Library())
@@ -287,11 +303,18 @@ def _transfer_of(config: RunConfig, model: PreTrainedModel, weights_dir: Path) -
 def _servers_devices(
     config: RunConfig, trainers: torch.device, must_be_others: bool
 ) -> tuple[dict[str, str] | None, list[str]]:
-    """Returns the environment variables that give servers their GPUs, and arguments that limit
-    their memory where they share the trainer's only GPU.
+    """Chooses the GPUs of the servers.
+
+    Args:
+        trainers: the trainer's device.
+        must_be_others: servers cannot share the trainer's GPU.
+
+    Returns:
+        Environment variables that select the GPUs (None keeps the environment), and arguments that
+        limit the memory of servers that share the trainer's GPU.
 
     Raises:
-        ConfigError: they must be on other GPUs, and there are none.
+        ConfigError: servers need other GPUs, but there are none.
     """
     if trainers.type != "cuda":
         return None, []
@@ -306,8 +329,8 @@ def _servers_devices(
         return devices, []
     share = share_for_servers(config, device_memory("cuda"), device_type="cuda")
     logger.info(
-        "servers %s the trainer's GPU: each gets %.2f of its memory, which the trainer leaves; "
-        "inference.args = ['%s', '...'] sets another share",
+        "servers %s the trainer's GPU: each gets %.2f of its memory, which training leaves free; "
+        "set another share with inference.args = ['%s', '...']",
         "take turns on" if takes_turns else "share",
         share,
         flag,
@@ -321,24 +344,29 @@ def _visible_gpus() -> list[str]:
 
 
 def _other_gpus(trainers: torch.device) -> dict[str, str]:
-    """Returns the environment variable that leaves servers all GPUs but those of the ranks here."""
+    """Returns the environment variable that gives servers all GPUs of this machine without a rank.
+
+    Raises:
+        ConfigError: there are none.
+    """
     visible = _visible_gpus()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     used = range(num_ranks) if num_ranks > 1 else [trainers.index or 0]
     others = [gpu for number, gpu in enumerate(visible) if number not in used]
     if not others:
         raise ConfigError(
-            f"the servers need a GPU beside the trainer's, which takes all {len(visible)}; set "
+            f"the servers need a GPU besides the trainer's, which takes all {len(visible)}; set "
             "inference.urls, start fewer ranks or, with one rank, set inference.transfer = 'file'"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(others)}
 
 
 def servable(path: str, folder: Path) -> tuple[str, Path | None]:
-    """Returns the path that a server is started with, and the folder of an adapter on top.
+    """Returns the path to start a server with, and the directory of the adapter on top, or None.
 
-    A server takes every safetensors file of a folder for weights of the model, and a run's
-    checkpoint has other such files too. It is served from `folder`, which links to the rest.
+    A server takes every safetensors file of a directory for weights of the model, but a run's
+    checkpoint also holds others, such as the optimizer's. So a checkpoint is served from `folder`,
+    which links to all its files but those.
     """
     checkpoint = Path(path)
     if is_adapter(path):
@@ -364,7 +392,7 @@ def launcher_of(
     env: dict[str, str] | None = None,
     extra_args: Sequence[str] = (),
 ) -> ServerLauncher:
-    """Returns a launcher of servers for this run, not started yet; `server_settings` says more."""
+    """Returns a launcher of this run's servers, not yet started; see `server_settings`."""
     return ServerLauncher(
         server_settings(
             config,
@@ -392,19 +420,21 @@ def server_settings(
     extra_args: Sequence[str] = (),
     python: str | None = None,
 ) -> ServerSettings:
-    """Returns how a run's servers are started.
+    """Returns the settings with which a run's servers are started.
 
     Args:
-        plugin_dir: where vLLM's weight-transfer plugin is written for the servers to load; None for
+        model_path: model that the servers load.
+        log_dir: directory of the servers' logs.
+        plugin_dir: directory with vLLM's weight-transfer plugin for the servers to load; None for
             servers whose weights never change, or that have agentrl installed.
         transfer_backend: see `Transfer.backend`.
-        adapter: folder of the adapter that is trained.
+        adapter: directory of the adapter that is trained.
         env: further environment variables of the servers.
-        extra_args: arguments before those of `inference.args`, which win.
-        python: the servers' interpreter; found as `inference.python` says when None.
+        extra_args: arguments that precede, and so yield to, those of `inference.args`.
+        python: the servers' interpreter; if None, it is found as `inference.python` describes.
 
     Raises:
-        ConfigError: no interpreter with the servers' package is named.
+        ConfigError: no interpreter with the servers' package is found.
     """
     inference = config.inference
     quantization = config.model.quantization or inference.quantization
@@ -415,9 +445,9 @@ def server_settings(
     if python is None:
         raise ConfigError(
             f"inference.backend = {inference.backend!r} needs servers: name running ones with "
-            "inference.urls, or with inference.python the interpreter of an environment that has "
+            "inference.urls, or set inference.python to the interpreter of an environment that has "
             f"{program.name} (`make {program.package}` makes {program.beside.parents[1]}, which is "
-            "found by itself)"
+            "found automatically)"
         )
     families = BACKENDS[inference.backend].engine.image_families
     return ServerSettings(
@@ -447,8 +477,8 @@ def server_settings(
 
 
 def _family(model_path: str) -> str | None:
-    """Returns the family of a model; None where its configuration is not on this machine, as for
-    `agentrl inference command`."""
+    """Returns the family of a model; None if its configuration is not on this machine, as it may be
+    for `agentrl inference command`."""
     try:
         return AutoConfig.from_pretrained(model_path, local_files_only=True).model_type
     except (OSError, ValueError):
