@@ -171,7 +171,7 @@ def load_model(
         if unknown := re.search(r"model type `(.+?)` but Transformers does not", str(error)):
             raise ConfigError(
                 f"model {path} is of the family '{unknown[1]}', which the installed transformers "
-                "does not know; update transformers, or choose a family of docs/models.md"
+                "does not know; set model.path to one of docs/models.md, or update transformers"
             ) from error
         raise ConfigError(
             f"model {path} cannot be loaded ({first_line(error)}); it must hold a config.json of "

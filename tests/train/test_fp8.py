@@ -66,7 +66,7 @@ def test_servers_are_started_with_it(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("objective", "level", "anchor", "says"),
     [
-        ({}, "token", "old", "objective.off_policy.level = 'token' weighs"),
+        ({}, "token", "old", "objective.off_policy.level = 'token' weights"),
         ({"off_policy": {"level": "none"}}, "none", "old", "nothing corrects for it"),
         ({"ratio": {"anchor": "rollout"}}, "none", "rollout", "ratio.anchor = 'rollout' takes"),
     ],
