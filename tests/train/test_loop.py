@@ -549,7 +549,7 @@ def test_servers_over_nccl_get_the_other_gpus(monkeypatch, visible, number, left
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     device = torch.device("cuda") if number is None else torch.device("cuda", number)
     if left is None:
-        with pytest.raises(ConfigError, match=r"beside the trainer's.*inference\.urls.*'file'"):
+        with pytest.raises(ConfigError, match=r"besides the trainer's.*inference\.urls.*'file'"):
             _other_gpus(device)
     else:
         assert _other_gpus(device) == {"CUDA_VISIBLE_DEVICES": left}
