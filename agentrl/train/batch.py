@@ -142,8 +142,8 @@ def turn_states(trajectory: Trajectory) -> list[int]:
     for turn in trajectory.turns:
         begin = 0 if turn.parent is None else trajectory.turns[turn.parent].message + 1
         read = trajectory.branches[turn.branch].messages[begin : turn.message]
-        said = json.dumps([[m["role"], m["content"]] for m in read])
-        digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
+        text = json.dumps([[m["role"], m["content"]] for m in read])
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         states.append(int.from_bytes(digest, "big") >> 1)
     return states
 

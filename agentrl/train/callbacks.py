@@ -38,12 +38,12 @@ class StepEnd:
 
     @property
     def run_dir(self) -> Path:
-        """The directory of metrics, trajectories and checkpoints."""
+        """Returns the directory of metrics, trajectories and checkpoints."""
         return self._run.run_dir
 
     @property
     def config(self) -> RunConfig:
-        """The current configuration, with all changes so far."""
+        """Returns the current configuration, with all changes so far."""
         return self._run.config
 
     def log(self, metrics: Mapping[str, float]) -> None:

@@ -78,7 +78,7 @@ def require_own_rewards(groups: Sequence[Group]) -> None:
             raise TrainingError(
                 f"trajectory {scored[wrong].trajectory_id} has reward {rewards[wrong]:g}, but its "
                 f"turns earned {earned[wrong]:g}: the rewards of group {group.group_id} went to "
-                "the wrong members; check the code that scores it"
+                "other members; check the code that scores it"
             )
 
 

@@ -93,11 +93,13 @@ def trained_logprobs(
 
 
 def default_chunk_tokens(vocab_size: int, device_type: str) -> int:
+    """Returns the number of positions whose logits exist at once."""
     chunk_bytes = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
     return max(_MIN_CHUNK_TOKENS, chunk_bytes // (4 * vocab_size))
 
 
 def default_keep_bytes(device_type: str) -> int:
+    """Returns the bytes of softmax chunks to keep for the backward pass."""
     return _KEEP_BYTES.get(device_type, _KEEP_BYTES_ELSEWHERE)
 
 

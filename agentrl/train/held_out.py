@@ -71,8 +71,8 @@ class HeldOut:
         }
         self.sampling = {name: sampling for name, (sampling, _) in both.items()}
         is_on = bool(default_interval or config.run.eval_every)
-        self.said = list(dict.fromkeys(said for _, said in both.values() if said and is_on))
-        """Settings taken from the model's generation_config.json, one line each."""
+        self.notes = list(dict.fromkeys(note for _, note in both.values() if note and is_on))
+        """Lines about settings taken from the model's generation_config.json."""
         self.best_step: int | None = None
         self.best: float | None = None
         self._default_interval = default_interval

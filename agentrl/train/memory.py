@@ -443,14 +443,14 @@ def remedies(
             config.train.parallel.context < 8,
         ),
     ]
-    for said, section, update, helps in steps:
+    for setting, section, update, helps in steps:
         if helps and (config.model.lora.rank or "quantization" not in update):
             changed = getattr(config, section).model_copy(update=update)
             tried = config.model_copy(update={section: changed})
             needed = estimate(tried, device_type=device_type, num_ranks=num_ranks)
             if needed.total < smallest.total:
                 config, smallest = tried, needed
-                yield said, needed
+                yield setting, needed
 
 
 def _share_recomputed(by_layer: list[int], share: bool | float) -> list[int]:

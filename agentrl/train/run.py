@@ -197,8 +197,8 @@ async def assemble(
             await require_shown_tools(envs[name], alone, renderer)
             await require_shown_images(envs[name], alone, renderer)
     held_out = HeldOut(config, await default_interval(config, envs, quiet=quiet))
-    for said in held_out.said if not quiet else ():
-        print(said)
+    for note in held_out.notes if not quiet else ():
+        print(note)
     run_dir, lock = run_directory(config)
     checkpoint.clean_leftovers(run_dir)
 
@@ -351,12 +351,12 @@ def _replay(rollout: RolloutSection) -> dict[str, JSON]:
 
 def _agent(agent: AgentSection) -> dict[str, JSON]:
     """Returns the agent that plays, without its endpoint's address, which may differ."""
-    who = agent.model_dump(mode="json", include={"run", "command", "container"})
+    settings = agent.model_dump(mode="json", include={"run", "command", "container"})
     if agent.answer != "last_line":
-        who["answer"] = agent.answer
+        settings["answer"] = agent.answer
     if agent.roles:
-        who["roles"] = [role.model_dump(mode="json") for role in agent.roles]
-    return {"agent": who} if agent.is_on else {}
+        settings["roles"] = [role.model_dump(mode="json") for role in agent.roles]
+    return {"agent": settings} if agent.is_on else {}
 
 
 # outputs and checkpoints --------------------------------------------------------------------------

@@ -139,10 +139,12 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
+    """Returns the torch dtype of a `model.dtype`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def seed_everything(seed: int) -> None:
+    """Seeds the random generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

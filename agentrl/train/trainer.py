@@ -63,6 +63,7 @@ class Trainer:
 
     @property
     def model(self) -> PreTrainedModel:
+        """Returns the policy."""
         return self.learner.model
 
     @property
