@@ -70,14 +70,14 @@ class Ratio(Stage):
                 "a sequence ratio summed over tokens counts each sequence once per token; set "
                 "aggregate.kind = 'sequence_token_mean', or ratio.gradient = 'token'"
             )
-        if self.level != "token" and surrogate and surrogate.kind in _OWN_STATISTIC:
+        if self.level != "token" and surrogate and surrogate.kind in _PER_TOKEN_RATIO:
             yield (
                 f"surrogate '{surrogate.kind}' needs the ratio of each token; set ratio.level = "
                 "'token'"
             )
 
 
-_OWN_STATISTIC = ("gmpo", "vespo", "kl_cov", "dro")
+_PER_TOKEN_RATIO = ("gmpo", "vespo", "kl_cov", "dro")
 """Surrogates whose formulas are written for the ratio of each token."""
 
 

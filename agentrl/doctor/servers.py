@@ -84,7 +84,7 @@ async def check_server(url: str, config: RunConfig) -> AsyncIterator[Result]:
         except (InferenceError, TimeoutError) as error:
             yield "fix", f"tokens: {error or 'no answer to the probe'}"
             return
-        endpoint, raw = engine.traits(url)
+        endpoint, raw = engine.probe_result(url)
         if endpoint == GENERATE:
             yield "ok", f"token ids in and out at {GENERATE}, with weight versions"
         else:
@@ -149,7 +149,7 @@ async def _check_sglang(url: str, config: RunConfig) -> AsyncIterator[Result]:
         except (InferenceError, TimeoutError) as error:
             yield "fix", f"tokens: {error or 'no answer to the probe'}"
             return
-        endpoint, raw = engine.traits(url)
+        endpoint, raw = engine.probe_result(url)
         yield "ok", f"token ids in and out at {endpoint}, with weight versions"
         if not raw:
             yield "ok", "log-probs are those after the temperature (and before top_p and top_k)"
@@ -342,7 +342,7 @@ async def _parity(
             max_tokens=config.rollout.max_context_tokens,
         )
         prompt_ids = tokenizer.encode(PARITY_TEXT, add_special_tokens=False)
-        temperature = 1.0 if engine.traits(url)[1] else config.rollout.temperature
+        temperature = 1.0 if engine.probe_result(url)[1] else config.rollout.temperature
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             generation = await engine.generate(
                 "parity-m0", prompt_ids, SamplingParams(PARITY_TOKENS, temperature)

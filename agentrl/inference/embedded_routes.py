@@ -52,8 +52,8 @@ class _Choice(TorchFunctionMode):
         scores, router = args[0], self.router
         if scores.shape[-1] != router.weight.shape[0] or result[1].shape[-1] != router.top_k:
             return result  # it chooses among groups of experts
-        if router.taken is not None:
-            router.taken.append(result[1])
+        if router.recorded is not None:
+            router.recorded.append(result[1])
         if router.routes is None:
             return result
         if len(router.routes) != len(scores):
@@ -89,18 +89,18 @@ def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
         raise ConfigError(
             f"train.router_replay: the routers of {name} choose in an unknown way; leave it out"
         )
-    if all(hasattr(each, "taken") for each in routers):
+    if all(hasattr(each, "recorded") for each in routers):
         return  # it was called before
     for router in routers:
-        router.routes = router.taken = router.listening = None
+        router.routes = router.recorded = router.listening = None
         router.register_forward_pre_hook(_enter)
         router.register_forward_hook(_leave, always_call=True)
     if not probe:
         return
-    with torch.no_grad(), taking(model) as taken:
+    with torch.no_grad(), recording(model) as recorded:
         model(torch.arange(3, 8, device=model.device)[None], use_cache=False)
-    if [len(each) for each in taken] != [1] * len(routers) or any(
-        each[0].shape != (5, router.top_k) for each, router in zip(taken, routers, strict=True)
+    if [len(each) for each in recorded] != [1] * len(routers) or any(
+        each[0].shape != (5, router.top_k) for each, router in zip(recorded, routers, strict=True)
     ):
         raise ConfigError(
             f"train.router_replay: the routers of {name} do not choose once for each token; "
@@ -109,24 +109,24 @@ def make_replayable(model: PreTrainedModel, *, probe: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def taking(model: nn.Module) -> Iterator[list[list[Tensor]]]:
+def recording(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     """Records the routers' choices within the block. Yields a list for each router, to which every
     forward pass appends the choices (tokens, experts per token)."""
     routers: list[Any] = routers_of(model)
-    taken: list[list[Tensor]] = [[] for _ in routers]
-    for router, own in zip(routers, taken, strict=True):
-        router.taken = own
+    recorded: list[list[Tensor]] = [[] for _ in routers]
+    for router, own in zip(routers, recorded, strict=True):
+        router.recorded = own
     try:
-        yield taken
+        yield recorded
     finally:
         for router in routers:
-            router.taken = None
+            router.recorded = None
 
 
-def taken_now(taken: list[list[Tensor]], num_rows: int) -> Tensor:
+def last_recorded(recorded: list[list[Tensor]], num_rows: int) -> Tensor:
     """Removes and returns the last forward pass's choices, on the CPU: (rows, tokens, routers,
     experts per token) int16."""
-    now = torch.stack([each.pop() for each in taken], dim=1).short()
+    now = torch.stack([each.pop() for each in recorded], dim=1).short()
     return now.view(num_rows, -1, *now.shape[1:]).cpu()
 
 
@@ -140,5 +140,5 @@ def force(model: nn.Module, routes: Tensor | None) -> None:
             lets the routers choose everywhere.
     """
     for layer, router in enumerate(routers_of(model)):
-        if hasattr(router, "taken"):  # `make_replayable` was called
+        if hasattr(router, "recorded"):  # `make_replayable` was called
             router.routes = None if routes is None else routes[:, layer]  # pyright: ignore

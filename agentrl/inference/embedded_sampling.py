@@ -28,7 +28,7 @@ from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
 from agentrl.inference.embedded_images import Towers, padded, reading
 from agentrl.inference.embedded_lengths import within_reach
-from agentrl.inference.embedded_routes import taken_now, taking
+from agentrl.inference.embedded_routes import last_recorded, recording
 from agentrl.types import FinishReason, ShownImage
 
 # cuDNN's attention is left out: it plans again for every number of tokens in the cache. On an H200
@@ -49,7 +49,7 @@ class SampleRequest:
     """The prompt's images, in order."""
 
     @property
-    def read(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def prefill_key(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """The prompt's ids and its images' hashes; requests with equal values share a prefill."""
         return tuple(self.prompt_ids), tuple(image.sha256 for image in self.images)
 
@@ -58,7 +58,7 @@ class SampleRequest:
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     @property
-    def shape(self) -> tuple[float, ...]:
+    def batch_key(self) -> tuple[float, ...]:
         """The sampling parameters that all rows of a batch must share: all that change the
         distribution, except the temperature, and those that decide what is reported."""
         sampling = self.sampling
@@ -177,8 +177,8 @@ def sample(
     order = sorted(
         range(len(requests)),
         key=lambda i: (
-            *(requests[i].shape, requests[i].max_length),
-            *(requests[i].read, requests[i].request_id),
+            *(requests[i].batch_key, requests[i].max_length),
+            *(requests[i].prefill_key, requests[i].request_id),
         ),
     )
     results: dict[int, SampledTurn] = {}
@@ -186,7 +186,7 @@ def sample(
     for index in order:
         # Lengths ascend, so the new request is the longest and decides the padded length.
         if batch and (
-            requests[index].shape != requests[batch[0]].shape
+            requests[index].batch_key != requests[batch[0]].batch_key
             or (len(batch) + 1) * requests[index].max_length > max_batch_tokens
         ):
             turns = _sample_batch(
@@ -210,8 +210,8 @@ def _sample_batch(
 ) -> list[SampledTurn]:
     if not requests[0].sampling.report_routes:
         return _sample_rows(model, requests, seed, stop_token_ids, stopped, None)
-    with taking(model) as taken:
-        return _sample_rows(model, requests, seed, stop_token_ids, stopped, taken)
+    with recording(model) as recorded:
+        return _sample_rows(model, requests, seed, stop_token_ids, stopped, recorded)
 
 
 @torch.no_grad()
@@ -221,7 +221,7 @@ def _sample_rows(
     seed: int,
     stop_token_ids: frozenset[int],
     stopped: threading.Event | None,
-    taken: list[list[torch.Tensor]] | None,
+    recorded: list[list[torch.Tensor]] | None,
 ) -> list[SampledTurn]:
     """Samples one padded batch. B rows still sampling, P different prompts, L tokens in the longest
     prompt, V tokens in the vocabulary."""
@@ -233,7 +233,7 @@ def _sample_rows(
     stops = [stop_token_ids.union(r.sampling.stop_token_ids) for r in requests]
 
     # Prefill each different prompt once, padded on the left so that all rows end at the same place.
-    different = {r.read: r for r in requests}
+    different = {r.prefill_key: r for r in requests}
     prompts = [r.prompt_ids for r in different.values()]
     longest = max(map(len, prompts))
     input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -256,11 +256,11 @@ def _sample_rows(
         logits = _next_logits(model, input_ids, mask, positions, cache)  # (P, V)
     if "position_ids" in shown:  # after an image, a position is not the number of tokens before it
         positions = shown["position_ids"].amax(0).cummax(1).values
-    of_prompts = None if taken is None else taken_now(taken, len(prompts))
+    of_prompts = None if recorded is None else last_recorded(recorded, len(prompts))
 
     # One row per request from here on.
     row_of_prompt = {read: row for row, read in enumerate(different)}
-    rows = torch.tensor([row_of_prompt[r.read] for r in requests], device=device)
+    rows = torch.tensor([row_of_prompt[r.prefill_key] for r in requests], device=device)
     routes: list[list[torch.Tensor]] = [[] for _ in requests]
     for own, request, row in zip(routes, requests, rows.tolist(), strict=True):
         if of_prompts is not None:
@@ -317,11 +317,11 @@ def _sample_rows(
             seen = torch.cat([seen, chosen], dim=1)
         positions = positions + 1
         logits = _next_logits(model, chosen, mask, positions, cache)
-        if taken is not None:
-            for request, its in zip(live, taken_now(taken, len(live)), strict=True):
+        if recorded is not None:
+            for request, its in zip(live, last_recorded(recorded, len(live)), strict=True):
                 routes[request].append(its)
     reported = kept_ids if reports_kept else [None] * len(requests)
-    routed = [None if taken is None else torch.cat(own).numpy() for own in routes]
+    routed = [None if recorded is None else torch.cat(own).numpy() for own in routes]
     return [
         SampledTurn(*turn)
         for turn in zip(token_ids, logprobs, finish_reasons, reported, routed, strict=True)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from agentrl.errors import InferenceError
 
-_OF_A_RANK = re.compile(
+_RANK_VARIABLE = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.+"
 )
 """Variables that torchrun sets for a rank. With them, a server's torch would wait for the store of
@@ -110,7 +110,7 @@ class Program:
     install: str
     """Commands that create its virtual environment."""
     beside: Path
-    """Path, from the checkout, of the interpreter that `make vllm` or `make sglang` creates."""
+    """Interpreter that `make vllm` or `make sglang` creates, relative to the working directory."""
     python_variable: str
     """Environment variable that names an interpreter."""
     share_flag: str
@@ -126,7 +126,7 @@ def server_environment(
         platform: kind of device that the server computes on; empty if not known yet.
     """
     environment = {
-        name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)
+        name: value for name, value in os.environ.items() if not _RANK_VARIABLE.fullmatch(name)
     }
     environment.pop("PYTHONHOME", None)
     defaults = {name: value for name, value in program.defaults.items() if name not in environment}

@@ -246,7 +246,7 @@ class ServerEngine:
             remember(self._newest_version, trajectory, whole.versions[-1])
         return whole
 
-    def traits(self, url: str) -> tuple[Endpoint, bool]:
+    def probe_result(self, url: str) -> tuple[Endpoint, bool]:
         """Returns the probe's findings: the endpoint, and True if log-probabilities are those of
         the raw logits.
 

@@ -40,7 +40,7 @@ class SGLangEngine(ServerEngine):
         super().__init__(*arguments, **keywords)
         self._workers: dict[str, list[str]] = {}
         """Address -> addresses of its workers; a plain server is its only worker."""
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
 
     def distrust(self, url: str) -> None:
         """Has `resync` called for this server, or the router in front of it, before its next
@@ -50,7 +50,7 @@ class SGLangEngine(ServerEngine):
                 server.in_doubt = True
 
     async def aclose(self) -> None:
-        await asyncio.gather(*self._farewells)
+        await asyncio.gather(*self._aborts)
         await super().aclose()
 
     async def _ask_probe(self, server: Server) -> tuple[Endpoint, bool]:
@@ -96,11 +96,11 @@ class SGLangEngine(ServerEngine):
         return uuid.uuid4().hex
 
     def _abandon(self, server: Server, rid: str) -> None:
-        task = asyncio.create_task(self._say_abort(self._workers.get(server.url, []), rid))
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        task = asyncio.create_task(self._abort_on(self._workers.get(server.url, []), rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
-    async def _say_abort(self, urls: list[str], rid: str) -> None:
+    async def _abort_on(self, urls: list[str], rid: str) -> None:
         """Asks servers to drop a request. A server that is out of reach notices the closed
         connection by itself, later."""
         body = msgspec.json.encode({"rid": rid})

@@ -407,7 +407,7 @@ def _read_generate(
         )
     return Sampled(
         choice.token_ids,
-        _present(url, [entry.logprob for entry in content]),
+        _without_null(url, [entry.logprob for entry in content]),
         _finish_reason(url, choice.finish_reason),
         choice.weight_versions or [],
         prompt_logprobs,
@@ -425,7 +425,7 @@ def _read_completion(url: str, choice: _CompletionChoice, prompt_ids: list[int])
         )
     return Sampled(
         choice.token_ids,
-        _present(url, choice.logprobs.token_logprobs),
+        _without_null(url, choice.logprobs.token_logprobs),
         _finish_reason(url, choice.finish_reason),
         [],
         choice.prompt_logprobs,
@@ -444,7 +444,7 @@ def _read_sglang(url: str, answer: _SGLangAnswer) -> Sampled:
         spans = [VersionSpan(meta.weight_version, 0, num_tokens)]
     return Sampled(
         answer.output_ids,
-        _present(url, [entry[0] for entry in meta.output_token_logprobs]),
+        _without_null(url, [entry[0] for entry in meta.output_token_logprobs]),
         _finish_reason(url, meta.finish_reason.type if meta.finish_reason else None),
         spans or [],
         _sglang_prompt(meta),
@@ -460,7 +460,7 @@ def _sglang_prompt(meta: _SGLangMeta) -> PromptLogprobs | None:
     ]
 
 
-def _present(url: str, logprobs: list[float | None]) -> list[float]:
+def _without_null(url: str, logprobs: list[float | None]) -> list[float]:
     if None in logprobs:
         raise InferenceError(
             f"{url}: {logprobs.count(None)} of {len(logprobs)} log-probabilities are null"

@@ -125,7 +125,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(url, tmp_path, 
     async def go():
         async with client(url) as engine:
             await engine.start()
-            assert engine.traits(url) == ("/generate", False)
+            assert engine.probe_result(url) == ("/generate", False)
             prompts = [PROMPT[:n] for n in (1, 7, 24)]
             sampling = SamplingParams(24, temperature)
             calls = [engine.generate(f"g-m{i}", p, sampling) for i, p in enumerate(prompts)]

@@ -213,7 +213,7 @@ def test_a_server_of_raw_logprobs_is_noticed_and_refused(tmp_path):
     async def go(url: str):
         async with client(url) as engine:
             await engine.start()
-            assert engine.traits(url) == ("/generate", True)
+            assert engine.probe_result(url) == ("/generate", True)
             await engine.generate("a-m0", PROMPT, SAMPLING)
 
     expected = pytest.raises(InferenceError, match="SGLANG_RETURN_ORIGINAL_LOGPROB")
