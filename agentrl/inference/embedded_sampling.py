@@ -26,6 +26,7 @@ from transformers import (
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
+from agentrl.inference.embedded_cache import grouping_heads, make_cache
 from agentrl.inference.embedded_images import Towers, padded, reading
 from agentrl.inference.embedded_lengths import within_reach
 from agentrl.inference.embedded_routes import last_recorded, recording
@@ -245,7 +246,7 @@ def _sample_rows(
     # The tokens for the repetition penalty. Padding becomes the last token, which is seen anyway.
     seen = torch.where(mask == 1, input_ids, input_ids[:, -1:])
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (P, L)
-    cache = DynamicCache(config=model.config)
+    cache = make_cache(model.config)
     shown = {}
     if any(r.images for r in requests):
         towers = Towers(model)
@@ -352,7 +353,7 @@ def _next_logits(
     cache: DynamicCache,
 ) -> torch.Tensor:
     """Returns the logits (B, V) after the last token, and appends keys and values to `cache`."""
-    with sdpa_kernel(_ATTENTION):
+    with sdpa_kernel(_ATTENTION), grouping_heads(input_ids.device):
         output = model(
             input_ids=input_ids,
             attention_mask=mask,
