@@ -87,7 +87,7 @@ class Trainer:
 
         Args:
             states, greedy_rewards: see `make_batch`.
-            on_progress: see `update_policy`.
+            on_progress: see `UpdateOptions`.
             on_signals: called with the values computed for each token, if `track.signals` is set.
 
         Raises:
@@ -114,11 +114,11 @@ class Trainer:
             policy_learns=self.critic is None or step > config.critic.warmup_steps,
             own_logprobs=config.rollout.is_truncated and not all_kept_are_known(samples),
             kl_coef=self.kl.coef,
+            signals=signals,
+            on_progress=on_progress,
         )
         try:
-            metrics = update_policy(
-                self.learner, samples, batch, options, signals=signals, on_progress=on_progress
-            )
+            metrics = update_policy(self.learner, samples, batch, options)
         except TrainingError:
             if ranks.rank() == 0:
                 _save_failed_batch(self.run_dir, step, batch)

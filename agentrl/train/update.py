@@ -1,14 +1,16 @@
-"""One batch of samples into one or more optimizer updates.
+"""Trains on one batch of samples, in one optimizer update or several.
 
-    what is known before -> advantages -> [ weights -> [ forward, loss, backward ]* -> update ]*
+    evaluate   what the models say before the update, and the advantages
+    plan       rows -> mini-batches (one update each) -> micro-batches (one forward pass each)
+    learn      [ weights -> [ forward, loss, backward ]* -> update ]*
 
-Advantages are computed once over the whole batch. Weights are computed once per optimizer update
-over all its tokens, before it is cut into micro-batches: every micro-batch adds its share of one
-sum, so neither the gradient nor a metric depends on `train.token_budget`.
+Advantages are computed once over the whole batch. Weights are computed once per update over all its
+tokens, before it is split into micro-batches: each micro-batch adds its share of one sum, so
+neither the gradient nor a metric depends on `train.token_budget`.
 
-With several ranks each has the whole batch, computes all that is known before on it, and its own
-share of the micro-batches; gradients and metrics are sums over all of them. Ranks that hold slices
-of the same rows (`agentrl.train.context`) compute the same loss.
+Every rank has the whole batch. Each rank computes its own share of the micro-batches; gradients,
+metrics and evaluated values are summed over all ranks. Ranks that hold slices of the same rows
+(`agentrl.train.context`) compute the same loss, which is counted once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,27 +59,54 @@ from agentrl.types import Sample
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UpdateOptions:
-    """The models and numbers that an update takes besides the policy."""
+    """Everything that an update takes besides the policy and the batch."""
 
     objective: Objective
     config: TrainSection
     temperature: float
-    """The samples' own; logits are divided by it."""
+    """Temperature at which the samples were drawn; logits are divided by it."""
     seed: int
-    """Decides the order of groups in the second and later epochs."""
+    """Seed of the order in which groups are split into mini-batches."""
     reference: PreTrainedModel | None = None
-    """Frozen model for the KL, where the objective has one; the policy itself where an adapter is
-    trained, and its adapter is left out."""
+    """Frozen model of the KL term, if the objective has one. With an adapter it may be the policy
+    itself, whose adapter is then switched off."""
     teacher: PreTrainedModel | TeacherServer | None = None
-    """Whose log-probs are learned from, where the objective does."""
+    """Model to distill from, if the objective does."""
     critic: Learner[Critic] | None = None
-    """A `Critic` with its optimizer, where the objective needs one."""
+    """The critic with its optimizer, if the objective needs one."""
     policy_learns: bool = True
     """False while the critic warms up alone."""
     own_logprobs: bool = False
-    """The policy's log-probs before the update stand in for those at sampling."""
+    """Use the policy's log-probs before the update in place of those reported by the sampler."""
     kl_coef: float | None = None
     """Replaces `objective.kl.coef` (adaptive coefficient)."""
+    signals: StepSignals | None = None
+    """Records the values computed for each token."""
+    on_progress: Callable[[int, int], None] | None = None
+    """Called after each micro-batch with (micro-batches done, micro-batches in all)."""
+
+
+@dataclass(slots=True, frozen=True)
+class MiniBatch:
+    """The rows of one optimizer update, and this rank's share of its micro-batches."""
+
+    rows: list[int]
+    """Rows of the batch, of all ranks."""
+    micro_batches: list[tuple[list[int], float]]
+    """Rows and weight of each micro-batch. The weight is 0 if the pass only runs because another
+    rank runs one in the same round."""
+    share: bool
+    """A prefix that several samples share is computed once per micro-batch."""
+
+
+@dataclass(slots=True, frozen=True)
+class Learned:
+    """Collects the results of all updates on one batch."""
+
+    metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    """This rank's parts of the metrics, to be merged."""
+    updates: list[Update] = field(default_factory=list)
+    critic_updates: list[Update] = field(default_factory=list)
 
 
 def update_policy(
@@ -85,101 +114,47 @@ def update_policy(
     samples: Sequence[Sample],
     batch: Batch,
     options: UpdateOptions,
-    *,
-    signals: StepSignals | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Train on one batch; returns its metrics.
+    """Trains on one batch and returns the metrics. Every rank calls it.
 
     Args:
         samples: the rows of `batch`, in its order.
-        signals: takes down what is computed for each token.
-        on_progress: called with (micro-batches done, micro-batches in all).
+        batch: gains what `evaluate` computes.
 
     Raises:
         TrainingError: too many updates in a row had a non-finite gradient.
     """
-    objective, config, critic = options.objective, options.config, options.critic
-    device = computing_device(learner.model)
-    _evaluate(learner.model, samples, batch, options)
-    batch.advantages = compute_advantages(objective, batch, kl_coef=options.kl_coef)
-    contributions: list[Mapping[str, Metric]] = []
-    if ranks.rank() == 0:  # every rank knows them, and they are to be counted once
-        contributions.append(advantage_metrics(objective, batch))
-        every_row = range(len(samples))
-        contributions += _by_environment(
-            batch, every_row, lambda rows: advantage_metrics(objective, batch.select(rows))
-        )
+    evaluate(learner.model, samples, batch, options)
+    minibatches = plan(learner.model, samples, batch, options)
+    contributions = _advantage_metrics(options.objective, batch)
+    learned = learn(learner, samples, batch, minibatches, options)
+    contributions += learned.metrics
 
-    # What samples begin with counts once for the routers' loss, so there it stands with each.
-    share = config.share_prefixes and config.router_aux_loss == 0
-    share = share and shares_prefixes(learner.model)
-    if critic is not None:
-        share = share and shares_prefixes(critic.model.backbone)
-    minibatches = [
-        rows
-        for epoch in range(config.num_epochs)
-        for rows in split_groups(batch.group_ids, config.num_minibatches, f"{options.seed}/{epoch}")
-    ]
-    plans = [own_share(samples, rows, config.token_budget, share=share) for rows in minibatches]
-    num_done, num_in_all = 0, sum(len(plan) for plan in plans)
-    updates, critic_updates = [], []
-    for rows, plan in zip(minibatches, plans, strict=True):
-        step = prepare(objective, batch.select(rows), kl_coef=options.kl_coef)
-        place = {row: index for index, row in enumerate(rows)}
-        num_tokens = sum(len(samples[row]) for row in rows)
-        for chosen, weight in plan:
-            micro = pack(samples, chosen, share=share)
-            # The whole batch, padded to its longest row, stays where it is: on the host.
-            part = step.select([place[row] for row in chosen], micro.max_trained).to(device)
-            counts = weight and context.current().rank == 0  # of ranks with the same rows, once
-            if options.policy_learns:
-                portion = micro.num_tokens / num_tokens
-                output, logprobs, entropy = _learn(
-                    learner.model, micro, part, options, weight=weight, portion=portion
-                )
-                if counts:
-                    contributions.append(output.metrics)
-                    measure = functools.partial(_policy_metrics, options, part, logprobs, entropy)
-                    contributions += _by_environment(batch, chosen, measure)
-                    if signals is not None:
-                        signals.take(chosen, part, logprobs, output.kept, number=num_done + 1)
-            if critic is not None:
-                output = value_loss(objective, part, trained_matrix(micro, critic.model(micro)))
-                (weight * output.loss).backward()
-                if counts:
-                    contributions.append(output.metrics)
-            if counts:
-                contributions.append({"computed_tokens": Metric("sum", (micro.num_tokens,))})
-            num_done += 1
-            ranks.moved()
-            if on_progress:
-                on_progress(num_done, num_in_all)
-        if options.policy_learns:
-            updates.append(learner.step())
-        if critic is not None:
-            critic_updates.append(critic.step())
-    if signals is not None:
-        signals.gather()
+    if options.signals is not None:
+        options.signals.gather()
     metrics = reduce_metrics(_of_all_ranks(merge_metrics(contributions)))
-    metrics |= _update_metrics(updates, learner, "train")
-    if critic is not None:
-        metrics |= _update_metrics(critic_updates, critic, "critic")
-        if (explained := explained_variance(objective, batch)) is not None:
+    metrics |= _update_metrics(learned.updates, learner, "train")
+    if options.critic is not None:
+        metrics |= _update_metrics(learned.critic_updates, options.critic, "critic")
+        if (explained := explained_variance(options.objective, batch)) is not None:
             metrics["critic/explained_variance"] = explained
     return metrics
 
 
-def _evaluate(
+# evaluate -----------------------------------------------------------------------------------------
+
+
+def evaluate(
     model: PreTrainedModel, samples: Sequence[Sample], batch: Batch, options: UpdateOptions
 ) -> None:
-    """Adds to the batch what the objective needs of the models as they are before the update."""
+    """Adds to the batch the values of the models before the update, as far as the objective needs
+    them, and the advantages."""
     objective, config, temperature = options.objective, options.config, options.temperature
     needs = objective.needs()
-    everywhere = functools.partial(_everywhere, samples, batch, config)
+    for_all_rows = functools.partial(_for_all_rows, samples, batch, config)
 
     def logprobs_of(model: PreTrainedModel) -> Tensor:
-        return everywhere(
+        return for_all_rows(
             model, lambda micro: sample_logprobs(model, micro, temperature=temperature)[0]
         )
 
@@ -191,9 +166,9 @@ def _evaluate(
     if options.own_logprobs and batch.old_logprobs is not None:
         batch.rollout_logprobs = batch.old_logprobs
     if "old_entropy" in needs:
-        batch.old_entropy = everywhere(model, lambda micro: _entropy(model, micro, temperature))
+        batch.old_entropy = for_all_rows(model, lambda micro: _entropy(model, micro, temperature))
     if "sum_squared_probs" in needs:
-        batch.sum_squared_probs = everywhere(
+        batch.sum_squared_probs = for_all_rows(
             model, lambda micro: _sum_squared_probs(model, micro, temperature)
         )
     if "ref_logprobs" in needs:
@@ -201,19 +176,193 @@ def _evaluate(
         with without_adapter(options.reference):
             batch.ref_logprobs = logprobs_of(options.reference)
     if isinstance(options.teacher, TeacherServer):
-        told = torch.zeros_like(batch.rollout_logprobs)
-        if ranks.rank() == 0:  # it is asked once
-            told.copy_(options.teacher.logprobs(samples))
-        batch.teacher_logprobs = ranks.add_up(told)
+        answers = torch.zeros_like(batch.rollout_logprobs)
+        if ranks.rank() == 0:  # one rank asks the server
+            answers.copy_(options.teacher.logprobs(samples))
+        batch.teacher_logprobs = ranks.add_up(answers)
     elif options.teacher is not None:
         batch.teacher_logprobs = logprobs_of(options.teacher)
     if options.critic is not None:
         critic = options.critic.model
-        batch.values = everywhere(critic.backbone, critic)
+        batch.values = for_all_rows(critic.backbone, critic)
         batch.returns = value_targets(objective, batch, kl_coef=options.kl_coef)
+    batch.advantages = compute_advantages(objective, batch, kl_coef=options.kl_coef)
 
 
-def _learn(
+@torch.no_grad()
+def _for_all_rows(
+    samples: Sequence[Sample],
+    batch: Batch,
+    config: TrainSection,
+    model: PreTrainedModel,
+    forward: Callable[[MicroBatch], Tensor],
+) -> Tensor:
+    """Computes a value of every trained token, without gradient, all ranks together.
+
+    Args:
+        model: the model that `forward` runs.
+        forward: returns the values (Q,) of a micro-batch's trained tokens.
+
+    Returns:
+        (B, T) in the batch's memory, 0 where no token is trained.
+    """
+    values = torch.zeros_like(batch.rollout_logprobs)
+    share = config.share_prefixes and shares_prefixes(model)
+    every_row = range(len(samples))
+    for rows, weight in own_share(samples, every_row, config.token_budget, share=share):
+        micro = pack(samples, rows, share=share)
+        index = torch.from_numpy(micro.rows[micro.row_of]), torch.from_numpy(micro.column_of)
+        result = forward(micro).to(values.device)
+        ranks.moved()
+        if _counts(weight):
+            values[index] = result
+    return ranks.add_up(values)
+
+
+def _entropy(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
+    _, entropy = sample_logprobs(model, micro, temperature=temperature, with_entropy=True)
+    assert entropy is not None
+    return entropy
+
+
+def _sum_squared_probs(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
+    """Computes the sum over the vocabulary of p^2 at every trained token, (Q,).
+
+    At half the temperature a token's probability is p^2 over that sum, so two log-probs of the
+    sampled token give it: log sum = 2 log p - log p_half.
+    """
+    logprobs, _ = sample_logprobs(model, micro, temperature=temperature)
+    halved, _ = sample_logprobs(model, micro, temperature=temperature / 2)
+    return torch.exp(2 * logprobs - halved)
+
+
+# plan ---------------------------------------------------------------------------------------------
+
+
+def plan(
+    model: PreTrainedModel, samples: Sequence[Sample], batch: Batch, options: UpdateOptions
+) -> list[MiniBatch]:
+    """Splits the batch into the mini-batches of all epochs, and each into micro-batches."""
+    config = options.config
+    # The routers' loss must count a shared prefix once for every sample, so it is repeated there.
+    share = config.share_prefixes and config.router_aux_loss == 0 and shares_prefixes(model)
+    if options.critic is not None:
+        share = share and shares_prefixes(options.critic.model.backbone)
+    minibatches = []
+    for epoch in range(config.num_epochs):
+        order = f"{options.seed}/{epoch}"
+        for rows in split_groups(batch.group_ids, config.num_minibatches, order):
+            micro_batches = own_share(samples, rows, config.token_budget, share=share)
+            minibatches.append(MiniBatch(rows, micro_batches, share))
+    return minibatches
+
+
+def split_groups(group_ids: Tensor, num_parts: int, seed: str) -> list[list[int]]:
+    """Splits a batch into mini-batches of whole groups, of about equally many, in a seeded order.
+
+    Groups stay whole because half a group in a mini-batch would have half a baseline.
+
+    Args:
+        group_ids: (B,) the group of each row.
+        num_parts: mini-batches; fewer are returned if there are fewer groups.
+
+    Returns:
+        The rows of each mini-batch, ascending.
+    """
+    groups = list(dict.fromkeys(group_ids.tolist()))
+    if num_parts > 1:
+        random.Random(seed).shuffle(groups)
+    parts = [set(groups[part::num_parts]) for part in range(num_parts)]
+    rows = [
+        [row for row, group in enumerate(group_ids.tolist()) if group in part] for part in parts
+    ]
+    return [part for part in rows if part]
+
+
+def own_share(
+    samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
+) -> list[tuple[list[int], float]]:
+    """Returns this rank's share of the micro-batches of `rows`, each as its rows and its weight
+    (see `share_of`). A single rank gets all of them."""
+    bundled = bundles(samples, rows, token_budget, share=share)
+    lengths = [tokens for _, tokens in bundled]
+    costs = [cost(tokens, [len(samples[row]) for row in each]) for each, tokens in bundled]
+    together = context.current().size  # ranks that compute the same rows
+    rounds = deal(lengths, costs, token_budget, ranks.size() // together)
+    return [
+        (sorted(row for index in chosen for row in bundled[index][0]), weight)
+        for chosen, weight in share_of(ranks.rank() // together, rounds, costs)
+    ]
+
+
+# learn --------------------------------------------------------------------------------------------
+
+
+def learn(
+    learner: Learner[PreTrainedModel],
+    samples: Sequence[Sample],
+    batch: Batch,
+    minibatches: Sequence[MiniBatch],
+    options: UpdateOptions,
+) -> Learned:
+    """Makes one optimizer update per mini-batch, of the policy and of the critic if there is one.
+
+    Raises:
+        TrainingError: too many updates in a row had a non-finite gradient.
+    """
+    objective, critic, device = options.objective, options.critic, computing_device(learner.model)
+    learned = Learned()
+    num_done, num_in_all = 0, sum(len(mini.micro_batches) for mini in minibatches)
+    for mini in minibatches:
+        step = prepare(objective, batch.select(mini.rows), kl_coef=options.kl_coef)
+        place = {row: index for index, row in enumerate(mini.rows)}
+        num_tokens = sum(len(samples[row]) for row in mini.rows)
+        for rows, weight in mini.micro_batches:
+            micro = pack(samples, rows, share=mini.share)
+            # The whole batch, padded to its longest row, stays in host memory; these rows leave it.
+            part = step.select([place[row] for row in rows], micro.max_trained).to(device)
+            counts = _counts(weight)
+            if options.policy_learns:
+                output, logprobs, entropy = _add_policy_gradient(
+                    learner.model,
+                    micro,
+                    part,
+                    options,
+                    weight=weight,
+                    portion=micro.num_tokens / num_tokens,
+                )
+                if counts:
+                    learned.metrics.append(output.metrics)
+                    measure = functools.partial(_policy_metrics, options, part, logprobs, entropy)
+                    learned.metrics.extend(_by_environment(batch, rows, measure))
+                    if options.signals is not None:
+                        options.signals.take(rows, part, logprobs, output.kept, number=num_done + 1)
+            if critic is not None:
+                values = trained_matrix(micro, critic.model(micro))
+                output = value_loss(objective, part, values)
+                (weight * output.loss).backward()
+                if counts:
+                    learned.metrics.append(output.metrics)
+            if counts:
+                learned.metrics.append({"computed_tokens": Metric("sum", (micro.num_tokens,))})
+            num_done += 1
+            ranks.moved()
+            if options.on_progress:
+                options.on_progress(num_done, num_in_all)
+        if options.policy_learns:
+            learned.updates.append(learner.step())
+        if critic is not None:
+            learned.critic_updates.append(critic.step())
+    return learned
+
+
+def _counts(weight: float) -> bool:
+    """Tells whether this rank's results of a micro-batch count: it has a weight, and of the ranks
+    that compute the same rows this is the first."""
+    return weight > 0 and context.current().rank == 0
+
+
+def _add_policy_gradient(
     model: PreTrainedModel,
     micro: MicroBatch,
     part: Batch,
@@ -222,15 +371,15 @@ def _learn(
     weight: float,
     portion: float,
 ) -> tuple[LossOutput, Tensor, Tensor | None]:
-    """Adds a micro-batch's share to the gradient.
+    """Adds a micro-batch's share to the gradient of the policy.
 
     Args:
         part: the micro-batch's rows, on the model's device.
-        weight: 0 where the pass is only run because other ranks run one.
-        portion: of the update's tokens, those in this micro-batch.
+        weight: see `MiniBatch.micro_batches`.
+        portion: the micro-batch's share of the update's tokens.
 
     Returns:
-        The loss, and (B, T) log-probs and entropies of the trained tokens.
+        The loss, and the (B, T) log-probs and entropies of the trained tokens.
     """
     routed: list[Tensor] | None = [] if options.config.router_aux_loss else None
     logprobs, entropy = sample_logprobs(
@@ -246,13 +395,36 @@ def _learn(
     return output, logprobs, entropy
 
 
+# metrics ------------------------------------------------------------------------------------------
+
+
+def _advantage_metrics(objective: Objective, batch: Batch) -> list[Mapping[str, Metric]]:
+    """Returns the metrics of the advantages, of the batch and of each environment.
+
+    Every rank knows the whole batch, so only rank 0 returns them: they must be counted once.
+    """
+    if ranks.rank() > 0:
+        return []
+    every_row = range(len(batch.group_ids))
+    return [
+        advantage_metrics(objective, batch),
+        *_by_environment(
+            batch, every_row, lambda rows: advantage_metrics(objective, batch.select(rows))
+        ),
+    ]
+
+
 def _by_environment(
     batch: Batch, rows: Sequence[int], measure: Callable[[list[int]], Mapping[str, Metric]]
 ) -> list[dict[str, Metric]]:
-    """Returns the metrics that `measure` gives of each environment's rows, where there are several.
+    """Measures the rows of each environment apart, if the run has several.
 
     Args:
-        rows: of the batch; `measure` gets places among them.
+        rows: rows of the batch.
+        measure: returns metrics of some of them, given as indices into `rows`.
+
+    Returns:
+        The metrics of each environment, named `env/NAME/...`.
     """
     if batch.env_ids is None:
         return []
@@ -272,7 +444,7 @@ def _policy_metrics(
     entropy: Tensor | None,
     rows: list[int],
 ) -> Mapping[str, Metric]:
-    """Computes what some rows of a micro-batch add to the metrics of the loss."""
+    """Computes the loss's metrics over some rows of a micro-batch."""
     index = torch.as_tensor(rows, device=logprobs.device)
     of_rows = None if entropy is None else entropy[index]
     return policy_loss(
@@ -280,61 +452,8 @@ def _policy_metrics(
     ).metrics
 
 
-def split_groups(group_ids: Tensor, num_parts: int, seed: str) -> list[list[int]]:
-    """Rows of each mini-batch: whole groups, spread evenly, in a seeded order.
-
-    Groups stay whole because a mini-batch of half a group has half a baseline.
-    """
-    groups = list(dict.fromkeys(group_ids.tolist()))
-    if num_parts > 1:
-        random.Random(seed).shuffle(groups)
-    parts = [set(groups[part::num_parts]) for part in range(num_parts)]
-    rows = [
-        [row for row, group in enumerate(group_ids.tolist()) if group in part] for part in parts
-    ]
-    return [part for part in rows if part]
-
-
-@torch.no_grad()
-def _everywhere(
-    samples: Sequence[Sample],
-    batch: Batch,
-    config: TrainSection,
-    model: PreTrainedModel,
-    forward: Callable[[MicroBatch], Tensor],
-) -> Tensor:
-    """Computes (B, T) values of `forward`, which runs `model`, for the trained tokens of every
-    micro-batch, without gradient."""
-    values = torch.zeros_like(batch.rollout_logprobs)
-    share = config.share_prefixes and shares_prefixes(model)
-    every_row = range(len(samples))
-    for rows, weight in own_share(samples, every_row, config.token_budget, share=share):
-        micro = pack(samples, rows, share=share)
-        index = torch.from_numpy(micro.rows[micro.row_of]), torch.from_numpy(micro.column_of)
-        result = forward(micro).to(values.device)
-        ranks.moved()
-        if weight and context.current().rank == 0:
-            values[index] = result
-    return ranks.add_up(values)
-
-
-def own_share(
-    samples: Sequence[Sample], rows: Sequence[int], token_budget: int, *, share: bool
-) -> list[tuple[list[int], float]]:
-    """This rank's micro-batches of these rows, with their weights (see `share_of`): of bundles of
-    rows that stay together. One rank has them all."""
-    bundled = bundles(samples, rows, token_budget, share=share)
-    lengths = [tokens for _, tokens in bundled]
-    costs = [cost(tokens, [len(samples[row]) for row in each]) for each, tokens in bundled]
-    together = context.current().size  # ranks that compute the same rows
-    rounds = deal(lengths, costs, token_budget, ranks.size() // together)
-    return [
-        (sorted(row for index in chosen for row in bundled[index][0]), weight)
-        for chosen, weight in share_of(ranks.rank() // together, rounds, costs)
-    ]
-
-
 def _of_all_ranks(metrics: Mapping[str, Metric]) -> list[dict[str, Metric]]:
+    """Returns the metrics of every rank, on every rank."""
     if ranks.size() == 1:
         return [dict(metrics)]
     mine: Any = {name: [m.kind, *m.to_floats().parts] for name, m in metrics.items()}
@@ -345,24 +464,8 @@ def _of_all_ranks(metrics: Mapping[str, Metric]) -> list[dict[str, Metric]]:
     ]
 
 
-def _entropy(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
-    _, entropy = sample_logprobs(model, micro, temperature=temperature, with_entropy=True)
-    assert entropy is not None
-    return entropy
-
-
-def _sum_squared_probs(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> Tensor:
-    """(Q,) sum over the vocabulary of p^2.
-
-    At half the temperature a token's probability is p^2 over that sum, so that two log-probs of
-    the sampled token give it: log sum = 2 log p - log p_half.
-    """
-    logprobs, _ = sample_logprobs(model, micro, temperature=temperature)
-    halved, _ = sample_logprobs(model, micro, temperature=temperature / 2)
-    return torch.exp(2 * logprobs - halved)
-
-
 def _update_metrics(updates: list[Update], learner: Learner, section: str) -> dict[str, float]:
+    """Returns the metrics of a learner's updates on this batch, named `SECTION/...`."""
     metrics: dict[str, float] = {
         f"{section}/updates": learner.num_updates,
         f"{section}/skipped_updates": sum(not update.applied for update in updates),

@@ -130,7 +130,7 @@ def test_shards_are_put_together(tmp_path):
 
 
 OUTSIDE = (
-    *("_everywhere", "compute_advantages", "gather", "merge_metrics", "reduce_metrics", "step"),
+    *("_for_all_rows", "compute_advantages", "gather", "merge_metrics", "reduce_metrics", "step"),
     "to_floats",
 )
 """What waits before the first micro-batch or after the last one of an update."""
