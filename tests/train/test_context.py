@@ -114,7 +114,7 @@ def test_families_that_do_not_are_refused_by_name(family, tmp_path, of_ranks):
     path = save_tiny_model(tmp_path, family)
     load_model(path, dtype=torch.float32, device="cpu")
     of_ranks(2)
-    with pytest.raises(ConfigError, match=r"context = 2 cannot train .+ForCausalLM: over"):
+    with pytest.raises(ConfigError, match=r"context = 2 cannot train .+ForCausalLM: split over"):
         load_model(path, dtype=torch.float32, device="cpu")
 
 

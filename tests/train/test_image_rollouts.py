@@ -264,7 +264,7 @@ def test_a_row_that_was_read_back_is_trained_with_the_same_pixels_or_not_at_all(
     (sample,), (before,) = samples_of(read), samples_of(played)
     assert read.messages == played.messages
     model = load_model(folder, dtype=torch.float32, device="cpu")
-    with pytest.raises(TrainingError, match="read back"):
+    with pytest.raises(TrainingError, match="whose pixels the log does not have"):
         sample_logprobs(model, pack([sample], [0]), temperature=1.0)
     with pytest.raises(ConfigError, match=r"teacher\.path"):
         TeacherServer("http://127.0.0.1:9", model="teacher").logprobs([before])

@@ -172,6 +172,21 @@ def _max_connections() -> int:
     return max(wanted - _FREE_FILES, 128)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket, for servers other than granian.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    listener = _claim(host, port)
+    try:
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error.strerror or str(error)) from None
+    return listener
+
+
 def _claim(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound to the address and does not listen.
 
