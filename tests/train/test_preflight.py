@@ -197,7 +197,7 @@ def test_doctor_plays_a_run_file_with_something_to_train():
     ("planted", "dtype", "finding"),
     [
         ("shifted", "float32", "fix sampler and trainer: .*differ by"),
-        ("rounded", "bfloat16", "fix sampler and trainer: .*where bfloat16 explains"),
+        ("rounded", "bfloat16", "fix sampler and trainer: .*but bfloat16 explains only"),
         (None, "float32", "ok sampler and trainer: differ by .* in float32"),
     ],
 )
