@@ -1,4 +1,4 @@
-"""Which groups are worth training on: pure functions of a group's rewards. No torch.
+"""Decides which groups are worth training on, by their rewards alone. No torch.
 
 Dynamic sampling (DAPO, 2503.14476) drops groups whose advantage is zero anyway and lets others
 take their place, so that every step has the same number of informative groups.
