@@ -40,7 +40,6 @@ def add_env_commands(parsers: argparse._SubParsersAction) -> None:
     _add_play(subcommands)
     _add_demonstrate(subcommands)
     _add_serve(subcommands)
-    _add_bench(subcommands)
     _add_build(subcommands)
     _add_run(subcommands)
 
@@ -179,22 +178,6 @@ def _add_demonstrate(subcommands: argparse._SubParsersAction) -> None:
     )
     demonstrate.add_argument("--split", default="train", help="task set (default: %(default)s)")
     _number(demonstrate, "--tasks", _positive, 64, "number of tasks, from the first")
-
-
-def _add_bench(subcommands: argparse._SubParsersAction) -> None:
-    bench = _command(
-        subcommands,
-        "bench",
-        commands.bench,
-        *("--config", "--env", "--token", "--json"),
-        help="measure steps per second, latency and the server's CPU time",
-        description="Play many episodes at once over HTTP and report steps per second and "
-        "latency, as the client sees them. An environment given by name is served by a separate "
-        "process, whose CPU time, threads and memory are reported too.",
-    )
-    bench.add_argument("target", metavar="ID|URL", help=f"{_NAME_HELP}; or the URL of a server")
-    _number(bench, "--sessions", _positive, 64, "episodes played at once")
-    _number(bench, "--seconds", float, 5.0, "seconds to measure")
 
 
 def _add_serve(subcommands: argparse._SubParsersAction) -> None:

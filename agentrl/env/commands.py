@@ -149,31 +149,6 @@ def demonstrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def bench(arguments: argparse.Namespace) -> int:
-    import asyncio
-    import dataclasses
-
-    from agentrl.env.bench import bench as measure
-
-    result = asyncio.run(
-        measure(
-            arguments.target,
-            num_sessions=arguments.sessions,
-            seconds=arguments.seconds,
-            config=_read_config(arguments.config),
-            env_id=arguments.env,
-            token=arguments.token,
-        )
-    )
-    if arguments.json:
-        print(json.dumps(dataclasses.asdict(result)))
-        return 0
-    for name, value in dataclasses.asdict(result).items():
-        if value is not None:
-            print(f"{name.replace('_', ' '):<24}{value}")
-    return 0
-
-
 def info(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape

@@ -186,7 +186,7 @@ def test_help_stays_quick():
     """Every command is told about without importing what it needs."""
     command = [sys.executable, "-X", "importtime", "-m", "agentrl", "env", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    names = ("init", "list", "info", "check", "play", "serve", "bench", "build", "run")
+    names = ("init", "list", "info", "check", "play", "serve", "build", "run")
     assert all(f"\n    {name} " in done.stdout for name in names)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"pydantic", "aiohttp", "rich", "fastapi", "granian", "numpy"}

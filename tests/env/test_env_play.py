@@ -1,20 +1,16 @@
-"""`agentrl env play` and `env bench`, as processes and as functions."""
+"""`agentrl env play`, as a process and as a function."""
 
 import asyncio
 import io
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import sample_envs
 from rich.console import Console
 
 from agentrl.cli import main
-from agentrl.env.bench import bench
 from agentrl.env.play import kind_of, play, read_value
-from agentrl.errors import ConfigError
 
 ENVIRONMENTS = sample_envs.__file__
 WORKSHOP = f"{ENVIRONMENTS}:Workshop"
@@ -98,28 +94,3 @@ def test_kinds():
     assert kind_of({"enum": ["a", "b"]}) == "a | b"
     assert kind_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}) == "integer or null"
     assert kind_of({}) == "JSON"
-
-
-@pytest.mark.slow
-def test_bench_measures_a_server_of_its_own():
-    arguments = ["bench", f"{ENVIRONMENTS}:Hello", "--sessions", "8", "--seconds", "0.5", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl", "env", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["sessions"] == 8 and result["errors"] == {}
-    assert result["steps"] >= result["episodes"] >= 8
-    assert 0 < result["step_p50_ms"] <= result["step_p99_ms"]
-    if Path("/proc/self/stat").exists():
-        assert result["server_cpu_us_per_step"] > 0 and result["server_threads"] >= 1
-
-
-def test_bench_of_a_url(served):
-    result = asyncio.run(bench(served, env_id="hello", num_sessions=4, seconds=0.3))
-    assert result.steps > 0 and result.server_cpu_us_per_step is None
-
-
-def test_bench_says_when_there_is_no_room():
-    with pytest.raises(ConfigError, match="takes at most 16 sessions"):
-        asyncio.run(bench("workshop", num_sessions=17))
