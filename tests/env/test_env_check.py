@@ -33,7 +33,6 @@ from agentrl.env.check import (
     shorten_repeat,
     subject,
 )
-from agentrl.env.check.sampling import sample_calls
 from agentrl.env.check.worker import run_in_worker
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError
@@ -235,7 +234,7 @@ def test_samples_fit_their_schemas():
 
     spec = tools_of(Wide)["all"]
     for seed in range(200):
-        (action,) = sample_calls([spec.spec], random.Random(seed), 1)
+        (action,) = subject.sample_calls([spec.spec], random.Random(seed), 1)
         arguments = action.tool_calls[0].arguments
         assert isinstance(spec.validate(arguments), dict), (arguments, spec.validate(arguments))
 

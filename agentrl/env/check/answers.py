@@ -11,8 +11,15 @@ from typing import Any
 from urllib.parse import quote
 
 from agentrl.env.check.episodes import NO_OP, UNKNOWN_TOOL
-from agentrl.env.check.subject import MAX_TURNS, CheckFailed, CheckSkipped, Event, Subject
-from agentrl.env.check.words import place, said, short
+from agentrl.env.check.subject import (
+    MAX_TURNS,
+    CheckFailed,
+    CheckSkipped,
+    Event,
+    Subject,
+    place,
+    short,
+)
 from agentrl.env.protocol import TaskSpec
 from agentrl.env.tools import rewards_of
 from agentrl.env.transport import Transport
@@ -69,7 +76,7 @@ async def _look_for_reference(
     is_canary = task.reference == _canary(task.reference)  # then no text contains it by chance
     num_texts = 0
     for actions in tries:
-        own_words = [said(action) for action in actions]
+        own_words = [_said(action) for action in actions]
         for event in await subject.play(transport, TaskSpec(inline=task), seed, actions):
             num_texts += 1
             shown = event.get("detail") or json.dumps(
@@ -88,6 +95,11 @@ async def _look_for_reference(
                             "specifications and error messages, in any form",
                         )
     return num_texts
+
+
+def _said(action: Action) -> str:
+    """Returns the text and the tool arguments of an action as one text."""
+    return action.text + json.dumps([call.arguments for call in action.tool_calls])
 
 
 def _plain(text: str) -> str:

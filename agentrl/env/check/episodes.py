@@ -8,11 +8,11 @@ import math
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.env.base import Environment
 from agentrl.env.check.fresh import FreshRun, fresh_runs
-from agentrl.env.check.sampling import rare_calls, sample_calls
 from agentrl.env.check.subject import (
     CLOSE_TIMEOUT_S,
     CheckFailed,
@@ -21,8 +21,11 @@ from agentrl.env.check.subject import (
     Subject,
     first_event,
     is_over,
+    place,
+    sample_calls,
+    sample_value,
+    short,
 )
-from agentrl.env.check.words import describe, difference, place, short, which_check
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.transport import Transport
 from agentrl.errors import EnvError
@@ -35,6 +38,35 @@ RARE_TEXTS = ("", "0", "-1", "1e400", "inf", "nan", "½", "9" * 400, "1/0", "No.
 """Answers on which a grader's arithmetic may fail."""
 CALLS_PER_TOOL = 5
 """How often each tool is called."""
+
+
+def _which_check(event: Event) -> str:
+    """Returns the name of the check that reports an error, so that no other check does."""
+    detail = event["detail"]
+    if any(words in detail for words in ("finite", "JSON cannot carry", "must be a number")):
+        return "finite"
+    return "info" if "not JSON serializable" in detail else "episodes"
+
+
+def _describe(action: Action) -> str:
+    """Returns a short description of an action."""
+    if action.parse_error:
+        return "an unreadable tool call"
+    if action.tool_calls:
+        call = action.tool_calls[0]
+        return "a call of " + short(f"{call.name or '(no name)'}({call.arguments})")
+    return f"the text {short(ascii(action.text), 40)}"
+
+
+def _difference(before: list[Event], now: list[Event]) -> str:
+    """Describes the first difference between two episodes."""
+    for number, (one, other) in enumerate(zip(before, now, strict=False)):
+        for key in one:
+            if one[key] != other.get(key):
+                return f"{key} of reply {number} was {short(one[key], 80)} and then " + short(
+                    other.get(key, other), 80
+                )
+    return f"{len(before)} replies and then {len(now)}"
 
 
 async def check_close(subject: Subject) -> str:
@@ -82,7 +114,7 @@ async def check_episodes(subject: Subject) -> str:
             events = await subject.play(transport, spec, seed)
             num_turns += len(events) - 1
             for number, event in enumerate(events):
-                if "error" in event and which_check(event) == "episodes":
+                if "error" in event and _which_check(event) == "episodes":
                     raise CheckFailed(
                         f"{place(spec)}, {'reset' if not number else f'step {number - 1}'}: "
                         f"{event['error']}: {event['detail']}",
@@ -159,9 +191,9 @@ async def check_bad_actions(subject: Subject) -> str:
     async with subject.transport() as transport:
         for action, spec in zip(bad, subject.specs(len(bad)), strict=True):
             event = (await subject.play(transport, spec, actions=[action]))[-1]
-            if "error" in event and which_check(event) == "episodes":
+            if "error" in event and _which_check(event) == "episodes":
                 raise CheckFailed(
-                    f"{describe(action)} was answered by {event['error']}: {event['detail']}",
+                    f"{_describe(action)} was answered by {event['error']}: {event['detail']}",
                     "return an observation that says what was wrong, as run_tools does",
                     cause=event["detail"],
                 )
@@ -172,7 +204,7 @@ async def check_finite(subject: Subject) -> str:
     """Rewards, components and metrics are finite numbers, even for unusual answers."""
     num_numbers = 0
     rare = [[Action(text=text)] for text in RARE_TEXTS]
-    rare += [[call] for call in rare_calls(subject.info.tools, RARE_TEXTS)]
+    rare += [[call] for call in _rare_calls(subject.info.tools)]
     specs = subject.specs(8)
     async with subject.transport() as transport:
         played = [(spec, seed, await subject.moves(spec, seed)) for seed, spec in enumerate(specs)]
@@ -180,9 +212,9 @@ async def check_finite(subject: Subject) -> str:
         for spec, seed, actions in played:
             for event in await subject.play(transport, spec, seed, actions):
                 if "error" in event:
-                    if which_check(event) == "finite":
+                    if _which_check(event) == "finite":
                         raise CheckFailed(
-                            f"{place(spec)}, {describe(actions[-1])}: {event['detail']}",
+                            f"{place(spec)}, {_describe(actions[-1])}: {event['detail']}",
                             "guard the division or logarithm that caused it, and return a float; "
                             "raise GraderError if the answer cannot be graded",
                             cause=event["detail"],
@@ -199,6 +231,25 @@ async def check_finite(subject: Subject) -> str:
     return f"{num_numbers} numbers after {len(played)} episodes"
 
 
+def _rare_calls(tools: Sequence[Mapping[str, Any]]) -> list[Action]:
+    """Returns calls of each tool with unusual values for each text and number argument in turn."""
+    actions = []
+    numbers: list[JSON] = [0, -1, 10**18, 1e300, -0.5]
+    for tool in tools:
+        function = tool["function"]
+        schema = function["parameters"]
+        definitions = schema.get("$defs", {})
+        usual = sample_value(schema, random.Random(0), definitions)
+        for name, each in schema.get("properties", {}).items():
+            kind = each.get("type")
+            rare = numbers if kind in ("integer", "number") else []
+            for number, value in enumerate(RARE_TEXTS if kind == "string" else rare):
+                arguments = {**usual, name: value}  # type: ignore[dict-item]
+                call = ToolCall(f"call-{number}", function["name"], arguments)
+                actions.append(Action(tool_calls=(call,)))
+    return actions
+
+
 async def check_info(subject: Subject) -> str:
     """Info is JSON, and metrics are a flat dict of numbers."""
     num_infos = 0
@@ -206,7 +257,7 @@ async def check_info(subject: Subject) -> str:
         for seed, spec in enumerate(subject.specs(6)):
             for actions in (await subject.moves(spec, seed), [NO_OP]):
                 for event in await subject.play(transport, spec, seed, actions):
-                    if "error" in event and which_check(event) == "info":
+                    if "error" in event and _which_check(event) == "info":
                         raise CheckFailed(
                             f"{place(spec)}: {event['detail']}",
                             "put only None, bool, numbers, str, list and dict into info",
@@ -279,7 +330,7 @@ async def check_isolation(subject: Subject) -> str:
         ]
         again = await subject.play(transport, *cases[0], moves[0])
         if again != alone[0]:
-            seen = difference(alone[0], again)
+            seen = _difference(alone[0], again)
             if changed := await _shared_state_that_changes(subject):
                 raise CheckFailed(f"{changed[0]}; {seen}", changed[1], cause=changed[0])
             await _check_fresh(subject)
@@ -292,7 +343,7 @@ async def check_isolation(subject: Subject) -> str:
         if before != now:
             raise CheckFailed(
                 f"{place(spec)} with seed {seed} went differently beside others: "
-                f"{difference(before, now)}",
+                f"{_difference(before, now)}",
                 _KEEP_ON_SELF,
             )
     await _check_fresh(subject)
@@ -309,13 +360,13 @@ async def _check_fresh(subject: Subject) -> None:
     if one.first[0] == other.first[0] and one.again != one.first[0]:
         raise CheckFailed(
             "an episode that goes the same in every fresh process goes differently after other "
-            f"episodes: {difference(one.first[0], one.again)}",
+            f"episodes: {_difference(one.first[0], one.again)}",
             _KEEP_ON_SELF + ", nor in a connection, an iterator or a closure that they hold",
         )
     if one.files and one.again != one.first[0]:
         raise CheckFailed(
             f"an episode writes {short(one.files[0])}, which another one reads, and goes "
-            f"differently the second time: {difference(one.first[0], one.again)}",
+            f"differently the second time: {_difference(one.first[0], one.again)}",
             "give each episode its own file, created in reset() and removed in close()",
         )
 

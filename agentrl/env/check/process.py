@@ -21,8 +21,14 @@ from pathlib import Path
 from typing import Self
 
 from agentrl.env.check.episodes import NO_OP
-from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, process_state
-from agentrl.env.check.words import place, short
+from agentrl.env.check.subject import (
+    CheckFailed,
+    CheckSkipped,
+    Subject,
+    place,
+    process_state,
+    short,
+)
 from agentrl.env.transport import InProcess, Transport
 from agentrl.errors import EnvError
 

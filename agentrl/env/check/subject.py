@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,7 +31,6 @@ from urllib.parse import urlsplit
 
 from agentrl.env import protocol, registry
 from agentrl.env.base import Environment, call_method, load_config
-from agentrl.env.check.sampling import sample_calls
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.env.protocol import CreateRequest, EnvInfo, SessionReply, StepReply, TaskSpec
 from agentrl.env.sessions.manager import SessionManager
@@ -39,7 +38,7 @@ from agentrl.env.threads import default_pool
 from agentrl.env.tools import tools_of
 from agentrl.env.transport import Http, InProcess, Transport
 from agentrl.errors import ConfigError, EnvError
-from agentrl.types import JSON, Action, Message, StepResult, Task
+from agentrl.types import JSON, Action, Message, StepResult, Task, ToolCall
 
 T = TypeVar("T")
 
@@ -446,6 +445,17 @@ _PATCHED: dict[Any, tuple[str, ...]] = {
 """Functions that tests often replace, which episodes must not do."""
 
 
+def short(value: object, limit: int = 160) -> str:
+    """Returns a value as text of at most `limit` characters, plus an ellipsis if it was cut."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def place(spec: TaskSpec) -> str:
+    """Returns the name of a task in reports."""
+    return f"task {spec.split}/{spec.index}"
+
+
 def tool_name(spec: Mapping[str, Any]) -> str:
     return spec["function"]["name"]
 
@@ -465,6 +475,79 @@ def to_event(reply: StepReply | EnvError) -> Event:
 def is_over(event: Event) -> bool:
     """Returns True if the event ends the episode."""
     return "error" in event or event.get("terminated", False) or event.get("truncated", False)
+
+
+# Tool calls for environments that have no oracle
+
+_TEXTS = ("42", "I do not know.", "Let me think about it.\n\n#### 7")
+_WORDS = ("1", "2", "abc", "hello")
+
+
+def sample_calls(
+    tools: Sequence[Mapping[str, Any]], rng: random.Random, count: int
+) -> list[Action]:
+    """Returns `count` actions, each a call of a random tool; plain texts if there are no tools."""
+    if not tools:
+        return [Action(text=rng.choice(_TEXTS)) for _ in range(count)]
+    actions = []
+    for number in range(count):
+        function = rng.choice(tools)["function"]
+        schema = function["parameters"]
+        arguments = sample_value(schema, rng, schema.get("$defs", {}))
+        call = ToolCall(f"call-{number}", function["name"], arguments)  # type: ignore[arg-type]
+        actions.append(Action(tool_calls=(call,)))
+    return actions
+
+
+def sample_value(schema: Mapping[str, Any], rng: random.Random, definitions: Mapping) -> JSON:
+    """Draws a value that fits the schema, as far as it uses the common keywords.
+
+    Args:
+        definitions: the schema's `$defs`.
+    """
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return sample_value(definitions.get(name, {}), rng, definitions)
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return sample_value(rng.choice(schema[key]), rng, definitions)
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = rng.choice(kind)
+    if kind in ("integer", "number"):
+        return _sample_number(schema, rng, kind)
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind == "null":
+        return None
+    if kind == "array":
+        count = max(schema.get("minItems", 0), min(2, schema.get("maxItems", 2)))
+        return [sample_value(schema.get("items", {}), rng, definitions) for _ in range(count)]
+    if kind == "object":
+        required = schema.get("required", ())
+        return {
+            name: sample_value(each, rng, definitions)
+            for name, each in schema.get("properties", {}).items()
+            if name in required or rng.random() < 0.5
+        }
+    text = rng.choice(_WORDS).ljust(schema.get("minLength", 0), "x")
+    return text[: schema.get("maxLength", len(text))]
+
+
+def _sample_number(schema: Mapping[str, Any], rng: random.Random, kind: str) -> JSON:
+    low = schema.get("minimum", schema.get("exclusiveMinimum", None))
+    high = schema.get("maximum", schema.get("exclusiveMaximum", None))
+    low = (0 if high is None else high - 10) if low is None else low
+    high = low + 10 if high is None else high
+    low, high = low + ("exclusiveMinimum" in schema), high - ("exclusiveMaximum" in schema)
+    if kind == "number":
+        return low + (high - low) * rng.random()
+    step = int(schema.get("multipleOf", 1))
+    return rng.randint(-(-int(low) // step), int(high) // step) * step
 
 
 async def load_subject(

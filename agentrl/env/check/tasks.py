@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment
-from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject
-from agentrl.env.check.words import short
+from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, short
 from agentrl.env.tools import rewards_of, tools_of
 from agentrl.env.transport import Transport
 from agentrl.errors import EnvError
