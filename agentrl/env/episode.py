@@ -20,7 +20,8 @@ async def start_episode(
     """Resets the instance to a task and returns the first prompt.
 
     Raises:
-        EnvError: the task's id is not a string, or the first prompt is empty or invalid.
+        EnvError: the task's id is not a string, the first prompt is empty or invalid, or `reset`
+            called `self.finish`.
     """
     name = type(environment).__name__
     if not isinstance(task.id, str):
@@ -30,6 +31,11 @@ async def start_episode(
     environment._finish = None
     environment._rng = None
     first = await environment.call(environment.reset, task, seed=seed)
+    if environment._finish is not None:
+        raise EnvError(
+            f"{name}.reset() called self.finish(), but the agent has not had a turn: call it in a "
+            "tool, on_text() or step()"
+        )
     messages = environment.to_messages(first)
     if not messages:
         raise EnvError(

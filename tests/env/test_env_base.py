@@ -236,6 +236,16 @@ def test_finish_twice_is_an_error():
         play(Twice(), "x", task=Task("t", "p"))
 
 
+def test_finish_in_reset_is_an_error():
+    class Over(Environment):
+        def reset(self, task, *, seed):
+            self.finish(1)
+            return task.prompt
+
+    with pytest.raises(EnvError, match=r"Over.reset\(\) called self.finish\(\)"):
+        play(Over(), task=Task("t", "p"))
+
+
 def test_an_empty_first_prompt_is_an_error():
     class Silent(Environment):
         def reset(self, task, *, seed):

@@ -1,6 +1,7 @@
 """The boundary to code that does not stop."""
 
 import asyncio
+import gc
 
 import pytest
 from manager_calls import call, error_of, step, until
@@ -55,18 +56,21 @@ def test_a_coroutine_that_ignores_its_cancellation_is_closed(call, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_step_that_ignores_its_cancellation_counts_until_it_is_closed(monkeypatch):
+@pytest.mark.parametrize("ignores", [catches_everything, never_gives_up])
+def test_a_step_that_ignores_its_cancellation_counts_until_it_is_closed(ignores, monkeypatch):
     monkeypatch.setattr("agentrl.env.sessions.boundary.STOP_S", 0.2)
+    reports = []
 
     class Wild(Environment):
         id = "wild"
 
         @tool
         async def act(self) -> str:
-            await never_gives_up()
+            await ignores()
             return ""
 
     async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
         manager = SessionManager(lambda _: Wild)
         request = CreateRequest("wild", TaskSpec(inline=Task("t", "go")))
         (session,) = (await manager.create(request)).sessions
@@ -78,3 +82,5 @@ def test_a_step_that_ignores_its_cancellation_counts_until_it_is_closed(monkeypa
         assert not manager._background.tasks
 
     asyncio.run(main())
+    gc.collect()
+    assert not reports  # asyncio reports an error that nobody looked at

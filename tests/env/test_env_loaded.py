@@ -175,3 +175,17 @@ def test_an_init_that_drops_what_the_framework_set_up_is_named():
             await open_one(manager, 7)
 
     run(scenario, Forgets)
+
+
+@pytest.mark.parametrize("splits", [5, {"train": "10"}, {1: 10}, {"train": -1}, ["train"]])
+def test_splits_of_a_wrong_type_are_named(splits):
+    class Unsized(Library):
+        def splits(self):
+            return splits
+
+    async def scenario(manager):
+        with pytest.raises(EnvError, match=r"Unsized.splits\(\) returned .*; return a dict") as caught:
+            await open_one(manager, 7)
+        assert caught.value.code == "env_error"
+
+    run(scenario, Unsized)

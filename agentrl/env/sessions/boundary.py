@@ -93,6 +93,7 @@ class Background:
         """Cancels a task, and closes its coroutine if it still runs after `STOP_S`."""
         task.cancel()
         self.stuck.add(task)
+        task.add_done_callback(observe)  # one whose coroutine was closed ends in a RuntimeError
         task.add_done_callback(self.stuck.discard)
         asyncio.get_running_loop().call_later(STOP_S, _close_coroutine, task)
 

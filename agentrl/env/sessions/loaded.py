@@ -53,6 +53,7 @@ class LoadedEnvironment:
 
         Raises:
             ConfigError: the class's `__init__` does not call that of `Environment`.
+            EnvError: `splits` returned something else than a mapping of names to sizes.
         """
         shared = await call_method(self.workers, self.environment.load_shared, self.config)
         instance = self.environment(self.config, shared=shared)
@@ -62,7 +63,7 @@ class LoadedEnvironment:
                 "__init__, and set up the state of an episode in reset()"
             )
         self.tools = tools_before_reset(instance)
-        self.splits = dict(await self.workers.run(instance.splits))
+        self.splits = _checked_splits(self.environment, await self.workers.run(instance.splits))
         self.instance = instance
 
     async def get(self, split: str, indices: Iterable[int]) -> list[Task]:
@@ -107,6 +108,18 @@ class LoadedEnvironment:
                 f"{', '.join(self.splits) or 'none: send the task inline'}",
             )
         return self.splits[split]
+
+
+def _checked_splits(environment: type[Environment], splits: Any) -> dict[str, int | None]:
+    if not isinstance(splits, Mapping) or not all(
+        isinstance(name, str) and (size is None or (isinstance(size, int) and size >= 0))
+        for name, size in splits.items()
+    ):
+        raise EnvError(
+            f"{environment.__name__}.splits() returned {str(splits)[:100]}; return a dict of each "
+            'split\'s size, such as {"train": 100}, with None for an unlimited one'
+        )
+    return dict(splits)
 
 
 class LoadedEnvironments:
