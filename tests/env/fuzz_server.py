@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.env import Environment, Task, register, tool
-from agentrl.env.server import serve, transit
+from agentrl.env.server import gate, serve
 from agentrl.env.server.app import make_app
 
 
@@ -42,6 +42,6 @@ class Steady(Environment):
 if __name__ == "__main__":
     token = sys.argv[1] if len(sys.argv) > 1 else ""
     if len(sys.argv) > 2:
-        serve.HEAD_TIMEOUT_S = transit.BODY_TIMEOUT_S = float(sys.argv[2])
+        serve.HEAD_TIMEOUT_S = gate.BODY_TIMEOUT_S = float(sys.argv[2])
     app = make_app(["steady"], token=token, max_wait_s=0.01)
     serve.serve(app, port=0, ready=lambda url: print(url, flush=True))

@@ -1,8 +1,8 @@
 """Makes the server's FastAPI application: HTTP calls in front of a `SessionManager`.
 
     routes.py      the calls
+    gate.py        what happens before a call: access, and limits on bodies
     access.py      checks of host, origin, token and protocol version
-    transit.py     limits on bodies: size, time, and the memory of all together
     docs.py        the OpenAPI schema, and the page /docs
     serve.py       the HTTP server that runs the application
     supervisor.py  several such servers
@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import ProcessCollector
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment
@@ -30,7 +28,7 @@ from agentrl.env.registry import Served
 from agentrl.env.server import routes
 from agentrl.env.server.access import Access, usable_token
 from agentrl.env.server.docs import make_schema
-from agentrl.env.server.transit import MAX_BODY_BYTES, Reply, Transit
+from agentrl.env.server.gate import MAX_BODY_BYTES, Gate, problem
 from agentrl.env.sessions.capacity import MAX_WAIT_S
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.threads import MAX_THREADS
@@ -95,81 +93,30 @@ def make_app(
     app.state.manager = manager
     ProcessCollector(registry=manager.metrics.registry)
     app.state.server = ServerInfo([int(protocol.PROTOCOL_VERSION)], served.ids, max_body_bytes)
-    app.add_middleware(
-        Gate,
-        access=Access(usable_token(token), loopback_only),
-        transit=Transit(max_body_bytes),
-    )
+    access = Access(usable_token(token), loopback_only)
+    app.add_middleware(Gate, access=access, max_body_bytes=max_body_bytes)
     for kind in (EnvError, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, _answer_problem)
+        app.add_exception_handler(kind, _answer_error)
     # `include_router` would build every route again, which takes half a second.
     app.router.routes.extend(routes.router.routes)
     app.openapi = lambda: make_schema(app)
     return app
 
 
-class Gate:
-    """Middleware that checks access and reads the body before the application gets a request.
-
-    FastAPI reads a body before it calls dependencies: with the access check as a dependency,
-    anybody could make the server read megabytes.
-    """
-
-    def __init__(self, app: ASGIApp, access: Access, transit: Transit) -> None:
-        self._app = app
-        self._access = access
-        self._transit = transit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        with self._transit.hold(scope) as hold:
-            try:
-                self._access.check(scope["path"], scope["headers"])
-                body = b""
-                if scope["method"] not in ("GET", "DELETE"):
-                    body = await hold.read(scope["headers"], receive)
-            except EnvError as error:
-                await _problem(error)(scope, receive, send)
-                return
-            message = {"type": "http.request", "body": body, "more_body": False}
-
-            async def receive_read() -> Any:
-                return message
-
-            await self._app(scope, receive_read, send)
-
-
-# Answering
-
-
-def _problem(error: EnvError, headers: Mapping[str, str] | None = None) -> Reply:
-    more = dict(headers or {})
-    if error.retry_after_s is not None:
-        more["retry-after"] = str(max(1, round(error.retry_after_s)))
-    if error.status == 401:
-        more["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):
-        more["connection"] = "close"  # the rest of the body will not be read
-    body = protocol.encode(protocol.to_problem(error))
-    return Reply(body, error.status, more, protocol.PROBLEM_TYPE)
-
-
-async def _answer_problem(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """Handles every exception: answers it as problem details."""
     if isinstance(error, EnvError):
-        return _problem(error)
+        return problem(error)
     if isinstance(error, RequestValidationError):
-        return _problem(make_error("invalid_request", protocol.describe_problems(error.errors())))
+        return problem(make_error("invalid_request", protocol.describe_problems(error.errors())))
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path[:200]
-        return _problem(make_error("not_found", f"there is no call {path}; /docs lists them"))
+        return problem(make_error("not_found", f"there is no call {path}; /docs lists them"))
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = ", ".join(_methods_of(request))
-        return _problem(make_error("method_not_allowed", f"send {allowed}"), {"allow": allowed})
+        return problem(make_error("method_not_allowed", f"send {allowed}"), {"allow": allowed})
     # A bug in the server: it is raised again to the HTTP server, which logs its traceback.
-    return _problem(make_error("env_error", f"internal error: {type(error).__name__}"))
+    return problem(make_error("env_error", f"internal error: {type(error).__name__}"))
 
 
 def _methods_of(request: Request) -> list[str]:

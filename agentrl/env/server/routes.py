@@ -36,7 +36,7 @@ from agentrl.env.protocol import (
     make_error,
 )
 from agentrl.env.server.docs import PROBLEM, make_page
-from agentrl.env.server.transit import Reply
+from agentrl.env.server.gate import Reply
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.types import Action
 

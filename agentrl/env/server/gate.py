@@ -1,4 +1,4 @@
-"""Limits bodies in transit: their size, their time, and the memory of all of them together.
+"""Checks requests and limits bodies: their size, their time, and the memory of all of them together.
 
 A client that sends or reads slowly makes the server hold its body in memory. So each body has a
 time limit, and all large bodies together have a limit in bytes, beyond which a request is
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
+from agentrl.env.server.access import Access
+from agentrl.errors import EnvError
 
 MAX_BODY_BYTES = 2 * 2**20
 """Default limit of a request's body."""
@@ -28,34 +31,53 @@ _CHUNK_BYTES = 2**16
 _SCOPE_KEY = "agentrl.hold"
 
 
-class Transit:
-    """Counts the memory that the bodies of all requests hold."""
+class Gate:
+    """Middleware that checks access and reads the body before the application gets a request.
 
-    def __init__(self, max_body_bytes: int) -> None:
+    FastAPI reads a body before it calls dependencies: with the access check as a dependency,
+    anybody could make the server read megabytes.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
-        """Bytes held, without the first `FREE_BYTES` of each request."""
+        """Bytes that all bodies hold, without the first `FREE_BYTES` of each request."""
+        self._app = app
+        self._access = access
 
-    def hold(self, scope: Scope) -> Hold:
-        """Returns the hold of a request, a context to surround all of it."""
-        scope[_SCOPE_KEY] = hold = Hold(self)
-        return hold
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        hold = scope[_SCOPE_KEY] = Hold(self)
+        message = {"type": "http.request", "body": b"", "more_body": False}
+
+        async def receive_read() -> Any:
+            return message
+
+        try:
+            try:
+                self._access.check(scope["path"], scope["headers"])
+                if scope["method"] not in ("GET", "DELETE"):
+                    message["body"] = await hold.read(scope["headers"], receive)
+            except EnvError as error:
+                app = problem(error)
+            await app(scope, receive_read, send)
+        finally:
+            self.num_bytes -= hold.counted
 
 
 class Hold:
     """Counts the memory that one request and its reply hold."""
 
-    __slots__ = ("_counted", "_num_bytes", "_transit")
+    __slots__ = ("_gate", "_num_bytes", "counted")
 
-    def __init__(self, transit: Transit) -> None:
-        self._transit = transit
-        self._num_bytes = self._counted = 0
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._transit.num_bytes -= self._counted
+    def __init__(self, gate: Gate) -> None:
+        self.counted = 0
+        """Bytes that count against the limit for all bodies."""
+        self._gate = gate
+        self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Adds to the memory that is held.
@@ -67,12 +89,12 @@ class Hold:
         counted = max(self._num_bytes - FREE_BYTES, 0)
         if not counted:
             return
-        others = self._transit.num_bytes - self._counted
-        if others and others + counted > MAX_LARGE_BODIES * self._transit.max_body_bytes:
+        others = self._gate.num_bytes - self.counted
+        if others and others + counted > MAX_LARGE_BODIES * self._gate.max_body_bytes:
             message = "too many large requests at a time; retry later"
             raise make_error("at_capacity", message, retry_after_s=1.0)
-        self._transit.num_bytes = others + counted
-        self._counted = counted
+        self._gate.num_bytes = others + counted
+        self.counted = counted
 
     async def read(self, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> bytes:
         """Reads the request's body.
@@ -81,7 +103,7 @@ class Hold:
             EnvError: `payload_too_large`; `request_timeout`: it did not arrive in time, or the
                 client disconnected; `at_capacity`.
         """
-        limit = self._transit.max_body_bytes
+        limit = self._gate.max_body_bytes
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         announced = int(length[:20])  # the HTTP server has checked that this is a number
         too_large = f"the body is larger than the {limit} bytes that this server accepts"
@@ -145,3 +167,16 @@ class Reply(Response):
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             return  # the server closes a connection whose reply is incomplete
+
+
+def problem(error: EnvError, headers: Mapping[str, str] | None = None) -> Reply:
+    """Returns the answer to a request that failed: problem details (RFC 9457)."""
+    more = dict(headers or {})
+    if error.retry_after_s is not None:
+        more["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if error.status == 401:
+        more["www-authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        more["connection"] = "close"  # the rest of the body will not be read
+    body = protocol.encode(protocol.to_problem(error))
+    return Reply(body, error.status, more, protocol.PROBLEM_TYPE)
