@@ -444,9 +444,15 @@ class Environment:
         method = getattr(self, tool.name) if tool.is_method else self.on_call
         if not tool.is_method:
             arguments = {"name": tool.name, "arguments": arguments}
+        returned = failure = None
         try:
             async with nullcontext() if tool.timeout_s is None else call_timeout(tool.timeout_s):
-                returned, failure = await self._attempt(tool, method, arguments)
+                try:
+                    returned = await self.call(method, **arguments)
+                except AgentRLError:
+                    raise
+                except Exception as error:  # answered to the agent, as `run_tools` promises
+                    failure = f"{tool.name} failed: {describe(error, self.task)}"
         except TimeoutError:
             if _how_to_call(getattr(method, "__func__", method)) != "await":
                 raise make_error(
@@ -455,7 +461,7 @@ class Environment:
                     "continues in its thread; make it `async def`, or give its blocking call a "
                     "timeout",
                 ) from None
-            returned, failure = None, f"{tool.name} ran out of time ({tool.timeout_s:g} s)."
+            failure = f"{tool.name} ran out of time ({tool.timeout_s:g} s)."
         if failure is not None:
             self._count("tool_errors")
             return failure
@@ -467,19 +473,9 @@ class Environment:
             return ""
         return to_content(returned)
 
-    async def _attempt(
-        self, tool: Tool, method: Callable[..., Any], arguments: dict[str, Any]
-    ) -> tuple[Any, str | None]:
-        """Calls a tool. Returns its result and None, or None and the failure to show the agent."""
-        try:
-            return await self.call(method, **arguments), None
-        except AgentRLError:
-            raise
-        except Exception as error:  # answered to the agent, as `run_tools` promises
-            return None, f"{tool.name} failed: {describe(error, self.task)}"
-
     def _count(self, metric: str) -> None:
-        self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
+        metrics = self.episode.metrics
+        metrics[metric] = metrics.get(metric, 0.0) + 1.0
 
 
 async def call_method(

@@ -129,30 +129,6 @@ def available() -> dict[str, str]:
     return dict(sorted(known.items()))
 
 
-def import_name(environment: type[Environment]) -> str:
-    """Returns the name by which `resolve` finds the class in another process.
-
-    Raises:
-        ConfigError: it is defined inside a function or class, or in no file.
-    """
-    name, module = environment.__qualname__, environment.__module__
-    if "." in name:
-        raise ConfigError(
-            f"{name} is defined inside a function or class, where another process cannot import "
-            "it; move it to the top level of its module"
-        )
-    if module in user_modules.files:
-        return f"{user_modules.files[module]}:{name}"
-    if module != "__main__":
-        return f"{module}:{name}"
-    file = getattr(sys.modules[module], "__file__", None)
-    if file is None:
-        raise ConfigError(
-            f"{name} is not defined in a file, so another process cannot import it; save it in one"
-        )
-    return f"{Path(file).resolve()}:{name}"
-
-
 def _load(name: str, target: str) -> type[Environment]:
     module_name, _, class_name = target.rpartition(":")
     environment = user_modules.load(target)

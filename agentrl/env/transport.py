@@ -85,7 +85,7 @@ class InProcess:
         self, env_id: str, split: str, rows: range, config: Mapping[str, JSON], timeout_s: float
     ) -> list[TaskPreview]:
         config = protocol.as_json(dict(config))
-        previews = await self.manager.preview(env_id, split, rows, config)
+        previews = await self.manager.environments.preview(env_id, split, rows, config)
         return protocol.decode(protocol.encode(TaskList(split, previews)), TaskList).tasks
 
     async def create(self, request: CreateRequest, key: str, timeout_s: float) -> CreateReply:
@@ -256,7 +256,9 @@ class Http:
         import aiohttp
 
         try:
-            async with self._open_connections().request(
+            if self._connections is None:
+                self._connections = self._connect()
+            async with self._connections.request(
                 method,
                 self.url + path,
                 data=body,
@@ -273,19 +275,17 @@ class Http:
         except aiohttp.ClientError as error:
             raise self._unreachable(error) from error
 
-    def _open_connections(self) -> aiohttp.ClientSession:
-        """Returns the pool of connections, which must be made on the event loop that uses it."""
+    def _connect(self) -> aiohttp.ClientSession:
+        """Makes the pool of connections, which belongs to the running event loop."""
         import aiohttp
 
-        if self._connections is None:
-            self._connections = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                headers=self._headers,
-                # The server does not use them, and would have to parse them in every step.
-                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._connections
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            headers=self._headers,
+            # The server does not use them, and would have to parse them in every step.
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
     def _unreachable(self, error: Exception) -> EnvUnavailable:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error

@@ -41,7 +41,9 @@ def to_observation(value: Any, source: str) -> list[Message]:
             f"{source} must return a str, a list of messages with 'role' and 'content', or None; "
             f"it returned {_short(repr(value))}{hint}"
         ) from None
-    check_images((each["content"] for each in messages), source)
+    shown = [each["content"] for each in messages if not isinstance(each["content"], str)]
+    if shown:
+        check_images(shown, source)
     return messages
 
 

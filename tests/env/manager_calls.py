@@ -25,7 +25,7 @@ def run(test, **options):
             await manager.aclose()
             Workshop.release.clear()
         assert manager.num_live == 0 and not manager._background.tasks
-        assert all(each.num_users == 0 for each in manager._environments._loaded.values())
+        assert all(each.num_users == 0 for each in manager.environments._loaded.values())
 
     asyncio.run(main())
 

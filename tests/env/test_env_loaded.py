@@ -118,10 +118,10 @@ def test_everybody_who_waits_has_a_deadline_of_his_own():
 
 def test_a_caller_that_goes_away_while_the_others_wait_leaves_them_their_task():
     async def scenario(manager):
-        library = await manager._environments.load(Library, {}, 5.0)
+        library = await manager.environments.load(Library, {}, 5.0)
         spec = TaskSpec("train", 5)
         first, second = (
-            asyncio.create_task(manager._environments.task(library, spec)) for _ in range(2)
+            asyncio.create_task(manager.environments.task(library, spec)) for _ in range(2)
         )
         await asyncio.sleep(0.005)
         first.cancel()
@@ -137,7 +137,7 @@ def test_only_the_last_tasks_are_kept(monkeypatch):
     async def scenario(manager):
         for index in (0, 1, 2, 2, 0):
             await open_one(manager, index)
-        library = await manager._environments.load(Library, {}, 5.0)
+        library = await manager.environments.load(Library, {}, 5.0)
         return list(library.tasks)
 
     assert run(scenario) == [("train", 2), ("train", 0)]

@@ -78,7 +78,7 @@ def test_configurations_nobody_uses_are_dropped(monkeypatch):
             session = await open_one(manager, config={"greeting": str(number)})
             manager.delete(session.id)
             await until(lambda: manager.num_live == 1)
-        assert len(manager._environments) <= 3
+        assert len(manager.environments) <= 3
         await until(lambda: Workshop.shared_closed > closed)
         reply = await step(manager, kept, 0, call("greet"))
         assert reply.observation[0]["content"] == "kept"

@@ -18,9 +18,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.env import protocol, registry
+from agentrl import user_modules
+from agentrl.env import protocol
 from agentrl.env.check.subject import Event, Subject, load_subject
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError
 from agentrl.processes import signal_group
 from agentrl.types import JSON
 
@@ -62,12 +63,13 @@ async def run_twice(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
         None if the subject is behind a URL, its class cannot be imported by name, or a process
         failed or took too long.
     """
-    if subject.environment is None:
+    environment = subject.environment
+    if environment is None or environment.__module__ == "__main__":
         return None
-    try:
-        target = registry.import_name(subject.environment)
-    except ConfigError:
+    if "." in environment.__qualname__:  # defined inside a function or class
         return None
+    module = user_modules.files.get(environment.__module__, environment.__module__)
+    target = f"{module}:{environment.__qualname__}"
     request = {"target": target, "config": subject.config, "path": sys.path}
     one, other = await asyncio.gather(_run(request, "1"), _run(request, "2"))
     return None if one is None or other is None else (one, other)

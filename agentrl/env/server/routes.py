@@ -162,8 +162,8 @@ async def tasks(
     stop = start + 20 if stop is None else stop
     if stop - start > MAX_TASKS:
         raise make_error("invalid_request", f"ask for at most {MAX_TASKS} tasks at a time")
-    differing = protocol.decode_config(config)
-    previews = await manager.preview(env_id, split, range(start, stop), differing)
+    rows, differing = range(start, stop), protocol.decode_config(config)
+    previews = await manager.environments.preview(env_id, split, rows, differing)
     return _reply(TaskList(split, previews))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.episode import tools_before_reset
-from agentrl.env.protocol import EnvInfo, TaskPreview, TaskSpec, make_error
+from agentrl.env.protocol import TaskPreview, TaskSpec, make_error
 from agentrl.env.sessions.boundary import Background, guard
 from agentrl.env.threads import WorkerPool, call_timeout
 from agentrl.env.tools import tools_of
@@ -188,39 +187,16 @@ class LoadedEnvironments:
         loaded.loading.result()
         return loaded
 
-    async def info(
-        self,
-        environment: type[Environment],
-        config: Mapping[str, JSON],
-        timeout_s: float | None = None,
-    ) -> EnvInfo:
-        """Loads a configuration of an environment and describes it.
-
-        Args:
-            timeout_s: time limit of the loading; None: the environment's `reset_timeout_s`.
-
-        Raises:
-            EnvError: as `load` does.
-        """
-        loaded = await self.load(environment, config, timeout_s or environment.reset_timeout_s)
-        return EnvInfo(
-            id=environment.id,
-            description=inspect.cleandoc(environment.__doc__ or ""),
-            tools=loaded.tools,
-            splits=loaded.splits,
-            config_schema=environment.Config.model_json_schema(),
-            max_sessions=environment.max_sessions,
-        )
-
     async def preview(
-        self, environment: type[Environment], config: Mapping[str, JSON], split: str, rows: range
+        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON]
     ) -> list[TaskPreview]:
         """Returns the ids and prompts of tasks of a split, without their reference answers.
 
         Raises:
-            EnvError: as `load` does; `invalid_request`: there is no such split; `reset_timeout`:
-                `get` took too long; or what `get` raised.
+            EnvError: as `find` and `load` do; `invalid_request`: there is no such split;
+                `reset_timeout`: `get` took too long; or what `get` raised.
         """
+        environment = self.find(env_id)
         timeout_s = environment.reset_timeout_s
         loaded = await self.load(environment, config, timeout_s)
         size = loaded.split_size(split)

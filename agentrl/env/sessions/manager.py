@@ -17,6 +17,7 @@ A session is one episode, played on its own instance of an environment. The guar
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import secrets
@@ -37,7 +38,6 @@ from agentrl.env.protocol import (
     SessionStatus,
     StepReply,
     StepRequest,
-    TaskPreview,
     decode,
     encode,
     make_error,
@@ -99,7 +99,7 @@ class SessionManager:
         self.draining = False
         self._id_prefix = f"{name}-" if name else ""
         self._background = Background()
-        self._environments = LoadedEnvironments(
+        self.environments = LoadedEnvironments(
             resolve, config or {}, self.workers, self._background
         )
         self._capacity = Capacity(max_sessions, max_wait_s)
@@ -140,26 +140,28 @@ class SessionManager:
             )
         return None
 
-    # Environments and tasks
-
     async def info(
-        self,
-        env_id: str,
-        config: Mapping[str, JSON] | None = None,
-        timeout_s: float | None = None,
+        self, env_id: str, config: Mapping[str, JSON], timeout_s: float | None = None
     ) -> EnvInfo:
-        """See `LoadedEnvironments.info`."""
-        environment = self._environments.find(env_id)
-        info = await self._environments.info(environment, config or {}, timeout_s)
-        info.max_sessions = self._capacity.limit(environment)
-        return info
+        """Loads a configuration of an environment and describes it.
 
-    async def preview(
-        self, env_id: str, split: str, rows: range, config: Mapping[str, JSON] | None = None
-    ) -> list[TaskPreview]:
-        """See `LoadedEnvironments.preview`."""
-        environment = self._environments.find(env_id)
-        return await self._environments.preview(environment, config or {}, split, rows)
+        Args:
+            timeout_s: time limit of the loading; None: the environment's `reset_timeout_s`.
+
+        Raises:
+            EnvError: as `LoadedEnvironments.find` and `load` do.
+        """
+        environment = self.environments.find(env_id)
+        timeout_s = timeout_s or environment.reset_timeout_s
+        loaded = await self.environments.load(environment, config, timeout_s)
+        return EnvInfo(
+            id=environment.id,
+            description=inspect.cleandoc(environment.__doc__ or ""),
+            tools=loaded.tools,
+            splits=loaded.splits,
+            config_schema=environment.Config.model_json_schema(),
+            max_sessions=self._capacity.limit(environment),
+        )
 
     # Opening
 
@@ -231,17 +233,17 @@ class SessionManager:
             EnvError: there is no capacity, the request is wrong, or the environment failed or took
                 too long.
         """
-        environment = self._environments.find(request.env)
+        environment = self.environments.find(request.env)
         timeout_s = min(request.timeout_s or environment.reset_timeout_s, MAX_TIMEOUT_S)
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         await self._capacity.acquire(environment, timeout_s)
         loaded = session = None
         try:
-            loaded = await self._environments.load(environment, request.config, deadline - clock())
+            loaded = await self.environments.load(environment, request.config, deadline - clock())
             loaded.num_users += 1  # so that it is not dropped
             async with call_timeout(deadline - clock()):
-                task = await self._environments.task(loaded, request.task)
+                task = await self.environments.task(loaded, request.task)
                 session_id = self._id_prefix + secrets.token_urlsafe(16)
                 lease_s = request.lease_s or DEFAULT_LEASE_S
                 session = Session(
@@ -305,9 +307,10 @@ class SessionManager:
         return await step.wait()
 
     async def _run_step(self, session: Session, step: Step, request: StepRequest) -> None:
-        env_id = session.environment.id
-        caller.set(session.caller)
-        timeout_s = min(request.timeout_s or session.environment.step_timeout_s, MAX_TIMEOUT_S)
+        environment = session.environment
+        env_id = environment.id
+        caller.set((session.key or "").partition("/")[0])  # the client's name
+        timeout_s = min(request.timeout_s or environment.step_timeout_s, MAX_TIMEOUT_S)
         deadline = Deadline(timeout_s, lambda: self._expire(session, step, timeout_s))
         try:
             reply, body = await take_turn(session, request)
@@ -394,7 +397,7 @@ class SessionManager:
         """
         session = self._sessions.get(session_id)
         now = asyncio.get_running_loop().time()
-        if session is not None and not self._expired(session, now):
+        if session is not None and (session.expires > now or session.busy):
             session.expires = now + session.lease_s
             return session
         if session is not None:
@@ -404,20 +407,19 @@ class SessionManager:
             raise make_error("session_expired", f"this session has {how}; open a new one")
         raise make_error("not_found", "there is no such session")
 
-    def _expired(self, session: Session, now: float) -> bool:
-        """Returns True if the lease has ended and no step runs."""
-        return session.expires <= now and not session.busy
-
     def _lease_end(self, session: Session) -> float:
         return time.time() + session.expires - asyncio.get_running_loop().time()
 
     async def _reap(self) -> None:
         while True:
             now = asyncio.get_running_loop().time()
-            for session in [s for s in self._sessions.values() if self._expired(s, now)]:
-                self._forget(session, "expired")
-            leases = [each.expires for each in self._sessions.values() if not each.busy]
-            await asyncio.sleep(min(max(min(leases, default=now + 1.0) - now, 0.01), 1.0))
+            next_end = now + 1.0
+            for session in [each for each in self._sessions.values() if not each.busy]:
+                if session.expires <= now:
+                    self._forget(session, "expired")
+                else:
+                    next_end = min(next_end, session.expires)
+            await asyncio.sleep(max(next_end - now, 0.01))
 
     def _forget(self, session: Session, how: str) -> None:
         """Closes a session and remembers only its id and idempotency key."""
@@ -485,7 +487,7 @@ class SessionManager:
             if time.monotonic() >= deadline:
                 logger.warning("%d calls of environments still run at shutdown", len(pending))
                 break
-        await self._environments.aclose(max(deadline - time.monotonic(), 1.0))
+        await self.environments.aclose(max(deadline - time.monotonic(), 1.0))
         self.workers.close()
 
 

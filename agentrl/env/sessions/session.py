@@ -102,11 +102,6 @@ class Session:
         return self.loaded.environment
 
     @property
-    def caller(self) -> str:
-        """The client that opened it; see `agentrl.caller`."""
-        return (self.key or "").partition("/")[0]
-
-    @property
     def busy(self) -> bool:
         """True while a step runs."""
         return self.current is not None and self.current.outcome is None
@@ -148,10 +143,11 @@ async def take_turn(session: Session, request: StepRequest) -> tuple[StepReply, 
 
 def tell_tools(session: Session, instance: Environment) -> bool:
     """Updates the session's tools from the instance, and returns True if they have changed."""
-    if instance._tools is session.offered:
+    offered = instance._tools
+    if offered is session.offered:
         return False
-    session.offered = instance._tools
-    session.tools = [tool.spec for tool in session.offered.values()]
+    session.offered = offered
+    session.tools = [tool.spec for tool in offered.values()]
     before, session.told = session.told, encode(session.tools)
     return session.told != before
 
