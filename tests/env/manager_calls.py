@@ -56,3 +56,11 @@ async def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < deadline, "it never became true"
         await asyncio.sleep(0.005)
+
+
+def wait_until(condition, seconds=60.0):
+    """Does the same without an event loop."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.005)

@@ -6,14 +6,14 @@ import threading
 import time
 
 import pytest
-from manager_calls import open_group
+from manager_calls import error_of, open_group
 from sample_envs import Workshop
 
 from agentrl.env import Environment
 from agentrl.env.protocol import CreateRequest, StepRequest, TaskSpec
 from agentrl.env.sessions.capacity import Capacity
 from agentrl.env.sessions.manager import SessionManager
-from agentrl.errors import EnvError, EnvUnavailable
+from agentrl.errors import EnvUnavailable
 from agentrl.types import Action, Task
 
 
@@ -74,12 +74,6 @@ def request(env="slow", **rest):
 
 async def open_one(manager, env="slow", **rest):
     return (await manager.create(request(env, **rest))).sessions[0]
-
-
-async def error_of(awaitable) -> EnvError:
-    with pytest.raises(EnvError) as caught:
-        await awaitable
-    return caught.value
 
 
 # Order

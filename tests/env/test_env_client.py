@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import sample_envs
 from aiohttp import ClientSession, web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manager_calls import call, error_of, until
 from sample_envs import Hello, Workshop
 
 from agentrl.env import Action, Environment, Task, ToolCall, connect, make, register, tool
@@ -21,22 +21,6 @@ from agentrl.env import client as client_module
 from agentrl.env import transport as transport_module
 from agentrl.env.scaffold import make_project
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
-
-
-def call(name, **arguments):
-    return Action(tool_calls=(ToolCall("c", name, arguments),))
-
-
-async def error_of(awaitable) -> EnvError:
-    with pytest.raises(EnvError) as caught:
-        await awaitable
-    return caught.value
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def record(client, env, actions, **where):
@@ -388,26 +372,6 @@ def test_a_create_that_met_a_fault_opens_once(serve_environments, fault):
         asyncio.run(main(url, manager))
 
 
-def test_a_third_of_requests_failing_loses_nothing(served):
-    """8 episodes of 5 steps, each through random faults: every count is exact."""
-    generator = random.Random(1)
-    script = [generator.choice(FAULTS) if generator.random() < 0.3 else "none" for _ in range(150)]
-
-    async def play(client, number):
-        session = await client.session("workshop", split="train", index=number)
-        for index in range(5):
-            result = await session.step(call("add", number=number), timeout_s=20)
-            assert result.observation[0]["content"] == f'{{"count":{number * (index + 1)}}}'
-        await session.close()
-
-    async def main():
-        async with Proxy(served, script) as proxy, connect(proxy.url) as client:
-            await asyncio.gather(*(play(client, number) for number in range(8)))
-            assert proxy.num_requests > 8 * 7
-
-    asyncio.run(main())
-
-
 def num_files():
     return len(os.listdir("/proc/self/fd"))
 
@@ -430,7 +394,7 @@ def test_a_server_that_hangs_costs_no_more_files_with_each_time_out(monkeypatch)
                 for _ in range(20):
                     await asyncio.gather(*(give_up(client) for _ in range(8)))
                     most = max(most, num_files() - before)
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(AssertionError):
                     await until(lambda: num_files() - before <= 2)
                 return most, num_files() - before
 

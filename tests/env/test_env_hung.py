@@ -7,13 +7,12 @@ import re
 import threading
 
 import pytest
-from manager_calls import until
+from manager_calls import call, until
 
 from agentrl.env import Environment, Task, tool
 from agentrl.env.protocol import CreateRequest, StepRequest, TaskSpec
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.errors import EnvError
-from agentrl.types import Action, ToolCall
 
 TURNS = 5
 release = threading.Event()
@@ -61,10 +60,6 @@ class Hanging(Environment):
     def hang(self) -> str:
         release.wait()
         return "released"
-
-
-def call(name):
-    return Action(tool_calls=(ToolCall("c", name, {}),))
 
 
 def open_descriptors():

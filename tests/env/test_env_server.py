@@ -11,6 +11,7 @@ import httpx
 import pytest
 import sample_envs
 from fastapi.testclient import TestClient
+from manager_calls import wait_until
 
 from agentrl.env.server import gate
 from agentrl.env.server.access import is_loopback
@@ -258,7 +259,7 @@ def test_large_bodies_together_hold_a_bounded_amount(monkeypatch):
             target=lambda: replies.append(http.post(sessions[0], json=waits | {"timeout_s": 30}))
         )
         thread.start()
-        until(lambda: http.post("/v1/sessions/none/step", json=large).status_code == 429)
+        wait_until(lambda: http.post("/v1/sessions/none/step", json=large).status_code == 429)
         full = http.post(sessions[1], json=large)
         assert problem(full, 429, "at_capacity")["retryable"]
         assert http.post(sessions[2], json=small).status_code == 200  # small ones always pass
@@ -267,13 +268,6 @@ def test_large_bodies_together_hold_a_bounded_amount(monkeypatch):
         sample_envs.Workshop.release.clear()
         assert replies[0].status_code == 200
         assert http.post(sessions[1], json=large).status_code == 200
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
 
 
 def test_ids_cannot_be_guessed(http):
@@ -315,7 +309,7 @@ def test_a_blocking_environment_does_not_hold_up_the_server(served):
             target=lambda: replies.append(httpx.post(served + url, json=slow, timeout=60))
         )
         thread.start()
-        until(lambda: http.get("/metrics").text.count("agentrl_env_threads 1.0"))
+        wait_until(lambda: http.get("/metrics").text.count("agentrl_env_threads 1.0"))
         for _ in range(5):
             assert http.get("/healthz").status_code == 200
         assert not replies

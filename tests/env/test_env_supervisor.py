@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from manager_calls import wait_until
 
 ENVIRONMENT = f"{Path(__file__).with_name('sample_envs.py')}:Hello"
 
@@ -36,14 +36,6 @@ def children(process):
             if parent == process.pid:
                 found[arguments[arguments.index("--name") + 1]] = int(entry.name)
     return found
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.05)
-    return value
 
 
 def start(first, *options, **environ):
@@ -93,7 +85,7 @@ def test_one_that_is_killed_comes_back_and_the_others_go_on(fleet):
     assert httpx.get(f"{urls[1]}/v1/envs").status_code == 401, "all ask for the token"
     killed = children(process)["1"]
     os.kill(killed, signal.SIGKILL)
-    until(lambda: children(process).get("1", killed) != killed and answers(urls[1]))
+    wait_until(lambda: children(process).get("1", killed) != killed and answers(urls[1]))
     assert call(urls[0], f"/v1/sessions/{sessions[0]}").json()["status"] == "live"
     assert call(urls[1], f"/v1/sessions/{sessions[1]}").status_code == 404
     open_session(urls[1])
@@ -145,7 +137,7 @@ def test_a_supervisor_that_is_killed_leaves_no_server(fleet):
     pids = list(children(process).values())
     process.kill()
     process.wait(30)
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
     assert not any(answers(url) for url in urls)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from manager_calls import open_group
+from manager_calls import open_group, wait_until
 
 from agentrl.env import Environment, Task, threads
 from agentrl.env.protocol import CreateRequest, StepRequest, TaskSpec
@@ -14,13 +14,6 @@ from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.threads import WorkerPool, call_timeout
 from agentrl.errors import EnvError, EnvUnavailable
 from agentrl.types import Action
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
 
 
 async def abandon(pool, release):
