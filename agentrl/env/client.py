@@ -259,13 +259,15 @@ class EnvClient:
             EnvUnavailable: no server can be reached, or all stayed full.
             EnvError: the environment refused or failed.
         """
-        spec = _task_spec(split, index, task)
-        config = dict(config or {})
+        try:
+            spec = TaskSpec(split, index, task)
+        except ValueError:
+            raise ConfigError("give a session either split and index, or a task") from None
         request = CreateRequest(
             env_id,
             spec,
             seed,
-            config,
+            dict(config or {}),
             lease_s=LEASE_S,
             timeout_s=timeout_s,
             max_turns=max_turns,
@@ -396,12 +398,6 @@ def _refused(error: EnvError) -> bool:
     """Returns whether the connection was refused, because nothing listens at the address."""
     cause = error.__cause__
     return isinstance(getattr(cause, "os_error", cause), ConnectionRefusedError)
-
-
-def _task_spec(split: str | None, index: int | None, task: Task | None) -> TaskSpec:
-    if (task is None) == (split is None or index is None):
-        raise ConfigError("give a session either split and index, or a task")
-    return TaskSpec(split, index, task)
 
 
 def connect(urls: str | Sequence[str] | None = None, *, token: str | None = None) -> EnvClient:

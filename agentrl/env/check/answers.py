@@ -116,7 +116,7 @@ def _around(text: str, ways: list[str]) -> str:
 def _ways_to_write(needle: str) -> dict[str, list[str]]:
     """Returns texts that give a reference away: description of the encoding -> encoded texts."""
     data = needle.encode()
-    rot13 = codecs.encode(needle, "rot13")
+    rot13, quoted = codecs.encode(needle, "rot13"), quote(needle, safe="")
     # After other bytes, base64 encodes it in one of three ways, with different first and last
     # characters, which are cut off.
     padded = [base64.b64encode(b"x" * n + data).decode()[(0, 2, 3)[n] :] for n in range(3)]
@@ -127,14 +127,10 @@ def _ways_to_write(needle: str) -> dict[str, list[str]]:
         " as hexadecimal digits": [data.hex(), data.hex().upper()],
         " reversed": [needle[::-1]],
         " as rot13": [rot13] if rot13 != needle else [],
-        " as escapes": ["".join(f"&#{ord(c)};" for c in needle), *_percent(needle)],
+        " as escapes": ["".join(f"&#{ord(c)};" for c in needle)]
+        + ([quoted] if quoted != needle else []),
         " as character codes": [", ".join(str(ord(c)) for c in needle)],
     }
-
-
-def _percent(needle: str) -> list[str]:
-    quoted = quote(needle, safe="")
-    return [quoted] if quoted != needle else []
 
 
 def _fails(events: list[Event]) -> bool:

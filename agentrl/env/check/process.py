@@ -167,11 +167,9 @@ async def check_globals(subject: Subject) -> str:
             "draw from self.rng, which is seeded, or make a generator of your own",
         )
     if printed.text or replaced:
-        what = f"prints {short(printed.text.strip(), 60)!r}" if printed.text else "replaces"
+        what = f"prints {short(printed.text.strip(), 60)!r} on standard output"
         raise CheckFailed(
-            f"an episode {what} on standard output"
-            if printed.text
-            else "an episode replaces sys.stdout",
+            f"an episode {what if printed.text else 'replaces sys.stdout'}",
             "use the logging module: programs read a server's standard output",
         )
     return "the working directory, os.environ, output, generators and settings as before"

@@ -177,18 +177,23 @@ class Subject:
 
     def _played_class(self) -> type[Environment]:
         """Returns a subclass whose `load_shared` returns what was loaded already."""
-        environment, shared = self.local(), self.shared
-        return type(
-            environment.__name__,
-            (environment,),
-            {
-                "__module__": environment.__module__,
-                "__doc__": environment.__doc__,
-                "id": environment.id,
-                "load_shared": classmethod(lambda cls, config: shared),
-                "close_shared": classmethod(lambda cls, shared: None),
-            },
-        )
+        environment, loaded = self.local(), self.shared
+
+        class Played(environment):
+            __module__ = environment.__module__
+            __doc__ = environment.__doc__
+            id = environment.id
+
+            @classmethod
+            def load_shared(cls, config: Any) -> Any:
+                return loaded
+
+            @classmethod
+            def close_shared(cls, shared: Any) -> None:
+                pass
+
+        Played.__name__ = environment.__name__
+        return Played
 
     def local(self) -> type[Environment]:
         """Returns the class.
@@ -423,12 +428,7 @@ def process_state() -> dict[str, object]:
     }
     state |= {
         f"the handler of {number.name}": signal.getsignal(number)
-        for number in (
-            signal.SIGTERM,
-            signal.SIGALRM,
-            signal.SIGCHLD,
-            signal.SIGPIPE,
-        )
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE)
     }
     for name in ("RLIMIT_AS", "RLIMIT_NOFILE", "RLIMIT_CPU", "RLIMIT_STACK", "RLIMIT_NPROC"):
         state[f"the limit {name}"] = resource.getrlimit(getattr(resource, name))
