@@ -43,7 +43,8 @@ TWO_SERVERS := tests/train/test_two_vllm_servers.py
 # A real server starts many times in these: minutes on a quiet machine, an hour on a busy one.
 SGLANG_FAULTS := tests/inference/test_sglang_killed.py tests/train/test_sglang_training.py
 # Benchmarks with a target or an environment of their own.
-APART := benchmarks/gpu.py benchmarks/train_step_trl.py $(wildcard benchmarks/learning*.py)
+APART := benchmarks/gpu.py benchmarks/train_step_trl.py benchmarks/env_server_client.py \
+	benchmarks/env_server_openenv.py $(wildcard benchmarks/learning*.py)
 HARBOR_TESTS := $(addprefix tests/environments/harbor/test_harbor_,parity.py providers.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 

@@ -1,6 +1,6 @@
 """Measures steps per second of one environment, their latency, and its server's CPU time.
 
-    python benchmarks/env_bench.py ID|URL [--sessions 64] [--seconds 5] [--config JSON] [--env ID]
+    python benchmarks/env_bench.py [ID|URL] [--sessions 64] [--seconds 5] [--config JSON] [--env ID]
 
 Plays `--sessions` episodes at once, over and over on the same 16 tasks, with the environment's
 oracle or else with calls sampled from its tools' schemas. The client measures latencies, over HTTP.
@@ -91,7 +91,7 @@ async def measure(options: argparse.Namespace, url: str, server: int | None) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", metavar="ID|URL")
+    parser.add_argument("target", metavar="ID|URL", nargs="?", default="math")
     parser.add_argument("--sessions", type=int, default=64, help="episodes played at once")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds to measure")
     parser.add_argument("--config", type=json.loads, default={}, help="configuration, as JSON")

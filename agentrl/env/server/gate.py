@@ -1,4 +1,4 @@
-"""Checks requests and limits bodies: their size, their time, and the memory of all of them together.
+"""Checks requests, and limits bodies: their size, their time, and the memory of all together.
 
 A client that sends or reads slowly makes the server hold its body in memory. So each body has a
 time limit, and all large bodies together have a limit in bytes, beyond which a request is
