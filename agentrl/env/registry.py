@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar

@@ -18,7 +18,17 @@ from agentrl.errors import ConfigError
 TEMPLATES = Path(__file__).with_name("templates")
 COMMON = "common"
 DOCKERFILE = Path(__file__).parent / "container" / "Dockerfile"
-_TAKEN = set("agentrl agentrl-gym test tests env environment task action tool-call".split())
+_TAKEN = {
+    "agentrl",
+    "agentrl-gym",
+    "test",
+    "tests",
+    "env",
+    "environment",
+    "task",
+    "action",
+    "tool-call",
+}
 
 
 def templates() -> list[str]:

@@ -248,17 +248,13 @@ class WorkerPool:
 
     # The following are called with the lock held.
 
-    @property
-    def _num_useful(self) -> int:
-        return self.num_threads - self.num_abandoned
-
     def _wake(self) -> None:
         """Wakes or starts a thread if a call waits and no thread is being woken already."""
         if self._waking or not self._waiting:
             return
         if self._idle:
             self._idle.pop().put(True)
-        elif self._num_useful < self.max_threads:
+        elif self.num_threads - self.num_abandoned < self.max_threads:
             threading.Thread(target=self._work, name="agentrl-env-worker", daemon=True).start()
             self.num_threads += 1
         else:
@@ -318,7 +314,8 @@ class WorkerPool:
             else:
                 ended.status = "done"
                 self._num_running -= 1
-            if self._closed or self._num_useful > self.max_threads:  # replaced
+            # Also ends a thread that was replaced while its call hung.
+            if self._closed or self.num_threads - self.num_abandoned > self.max_threads:
                 self.num_threads -= 1
                 bell.put(False)
             elif self._waiting:

@@ -57,7 +57,9 @@ class Access:
                     "send the server's token as 'Authorization: Bearer ...' "
                     f"(clients read it from {protocol.TOKEN_VARIABLE})",
                 )
-        _check_version(path, given.get(protocol.PROTOCOL_HEADER))
+        spoken = given.get(protocol.PROTOCOL_HEADER, protocol.PROTOCOL_VERSION)
+        if spoken != protocol.PROTOCOL_VERSION:
+            _check_version(path, spoken)
 
 
 def usable_token(token: str | None) -> str | None:
@@ -94,15 +96,12 @@ def names_loopback(host: str) -> bool:
     return match is not None and is_loopback(match[1] or match[2])
 
 
-def _check_version(path: str, spoken: str | None) -> None:
+def _check_version(path: str, spoken: str) -> None:
     """Refuses a request unless one of the versions that its client speaks is spoken here.
 
     Args:
-        spoken: the header's value, versions separated by commas; None: the client names none, and
-            is not refused.
+        spoken: the header's value, versions separated by commas.
     """
-    if spoken is None:
-        return
     versions = [version.strip() for version in spoken.split(",")]
     if protocol.PROTOCOL_VERSION not in versions and path not in VERSIONLESS_PATHS:
         raise make_error(
