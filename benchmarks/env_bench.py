@@ -105,13 +105,17 @@ def main() -> None:
         command += ["--config", json.dumps(options.config)]
     environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     server = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environ
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # it logs a line per episode
+        text=True,
+        env=environ,
     )
     try:
         assert server.stdout
         line = server.stdout.readline()
         if " at http" not in line:
-            raise SystemExit(f"`agentrl {' '.join(command[2:])}` did not start")
+            raise SystemExit(f"`agentrl {' '.join(command[2:])}` did not start: run it to see why")
         asyncio.run(measure(options, line.split()[-1], server.pid))
     finally:
         server.terminate()
