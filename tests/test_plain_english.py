@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def test_docstrings_say_what_something_is_or_does(room):
     found = []
     for path in sorted((ROOT / room).rglob("*.py")):
-        if "fixtures" in path.parts:  # repositories that agents are tried on
+        if "swe_fixtures" in path.parts:  # repositories that agents are tried on
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

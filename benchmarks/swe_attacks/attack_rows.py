@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import agentrl_swebench.fixtures
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.testfiles import file_diff
 
@@ -16,7 +15,7 @@ Kind = Literal["attack", "honest", "semantic"]
 """`semantic`: wrong code that returns right values for the tests' inputs; no run of the tests tells
 it from a fix."""
 
-FIXTURES = Path(agentrl_swebench.fixtures.__file__ or "").parent
+FIXTURES = Path(__file__).parents[1] / "swe_fixtures"
 TIMEOUT_S = 120.0
 SHORT_TIMEOUT_S = 25.0
 """Time limit in seconds for patches that never end."""

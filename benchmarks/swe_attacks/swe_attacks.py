@@ -2,7 +2,7 @@
 
     python benchmarks/swe_attacks/swe_attacks.py --dataset DIR/dataset.jsonl [--only NAME ...]
 
-Grades each patch on the fixture instances (`python -m agentrl_swebench.fixtures.build --out DIR`)
+Grades each patch on the fixture instances (`python benchmarks/swe_fixtures/build.py --out DIR`)
 under both policies. Prints a table with the official verdict, the result of the control run if that
 is `resolved`, the outcome under `strict`, and the reward.
 

@@ -1,6 +1,6 @@
 """Make a model that plays mini-swe-agent's game on two of the fixture instances:
 
-    python -m agentrl_swebench.fixtures.build --out build/swebench
+    python benchmarks/swe_fixtures/build.py --out build/swebench
     python examples/agent/make_mini_swe_model.py
 
 As examples/swebench/make_model.py, which has the menu of commands and says what the model learns;

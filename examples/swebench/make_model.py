@@ -1,6 +1,6 @@
 """Make the example's model from nothing: demonstrations, a tokenizer, and a warm start.
 
-    python -m agentrl_swebench.fixtures.build --out build/swebench
+    python benchmarks/swe_fixtures/build.py --out build/swebench
     python examples/swebench/make_model.py
 
 writes `model/` beside this file, and the demonstrations beside the instances. Commands of the menu

@@ -14,13 +14,15 @@ from agentrl.errors import AgentRLError
 from agentrl.rollout import read_trajectories
 from agentrl.tracking import read_metrics
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
 def fixtures(tmp_path):
     """A folder with build/swebench; the instances' images are on the engine."""
-    from agentrl_swebench.fixtures.build import build
+    sys.path.append(str(ROOT / "benchmarks"))
+    from swe_fixtures.build import build
 
     try:
         connect(timeout_s=30).close()

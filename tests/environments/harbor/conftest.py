@@ -10,7 +10,7 @@ import harbor_tasks
 import pytest
 
 _ENV = Path(__file__).parents[2] / "env"
-sys.path.append(str(_ENV))
+sys.path += [str(_ENV), str(Path(__file__).parents[3] / "benchmarks")]
 _spec = importlib.util.spec_from_file_location("env_containers", _ENV / "conftest.py")
 assert _spec is not None and _spec.loader is not None
 _module = importlib.util.module_from_spec(_spec)

@@ -10,11 +10,11 @@ import subprocess
 
 import harbor_tasks
 import pytest
+from swe_fixtures.build import build
 
 from agentrl.cli import main
 from agentrl_harbor.attack import play
 from agentrl_harbor.env import HarborConfig, HarborEnvironment
-from agentrl_swebench.fixtures.build import build
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(1800)]
 

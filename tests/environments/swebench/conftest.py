@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import AgentRLError
 
-# The attack tables and the benchmarks are no part of the package.
+# The fixture instances, the attack tables and the benchmarks are not in the package.
 _BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path[:0] = [str(_BENCHMARKS), str(_BENCHMARKS / "swe_attacks")]
 
@@ -42,15 +42,15 @@ def engine():
 @pytest.fixture(scope="session")
 def fixture_dir(engine, tmp_path_factory):
     """Folder with dataset.jsonl, gold.jsonl and empty.jsonl; the images are built."""
-    from agentrl_swebench.fixtures.build import build
+    from swe_fixtures.build import build
 
     out = tmp_path_factory.mktemp("fixtures")
     try:
         build(out)
     except AgentRLError as error:
         _without_engine(
-            f"the fixture images can't be built ({error}); `python -m "
-            "agentrl_swebench.fixtures.build --out DIR --debootstrap` makes them without a registry"
+            f"the fixture images can't be built ({error}); `python benchmarks/swe_fixtures/build.py "
+            "--out DIR --debootstrap` makes them without a registry"
         )
     return out
 

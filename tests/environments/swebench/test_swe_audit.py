@@ -609,7 +609,7 @@ def test_other_languages_are_altered_in_part_too(monkeypatch, to_fix, number):
 
 # --- the principle, without an engine -----------------------------------------------------------
 
-FIXTURES = Path(audit.__file__).parent / "fixtures" / "spans"
+FIXTURES = Path(__file__).parents[3] / "benchmarks" / "swe_fixtures" / "spans"
 SPANS_TEST = (FIXTURES / "tests" / "tests" / "test_spans.py").read_text()
 SPANS_PATCH = git_diff({}, {"tests/test_spans.py": SPANS_TEST})
 SPANS = dataclasses.replace(

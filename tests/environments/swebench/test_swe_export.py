@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from swe_fixtures.build import FIXTURES, make_row
 
 from agentrl.cli import main
 from agentrl_harbor.task import load_tasks
-from agentrl_swebench.fixtures.build import FIXTURES, make_row
 
 pytestmark = pytest.mark.slow  # importing the harness takes seconds
 VENV = Path(os.environ.get("AGENTRL_HARBOR_VENV", "~/.cache/agentrl/harbor/venv")).expanduser()
