@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from agentrl.env.episode import start_episode, take_turn
 from agentrl.errors import DataError
-from agentrl.types import Action, StepResult, ToolCall
-from agentrl_harbor.env import HarborConfig, HarborEnvironment, Shared
+from agentrl.types import Action, StepResult
+from agentrl_harbor.env import HarborConfig, HarborEnvironment, Shared, bash, submit
 
 _PAY = (
     "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; "
@@ -182,14 +182,6 @@ async def attack(shared: Shared, config: HarborConfig, task_id: str) -> list[Att
     for name, command in ATTACKS.items():
         rows.append(_row(name, await play(shared, config, task_id, [bash(command)])))
     return rows
-
-
-def bash(command: str) -> Action:
-    return Action(tool_calls=(ToolCall("call", "bash", {"command": command}),))
-
-
-def submit() -> Action:
-    return Action(tool_calls=(ToolCall("call", "submit", {}),))
 
 
 def _row(name: str, result: StepResult) -> Attacked:

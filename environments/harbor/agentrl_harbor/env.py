@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import shlex
 import threading
 import uuid
 from collections import Counter
@@ -281,24 +282,26 @@ class HarborEnvironment(Environment):
         variables = resolve(
             self._task.solution_env, self.config.host_variables, f"{self._task.folder} [solution]"
         )
-        exports = "".join(f"export {name}={_quote(text)}; " for name, text in variables.items())
+        exports = "".join(
+            f"export {name}={shlex.quote(text)}; " for name, text in variables.items()
+        )
         for step in self._task.steps:
             assert step.solution is not None
             encoded = base64.b64encode(pack((step.solution,))).decode()
             size = MAX_COMMAND_CHARS - 200
             # Harbor puts it in /solution as root; a user who may not write there uses /tmp.
-            yield _bash(
+            yield bash(
                 "folder=/solution; rm -rf $folder; mkdir -p $folder || folder=/tmp/solution; "
                 "mkdir -p $folder; echo $folder > /tmp/solution.at; : > /tmp/solution.b64"
             )
             for start in range(0, len(encoded), size):
-                yield _bash(f"printf %s {encoded[start : start + size]} >> /tmp/solution.b64")
-            yield _bash(
+                yield bash(f"printf %s {encoded[start : start + size]} >> /tmp/solution.b64")
+            yield bash(
                 "folder=$(cat /tmp/solution.at); base64 -d /tmp/solution.b64 | tar -x -C $folder; "
                 "rm /tmp/solution.b64 /tmp/solution.at; export DEBIAN_FRONTEND=noninteractive; "
                 f"{exports}$folder/solve.sh; code=$?; rm -rf $folder; exit $code"
             )
-            yield Action(tool_calls=(ToolCall("call", "submit", {}),))
+            yield submit()
 
     # --- the start of a step ---------------------------------------------------------------------
 
@@ -332,7 +335,7 @@ class HarborEnvironment(Environment):
             await container.put(pack((step.workdir,)), workdir)
             if (step.workdir / "setup.sh").is_file():
                 ran = await container.run(
-                    f"bash {_quote(f'{workdir}/setup.sh')}", timeout_s=600, max_chars=1000
+                    f"bash {shlex.quote(f'{workdir}/setup.sh')}", timeout_s=600, max_chars=1000
                 )
                 if ran.exit_code != 0:
                     raise EnvError(
@@ -387,7 +390,7 @@ class HarborEnvironment(Environment):
             # In Harbor, these folders exist from the start.
             await container.as_root(
                 "mkdir -p -- /logs/agent /logs/artifacts /logs/verifier "
-                f"{'' if container.spec.workdir == '/' else _quote(container.spec.workdir)} "
+                f"{'' if container.spec.workdir == '/' else shlex.quote(container.spec.workdir)} "
                 "&& chmod 777 /logs/agent /logs/artifacts /logs/verifier"
             )
         except BaseException:
@@ -561,9 +564,11 @@ def _check_network(task: HarborTask, config: HarborConfig) -> None:
         )
 
 
-def _bash(command: str) -> Action:
+def bash(command: str) -> Action:
+    """Returns the action of an agent that runs a command."""
     return Action(tool_calls=(ToolCall("call", "bash", {"command": command}),))
 
 
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+def submit() -> Action:
+    """Returns the action of an agent that submits."""
+    return Action(tool_calls=(ToolCall("call", "submit", {}),))

@@ -217,8 +217,6 @@ class Step:
     instruction: str
     folders: tuple[Path, ...]
     """Folders with its tests: the task's, then the step's."""
-    test: str
-    """Path of the test script in the container."""
     solution: Path | None
     """Folder with `solve.sh`; None if there is no solution."""
     workdir: Path | None
@@ -410,7 +408,6 @@ def _step(folder: Path, table: TaskTable, step: StepTable | None) -> Step:
         name="" if step is None else step.name,
         instruction=text.strip(),
         folders=tests,
-        test="/tests/test.sh",
         solution=solution,
         workdir=workdir if workdir is not None and workdir.is_dir() else None,
         agent=agent,

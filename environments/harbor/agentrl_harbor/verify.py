@@ -18,8 +18,7 @@ _CLEAR = (
     "/logs/artifacts && chmod 777 /logs/verifier /logs/agent /logs/artifacts"
 )
 _CLEAR_BUNDLED = _CLEAR.replace(" /tests", "")
-_RUN = '"$1" > /logs/verifier/test-stdout.txt 2>&1'
-
+_RUN = "/tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
 
 Sandbox = TaskContainer | ProviderSandbox
 
@@ -59,7 +58,7 @@ async def verify(
     await container.as_root(_CLEAR_BUNDLED if bundled else _CLEAR, code=SCRIPT_FAILED)
     if not bundled:
         await container.put(pack(step.folders), "/tests")
-    ran = await container.script(_RUN, step.test, timeout_s=timeout_s, environment=environment)
+    ran = await container.script(_RUN, timeout_s=timeout_s, environment=environment)
     log = await container.get("/logs/verifier/test-stdout.txt", 16 << 20)
     output = (log or b"").decode(errors="replace")[-4000:]
     if ran.exit_code is None:
