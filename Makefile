@@ -13,7 +13,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 # So does SGLang.
 SGLANG_VENV ?= .venv-sglang
-# TRL, OpenEnv and SWE-bench 4 bring much that agentrl does not need, and not the same of it.
+# TRL and OpenEnv bring much that agentrl does not need, and not the same of it.
 ADAPTERS_VENV ?= .venv-adapters
 # Frameworks for agents, each with many packages of its own.
 AGENTS_VENV ?= .venv-agents
@@ -140,15 +140,13 @@ test-harbor: $(VENV)/.dev $(HARBOR_VENV)/bin/harbor
 	tests="$(BIN)/pytest -rs $(HARBOR_TESTS)"; \
 	$$tests || { $(RETRY); $$tests --last-failed; }
 
-## make test-adapters  the adapters, rows of SWE-bench 4, and the files of inspect_ai and lm-eval,
-##                     against the real packages, in environments of their own
+## make test-adapters  the adapters, and the files of inspect_ai and lm-eval, against the real
+##                     packages, in environments of their own
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	tests="$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters"; \
 	$$tests || { $(RETRY); $$tests --last-failed; }
 	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
-	AGENTRL_SWEBENCH4_PYTHON=$(abspath $(ADAPTERS_VENV))/swebench4/bin/python \
-		$(BIN)/pytest tests/environments/swebench/test_swe_dataset.py -k old_rows
 	AGENTRL_EVAL_FORMATS_PYTHON=$(abspath $(ADAPTERS_VENV))/evaluations/bin/python \
 		$(BIN)/pytest tests/test_exchange.py
 
@@ -267,8 +265,6 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml
 		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
 	@# OpenEnv's packages want an older mcp.
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
-	@$(PYTHON) -m venv $(ADAPTERS_VENV)/swebench4
-	@$(ADAPTERS_VENV)/swebench4/bin/python -m pip install --quiet swebench==4.1.0
 	@$(PYTHON) -m venv $(ADAPTERS_VENV)/evaluations
 	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet inspect_ai==0.3.285 lm-eval==0.4.13
 	@touch $@

@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from agentrl.cli import _parser
 from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
-from agentrl.errors import DataError
 from agentrl.glossary import METRICS
 
 HERE = Path(__file__).parent
@@ -122,8 +121,8 @@ official harness grades its change in a fresh one. This needs a Docker engine.
 pip install -e ".[swebench]"
 agentrl swebench doctor --dataset verified               # engine, disk, images, rows
 agentrl swebench pull --dataset verified --scrub         # images ahead of a run
-agentrl swebench run --dataset verified --model http://localhost:8000 --out results --slice 0:50
-agentrl swebench eval --dataset verified --predictions preds.jsonl --out results
+agentrl eval examples/swebench/eval.toml --inference.urls http://localhost:8000 --out results
+agentrl swebench eval --dataset verified --predictions results --out results    # or preds.jsonl
 agentrl swebench validate --dataset D.jsonl --audit --out valid.jsonl    # before training
 agentrl swebench export --dataset verified --out tasks   # as Harbor's tasks: harbor.md
 agentrl train examples/swebench/run.toml
@@ -153,29 +152,17 @@ A refused row is an error that names its place in the file, before anything is s
 """
 
 
-def _refusal(adapter: typing.Callable[..., Any]) -> str:
-    """Returns the message of an adapter that refuses its rows."""
-    try:
-        adapter({"instance_id": "an instance"}, "")
-    except DataError as error:
-        return str(error).removeprefix(": ")
-    raise AssertionError(adapter)
-
-
 def swebench() -> str:
     """Returns the page on SWE-bench: first commands, rows that can be read, and keys."""
     from agentrl_swebench import adapters
     from agentrl_swebench.env import SWEBenchConfig
 
     lines = [_NOTE, *_SWEBENCH.splitlines(), "| rows of | |", "|---|---|"]
-    for adapter in adapters.ADAPTERS:
-        about = inspect.getdoc(adapter) or ""
-        if about.startswith("Refuses"):
-            message = _refusal(adapter)
-            lines.append(f"| {adapter.__name__.replace('_', '-')} | refused: {_cell(message)} |")
-        else:
-            first = " ".join(about.partition("\n\n")[0].split())
-            lines.append(f"| {adapter.__name__.replace('_', '-')} | {_cell(first)} |")
+    for kind, adapter in adapters.ADAPTERS.items():
+        about = (inspect.getdoc(adapter) or "").partition("\n\n")[0]
+        lines.append(f"| {kind} | {_cell(' '.join(about.split()))} |")
+    for kind, message in adapters.REFUSED.items():
+        lines.append(f"| {kind} | refused: {_cell(message.format(instance='an instance'))} |")
     lines += ["", *_SWEBENCH_KEYS.splitlines(), "| key | type | default | |", "|---|---|---|---|"]
     for name, field in SWEBenchConfig.model_fields.items():
         default = "" if field.is_required() else f"`{json.dumps(field.default)}`"

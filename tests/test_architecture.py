@@ -149,8 +149,8 @@ def test_packages_know_only_what_they_stand_on(package):
 @pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m).startswith("agentrl_")])
 def test_environments_and_rewards_stand_on_the_platform_alone(module):
     allowed = {"env", "data", "agentrl_rewards", *FOUNDATION, room_of(module)}
-    # `agentrl swebench run` is a command beside the environment: it plays episodes itself.
-    if module == "agentrl_swebench.solve":
+    # `agentrl swebench eval` reads the episodes that `agentrl eval` kept.
+    if module == "agentrl_swebench.dataset":
         allowed.add("rollout")
     assert {room_of(name) for name in graph_of_files()[module]} <= allowed
 

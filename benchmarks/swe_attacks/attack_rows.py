@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from patches import file_diff
+
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.testfiles import file_diff
 
 Kind = Literal["attack", "honest", "semantic"]
 """`semantic`: wrong code that returns right values for the tests' inputs; no run of the tests tells

@@ -45,9 +45,9 @@ from attack_rows import (
     new,
     source,
 )
+from patches import file_diff
 
 from agentrl_swebench.dataset import Instance
-from agentrl_swebench.testfiles import file_diff
 
 GAUGE = "agentrl__gauge-1"
 

@@ -1,6 +1,6 @@
 """Adapters that convert rows of training datasets to rows of SWE-bench 5: one function per dataset.
 
-`adapter_of` recognises a dataset by its columns. Its function takes a row as the dataset's authors
+`kind_of` recognises a dataset by its columns. Its adapter takes a row as the dataset's authors
 publish it and returns one with the image, the evaluation script and the log parser that the
 official harness needs. The scripts have the form of the official ones. Nothing is downloaded or run
 here.
@@ -69,9 +69,7 @@ def swe_gym(row: Row, place: str) -> Row:
         row,
         place,
         image=f"xingyaoww/sweb.eval.x86_64.{name}:latest",
-        install="",
         test=test,
-        log_parser="parse_log_pytest",
     )
 
 
@@ -85,11 +83,10 @@ def swe_rebench(row: Row, place: str) -> Row:
     return _converted(
         row,
         place,
-        image=_tagged(image or f"swerebench/sweb.eval.x86_64.{name}"),
-        install="",
+        image=tagged(image or f"swerebench/sweb.eval.x86_64.{name}"),
         test=test,
-        log_parser=config.get("log_parser") or "parse_log_pytest",
-        exports=config.get("env_vars") or {},
+        log_parser=config.get("log_parser"),
+        exports=config.get("env_vars"),
     )
 
 
@@ -99,7 +96,7 @@ def swe_rebench_v2(row: Row, place: str) -> Row:
     Rows whose log parser the official harness lacks get no verdict, and `validate` says so.
 
     Raises:
-        DataError: the repository in the image was not moved to /testbed yet (`moved.py`).
+        DataError: the repository in the image was not moved to /testbed yet (`derived.py`).
     """
     config = _config(row, place)
     if not row["image_name"].startswith(MOVED_REPOSITORY):
@@ -111,11 +108,10 @@ def swe_rebench_v2(row: Row, place: str) -> Row:
     return _converted(
         row,
         place,
-        image=_tagged(row["image_name"]),
-        install="",
+        image=tagged(row["image_name"]),
         test="\n".join(_commands(config.get("test_cmd"), place)),
-        log_parser=config.get("log_parser") or "parse_log_pytest",
-        exports=config.get("env_vars") or {},
+        log_parser=config.get("log_parser"),
+        exports=config.get("env_vars"),
     )
 
 
@@ -125,10 +121,10 @@ def swe_synth(row: Row, place: str) -> Row:
     return _converted(
         row,
         place,
-        image=_tagged(row.get("image_name") or row["docker_image"]),
+        image=tagged(row.get("image_name") or row["docker_image"]),
         install="\n".join(_commands(row.get("install") or [], place)),
         test="\n".join(_commands(row["test_cmd"], place)),
-        log_parser=row.get("log_parser") or "parse_log_pytest",
+        log_parser=row.get("log_parser"),
     )
 
 
@@ -141,48 +137,8 @@ def swe_bench_live(row: Row, place: str) -> Row:
         row,
         place,
         image=f"starryzhang/sweb.eval.x86_64.{name}:latest",
-        install="",
         test="\n".join(_commands(row["test_cmds"], place)),
         log_parser=parser if parser.startswith("parse_log_") else f"parse_log_{parser}",
-    )
-
-
-def multi_swe_bench(row: Row, place: str) -> Row:
-    """Refuses rows of Multi-SWE-bench.
-
-    Raises:
-        DataError: always.
-    """
-    raise DataError(
-        f"{place}: rows of Multi-SWE-bench (`org`, `number`, `fix_patch`) need a harness of "
-        "their own and build files that a row does not hold. For other languages use "
-        "SWE-rebench-V2 (`agentrl swebench data get swe-rebench-v2`) or `multilingual`"
-    )
-
-
-def swe_bench_pro(row: Row, place: str) -> Row:
-    """Refuses rows of SWE-bench Pro.
-
-    Raises:
-        DataError: always.
-    """
-    raise DataError(
-        f"{place}: rows of SWE-bench Pro (`dockerhub_tag`, `selected_test_files_to_run`) are "
-        "graded by scripts and parsers that a row does not hold, in images with the repository at "
-        "/app. Use `verified`, `multilingual` or SWE-rebench-V2"
-    )
-
-
-def pull_request(row: Row, place: str) -> Row:
-    """Refuses rows that name no test in FAIL_TO_PASS.
-
-    Raises:
-        DataError: always.
-    """
-    raise DataError(
-        f"{place}: {row['instance_id']} names no test in FAIL_TO_PASS (SWE-Gym-Raw has such rows), "
-        "so a fix could not be told from no fix. Use SWE-Gym: `agentrl swebench data get "
-        "swe-gym --out FILE.jsonl`"
     )
 
 
@@ -212,36 +168,31 @@ def unpacked(row: Row, place: str) -> Row:
     return inner
 
 
-def swe_smith(row: Row, place: str) -> Row:
-    """Refuses rows of SWE-smith as their authors publish them.
-
-    Raises:
-        DataError: always; the image of such a row must be made first (`smith.py`).
-    """
-    raise DataError(
-        f"{place}: {row['instance_id']} is of SWE-smith, where `patch` adds the bug to the "
-        "repository in the image. Make rows and images that contain the bug first: "
-        "`agentrl swebench data get swe-smith --out FILE.jsonl`"
-    )
-
-
-def r2e_gym(row: Row, place: str) -> Row:
-    """Refuses rows of R2E-Gym.
-
-    Raises:
-        DataError: always.
-    """
-    raise DataError(
-        f"{place}: rows of R2E-Gym name tests without their files (`expected_output_json`), unlike "
-        "every log parser of the official harness, so it can't grade them. Use the same "
-        "repositories' instances of SWE-Gym or SWE-rebench, or write instances of your own"
-    )
-
-
-ADAPTERS: tuple[Callable[[Row, str], Row], ...] = (
-    *(swe_gym, swe_rebench, swe_rebench_v2, swe_bench_live, swe_synth),
-    *(swe_smith, r2e_gym, multi_swe_bench, swe_bench_pro, pull_request),
-)
+ADAPTERS: dict[str, Callable[[Row, str], Row]] = {
+    "swe-gym": swe_gym,
+    "swe-rebench": swe_rebench,
+    "swe-rebench-v2": swe_rebench_v2,
+    "swe-bench-live": swe_bench_live,
+    "swe-synth": swe_synth,
+}
+REFUSED = {
+    "swe-smith": "{instance} is of SWE-smith, where `patch` adds the bug to the repository in the "
+    "image. Make rows and images that contain the bug first: `agentrl swebench data get swe-smith "
+    "--out FILE.jsonl`",
+    "r2e-gym": "rows of R2E-Gym name tests without their files (`expected_output_json`), unlike "
+    "every log parser of the official harness, so it can't grade them. Use the same repositories' "
+    "instances of SWE-Gym or SWE-rebench, or write instances of your own",
+    "multi-swe-bench": "rows of Multi-SWE-bench (`org`, `number`, `fix_patch`) need a harness of "
+    "their own and build files that a row does not hold. For other languages use SWE-rebench-V2 "
+    "(`agentrl swebench data get swe-rebench-v2`) or `multilingual`",
+    "swe-bench-pro": "rows of SWE-bench Pro (`dockerhub_tag`, `selected_test_files_to_run`) are "
+    "graded by scripts and parsers that a row does not hold, in images with the repository at "
+    "/app. Use `verified`, `multilingual` or SWE-rebench-V2",
+    "pull-request": "{instance} names no test in FAIL_TO_PASS (SWE-Gym-Raw has such rows), so a "
+    "fix could not be told from no fix. Use SWE-Gym: `agentrl swebench data get swe-gym --out "
+    "FILE.jsonl`",
+}
+"""Messages for kinds of rows that cannot be converted."""
 SWE_GYM_REPOS = frozenset(
     (
         *("pandas-dev/pandas", "getmoto/moto", "python/mypy", "iterative/dvc", "dask/dask"),
@@ -251,27 +202,27 @@ SWE_GYM_REPOS = frozenset(
 )
 
 
-def adapter_of(row: Row) -> Callable[[Row, str], Row] | None:
-    """Returns the adapter for a row's columns; None for rows of SWE-bench and unknown rows."""
+def kind_of(row: Row) -> str:
+    """Returns the kind of a row by its columns, a key of `ADAPTERS` or `REFUSED`; "" for rows of
+    SWE-bench and unknown rows."""
     if "expected_output_json" in row:
-        return r2e_gym
+        return "r2e-gym"
     if "fix_patch" in row and "org" in row:
-        return multi_swe_bench
+        return "multi-swe-bench"
     if "dockerhub_tag" in row or "selected_test_files_to_run" in row:
-        return swe_bench_pro
+        return "swe-bench-pro"
     if "instance_id" in row and row.get("FAIL_TO_PASS") in (None, "", "[]", []):
-        return pull_request
+        return "pull-request"
     if row.get("test_cmds"):
-        return swe_bench_live
+        return "swe-bench-live"
     if str(row.get("repo", "")).startswith("swesmith/"):
-        return swe_smith
+        return "swe-smith"
     if row.get("install_config"):
-        return swe_rebench_v2 if row.get("image_name") and row.get("language") else swe_rebench
+        is_second = row.get("image_name") and row.get("language")
+        return "swe-rebench-v2" if is_second else "swe-rebench"
     if row.get("test_cmd") and (row.get("image_name") or row.get("docker_image")):
-        return swe_synth
-    if row.get("repo") in SWE_GYM_REPOS:
-        return swe_gym
-    return None
+        return "swe-synth"
+    return "swe-gym" if row.get("repo") in SWE_GYM_REPOS else ""
 
 
 def _converted(
@@ -279,9 +230,9 @@ def _converted(
     place: str,
     *,
     image: str,
-    install: str,
     test: str,
-    log_parser: str,
+    log_parser: str | None = None,
+    install: str = "",
     exports: dict[str, Any] | None = None,
 ) -> Row:
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in (exports or {}).items()]
@@ -289,7 +240,7 @@ def _converted(
     return row | {
         "version": version if isinstance(version, str) and version else "0",
         "image": image,
-        "log_parser": log_parser,
+        "log_parser": log_parser or "parse_log_pytest",
         "eval_type": "pass_and_fail",
         "eval_script": eval_script(
             base_commit=row["base_commit"],
@@ -361,5 +312,6 @@ def _commands(value: Any, place: str) -> list[str]:
     return commands
 
 
-def _tagged(image: str) -> str:
-    return image if ":" in image.rpartition("/")[2] or "@" in image else f"{image}:latest"
+def tagged(image: str) -> str:
+    """Returns the name of an image with the tag `latest` if it has neither a tag nor a digest."""
+    return image if ":" in image.rpartition("/")[2] else f"{image}:latest"

@@ -41,11 +41,11 @@ from agentrl_swebench.alter import (
     python_tests,
     with_slots,
 )
+from agentrl_swebench.containers import WORKDIR
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, parse_patch
 from agentrl_swebench.evidence import Evidence
 from agentrl_swebench.testfiles import (
-    REPOSITORY,
     TestFiles,
     named_file,
     read_test_files,
@@ -187,7 +187,7 @@ def _places(patch: str) -> frozenset[str]:
         sections = parse_patch(patch)
     except PatchFormatError:
         return frozenset()
-    return frozenset(f"{REPOSITORY}/{path}" for each in sections for path in each.paths)
+    return frozenset(f"{WORKDIR}/{path}" for each in sections for path in each.paths)
 
 
 def oddities(

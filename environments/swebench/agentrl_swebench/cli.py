@@ -1,10 +1,11 @@
-"""`agentrl swebench`: grades predictions, checks instances and the engine, runs models. Handlers
-import what they need."""
+"""`agentrl swebench`: grades predictions, checks instances and the engine. Handlers import what
+they need."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from agentrl_swebench.dataset import Instance, Prediction
+    from agentrl_swebench.dataset import Instance
     from agentrl_swebench.grade import GradingLimits
 
 
@@ -20,7 +21,7 @@ def add_swebench_commands(commands: argparse._SubParsersAction) -> None:
     """Adds `swebench` and its subcommands. Each sets `handler`, which returns an exit status."""
     swebench = commands.add_parser(
         "swebench",
-        help="SWE-bench: grade predictions, check instances, run models",
+        help="SWE-bench: grade predictions, check instances",
         description="Run SWE-bench on its official harness, in containers of the Docker engine.",
     )
     add_subcommands(swebench)
@@ -41,8 +42,9 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     evaluate.add_argument(
         "--predictions",
         required=True,
-        metavar="FILE|gold",
-        help="predictions in an official format, .jsonl or .json; `gold`: the reference solutions",
+        metavar="FILE|DIR|gold",
+        help="predictions in an official format, .jsonl or .json; a folder of `agentrl eval "
+        "--out`; or `gold`, the reference solutions",
     )
     evaluate.add_argument(
         "--out",
@@ -51,7 +53,22 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for reports and logs (default: .)",
     )
-    _add_grading(evaluate, policy="grade all of a patch, or only its source")
+    evaluate.add_argument(
+        "--run-id", default="run", metavar="ID", help="name of the run (default: %(default)s)"
+    )
+    evaluate.add_argument(
+        "--policy",
+        choices=["official", "strict"],
+        default="official",
+        help="grade all of a patch, or only its source (default: %(default)s)",
+    )
+    evaluate.add_argument(
+        "--audit",
+        action="store_true",
+        help="check every resolved instance by a control run that shows forged results; the "
+        "official report does not change",
+    )
+    _add_limits(evaluate)
     evaluate.set_defaults(handler=_evaluate)
 
     validate = subcommands.add_parser(
@@ -154,81 +171,6 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
 
     add_data_commands(subcommands)
 
-    run = subcommands.add_parser(
-        "run",
-        help="let a model solve instances, then grade",
-        description="Let a model behind an OpenAI-compatible server solve instances in containers, "
-        "write predictions.jsonl in the official format, and grade it with the official harness. "
-        "To continue an interrupted call, repeat it with the same --out.",
-    )
-    _add_dataset(run)
-    run.add_argument(
-        "--model", required=True, metavar="URL", help="URL of an OpenAI-compatible server"
-    )
-    run.add_argument(
-        "--model-name",
-        default="policy",
-        metavar="NAME",
-        help="the model's name on the server (default: %(default)s)",
-    )
-    run.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder for all results"
-    )
-    run.add_argument(
-        "--max-turns", type=int, default=50, help="turns per instance (default: %(default)s)"
-    )
-    run.add_argument(
-        "--max-turn-tokens",
-        type=int,
-        default=4096,
-        help="tokens that the model may write in one turn (default: %(default)s)",
-    )
-    run.add_argument(
-        "--max-total-tokens",
-        type=int,
-        metavar="N",
-        help="start no further instance once the model has written this many tokens in this call",
-    )
-    run.add_argument(
-        "--temperature", type=float, default=1.0, help="of sampling (default: %(default)g)"
-    )
-    run.add_argument("--concurrency", type=int, default=4, help="instances at once (default: 4)")
-    run.add_argument("--edit-tool", action="store_true", help="also offer str_replace")
-    run.add_argument("--no-grade", action="store_true", help="stop after the predictions")
-    run.add_argument(
-        "--memory-mb",
-        type=int,
-        default=4096,
-        help="MiB of memory of an agent's container (default: %(default)s)",
-    )
-    run.add_argument(
-        "--cpus",
-        type=float,
-        default=2.0,
-        help="CPU cores of an agent's container (default: %(default)g)",
-    )
-    run.add_argument(
-        "--disk-mb",
-        type=int,
-        help="MiB that an agent may write, if the engine can limit it (default: no limit)",
-    )
-    run.add_argument(
-        "--command-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="limit on one command, at most 600 (default: %(default)g)",
-    )
-    run.add_argument(
-        "--turn-timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="limit on one answer of the model (default: %(default)g)",
-    )
-    _add_grading(run, policy="grade all of a change, or only its source")
-    run.set_defaults(handler=_run)
-
 
 def _add_dataset(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     command.add_argument(
@@ -250,25 +192,6 @@ def _add_dataset(command: argparse.ArgumentParser, *, required: bool = True) -> 
         metavar="FROM:TO",
         help="only this slice of what is left, in the dataset's order, as in Python",
     )
-
-
-def _add_grading(command: argparse.ArgumentParser, *, policy: str) -> None:
-    command.add_argument(
-        "--run-id", default="run", metavar="ID", help="name of the run (default: %(default)s)"
-    )
-    command.add_argument(
-        "--policy",
-        choices=["official", "strict"],
-        default="official",
-        help=f"{policy} (default: %(default)s)",
-    )
-    command.add_argument(
-        "--audit",
-        action="store_true",
-        help="check every resolved instance by a control run that shows forged results; the "
-        "official report does not change",
-    )
-    _add_limits(command)
 
 
 def _add_limits(command: argparse.ArgumentParser) -> None:
@@ -303,10 +226,12 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
 
 def _limits(arguments: argparse.Namespace) -> GradingLimits:
     from agentrl.errors import ConfigError
-    from agentrl_swebench.grade import GradingLimits, set_max_workers
+    from agentrl_swebench.grade import GradingLimits
 
     if arguments.max_workers is not None:
-        set_max_workers(arguments.max_workers)
+        if arguments.max_workers < 1:
+            raise ConfigError(f"--max-workers {arguments.max_workers} must be positive")
+        os.environ["AGENTRL_GRADING_WORKERS"] = str(arguments.max_workers)
     if arguments.timeout <= 0:
         raise ConfigError(f"--timeout {arguments.timeout:g} must be positive")
     if arguments.memory_gb < 0.1:
@@ -345,61 +270,30 @@ def _load(arguments: argparse.Namespace) -> list[Instance]:
 
 def _progress() -> Progress:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        *Progress.get_default_columns(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
         TextColumn("{task.fields[state]}"),
         console=Console(stderr=True),
     )
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from agentrl_swebench.dataset import load_predictions
-
-    limits = _limits(arguments)
-    instances = _load(arguments)
-    _clear_engine()
-    predictions = load_predictions(arguments.predictions, instances)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    return _grade(arguments, instances, predictions, limits)
-
-
-def _clear_engine() -> None:
-    """Removes the containers that earlier runs left on the engine, and starts the watchdog that
-    removes this run's.
-
-    Raises:
-        EnvUnavailable: no engine answers.
-    """
-    from agentrl.env.container.watchdog import guard
-
-    guard(10)
-
-
-def _grade(
-    arguments: argparse.Namespace,
-    instances: list[Instance],
-    predictions: list[Prediction],
-    limits: GradingLimits,
-) -> int:
-    """Grades, writes the reports and prints where they are; returns 1 if a verdict is missing."""
     from collections import Counter
 
+    from agentrl.env.container.watchdog import guard
+    from agentrl_swebench.dataset import load_predictions
     from agentrl_swebench.evaluate import evaluate
     from agentrl_swebench.grade import TAMPERED, UNAUDITED, Verdict
 
+    limits = _limits(arguments)
+    instances = _load(arguments)
+    guard(10)
+    predictions = load_predictions(arguments.predictions, instances)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     with _progress() as progress:
         task = progress.add_task("grading", total=len(predictions), state="")
@@ -454,9 +348,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    import json
-
+    from agentrl.env.container.watchdog import guard
     from agentrl.errors import ConfigError
+    from agentrl_swebench.dataset import write_rows
     from agentrl_swebench.evaluate import Validation, validate
     from agentrl_swebench.grade import UNAUDITED
 
@@ -464,7 +358,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats {arguments.repeats} must be positive")
     limits = _limits(arguments)
     instances = _load(arguments)
-    _clear_engine()
+    guard(10)
     with _progress() as progress:
         task = progress.add_task("validating", total=len(instances), state="")
 
@@ -488,9 +382,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     valid = {each.instance_id for each in validations if not each.reason}
     if arguments.out:
         rows = [each.row() for each in instances if each.instance_id in valid]
-        part = arguments.out.with_name(arguments.out.name + ".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        part.replace(arguments.out)
+        write_rows(arguments.out, rows)
         print(f"{arguments.out}: {len(rows)} rows")
     if arguments.audit:
         unaudited = [
@@ -561,44 +453,3 @@ def _reap(arguments: argparse.Namespace) -> int:
         print(line)
     print(f"{len(removed)} containers removed")
     return 0
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from agentrl.errors import ConfigError
-    from agentrl_swebench.dataset import load_predictions
-    from agentrl_swebench.solve import drop_cut_line, solve
-
-    for name in ("concurrency", "max_turns", "max_turn_tokens"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
-    limits = _limits(arguments)
-    instances = _load(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path: Path = arguments.out / "predictions.jsonl"
-    drop_cut_line(path)
-    earlier = load_predictions(path, instances) if _has(path) else []
-    if earlier and (name := earlier[0].model_name_or_path) != arguments.model_name:
-        raise ConfigError(
-            f"{path} holds predictions of {name}: continue with --model-name {name}, or choose "
-            "another --out"
-        )
-    done = {each.instance_id for each in earlier}
-    pending = [each for each in instances if each.instance_id not in done]
-    if done:
-        print(f"{len(done)} predictions come from an earlier call")
-    failed = asyncio.run(solve(arguments, pending, path)) if pending else 0
-    if failed:
-        print(
-            f"{failed} of {len(pending)} instances have no prediction, through no fault of the "
-            "model; repeat the call to try them again",
-            file=sys.stderr,
-        )
-    without_verdict = 0
-    if not arguments.no_grade and _has(path):
-        without_verdict = _grade(arguments, instances, load_predictions(path, instances), limits)
-        print(f"predictions      {path}")
-    return 1 if failed else without_verdict
-
-
-def _has(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0

@@ -3,14 +3,16 @@ a writable file system. All else is `agentrl.env.container.container`."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
 import time
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from agentrl.env.container.container import Container, ContainerSpec
-from agentrl.env.container.engine import MAX_LIFE_S, Engine, labels
+from agentrl.env.container.engine import Engine, connect, engine_errors, labels, remove
 from agentrl.env.container.programs import PROGRAM_PATH
 
 WORKDIR = "/testbed"
@@ -33,16 +35,17 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass(slots=True, frozen=True)
-class Limits:
-    """Limits of an agent's container."""
-
-    memory_mb: int = 4096
-    """Memory in MiB, swap included."""
-    cpus: float = 2.0
-    max_processes: int = 512
-    disk_mb: int | None = None
-    life_s: int = MAX_LIFE_S
+_SPEC = ContainerSpec(
+    "",
+    workdir=WORKDIR,
+    environment=_ENVIRONMENT,
+    user="root",
+    read_only=False,
+    tmpfs=(),
+    memory_mb=4096,
+    cpus=2.0,
+    max_processes=512,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,30 +66,21 @@ class InstanceContainer(Container):
         image: str,
         *,
         run_id: str,
-        limits: Limits | None = None,
         role: Literal["agent", "build"] = "agent",
+        **limits: Any,
     ) -> InstanceContainer:
         """Starts a container of a local image. One with the role `build` may change the owner of
         files; no agent acts in it.
 
+        Args:
+            limits: keys of `ContainerSpec`: `memory_mb`, `cpus`, `max_processes`, `disk_mb`,
+                `life_s`.
+
         Raises:
             EnvError: the engine refused or does not answer; no container is left.
         """
-        limits = limits or Limits()
-        spec = ContainerSpec(
-            image,
-            workdir=WORKDIR,
-            environment=_ENVIRONMENT,
-            user="root",
-            read_only=False,
-            tmpfs=(),
-            capabilities=("CHOWN", "DAC_OVERRIDE", "FOWNER") if role == "build" else (),
-            memory_mb=limits.memory_mb,
-            cpus=limits.cpus,
-            max_processes=limits.max_processes,
-            disk_mb=limits.disk_mb,
-            life_s=limits.life_s,
-        )
+        capabilities = ("CHOWN", "DAC_OVERRIDE", "FOWNER") if role == "build" else ()
+        spec = replace(_SPEC, image=image, capabilities=capabilities, **limits)
         return await cls.create(engine, spec, labels(run_id, role))
 
     async def changed_programs(self) -> list[str]:
@@ -112,10 +106,72 @@ class InstanceContainer(Container):
             EnvError: the container or the engine failed.
         """
         folder, _, name = file.path.rpartition("/")
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as archive:
-            member = tarfile.TarInfo(name)
-            member.size, member.mode, member.mtime = len(file.content), file.mode, int(time.time())
-            archive.addfile(member, io.BytesIO(file.content))
-        content = packed.getvalue()
+        content = packed({name: file.content}, mode=file.mode)
         await self._call(lambda client: client.api.put_archive(self.id, folder or "/", content))
+
+
+@contextlib.contextmanager
+def script_container(
+    image: str,
+    script: str,
+    *arguments: str,
+    run_id: str,
+    role: str,
+    timeout_s: float,
+    **options: Any,
+) -> Iterator[Any]:
+    """Yields a container that is to run a bash script without a network (`run_script`), and removes
+    it afterwards.
+
+    Args:
+        timeout_s: seconds in which the engine must answer each call.
+
+    Raises:
+        EnvError: the engine failed, or the image is missing.
+    """
+    with engine_errors(), contextlib.closing(connect(timeout_s=timeout_s)) as client:
+        container = client.containers.create(
+            image,
+            ["-c", script, "bash", *arguments],
+            entrypoint="/bin/bash",
+            network_mode="none",
+            labels=labels(run_id, role),
+            **options,
+        )
+        try:
+            yield container
+        finally:
+            remove(client, str(container.id))
+
+
+def run_script(container: Any) -> str | None:
+    """Runs the script of a container to its end; returns its last lines if it failed, else None."""
+    container.start()
+    if container.wait(timeout=container.client.api.timeout)["StatusCode"] == 0:
+        return None
+    return container.logs(tail=3).decode(errors="replace").strip()
+
+
+def read_text(container: Any, path: str) -> str:
+    """Returns the text of a file in a container; "" if another thing than a file is there.
+
+    Raises:
+        docker.errors.NotFound: nothing is there.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    chunks, _ = container.get_archive(path)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+        member = archive.getmembers()[0]
+        file = archive.extractfile(member) if member.isfile() else None
+        return file.read().decode() if file else ""
+
+
+def packed(files: dict[str, bytes], *, mode: int = 0o644) -> bytes:
+    """Returns a tar archive of files by their paths, relative to where it is unpacked."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode, member.mtime = len(content), mode, int(time.time())
+            tar.addfile(member, io.BytesIO(content))
+    return archive.getvalue()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from agentrl.errors import ConfigError, DataError
-from agentrl_swebench.adapters import adapter_of, swe_rebench_v2
-from agentrl_swebench.dataset import ALIASES, Instance, load_rows, parse_row, to_official
+from agentrl_swebench.adapters import kind_of
+from agentrl_swebench.dataset import (
+    ALIASES,
+    Instance,
+    load_rows,
+    parse_row,
+    to_official,
+    write_rows,
+)
 from agentrl_swebench.diff import PatchFormatError, parse_patch
 
 LANGUAGES = {
@@ -69,16 +75,11 @@ def get(arguments: argparse.Namespace) -> int:
             left_out[reason] += 1
             continue
         try:
-            if str(row.get("repo", "")).startswith("swesmith/"):
-                from agentrl_swebench.smith import make_smith_row
+            if (kind := kind_of(row)) in ("swe-smith", "swe-rebench-v2"):
+                from agentrl_swebench.derived import make_moved_row, make_smith_row
 
-                instance = parse_row(make_smith_row(row, place), place)
-            else:
-                if adapter_of(row) is swe_rebench_v2:
-                    from agentrl_swebench.moved import make_moved_row
-
-                    row = make_moved_row(row, place)
-                instance = parse_row(next(iter(to_official([(place, row)])))[1], place)
+                row = (make_smith_row if kind == "swe-smith" else make_moved_row)(row, place)
+            instance = parse_row(to_official(row, place), place)
         except DataError as error:
             if not arguments.skip_unusable:
                 raise
@@ -127,9 +128,7 @@ def _unwanted(instance: Instance, arguments: argparse.Namespace) -> str:
 def _write(path: Path, instances: Iterable[Instance]) -> None:
     rows = [instance.row() for instance in instances]
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    part.replace(path)
+    write_rows(path, rows)
     images = len({row["image"] for row in rows})
     print(f"{path}: {len(rows)} instances, {images} images")
 

@@ -2,26 +2,22 @@
 
 An `Instance` has the columns of SWE-bench 5, where a row carries all that grading needs: the image,
 the evaluation script, the name of its log parser and its kind of evaluation. Rows of SWE-bench 4
-lack these; they are converted if AGENTRL_SWEBENCH4_PYTHON names a Python that has
-`swebench==4.1.0`.
+lack these and are refused.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
-import subprocess
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.data.hub import DATA_SETS, load_hub
 from agentrl.data.rows import ROW_SUFFIXES, read_rows
-from agentrl.errors import ConfigError, DataError
-from agentrl_swebench.adapters import adapter_of, unpacked
+from agentrl.errors import DataError
+from agentrl_swebench.adapters import ADAPTERS, REFUSED, kind_of, unpacked
 
 _KNOWN = {
     name.removeprefix("swe-bench-"): each
@@ -46,9 +42,6 @@ _TEXT_COLUMNS = (
     *NEW_COLUMNS,
 )
 _TEST_COLUMNS = ("FAIL_TO_PASS", "PASS_TO_PASS")
-_CONVERTER_TIMEOUT_S = 600
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,11 +84,7 @@ class Prediction:
     """Empty if the model gave none."""
 
     def row(self) -> dict[str, str]:
-        return {
-            "instance_id": self.instance_id,
-            "model_name_or_path": self.model_name_or_path,
-            "model_patch": self.model_patch,
-        }
+        return asdict(self)
 
 
 def load_instances(
@@ -109,8 +98,7 @@ def load_instances(
         instance_ids: only these; None for all.
 
     Raises:
-        ConfigError: the package that reads this kind of source is missing, or
-            AGENTRL_SWEBENCH4_PYTHON is needed to convert old rows and does not work.
+        ConfigError: the package that reads this kind of source is missing.
         DataError: the dataset does not exist or is empty, a column is missing or has the wrong
             type, or an id occurs twice or is not in the dataset.
     """
@@ -123,7 +111,7 @@ def load_instances(
         rows = [(place, row) for place, row in rows if row.get("instance_id") in wanted]
     if not rows:
         raise DataError(f"{source} holds no rows")
-    instances = [parse_row(row, place) for place, row in to_official(rows)]
+    instances = [parse_row(to_official(row, place), place) for place, row in rows]
     seen: set[str] = set()
     for instance in instances:
         if instance.instance_id in seen:
@@ -132,37 +120,32 @@ def load_instances(
     return instances
 
 
-def to_official(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Converts rows, each with its place for error messages, to the columns of SWE-bench 5: rows of
-    other datasets by their adapter (`adapters`), rows of SWE-bench 4 by its own harness.
+def to_official(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns a row with the columns of SWE-bench 5; rows of other datasets are converted by their
+    adapter (`adapters`). `place` names the row in errors.
 
     Raises:
-        ConfigError: rows of SWE-bench 4 need AGENTRL_SWEBENCH4_PYTHON.
-        DataError: a row cannot be converted.
+        DataError: the row cannot be converted.
     """
-    official: list[tuple[str, dict[str, Any]]] = []
-    old: list[int] = []
-    for place, row in rows:
-        if "image" in row or "eval_script" in row:  # other datasets too have `log_parser`
-            official.append((place, row))
-            continue
-        adapter = adapter_of(row)
-        if adapter is None:
-            old.append(len(official))
-            official.append((place, row))
-            continue
-        try:
-            official.append((place, adapter(row, place)))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{place}: a row of the kind {adapter.__name__} lacks a column, or a column has "
-                f"the wrong type: {error}"
-            ) from error
-    if old:
-        converted = convert_rows([official[at][1] for at in old])
-        for at, row in zip(old, converted, strict=True):
-            official[at] = official[at][0], row
-    return official
+    if "image" in row or "eval_script" in row:  # other datasets too have `log_parser`
+        return row
+    kind = kind_of(row)
+    if kind in REFUSED:
+        raise DataError(f"{place}: {REFUSED[kind].format(instance=row.get('instance_id'))}")
+    if not kind:
+        raise DataError(
+            f"{place}: the row has no image and no eval_script, as in SWE-bench 4. Use the "
+            "dataset's current revision (SWE-bench/SWE-bench_Verified and its siblings on Hugging "
+            "Face). If the row is your own, add image, eval_script, log_parser and eval_type "
+            "(environments/swebench/README.md, An instance of your own)"
+        )
+    try:
+        return ADAPTERS[kind](row, place)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{place}: a row of the kind {kind} lacks a column, or a column has the wrong type: "
+            f"{error}"
+        ) from error
 
 
 def parse_row(row: dict[str, Any], place: str) -> Instance:
@@ -266,51 +249,13 @@ def _hugging_face(name: str, split: str) -> Any:
     return splits[split]
 
 
-def convert_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds the columns of SWE-bench 5 to rows of SWE-bench 4.
-
-    Version 5 of the harness no longer has the specifications from which evaluation scripts are
-    made, so `swebench==4.1.0` makes them, run by the Python that AGENTRL_SWEBENCH4_PYTHON names. It
-    uses no network.
-
-    Raises:
-        ConfigError: AGENTRL_SWEBENCH4_PYTHON is not set or does not work.
-        DataError: the conversion failed.
-    """
-    python = os.environ.get("AGENTRL_SWEBENCH4_PYTHON")
-    if not python:
-        raise ConfigError(
-            f"{len(rows)} rows have the columns of SWE-bench 4 (no image, no eval_script). Use "
-            "the dataset's current revision (SWE-bench/SWE-bench_Verified and its siblings on "
-            "Hugging Face). If the rows are your own, add image, eval_script, log_parser and "
-            "eval_type to each (environments/swebench/README.md, An instance of your own). To "
-            "convert them, make a virtual environment with swebench==4.1.0 and set "
-            "AGENTRL_SWEBENCH4_PYTHON to its Python"
-        )
-    script = Path(__file__).with_name("convert_v4.py")
-    try:
-        result = subprocess.run(
-            [python, str(script)],
-            input=json.dumps(list(rows)),
-            capture_output=True,
-            text=True,
-            timeout=_CONVERTER_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"AGENTRL_SWEBENCH4_PYTHON={python}: {error}") from error
-    if result.returncode != 0:
-        last = result.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise DataError(f"old rows could not be converted by {python}: {last[0]}")
-    log.warning("converted %d rows of SWE-bench 4 to the columns of SWE-bench 5", len(rows))
-    return json.loads(result.stdout)
-
-
 def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Prediction]:
     """Returns predictions in an official format, in their file's order.
 
     Args:
-        path: a `.jsonl` file, a `.json` file (a list, or an object by instance id), or the word
-            `gold` for the reference solutions of `instances`.
+        path: a `.jsonl` file, a `.json` file (a list, or an object by instance id), a folder of
+            `agentrl eval --out`, whose name becomes the model's, or the word `gold` for the
+            reference solutions of `instances`.
 
     Raises:
         DataError: the file cannot be read or is empty, names an unknown instance or one twice, or
@@ -319,7 +264,9 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
     if str(path) == "gold":
         return [Prediction(each.instance_id, "gold", each.patch) for each in instances]
     path = Path(path)
-    if path.suffix == ".json":
+    if path.is_dir():
+        rows = list(_played(path))
+    elif path.suffix == ".json":
         rows = [
             (f"{path}, entry {number}", row)
             for number, row in enumerate(_json_list(path, "predictions"), start=1)
@@ -327,7 +274,9 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
     elif path.suffix == ".jsonl":
         rows = list(read_rows(path))
     else:
-        raise DataError(f"predictions {path} must be a .jsonl or .json file, or the word gold")
+        raise DataError(
+            f"predictions {path} must be a .jsonl or .json file, a folder, or the word gold"
+        )
     known = {instance.instance_id for instance in instances}
     predictions: dict[str, Prediction] = {}
     for place, row in rows:
@@ -348,6 +297,18 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
     return list(predictions.values())
 
 
+def _played(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a prediction for each episode of an evaluation that ended with a submission."""
+    from agentrl.rollout.episodes import read_evaluation
+
+    for episode in read_evaluation(folder)[1]:
+        if "model_patch" in episode.info:
+            prediction = Prediction(
+                episode.task_id, folder.resolve().name, str(episode.info["model_patch"])
+            )
+            yield f"{folder}, episode {episode.trajectory_id}", prediction.row()
+
+
 def _parse_prediction(row: dict[str, Any], place: str) -> Prediction:
     for name in ("instance_id", "model_name_or_path"):
         if not isinstance(row.get(name), str) or not row[name]:
@@ -363,3 +324,15 @@ def _parse_prediction(row: dict[str, Any], place: str) -> Prediction:
     if patch is not None and not isinstance(patch, str):
         raise DataError(f"{place}: model_patch must be text, or null for none")
     return Prediction(row["instance_id"], row["model_name_or_path"], patch or "")
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes JSON lines; a kill leaves the old file or the new one."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file; a kill leaves the old file or the new one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)

@@ -10,6 +10,7 @@ from typing import Literal
 from agentrl.env.container.engine import OWNER_LABEL, abandoned, connect
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
+from agentrl_swebench.adapters import tagged
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.grade import HARNESS_VERSION
 
@@ -61,7 +62,7 @@ def findings(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]
         yield "ok", "containers", f"{len(summaries)} in use, none left over"
     if instances:
         local = {tag for image in client.images.list() for tag in image.tags}
-        missing = {each.image for each in instances if _tagged(each.image) not in local}
+        missing = {each.image for each in instances if tagged(each.image) not in local}
         if missing:
             yield (
                 "note",
@@ -94,7 +95,3 @@ def _rows(instances: Sequence[Instance]) -> Iterator[tuple[Status, str, str]]:
 def _some(ids: list[str]) -> str:
     more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
     return ", ".join(ids[:3]) + more
-
-
-def _tagged(name: str) -> str:
-    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"

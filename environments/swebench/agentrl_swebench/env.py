@@ -34,7 +34,7 @@ from agentrl.errors import DataError, EnvError, EnvUnavailable, GraderError
 from agentrl.images import join_contents
 from agentrl.types import JSON, Action, Message, Task
 from agentrl_swebench import images
-from agentrl_swebench.containers import WORKDIR, File, InstanceContainer, Limits
+from agentrl_swebench.containers import WORKDIR, File, InstanceContainer
 from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.grade import Verdict, grade
 from agentrl_swebench.patch import Extracted, ScrubError, check_scrubbed, extract
@@ -115,13 +115,6 @@ class SWEBenchConfig(EnvConfig):
 
 
 @dataclass(slots=True)
-class _LoopState:
-    """The objects that the sessions of one event loop share."""
-
-    creates: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CREATES))
-
-
-@dataclass(slots=True)
 class Shared:
     instances: dict[str, list[Instance]]
     """Instances by split."""
@@ -133,12 +126,13 @@ class Shared:
     engine: Engine = field(default_factory=Engine)
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while an image is resolved or pulled, so that no image is pulled twice."""
-    loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = field(
+    creates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    """Limits the containers that are created at once, by event loop."""
 
-    def loop_state(self) -> _LoopState:
-        return self.loops.setdefault(asyncio.get_running_loop(), _LoopState())
+    def creating(self) -> asyncio.Semaphore:
+        return self.creates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CREATES))
 
 
 @register("swebench", max_sessions=64)
@@ -315,18 +309,13 @@ class SWEBenchEnvironment(Environment):
             return shared.image_ids[name]
 
     async def _start(self) -> None:
-        config: SWEBenchConfig = self.config
-        limits = Limits(
-            memory_mb=config.memory_mb,
-            cpus=config.cpus,
-            max_processes=config.max_processes,
-            disk_mb=config.disk_mb,
-        )
+        keys = {"memory_mb", "cpus", "max_processes", "disk_mb"}
+        limits = self.config.model_dump(include=keys)
         engine: Engine = self.shared.engine
-        async with self.shared.loop_state().creates:
+        async with self.shared.creating():
             await images.check_disk(engine, MIN_FREE_BYTES)
             self._container = await InstanceContainer.start(
-                engine, self._image.image_id, run_id=self._run_id, limits=limits
+                engine, self._image.image_id, run_id=self._run_id, **limits
             )
             try:
                 await check_scrubbed(self._container, self._image.base)

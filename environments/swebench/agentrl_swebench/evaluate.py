@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError, DataError, EnvError
-from agentrl_swebench.dataset import Instance, Prediction
+from agentrl_swebench.dataset import Instance, Prediction, write_rows, write_text
 from agentrl_swebench.grade import (
     HARNESS_VERSION,
     TAMPERED,
@@ -128,8 +128,7 @@ async def evaluate(
     graded = [
         Prediction(verdict.instance_id, model, verdict.graded_patch).row() for verdict in verdicts
     ]
-    lines = "".join(json.dumps(row) + "\n" for row in graded)
-    _write_text(out / f"{name}.predictions.jsonl", lines)
+    write_rows(out / f"{name}.predictions.jsonl", graded)
     report = await _official_report(
         {
             "rows": [instance.row() for instance in instances],
@@ -249,13 +248,7 @@ def _read_verdict(path: Path, digest: str) -> Verdict | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 @dataclass(slots=True, frozen=True)

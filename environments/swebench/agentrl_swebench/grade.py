@@ -105,13 +105,6 @@ class Verdict:
         return float(self.resolved and TAMPERED not in self.flags)
 
 
-def _num_workers() -> int:
-    text = os.environ.get("AGENTRL_GRADING_WORKERS", "")
-    if text and not (text.isdigit() and int(text) > 0):
-        raise ConfigError(f"AGENTRL_GRADING_WORKERS={text} must be a positive number")
-    return int(text) if text else len(os.sched_getaffinity(0))
-
-
 class _Slots:
     """Limits the gradings that run at once in this process, across event loops.
 
@@ -121,7 +114,6 @@ class _Slots:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running = 0
-        self.limit: int | None = None
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
@@ -152,20 +144,10 @@ def max_workers() -> int:
     Raises:
         ConfigError: AGENTRL_GRADING_WORKERS is not a positive number.
     """
-    if _slots.limit is None:
-        _slots.limit = _num_workers()
-    return _slots.limit
-
-
-def set_max_workers(number: int) -> None:
-    """Sets the number of gradings that run at once in this process from now on.
-
-    Raises:
-        ConfigError: the number is not positive.
-    """
-    if number < 1:
-        raise ConfigError(f"the number of workers, {number}, must be positive")
-    _slots.limit = number
+    text = os.environ.get("AGENTRL_GRADING_WORKERS") or str(len(os.sched_getaffinity(0)))
+    if not (text.isdigit() and int(text) > 0):
+        raise ConfigError(f"AGENTRL_GRADING_WORKERS={text} must be a positive number")
+    return int(text)
 
 
 async def grade(

@@ -272,8 +272,7 @@ class _DiskWatch:
         threading.Thread(target=self._poll, daemon=True).start()
 
     def _free(self) -> int:
-        stat = os.statvfs(self._folder)
-        return stat.f_bavail * stat.f_frsize
+        return shutil.disk_usage(self._folder).free
 
     def _poll(self) -> None:
         while True:

@@ -112,10 +112,7 @@ def pull(
             with freeing:
                 _free_disk(client, min_free_bytes, keep)
             try:
-                client.api.pull(name, stream=False) if "@" in name else client.images.pull(
-                    name, None if _has_tag(name) else "latest"
-                )
-                found = (name, str(client.images.get(name).id))
+                found = (name, str(client.images.pull(name).id))
             except (APIError, ImageNotFound) as error:
                 missing[name] = " ".join(str(error.explanation or error).split())[:200]
                 if progress:
@@ -137,10 +134,6 @@ def pull(
             "`agentrl swebench pull`"
         )
     return found
-
-
-def _has_tag(name: str) -> bool:
-    return ":" in name.rpartition("/")[2]
 
 
 def _free_disk(client: docker.DockerClient, min_free_bytes: int, keep: set[str]) -> None:

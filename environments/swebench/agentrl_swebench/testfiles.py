@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
-import io
+import contextlib
 import os
 import re
 import subprocess
-import tarfile
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from agentrl.env.container.engine import connect, engine_errors, labels, remove
 from agentrl.errors import EnvError
+from agentrl_swebench.containers import (
+    WORKDIR,
+    packed,
+    read_text,
+    run_script,
+    script_container,
+)
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, Section, parse_patch, patched
 
-REPOSITORY = "/testbed"
 _WAIT_S = 120
 _START_MARK = ">>>>> Start Test Output"
 
@@ -60,29 +63,21 @@ def read_test_files(instance: Instance, run_id: str) -> TestFiles:
     sections = parse_patch(instance.test_patch)
     paths = {path for each in sections for path in each.paths}
     paths |= {named_file(test) for test in instance.fail_to_pass} - {""}
-    with engine_errors():
-        client = connect(timeout_s=_WAIT_S)
+    with script_container(
+        instance.image,
+        _APPLY,
+        run_id=run_id,
+        role="grade",
+        timeout_s=_WAIT_S,
+        mem_limit="2g",
+        pids_limit=256,
+    ) as container:
+        before = _read(container, sorted(paths))
         try:
-            container = client.containers.create(
-                instance.image,
-                ["-c", _APPLY],
-                entrypoint="/bin/bash",
-                network_mode="none",
-                labels=labels(run_id, "grade"),
-                mem_limit="2g",
-                pids_limit=256,
-            )
-            try:
-                before = _read(container, sorted(paths))
-                try:
-                    return TestFiles(before, _with_patch(before, sections))
-                except PatchFormatError:
-                    _apply(container, instance)
-                return TestFiles(before, _read(container, sorted(paths)))
-            finally:
-                remove(client, str(container.id))
-        finally:
-            client.close()
+            return TestFiles(before, _with_patch(before, sections))
+        except PatchFormatError:
+            _apply(container, instance)
+        return TestFiles(before, _read(container, sorted(paths)))
 
 
 def _with_patch(before: dict[str, str], sections: list[Section]) -> dict[str, str]:
@@ -92,43 +87,20 @@ def _with_patch(before: dict[str, str], sections: list[Section]) -> dict[str, st
     return {path: text for path, text in files.items() if text is not None}
 
 
-def _apply(container, instance: Instance) -> None:
-    tests = packed({"test.patch": instance.test_patch.encode()})
-    container.put_archive("/tmp", tests)
-    container.start()
-    if container.wait(timeout=_WAIT_S)["StatusCode"] != 0:
-        said = container.logs(tail=3).decode(errors="replace")
+def _apply(container: Any, instance: Instance) -> None:
+    container.put_archive("/tmp", packed({"test.patch": instance.test_patch.encode()}))
+    if (said := run_script(container)) is not None:
         raise EnvError(f"the hidden tests of {instance.instance_id} do not apply: {said}")
 
 
-def _read(container, paths: list[str]) -> dict[str, str]:
+def _read(container: Any, paths: list[str]) -> dict[str, str]:
     from docker.errors import NotFound
 
     texts = {}
     for path in paths:
-        try:
-            chunks, _ = container.get_archive(f"{REPOSITORY}/{path}")
-        except NotFound:
-            continue
-        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-            member = archive.getmembers()[0]
-            file = archive.extractfile(member) if member.isfile() else None
-            try:
-                texts[path] = file.read().decode() if file else ""
-            except UnicodeDecodeError:
-                continue
+        with contextlib.suppress(NotFound, UnicodeDecodeError):
+            texts[path] = read_text(container, f"{WORKDIR}/{path}")
     return texts
-
-
-def packed(files: dict[str, bytes]) -> bytes:
-    """Returns a tar archive of files by their paths, relative to where it is unpacked."""
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size, member.mode, member.mtime = len(content), 0o644, int(time.time())
-            tar.addfile(member, io.BytesIO(content))
-    return archive.getvalue()
 
 
 def script_with(instance: Instance, files: TestFiles, altered: dict[str, str]) -> str | None:
@@ -206,25 +178,3 @@ def git_diff(before: dict[str, str], after: dict[str, str], like: str = "") -> s
                 git("add", "-A", "-f")
         git("add", "-A", "-f", "-N")
         return git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "-M")
-
-
-def file_diff(path: str, before: str | None, after: str | None) -> str:
-    """Returns one file's section of a patch in git's format; None as `before` or `after` means that
-    the file does not exist."""
-    head = f"diff --git a/{path} b/{path}\n"
-    head += "new file mode 100644\n" if before is None else ""
-    head += "deleted file mode 100644\n" if after is None else ""
-    lines = difflib.unified_diff(
-        _lines(before),
-        _lines(after),
-        f"a/{path}" if before is not None else "/dev/null",
-        f"b/{path}" if after is not None else "/dev/null",
-    )
-    # git marks a last line that has no newline; difflib does not.
-    return head + "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )
-
-
-def _lines(text: str | None) -> list[str]:
-    return re.findall(r"[^\n]*\n|[^\n]+", text or "")  # `splitlines` splits at other characters too

@@ -49,8 +49,8 @@ def fixture_dir(engine, tmp_path_factory):
         build(out)
     except AgentRLError as error:
         _without_engine(
-            f"the fixture images can't be built ({error}); `python benchmarks/swe_fixtures/build.py "
-            "--out DIR --debootstrap` makes them without a registry"
+            f"the fixture images can't be built ({error}); `python "
+            "benchmarks/swe_fixtures/build.py --out DIR --debootstrap` needs no registry"
         )
     return out
 

@@ -5,12 +5,13 @@ import json
 import subprocess
 
 import pytest
+from patches import file_diff
 
+from agentrl.cli import main
 from agentrl.errors import DataError
-from agentrl_swebench.adapters import MOVED_REPOSITORY, adapter_of
+from agentrl_swebench.adapters import MOVED_REPOSITORY, kind_of
 from agentrl_swebench.dataset import load_instances, parse_row, to_official
 from agentrl_swebench.grade import grade
-from agentrl_swebench.testfiles import file_diff
 
 TESTS = file_diff("tests/test_new.py", None, "def test_a():\n    assert 1\n")
 TESTS += file_diff("tests/test_old.py", "a\n", "b\n")
@@ -68,8 +69,7 @@ def in_shape(name, common):
 )
 def test_rows_become_official_ones(tmp_path, name, image, command):
     row = in_shape(name, COMMON)
-    adapter = adapter_of(row)
-    assert adapter is not None and adapter.__name__ == name
+    assert kind_of(row) == name.replace("_", "-")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     (instance,) = load_instances(path)
@@ -108,7 +108,7 @@ def test_rows_become_official_ones(tmp_path, name, image, command):
 )
 def test_rows_that_can_not_be_used_say_why(row, message):
     with pytest.raises(DataError, match=message) as caught:
-        to_official([("rows.jsonl, line 3", row)])
+        to_official(row, "rows.jsonl, line 3")
     assert str(caught.value).startswith("rows.jsonl, line 3: ")
 
 
@@ -138,9 +138,7 @@ def test_a_wrapped_row_without_an_instance_says_so(tmp_path):
 
 
 def run_get(*arguments):
-    from agentrl_swebench.__main__ import main
-
-    return main(["data", "get", *map(str, arguments)])
+    return main(["swebench", "data", "get", *map(str, arguments)])
 
 
 def test_data_get_filters_splits_and_writes(tmp_path, capsys):
@@ -180,8 +178,7 @@ def test_converted_rows_are_graded_and_audited(engine, fixture_instances, name):
     columns = ("base_commit", "patch", "test_patch")
     common = COMMON | {each: getattr(spans, each) for each in columns}
     common |= {"FAIL_TO_PASS": list(spans.fail_to_pass), "PASS_TO_PASS": list(spans.pass_to_pass)}
-    ((place, row),) = to_official([("row", in_shape(name, common))])
-    instance = parse_row(row, place)
+    instance = parse_row(to_official(in_shape(name, common), "row"), "row")
     image = engine.images.get(spans.image)
     image.tag(*instance.image.rsplit(":", 1))
     try:
@@ -207,16 +204,16 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
         "cd /testbed && git apply /tmp/p && git config user.email a@b && git config user.name a "
         "&& git commit -qam fixed && git diff HEAD HEAD~1 -- spans > /tmp/bug"
     )
-    from agentrl_swebench.smith import REPOSITORY, _text
-    from agentrl_swebench.testfiles import packed
+    from agentrl_swebench.containers import packed, read_text
+    from agentrl_swebench.derived import SMITH_REPOSITORY
 
     made = engine.containers.create(spans.image, ["bash", "-c", script], network_mode="none")
     both = spans.patch + spans.test_patch
     try:
-        made.put_archive("/tmp", packed("p", both.encode()))
+        made.put_archive("/tmp", packed({"p": both.encode()}))
         made.start()
         assert made.wait()["StatusCode"] == 0, made.logs()
-        bug = _text(made, "/tmp/bug")
+        bug = read_text(made, "/tmp/bug")
         made.commit("agentrl/test-smith", "1")
     finally:
         made.remove(force=True)
@@ -235,7 +232,9 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
     try:
         assert run_get(source, "--out", out) == 0
         (instance,) = load_instances(out)
-        assert instance.image.startswith(REPOSITORY) and "test_spans.py" in instance.test_patch
+        assert (
+            instance.image.startswith(SMITH_REPOSITORY) and "test_spans.py" in instance.test_patch
+        )
         shown = engine.containers.run(
             instance.image,
             ["bash", "-c", "cd /testbed; git log --oneline | wc -l; ls tests; git status --short"],

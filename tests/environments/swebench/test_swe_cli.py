@@ -1,19 +1,21 @@
-"""`agentrl swebench doctor|pull|reap|run`, with a scripted model behind a real chat server."""
+"""`agentrl swebench doctor|pull|reap|eval`, with a scripted model behind a real chat server."""
 
 import argparse
-import asyncio
 import json
 import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
-from aiohttp import web
 from test_swe_dataset import ROW
 
+from agentrl.cli import main
 from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError, DataError
-from agentrl.rollout import read_trajectories
 from agentrl_swebench.cli import add_subcommands
+
+EVALUATION = Path(__file__).parents[3] / "examples" / "swebench" / "eval.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -30,25 +32,20 @@ def command(*words):
 
 @contextmanager
 def model_server(say):
-    """`say(messages)` gives the command to run, or None to submit."""
+    """A chat server; `say(messages)` gives the command to run, or None to submit."""
     requests = []
 
-    async def complete(request):
-        body = await request.json()
-        requests.append(body)
-        said = say(body["messages"])
-        if isinstance(said, int):
-            return web.Response(status=said)
-        name = "submit" if said is None else "bash"
-        arguments = {} if said is None else {"command": said}
-        call = {
-            "id": f"c{len(requests)}",
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments)},
-        }
-        message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        return web.json_response(
-            {
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append(body)
+            said = say(body["messages"])
+            name = "submit" if said is None else "bash"
+            arguments = json.dumps({} if said is None else {"command": said})
+            function = {"name": name, "arguments": arguments}
+            call = {"id": f"c{len(requests)}", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            answer = {
                 "id": "x",
                 "object": "chat.completion",
                 "created": 0,
@@ -56,39 +53,23 @@ def model_server(say):
                 "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
                 "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
             }
-        )
+            content = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
-    started, stop = threading.Event(), None
-    address = []
+        def log_message(self, *arguments):
+            pass
 
-    def serve():
-        nonlocal stop
-
-        async def main():
-            nonlocal stop
-            stop = asyncio.Event()
-            app = web.Application(client_max_size=1 << 26)
-            app.router.add_post("/v1/chat/completions", complete)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            address.append((asyncio.get_running_loop(), runner.addresses[0][1]))
-            started.set()
-            await stop.wait()
-            await runner.cleanup()
-
-        asyncio.run(main())
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    started.wait(10)
-    loop, port = address[0]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{port}", requests
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        server.shutdown()
+        server.server_close()
 
 
 def test_without_an_engine_doctor_says_so(monkeypatch, tmp_path, capsys):
@@ -133,18 +114,6 @@ def test_a_choice_of_instances_that_makes_no_sense(tmp_path, chosen, message):
         command("doctor", "--dataset", path, *chosen)
 
 
-def test_run_refuses_what_makes_no_sense(tmp_path):
-    words = ("run", "--dataset", "x.jsonl", "--model", "http://x", "--out", tmp_path)
-    with pytest.raises(ConfigError, match="--max-turns"):
-        command(*words, "--max-turns", "0")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    row = {"instance_id": ROW["instance_id"], "model_name_or_path": "one", "model_patch": ""}
-    (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n")
-    words = ("run", "--dataset", tmp_path / "rows.jsonl", *words[3:])
-    with pytest.raises(ConfigError, match="predictions of one: continue with --model-name one"):
-        command(*words, "--model-name", "other")
-
-
 @pytest.mark.docker
 def test_doctor_reap_and_pull(fixture_dir, engine, capsys):
     dataset = fixture_dir / "dataset.jsonl"
@@ -171,66 +140,32 @@ def test_doctor_reap_and_pull(fixture_dir, engine, capsys):
 
 @pytest.mark.docker
 @pytest.mark.timeout(600)
-def test_a_model_solves_and_an_interrupted_call_goes_on(
+def test_what_agentrl_eval_played_gets_the_official_report(
     fixture_dir, fixture_instances, tmp_path, capsys
 ):
-    broken = {"agentrl__tally-1"}
-
     def say(messages):
         prompt = messages[0]["content"]
-        name = next(
-            key
-            for key, each in fixture_instances.items()
-            if each.problem_statement.strip() in prompt
+        if messages[-1]["role"] != "user":
+            return None
+        instance = next(
+            each for each in fixture_instances.values() if each.problem_statement.strip() in prompt
         )
-        if name in broken:
-            return 400
-        if messages[-1]["role"] == "user":
-            return f"git apply - <<'END'\n{fixture_instances[name].patch}END\n"
-        return None
+        return f"git apply - <<'END'\n{instance.patch}END\n"
 
-    out = tmp_path / "out"
-    words = ("--dataset", fixture_dir / "dataset.jsonl", "--out", out, "--max-turns", "3")
+    dataset, out = str(fixture_dir / "dataset.jsonl"), tmp_path / "scripted"
     with model_server(say) as (url, requests):
-        first = ("run", *words, "--model", url, "--model-name", "scripted", "--no-grade")
-        assert command(*first) == 1
-        told = capsys.readouterr()
-        assert "agentrl__tally-1: no prediction" in told.err
-        lines = (out / "predictions.jsonl").read_text().splitlines()
-        assert {json.loads(line)["instance_id"] for line in lines} == {
-            "agentrl__spans-1",
-            "agentrl__ledger-1",
-            "agentrl__gauge-1",
-        }
-        assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"bash", "submit"}
-        assert "You have 3 turns" in requests[0]["messages"][0]["content"]
-
-        before = len(requests)
-        assert command(*first, "--max-total-tokens", "0") == 1
-        assert "1 instances were not started" in capsys.readouterr().err
-        assert len(requests) == before
-
-        broken.clear()
-        with open(out / "predictions.jsonl", "a") as file:
-            file.write('{"instance_id": "agentrl__tally-1", "model_na')  # as a kill leaves it
-        (log,) = (out / "trajectories").glob("step_*")
-        log.write_bytes(log.read_bytes() + b"torn")
-        before = len(requests)
-        assert command(*first[:-1], "--policy", "strict") == 0
-        assert len({t.task_id for _, t in read_trajectories(out)}) == 4
-        assert len(requests) - before == 2  # one instance, two turns
-    told = capsys.readouterr().out
-    assert "3 predictions come from an earlier call" in told
-    assert "resolved 4 of 4 instances" in told
-    rows = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-    assert [row.keys() for row in rows] == [
-        {"instance_id", "model_name_or_path", "model_patch"}
-    ] * 4
+        words = ["eval", str(EVALUATION), "--inference.urls", url, "--env.config.source", dataset]
+        assert main([*words, "--env.config.grade", "false", "--out", str(out)]) == 0
+    assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"bash", "submit"}
+    assert "You have 50 turns" in requests[0]["messages"][0]["content"]
+    words = ["--dataset", dataset, "--predictions", out, "--out", out, "--policy", "strict"]
+    assert command("eval", *words) == 0
+    assert "resolved 4 of 4 instances" in capsys.readouterr().out
     report = json.loads((out / "scripted.run.json").read_text())
     assert report["resolved_instances"] == 4 and report["schema_version"] == 2
 
 
-@pytest.mark.parametrize("handler", ["eval", "validate", "doctor", "pull", "run"])
+@pytest.mark.parametrize("handler", ["eval", "validate", "doctor", "pull"])
 @pytest.mark.parametrize("name", ["../../../../victim", "VICTIM"])
 def test_no_row_reaches_a_folder_outside_out(tmp_path, handler, name):
     victim = tmp_path / "victim"
@@ -240,11 +175,8 @@ def test_no_row_reaches_a_folder_outside_out(tmp_path, handler, name):
     out = tmp_path / "out"
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"instance_id": name, "image": "i", "patch": ""}) + "\n")
-    words = {
-        "eval": ["--predictions", "gold", "--out", out],
-        "run": ["--model", "http://127.0.0.1:9", "--out", out],
-    }
+    words = ["--predictions", "gold", "--out", out] if handler == "eval" else []
     with pytest.raises(DataError, match="line 1: instance_id"):
-        command(handler, "--dataset", data, *words.get(handler, []))
+        command(handler, "--dataset", data, *words)
     assert (victim / "precious").read_text() == "1"
     assert not out.exists()

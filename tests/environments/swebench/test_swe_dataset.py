@@ -8,10 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.errors import ConfigError, DataError
+from agentrl.config import load_config
+from agentrl.errors import DataError
+from agentrl.rollout.episodes import EpisodeLog
+from agentrl.types import StopReason, Trajectory, TrajectoryError
 from agentrl_swebench.dataset import (
     NEW_COLUMNS,
     Instance,
+    Prediction,
     load_instances,
     load_predictions,
     parse_row,
@@ -160,41 +164,9 @@ def test_missing_file_empty_file_and_duplicates(tmp_path):
 OLD = {name: value for name, value in ROW.items() if name not in NEW_COLUMNS}
 
 
-def test_old_rows_say_how_they_are_converted(tmp_path, monkeypatch):
-    monkeypatch.delenv("AGENTRL_SWEBENCH4_PYTHON", raising=False)
-    with pytest.raises(ConfigError, match=r"swebench==4\.1\.0.*AGENTRL_SWEBENCH4_PYTHON"):
+def test_a_row_of_swe_bench_4_says_what_to_do(tmp_path):
+    with pytest.raises(DataError, match=r"line 2: the row has no image .*current revision"):
         load_instances(write(tmp_path / "d.jsonl", ROW, OLD))
-
-
-def test_an_interpreter_that_does_not_convert_is_named(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    monkeypatch.setenv("AGENTRL_SWEBENCH4_PYTHON", str(python))
-    with pytest.raises(ConfigError, match="AGENTRL_SWEBENCH4_PYTHON="):
-        load_instances(write(tmp_path / "d.jsonl", OLD))
-    python.write_text("#!/bin/sh\necho first >&2\necho 'no module named swebench' >&2\nexit 1\n")
-    python.chmod(0o755)
-    with pytest.raises(DataError, match=r"could not be converted by .*python: no module named"):
-        load_instances(write(tmp_path / "d.jsonl", OLD))
-
-
-@pytest.mark.skipif(
-    not os.environ.get("AGENTRL_SWEBENCH4_PYTHON"),
-    reason="AGENTRL_SWEBENCH4_PYTHON names no Python with swebench==4.1.0",
-)
-def test_old_rows_are_converted(tmp_path, caplog):
-    old = OLD | {
-        "instance_id": "pallets__flask-5014",
-        "repo": "pallets/flask",
-        "version": "2.3",
-        "test_patch": "diff --git a/tests/t.py b/tests/t.py\n--- a/tests/t.py\n+++ b/tests/t.py\n"
-        "@@ -1 +1 @@\n-a\n+b\n",
-    }
-    new, converted = load_instances(write(tmp_path / "d.jsonl", ROW, old))
-    assert new == parse_row(ROW, "")
-    assert converted.image == "swebench/sweb.eval.x86_64.pallets_1776_flask-5014:latest"
-    assert converted.log_parser == "parse_log_pytest"
-    assert "pytest -rA tests/t.py\n: '>>>>> End Test Output'" in converted.eval_script
-    assert "converted 1 rows of SWE-bench 4" in caplog.text
 
 
 def prediction(instance_id="a__b-1", patch="p", model="m/x"):
@@ -214,6 +186,22 @@ def test_predictions_in_all_official_forms(tmp_path):
         assert load_predictions(tmp_path / name, instances) == expected
     gold = load_predictions("gold", instances)
     assert [each.model_patch for each in gold] == [ROW["patch"]] * 2
+
+
+def test_predictions_of_what_agentrl_eval_played(tmp_path):
+    instances = [parse_row(ROW, ""), parse_row(SECOND, "")]
+    folder = tmp_path / "some-model"
+    episodes = [
+        Trajectory(f"{name}/0", name, "swebench", name, 0, stop_reason=StopReason.TERMINATED)
+        for name in (ROW["instance_id"], SECOND["instance_id"])
+    ]
+    episodes[0].info = {"model_patch": "p"}
+    episodes[1].error = TrajectoryError("step", "env_error", "no verdict")
+    config = load_config({"env": {"id": "swebench"}, "model": {"path": "m"}})
+    EpisodeLog(folder, config).finish(episodes)
+    assert load_predictions(folder, instances) == [Prediction("a__b-1", "some-model", "p")]
+    with pytest.raises(DataError, match="not in the dataset"):
+        load_predictions(folder, instances[1:])
 
 
 @pytest.mark.parametrize(

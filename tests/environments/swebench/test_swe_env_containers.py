@@ -8,17 +8,17 @@ import pytest
 
 from agentrl.env.container.container import ContainerGone
 from agentrl.env.container.engine import Engine
-from agentrl_swebench.containers import File, InstanceContainer, Limits
+from agentrl_swebench.containers import File, InstanceContainer
 
 pytestmark = pytest.mark.docker
 
 IMAGE = "agentrl/swebench-fixture:agentrl-spans-1"
-SMALL = Limits(memory_mb=256, max_processes=48)
+SMALL = {"memory_mb": 256, "max_processes": 48}
 
 
 @asynccontextmanager
 async def container(limits=SMALL):
-    made = await InstanceContainer.start(Engine(), IMAGE, run_id="test", limits=limits)
+    made = await InstanceContainer.start(Engine(), IMAGE, run_id="test", **limits)
     try:
         yield made
     finally:

@@ -6,6 +6,7 @@ import importlib.util
 import signal
 
 import pytest
+from patches import file_diff
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl_swebench import grade as grading
@@ -13,7 +14,6 @@ from agentrl_swebench.dataset import Instance
 from agentrl_swebench.evidence import Evidence
 from agentrl_swebench.grade import GradingLimits, Verdict, grade, judge
 from agentrl_swebench.guarded import GuardedClient, Watch
-from agentrl_swebench.testfiles import file_diff
 
 INSTANCE = Instance(
     instance_id="a__b-1",
@@ -261,7 +261,7 @@ def test_gradings_share_the_cores(monkeypatch):
     monkeypatch.setattr(grading, "run_harness", scripted)
     monkeypatch.setattr(grading.os, "sched_getaffinity", lambda pid: set(range(8)))
     for workers, limits in ((2, None), (32, None), (2, GradingLimits(cpus=3.0))):
-        monkeypatch.setattr(grading._slots, "limit", workers)
+        monkeypatch.setenv("AGENTRL_GRADING_WORKERS", str(workers))
         asyncio.run(
             grade(
                 INSTANCE,
@@ -289,7 +289,7 @@ def test_no_more_gradings_at_once_than_workers(monkeypatch):
     monkeypatch.setattr(grading, "run_harness", scripted)
     monkeypatch.setattr(grading, "_without_history", without_history)
     monkeypatch.setattr(grading, "_check_installed", lambda: None)
-    monkeypatch.setattr(grading._slots, "limit", 2)
+    monkeypatch.setenv("AGENTRL_GRADING_WORKERS", "2")
 
     async def eight():
         calls = (
@@ -306,7 +306,7 @@ def test_no_more_gradings_at_once_than_workers(monkeypatch):
 def test_number_of_workers_is_checked(monkeypatch, value):
     monkeypatch.setenv("AGENTRL_GRADING_WORKERS", value)
     with pytest.raises(ConfigError, match="AGENTRL_GRADING_WORKERS"):
-        grading._num_workers()
+        grading.max_workers()
 
 
 # --- the worker's witnesses -------------------------------------------------------------------

@@ -12,15 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
+from patches import file_diff
 from swe_attacks import ATTACKS, grade_attack
 
 from agentrl.env.container.engine import RUN_LABEL
+from agentrl_swebench.containers import packed
 from agentrl_swebench.dataset import Prediction
 from agentrl_swebench.evaluate import evaluate
 from agentrl_swebench.grade import GradingLimits, grade, run_harness
 from agentrl_swebench.grade_worker import FOLDER_PREFIX, GRADING_LABEL
 from agentrl_swebench.guarded import GuardedClient, Watch
-from agentrl_swebench.testfiles import file_diff, packed
 
 pytestmark = pytest.mark.docker
 pytest.importorskip("swebench", reason="the official harness is missing: agentrl-gym[swebench]")

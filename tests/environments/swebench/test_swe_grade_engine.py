@@ -21,7 +21,7 @@ from agentrl.errors import EnvError
 from agentrl.types import Action, ToolCall
 from agentrl_swebench import env as environment
 from agentrl_swebench import images
-from agentrl_swebench.containers import InstanceContainer, Limits
+from agentrl_swebench.containers import InstanceContainer
 from agentrl_swebench.grade import GradingLimits, grade
 from agentrl_swebench.patch import extract
 
@@ -271,9 +271,9 @@ def test_an_agent_fills_its_own_quota_and_is_graded(
         source = await images.resolve(engine, fixture_instances[SPANS].image)
         made = await images.scrubbed(engine, source)
         about = await engine.call(lambda client: client.images.get(made.image_id).attrs)
-        limits = Limits(disk_mb=(about["Size"] >> 20) + 100)  # on btrfs the image counts
+        disk_mb = (about["Size"] >> 20) + 100  # on btrfs the image counts
         container = await InstanceContainer.start(
-            engine, made.image_id, run_id="quota", limits=limits
+            engine, made.image_id, run_id="quota", disk_mb=disk_mb
         )
         try:
             await container.run("sed -i 's/start </start <=/' spans/core.py", timeout_s=30)
@@ -293,9 +293,7 @@ def test_an_engine_without_quotas_names_the_key(private_engine, fixture_instance
     monkeypatch.setenv("DOCKER_HOST", private_engine.host)
     image = fixture_instances[SPANS].image
     with pytest.raises(EnvError, match="disk_mb = 512 is more than this engine can do"):
-        asyncio.run(
-            InstanceContainer.start(Engine(), image, run_id="quota", limits=Limits(disk_mb=512))
-        )
+        asyncio.run(InstanceContainer.start(Engine(), image, run_id="quota", disk_mb=512))
 
 
 # --- an engine that restarts, and a container that freezes, while an episode is played ------------

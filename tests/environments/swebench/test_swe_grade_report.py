@@ -8,17 +8,17 @@ import json
 import pytest
 import swe_attacks
 from attack_rows import STATED
+from patches import file_diff
 from swe_grading import harness_seconds
 
+from agentrl.cli import main
 from agentrl.errors import DataError
 from agentrl_swebench import evaluate as evaluation
-from agentrl_swebench.__main__ import main
 from agentrl_swebench.cli import add_swebench_commands
 from agentrl_swebench.dataset import Instance, Prediction, parse_row
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.evaluate import Validation, _read_verdict, make_report
 from agentrl_swebench.grade import Verdict
-from agentrl_swebench.testfiles import file_diff
 
 ROW = {
     "instance_id": "a__b-1",
@@ -173,7 +173,7 @@ def test_an_engine_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
     dataset = tmp_path / "d.jsonl"
     dataset.write_text(json.dumps(ROW) + "\n")
     arguments = ["--dataset", str(dataset), "--predictions", "gold", "--out", str(tmp_path)]
-    assert main(["eval", *arguments]) == 1
+    assert main(["swebench", "eval", *arguments]) == 1
     said = capsys.readouterr().err
     assert said.startswith("agentrl: error: no Docker engine answers at") and said.count("\n") == 1
 

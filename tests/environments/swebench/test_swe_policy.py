@@ -8,11 +8,11 @@ import subprocess
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patches import file_diff
 
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, parse_patch, patched
 from agentrl_swebench.policy import MAX_PATCH_BYTES, make_submission, suspicious
-from agentrl_swebench.testfiles import file_diff
 
 
 def instance(*, patch="", test_patch="", eval_script="pytest -rA checks/verify.py\n"):
