@@ -152,6 +152,8 @@ METRICS: dict[str, str] = {
     "stops.",
     "sync/servers_missed": "Servers that did not get the weights in time. They get them before "
     "they are asked again.",
+    "sync/server_restarts": "Restarts of servers that this run started and that died or hung, "
+    "since its start.",
     "sync/sleep_s": "Before the update: until all servers had given their GPU's memory back "
     "(`inference.share`).",
     "sync/not_asleep": "Servers that could not, and were ended; they start again after the update.",

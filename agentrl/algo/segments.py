@@ -32,10 +32,6 @@ class TokenIndex:
     def num_trajectories(self) -> int:
         return len(self.lengths)
 
-    @property
-    def num_units(self) -> int:
-        return int(self.unit[-1]) + 1 if len(self.unit) else 0
-
     def compress(self, tensor: Tensor) -> Tensor:
         """Packs (B, T) into (N,)."""
         return tensor.reshape(-1)[self.position]

@@ -103,6 +103,8 @@ class Serving:
 
             await in_thread(copy)
         metrics = {} if self.sync is None else await self.sync.push(model, version)
+        if self.launcher is not None:
+            metrics["sync/server_restarts"] = self.launcher.restarts
         self.engine.policy_version = version
         return metrics
 

@@ -225,8 +225,9 @@ def test_trainer_and_server_take_turns_whatever_fails(tmp_path, cycles):
                 card.take("trainer", RESTING)
                 if fault.startswith("/"):
                     server.dies_at = fault
-                await serving_of.push(model, step)
+                metrics = await serving_of.push(model, step)
                 assert server.dies_at is None
+                assert metrics["sync/server_restarts"] == launcher.restarts
             assert server.violations == []
             assert card.peak <= card.total
             assert launcher.restarts == sum(seen.values()) - seen["nothing"]

@@ -24,8 +24,6 @@ from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, Section, parse_patch
 
 Policy = Literal["official", "strict"]
-POLICIES: tuple[Policy, ...] = ("official", "strict")
-
 POLICY_VERSIONS: dict[Policy, str] = {"official": "official-1", "strict": "strict-3"}
 """Name and version recorded with every verdict; the number rises when the rules change."""
 
