@@ -253,7 +253,7 @@ def test_a_grader_that_fails_on_the_last_turn_is_an_error():
     async def test(manager):
         session = await open_one(manager)
         error = await error_of(step(manager, session, 0, call("add", number=13), last=True))
-        assert error.code == "grader_error"
+        assert isinstance(error, GraderError) and "ZeroDivisionError: unlucky" in str(error)
 
     run(test)
 
@@ -387,16 +387,6 @@ def test_a_failed_step_fails_the_session_with_its_reason(action, code, says, cap
     run(test)
 
 
-def test_a_reward_method_that_raises_is_a_grader_error_at_the_boundary():
-    async def test(manager):
-        session = await open_one(manager)
-        await step(manager, session, 0, call("add", number=13))
-        error = await error_of(step(manager, session, 1, call("submit", value=1)))
-        assert isinstance(error, GraderError) and "ZeroDivisionError: unlucky" in str(error)
-
-    run(test)
-
-
 def test_every_episode_leaves_one_log_line(caplog):
     caplog.set_level(logging.INFO, "agentrl.env")
 
@@ -437,14 +427,14 @@ def test_a_lease_runs_out_and_its_session_is_closed():
 
 def test_every_call_renews_and_a_running_step_holds_the_lease():
     async def test(manager):
-        session = await open_one(manager, lease_s=0.15)
-        reply = await step(manager, session, 0, call("wait", seconds=0.25))
+        session = await open_one(manager, lease_s=0.4)
+        reply = await step(manager, session, 0, call("wait", seconds=0.5))
         assert reply.step == 1
         for _ in range(3):
-            await asyncio.sleep(0.07)
+            await asyncio.sleep(0.15)
             manager.status(session.id)
         for _ in range(3):
-            await asyncio.sleep(0.07)
+            await asyncio.sleep(0.15)
             manager.renew(session.id, None)
         assert (await step(manager, session, 1, call("add"))).step == 2
         renewed = manager.renew(session.id, 50.0)
