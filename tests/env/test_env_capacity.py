@@ -255,7 +255,7 @@ def test_a_process_full_of_hung_threads_is_not_ready():
         manager.workers.max_abandoned = most = 4
         sessions = await open_group(manager, request("hanging"), most)
         for number, session in enumerate(sessions, start=1):
-            step = StepRequest(0, Action("x"), timeout_s=0.05)
+            step = StepRequest(0, Action("x"), timeout_s=0.3)
             assert (await error_of(manager.step(session.id, step))).code == "step_timeout"
             assert manager.workers.num_abandoned == number
             assert (manager.readiness() is None) == (2 * number < most)

@@ -412,14 +412,18 @@ class SessionManager:
 
     async def _reap(self) -> None:
         while True:
-            now = asyncio.get_running_loop().time()
-            next_end = now + 1.0
-            for session in [each for each in self._sessions.values() if not each.busy]:
-                if session.expires <= now:
-                    self._forget(session, "expired")
-                else:
-                    next_end = min(next_end, session.expires)
-            await asyncio.sleep(max(next_end - now, 0.01))
+            await asyncio.sleep(self._close_expired())
+
+    def _close_expired(self) -> float:
+        """Closes sessions whose lease has ended, and returns the seconds until the next may end."""
+        now = asyncio.get_running_loop().time()
+        next_end = now + 1.0
+        for session in [each for each in self._sessions.values() if not each.busy]:
+            if session.expires <= now:
+                self._forget(session, "expired")
+            else:
+                next_end = min(next_end, session.expires)
+        return max(next_end - now, 0.01)
 
     def _forget(self, session: Session, how: str) -> None:
         """Closes a session and remembers only its id and idempotency key."""
