@@ -5,7 +5,17 @@ import asyncio
 from collections.abc import Callable
 
 from agentrl.inference.base import Generation, SamplingParams
+from agentrl.rollout.driver import Limits
 from agentrl.rollout.render import Renderer
+from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+
+LIMITS = Limits(max_turns=6, turn_timeout_s=20, step_timeout_s=20, episode_timeout_s=60)
+
+
+def scheduler_of(policy, env, source: TaskSource | None = None, **options) -> GroupScheduler:
+    """Makes a scheduler of five tasks, one episode each, where the arguments say nothing else."""
+    known = {"env_config": {}, "group_size": 1, "max_concurrent": 64, "limits": LIMITS, "seed": 1}
+    return GroupScheduler(policy, env, source or TaskSource("train", 5, seed=1), **known | options)
 
 
 class ScriptedEngine:
@@ -39,4 +49,26 @@ class ScriptedEngine:
         self.seats -= num_episodes
 
     async def aclose(self) -> None:
+        pass
+
+
+class NumberedEngine:
+    """Says "turn 1", "turn 2" and so on, written as the template would; keeps what it was sent."""
+
+    policy_version = 0
+
+    def __init__(self, renderer: Renderer, takes_images: bool = True):
+        self.renderer, self.takes_images = renderer, takes_images
+        self.asked: list[tuple[list[int], list]] = []
+
+    async def generate(self, request_id, ids, sampling, images=()) -> Generation:
+        self.asked.append((list(ids), list(images)))
+        said = {"role": "assistant", "content": f"turn {len(self.asked)}"}
+        sampled = self.renderer.assistant_turn(said)
+        return Generation(sampled, [-1.0] * len(sampled), [0] * len(sampled), "stop")
+
+    def reserve(self, num_episodes: int) -> None:
+        pass
+
+    def release(self, num_episodes: int = 1) -> None:
         pass

@@ -1,9 +1,9 @@
-"""Samples of any tokens, for tests of the trainer."""
+"""Samples and trajectories of any tokens, for tests of the trainer."""
 
 import numpy as np
 from hypothesis import strategies as st
 
-from agentrl.types import Sample
+from agentrl.types import Group, Sample, StopReason, TokenRow, Trajectory, Turn
 
 VOCAB_SIZE = 61
 """Ids of `forked_samples` are below it."""
@@ -24,6 +24,25 @@ def sample_of(token_ids, loss_mask, **fields) -> Sample:
         "turn_rewards": np.zeros(1, np.float32),
     }
     return Sample(**known | fields)
+
+
+def trajectory_of(
+    reward: float = 0.0, name: str = "t", group_id: str = "g", **fields
+) -> Trajectory:
+    """Makes a trajectory of one turn, which is a token of context and a sampled one."""
+    known = {
+        "branches": [TokenRow([1, 2], [0, 1], [0.0, -0.5], [-1, 0], [0, 0])],
+        "turns": [Turn(0, 1, 1, "stop", "text", message=1)],
+        "stop_reason": StopReason.TERMINATED,
+    }
+    return Trajectory(name, group_id, "e", "t", 0, reward=reward, **known | fields)
+
+
+def group_of(number: int, *rewards: float) -> Group:
+    """Makes the group of a step's number, with a member for each reward."""
+    name = f"g{number:07d}"
+    members = [trajectory_of(each, str(at), name) for at, each in enumerate(rewards)]
+    return Group(name, "t", members)
 
 
 @st.composite

@@ -1,6 +1,5 @@
 """`agentrl data get` from copies of data sets with the columns and file names of the real ones."""
 
-import asyncio
 import hashlib
 import json
 import os
@@ -171,7 +170,7 @@ def written(folder):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_environment_plays_what_is_written(name, tmp_path):
+async def test_the_environment_plays_what_is_written(name, tmp_path):
     copy = copy_of(name, tmp_path / "copy")
     out = tmp_path / "out"
     paths = get(name, out, mirror=copy)
@@ -182,17 +181,13 @@ def test_the_environment_plays_what_is_written(name, tmp_path):
 
     environment = DATA_SETS[name].environment
     passages = {"corpus": str(SAMPLE_DIR / "passages.jsonl")} if environment == "search" else {}
-
-    async def first_message(split):
-        env = agentrl.env.make(environment, source=str(out), **passages)
-        messages = await env.reset(split, 2)
-        await env.close()
-        return messages[-1]["content"]
-
     row, _ = ROWS[name]
     asked = CHAT[0]["content"] if name == "search-r1" else row.get("question") or row.get("problem")
     for split in DATA_SETS[name].splits:
-        assert (asked or row["prompt"]) in asyncio.run(first_message(split))
+        env = agentrl.env.make(environment, source=str(out), **passages)
+        messages = await env.reset(split, 2)
+        await env.close()
+        assert (asked or row["prompt"]) in messages[-1]["content"]
 
 
 @pytest.mark.slow
@@ -355,13 +350,8 @@ def test_without_a_network_what_was_downloaded_before_is_used(tmp_path):
         ("search", "/big/search-r1", "`agentrl data get search-r1 --out /big/search-r1` writes it"),
     ],
 )
-def test_data_that_was_not_fetched_yet_names_the_command(environment, source, said):
-    async def open_it():
-        env = agentrl.env.make(environment, source=source)
-        try:
-            await env.reset("train", 0)
-        finally:
-            await env.close()
-
+async def test_data_that_was_not_fetched_yet_names_the_command(environment, source, said):
+    env = agentrl.env.make(environment, source=source)
     with pytest.raises(AgentRLError, match=said):
-        asyncio.run(open_it())
+        await env.reset("train", 0)
+    await env.close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from aiohttp import web
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from web_servers import listening
 
 CONTROL_ROUTES = (
     "/pause",
@@ -148,7 +149,6 @@ class ContractServer:
         if fault == "500":
             return _problem(500, "EngineCore died")
         if fault == "reset":
-            assert request.transport is not None
             request.transport.abort()
             return web.Response()
         if fault == "hang":
@@ -169,7 +169,6 @@ class ContractServer:
             response = web.StreamResponse(headers={"Content-Length": str(len(text))})
             await response.prepare(request)
             await response.write(text[: len(text) // 2].encode())
-            assert request.transport is not None
             request.transport.close()
             return response
         if fault == "malformed":
@@ -316,13 +315,5 @@ async def running(
     app.router.add_get("/v1/models", server.serve_models)
     if server.dev_mode:
         server.add_control_routes(app.router)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
-    address = runner.addresses[0]
-    server.url = f"http://127.0.0.1:{address[1]}"
-    try:
+    async with listening(app, port, host, handler_cancellation=True) as server.url:
         yield server
-    finally:
-        await runner.cleanup()

@@ -13,7 +13,6 @@ import base64
 import contextlib
 import json
 import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 from torch.distributed.rendezvous import TCPStore
 from transformers import PreTrainedModel
+from web_servers import in_thread, listening
 
 
 @dataclass
@@ -201,7 +201,6 @@ class SGLangServer:
     async def do_generate(self, body, request: web.Request) -> web.StreamResponse:
         fault = self.faults.pop(0) if self.faults and "rid" in body else None
         if fault == "reset":
-            assert request.transport is not None
             request.transport.abort()
         if fault in ("500", "503"):
             return web.json_response({"error": "out of memory"}, status=int(fault))
@@ -303,31 +302,10 @@ def _refused(message: str) -> web.Response:
 
 @contextlib.contextmanager
 def serving(*servers: SGLangServer, port: int = 0) -> Iterator[None]:
-    """In a thread of their own, until the block ends."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    runners = []
-
-    async def start(server: SGLangServer) -> None:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_route("*", "/{path:.*}", server.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        runners.append(runner)
-
-    async def stop() -> None:
-        for runner in runners:
-            await runner.cleanup()
-
-    try:
+    """In threads of their own, until the block ends."""
+    with contextlib.ExitStack() as stack:
         for server in servers:
-            asyncio.run_coroutine_threadsafe(start(server), loop).result()
+            app = web.Application(client_max_size=2**30)
+            app.router.add_route("*", "/{path:.*}", server.handle)
+            server.url = stack.enter_context(in_thread(listening(app, port)))
         yield
-    finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()

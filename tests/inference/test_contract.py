@@ -44,46 +44,34 @@ pytestmark = pytest.mark.parametrize("kind", ["embedded", "vllm generate", "vllm
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_a_plain_forward(kind, temperature):
+async def test_logprobs_are_those_of_a_plain_forward(kind, temperature):
     model = make_model()
-
-    async def go():
-        async with engine_of(kind, model) as engine:
-            prompts = [PROMPT[:n] for n in (1, 2, 5)] + [list(range(40))]
-            sampling = SamplingParams(max_tokens=12, temperature=temperature)
-            calls = [engine.generate(f"g-m{i}", p, sampling) for i, p in enumerate(prompts)]
-            return prompts, await asyncio.gather(*calls)
-
-    prompts, generations = asyncio.run(go())
+    prompts = [PROMPT[:n] for n in (1, 2, 5)] + [list(range(40))]
+    sampling = SamplingParams(max_tokens=12, temperature=temperature)
+    async with engine_of(kind, model) as engine:
+        calls = [engine.generate(f"g-m{i}", p, sampling) for i, p in enumerate(prompts)]
+        generations = await asyncio.gather(*calls)
     for prompt, generation in zip(prompts, generations, strict=True):
         assert len(generation.token_ids) == 12
         expected = reference_logprobs(model, prompt, generation.token_ids, temperature or 1.0)
         assert generation.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def test_temperature_zero_takes_the_likeliest_token(kind):
+async def test_temperature_zero_takes_the_likeliest_token(kind):
     model = make_model()
-
-    async def go():
-        async with engine_of(kind, model) as engine:
-            return await engine.generate("g-m0", PROMPT, SamplingParams(8, temperature=0.0))
-
-    tokens = asyncio.run(go()).token_ids
+    async with engine_of(kind, model) as engine:
+        generation = await engine.generate("g-m0", PROMPT, SamplingParams(8, temperature=0.0))
+    tokens = generation.token_ids
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 
 
-def test_stop_tokens_end_a_turn_and_stay_in_it(kind):
-    model = make_model()
-
-    async def go():
-        async with engine_of(kind, model, stop_token_ids=(7,)) as engine:
-            sampling = SamplingParams(max_tokens=60, stop_token_ids=(11, 12))
-            calls = [engine.generate(f"g-m{i}", PROMPT, sampling) for i in range(16)]
-            return await asyncio.gather(*calls)
-
-    generations = asyncio.run(go())
+async def test_stop_tokens_end_a_turn_and_stay_in_it(kind):
+    sampling = SamplingParams(max_tokens=60, stop_token_ids=(11, 12))
+    async with engine_of(kind, make_model(), stop_token_ids=(7,)) as engine:
+        calls = [engine.generate(f"g-m{i}", PROMPT, sampling) for i in range(16)]
+        generations = await asyncio.gather(*calls)
     stopped = [g for g in generations if g.finish_reason == "stop"]
     assert len(stopped) >= 8  # three of 48 symbols within 60 tokens
     last = {generation.token_ids[-1] for generation in stopped}
@@ -96,60 +84,44 @@ def test_stop_tokens_end_a_turn_and_stay_in_it(kind):
             assert len(generation.token_ids) == 60
 
 
-def test_every_token_carries_the_policy_version(kind):
-    async def go():
-        async with engine_of(kind, make_model()) as engine:
-            first = await engine.generate("a-m0", PROMPT, SamplingParams(3))
-            engine.policy_version = 9
-            second = await engine.generate("b-m0", PROMPT, SamplingParams(4))
-            return first, second
-
-    first, second = asyncio.run(go())
+async def test_every_token_carries_the_policy_version(kind):
+    async with engine_of(kind, make_model()) as engine:
+        first = await engine.generate("a-m0", PROMPT, SamplingParams(3))
+        engine.policy_version = 9
+        second = await engine.generate("b-m0", PROMPT, SamplingParams(4))
     assert (first.versions, second.versions) == ([0] * 3, [9] * 4)
 
 
-def test_requests_with_different_parameters_share_the_engine(kind):
-    model = make_model()
-
-    async def go():
-        async with engine_of(kind, model) as engine:
-            return await asyncio.gather(
-                engine.generate("a-m0", PROMPT, SamplingParams(1, temperature=0.5)),
-                engine.generate("a-m1", PROMPT, SamplingParams(20, temperature=2.0)),
-                engine.generate("a-m2", PROMPT[:2], SamplingParams(7, temperature=0.0)),
-            )
-
-    for generation, (prompt, temperature, length) in zip(
-        asyncio.run(go()), [(PROMPT, 0.5, 1), (PROMPT, 2.0, 20), (PROMPT[:2], 1.0, 7)], strict=True
-    ):
+async def test_requests_with_different_parameters_share_the_engine(kind):
+    model, requests = make_model(), [(PROMPT, 0.5, 1), (PROMPT, 2.0, 20), (PROMPT[:2], 0.0, 7)]
+    async with engine_of(kind, model) as engine:
+        calls = [
+            engine.generate(f"a-m{number}", prompt, SamplingParams(length, temperature=temperature))
+            for number, (prompt, temperature, length) in enumerate(requests)
+        ]
+        generations = await asyncio.gather(*calls)
+    for generation, (prompt, temperature, length) in zip(generations, requests, strict=True):
         assert len(generation.token_ids) == length
-        expected = reference_logprobs(model, prompt, generation.token_ids, temperature)
+        expected = reference_logprobs(model, prompt, generation.token_ids, temperature or 1.0)
         assert generation.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_same_seed_and_id_sample_the_same_tokens_and_others_do_not(kind):
-    async def go():
-        async with engine_of(kind, make_model()) as engine:
-            sampling = SamplingParams(16)
-            ids = ["a-m0", "a-m1", "a-m0"]
-            return [(await engine.generate(i, PROMPT, sampling)).token_ids for i in ids]
-
-    first, other, again = asyncio.run(go())
+async def test_the_same_seed_and_id_sample_the_same_tokens_and_others_do_not(kind):
+    async with engine_of(kind, make_model()) as engine:
+        sampling = SamplingParams(16)
+        ids = ["a-m0", "a-m1", "a-m0"]
+        first, other, again = [(await engine.generate(i, PROMPT, sampling)).token_ids for i in ids]
     assert first == again
     assert first != other
 
 
-def test_the_sampled_distribution_is_the_models(kind):
+async def test_the_sampled_distribution_is_the_models(kind):
     """First tokens against the model's probabilities: chi-square over the likely symbols."""
     model = make_model()
     count = 2000 if kind == "embedded" else 250
-
-    async def go():
-        async with engine_of(kind, model) as engine:
-            calls = [engine.generate(f"g-m{i}", PROMPT, SamplingParams(1)) for i in range(count)]
-            return await asyncio.gather(*calls)
-
-    drawn = [g.token_ids[0] for g in asyncio.run(go())]
+    async with engine_of(kind, model) as engine:
+        calls = [engine.generate(f"g-m{i}", PROMPT, SamplingParams(1)) for i in range(count)]
+        drawn = [g.token_ids[0] for g in (await asyncio.gather(*calls))]
     expected = [
         math.exp(reference_logprobs(model, PROMPT, [t])[0]) * count for t in range(VOCAB_SIZE)
     ]
@@ -164,28 +136,21 @@ def test_the_sampled_distribution_is_the_models(kind):
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(kind):
-    async def go():
-        async with engine_of(kind, make_model()) as engine:
+async def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(kind):
+    async with engine_of(kind, make_model()) as engine:
+        with pytest.raises(InferenceError, match=f"{CONTEXT + 4} prompt tokens.*10.*{CONTEXT}"):
             await engine.generate("a-m0", [1] * (CONTEXT + 4), SamplingParams(10))
 
-    with pytest.raises(InferenceError, match=f"{CONTEXT + 4} prompt tokens.*10.*{CONTEXT}"):
-        asyncio.run(go())
 
-
-def test_a_cancelled_call_does_not_disturb_the_others(kind):
-    async def go():
-        async with engine_of(kind, make_model()) as engine:
-            sampling = SamplingParams(40)
-            doomed = asyncio.create_task(engine.generate("a-m0", PROMPT, sampling))
-            kept = asyncio.create_task(engine.generate("a-m1", PROMPT, sampling))
-            await asyncio.sleep(0.01)
-            doomed.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await doomed
-            generation = await asyncio.wait_for(kept, 10)
-            after = await asyncio.wait_for(engine.generate("a-m0", PROMPT, sampling), 10)
-            return generation, after
-
-    generation, after = asyncio.run(go())
+async def test_a_cancelled_call_does_not_disturb_the_others(kind):
+    async with engine_of(kind, make_model()) as engine:
+        sampling = SamplingParams(40)
+        doomed = asyncio.create_task(engine.generate("a-m0", PROMPT, sampling))
+        kept = asyncio.create_task(engine.generate("a-m1", PROMPT, sampling))
+        await asyncio.sleep(0.01)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        generation = await asyncio.wait_for(kept, 10)
+        after = await asyncio.wait_for(engine.generate("a-m0", PROMPT, sampling), 10)
     assert len(generation.token_ids) == len(after.token_ids) == 40

@@ -39,37 +39,33 @@ async def play(engine: EmbeddedEngine, episode: int, num_turns: int, delay_s) ->
     return generations
 
 
-def play_all(seed: int, timing: int, num_episodes: int = 6) -> list[list[Generation]]:
-    async def go():
-        engine = EmbeddedEngine(make_model(max_position_embeddings=512), seed=seed)
-        rng = random.Random(timing)
-
-        def delay_s() -> float:
-            return rng.choice([0, 0, 0.001, 0.01])
-
-        engine.reserve(num_episodes)
-        episodes = list(range(num_episodes))
-        rng.shuffle(episodes)  # the order of arrival
-        tasks = {e: asyncio.create_task(play(engine, e, 1 + e % 3, delay_s)) for e in episodes}
-        await asyncio.wait_for(asyncio.gather(*tasks.values()), 30)
-        await engine.aclose()
-        return [tasks[e].result() for e in range(num_episodes)]
-
-    return asyncio.run(go())
+async def play_all(seed: int, timing: int, num_episodes: int = 6) -> list[list[Generation]]:
+    engine = EmbeddedEngine(make_model(max_position_embeddings=512), seed=seed)
+    rng = random.Random(timing)
+    engine.reserve(num_episodes)
+    episodes = list(range(num_episodes))
+    rng.shuffle(episodes)  # the order of arrival
+    tasks = {
+        e: asyncio.create_task(play(engine, e, 1 + e % 3, lambda: rng.choice([0, 0, 0.001, 0.01])))
+        for e in episodes
+    }
+    await asyncio.wait_for(asyncio.gather(*tasks.values()), 30)
+    await engine.aclose()
+    return [tasks[e].result() for e in range(num_episodes)]
 
 
-def test_timing_of_environments_changes_no_bit():
-    first = play_all(seed=1, timing=0)
+async def test_timing_of_environments_changes_no_bit():
+    first = await play_all(seed=1, timing=0)
     for timing in range(1, 6):
-        assert play_all(seed=1, timing=timing) == first  # ids, log-probabilities, versions
-    assert play_all(seed=2, timing=0) != first
+        assert await play_all(seed=1, timing=timing) == first  # ids, log-probabilities, versions
+    assert await play_all(seed=2, timing=0) != first
 
 
-def test_a_new_engine_goes_on_where_a_killed_one_stopped():
+async def test_a_new_engine_goes_on_where_a_killed_one_stopped():
     """The engine has no state of its own between rounds, so there is none to save."""
 
-    async def rounds(numbers: range, engine: EmbeddedEngine) -> list[list[Generation]]:
-        outcomes = []
+    async def rounds(numbers: range) -> list[list[Generation]]:
+        engine, outcomes = EmbeddedEngine(make_model(), seed=8), []
         for number in numbers:
             calls = [
                 engine.generate(f"step{number}-m{i}", prompt_of(i, number), SAMPLING)
@@ -79,62 +75,45 @@ def test_a_new_engine_goes_on_where_a_killed_one_stopped():
         await engine.aclose()
         return outcomes
 
-    whole = asyncio.run(rounds(range(4), EmbeddedEngine(make_model(), seed=8)))
-    asyncio.run(rounds(range(2), EmbeddedEngine(make_model(), seed=8)))
-    assert asyncio.run(rounds(range(2, 4), EmbeddedEngine(make_model(), seed=8))) == whole[2:]
+    assert (await rounds(range(4)))[2:] == await rounds(range(2, 4))
 
 
-def test_a_round_waits_for_every_reserved_episode():
-    async def go():
-        engine = EmbeddedEngine(make_model(), seed=0)
-        engine.reserve(3)
-        early = [asyncio.create_task(engine.generate(f"m{i}", [i], SAMPLING)) for i in range(2)]
-        await asyncio.sleep(0.2)
-        assert not any(task.done() for task in early)
-        engine.release()  # the third will send nothing
-        await asyncio.wait_for(asyncio.gather(*early), 10)
-        with pytest.raises(ValueError, match="only 2"):
-            engine.release(3)
-        await engine.aclose()
-
-    asyncio.run(go())
+async def test_a_round_waits_for_every_reserved_episode():
+    engine = EmbeddedEngine(make_model(), seed=0)
+    engine.reserve(3)
+    early = [asyncio.create_task(engine.generate(f"m{i}", [i], SAMPLING)) for i in range(2)]
+    await asyncio.sleep(0.2)
+    assert not any(task.done() for task in early)
+    engine.release()  # the third will send nothing
+    await asyncio.wait_for(asyncio.gather(*early), 10)
+    with pytest.raises(ValueError, match="only 2"):
+        engine.release(3)
+    await engine.aclose()
 
 
-def test_a_reserved_episode_that_is_cancelled_does_not_wedge_the_others():
-    async def go():
-        engine = EmbeddedEngine(make_model(), seed=0)
-        engine.reserve(2)
-        lost = asyncio.create_task(play(engine, 0, 1, lambda: 0))
-        other = asyncio.create_task(play(engine, 1, 2, lambda: 0.05))
-        await asyncio.sleep(0.02)
-        lost.cancel()  # pending; its release lets the other one go on alone
-        generations = await asyncio.wait_for(other, 10)
-        await engine.aclose()
-        return generations
-
-    assert len(asyncio.run(go())) == 2
+async def test_a_reserved_episode_that_is_cancelled_does_not_wedge_the_others():
+    engine = EmbeddedEngine(make_model(), seed=0)
+    engine.reserve(2)
+    lost = asyncio.create_task(play(engine, 0, 1, lambda: 0))
+    other = asyncio.create_task(play(engine, 1, 2, lambda: 0.05))
+    await asyncio.sleep(0.02)
+    lost.cancel()  # pending; its release lets the other one go on alone
+    generations = await asyncio.wait_for(other, 10)
+    await engine.aclose()
+    assert len(generations) == 2
 
 
-def test_an_optimiser_step_is_seen_at_once_and_nothing_of_the_old_weights_survives():
+async def test_an_optimiser_step_is_seen_at_once_and_nothing_of_the_old_weights_survives():
     model = make_model()
     engine = EmbeddedEngine(model, seed=0)
-    prompt = list(range(20))
-
-    async def turn(name: str) -> Generation:
-        return await engine.generate(name, prompt, SamplingParams(20))
-
-    async def go():
-        before = await turn("a")
-        optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-        model.train()
-        model(input_ids=torch.tensor([prompt]), labels=torch.tensor([prompt])).loss.backward()
-        optimizer.step()
-        after = await turn("a")
-        await engine.aclose()
-        return before, after
-
-    with_old = make_model()
-    before, after = asyncio.run(go())
+    prompt, with_old = list(range(20)), make_model()
+    before = await engine.generate("a", prompt, SamplingParams(20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    model.train()
+    model(input_ids=torch.tensor([prompt]), labels=torch.tensor([prompt])).loss.backward()
+    optimizer.step()
+    after = await engine.generate("a", prompt, SamplingParams(20))
+    await engine.aclose()
     assert model.training  # the engine left the trainer's mode alone
     old = reference_logprobs(with_old, prompt, before.token_ids)
     new = reference_logprobs(model, prompt, after.token_ids)
@@ -155,35 +134,28 @@ def test_the_weights_are_shared_not_copied_and_attention_is_the_engines_own():
     assert not twin.training
 
 
-def test_replaced_parameters_are_noticed():
-    async def go():
-        model = make_model()
-        engine = EmbeddedEngine(model, seed=0)
-        model.get_input_embeddings().weight = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 32))
-        try:
-            await engine.generate("a", [1], SAMPLING)
-        finally:
-            await engine.aclose()
-
+async def test_replaced_parameters_are_noticed():
+    model = make_model()
+    engine = EmbeddedEngine(model, seed=0)
+    model.get_input_embeddings().weight = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, 32))
     with pytest.raises(InferenceError, match="replaced Parameters"):
-        asyncio.run(go())
+        await engine.generate("a", [1], SAMPLING)
+    await engine.aclose()
 
 
-def test_the_trainers_random_state_and_the_engines_do_not_touch():
-    async def go(draws: int):
-        engine = EmbeddedEngine(make_model(), seed=3)
+async def test_the_trainers_random_state_and_the_engines_do_not_touch():
+    engine, sampled = EmbeddedEngine(make_model(), seed=3), []
+    for draws in (0, 1000):
         torch.manual_seed(99)
         torch.rand(draws)
         state = torch.get_rng_state()
-        generation = await engine.generate("a", [1, 2], SamplingParams(30))
+        sampled.append(await engine.generate("a", [1, 2], SamplingParams(30)))
         assert torch.equal(torch.get_rng_state(), state)
-        await engine.aclose()
-        return generation
-
-    assert asyncio.run(go(0)) == asyncio.run(go(1000))
+    await engine.aclose()
+    assert sampled[0] == sampled[1]
 
 
-def test_a_crash_while_sampling_reaches_every_request_and_the_engine_goes_on():
+async def test_a_crash_while_sampling_reaches_every_request_and_the_engine_goes_on():
     model = make_model()
     engine = EmbeddedEngine(model, seed=0)
     norm = engine._model.get_submodule("model.norm")
@@ -191,16 +163,12 @@ def test_a_crash_while_sampling_reaches_every_request_and_the_engine_goes_on():
     def crash(*_):
         raise RuntimeError("out of memory in a kernel")
 
-    async def go():
-        handle = norm.register_forward_hook(crash)
-        calls = [engine.generate(f"m{i}", [i], SAMPLING) for i in range(3)]
-        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
-        handle.remove()
-        healthy = await asyncio.wait_for(engine.generate("m0", [0], SAMPLING), 10)
-        await engine.aclose()
-        return outcomes, healthy
-
-    outcomes, healthy = asyncio.run(go())
+    handle = norm.register_forward_hook(crash)
+    calls = [engine.generate(f"m{i}", [i], SAMPLING) for i in range(3)]
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    handle.remove()
+    healthy = await asyncio.wait_for(engine.generate("m0", [0], SAMPLING), 10)
+    await engine.aclose()
     assert len(healthy.token_ids) == 10
     for outcome in outcomes:
         assert isinstance(outcome, InferenceError)
@@ -208,19 +176,14 @@ def test_a_crash_while_sampling_reaches_every_request_and_the_engine_goes_on():
         assert isinstance(outcome.__cause__, RuntimeError)
 
 
-def test_diverged_weights_are_an_error_not_a_sample():
-    async def go():
-        model = make_model()
-        engine = EmbeddedEngine(model, seed=0)
-        with torch.no_grad():
-            model.get_input_embeddings().get_parameter("weight")[5] = float("nan")
-        try:
-            await engine.generate("a", [5], SAMPLING)
-        finally:
-            await engine.aclose()
-
+async def test_diverged_weights_are_an_error_not_a_sample():
+    model = make_model()
+    engine = EmbeddedEngine(model, seed=0)
+    with torch.no_grad():
+        model.get_input_embeddings().get_parameter("weight")[5] = float("nan")
     with pytest.raises(InferenceError, match="not finite"):
-        asyncio.run(go())
+        await engine.generate("a", [5], SAMPLING)
+    await engine.aclose()
 
 
 @pytest.mark.parametrize(
@@ -235,62 +198,50 @@ def test_diverged_weights_are_an_error_not_a_sample():
         ([1], SamplingParams(5, temperature=float("nan")), "temperature is nan"),
     ],
 )
-def test_a_bad_request_is_refused_without_spoiling_the_round(prompt_ids, sampling, reason):
-    async def go():
-        engine = EmbeddedEngine(make_model(), seed=0)
-        good = asyncio.create_task(engine.generate("good", [1], SAMPLING))
-        try:
-            with pytest.raises(InferenceError, match=reason):
-                await engine.generate("bad", prompt_ids, sampling)
-            assert len((await good).token_ids) == 10
-        finally:
-            await engine.aclose()
-
-    asyncio.run(go())
-
-
-def test_two_pending_requests_need_two_ids():
-    async def go():
-        engine = EmbeddedEngine(make_model(), seed=0)
-        first = asyncio.create_task(engine.generate("a", [1], SAMPLING))
-        await asyncio.sleep(0)
-        with pytest.raises(InferenceError, match="unique"):
-            await engine.generate("a", [1], SAMPLING)
-        await first
+async def test_a_bad_request_is_refused_without_spoiling_the_round(prompt_ids, sampling, reason):
+    engine = EmbeddedEngine(make_model(), seed=0)
+    good = asyncio.create_task(engine.generate("good", [1], SAMPLING))
+    try:
+        with pytest.raises(InferenceError, match=reason):
+            await engine.generate("bad", prompt_ids, sampling)
+        assert len((await good).token_ids) == 10
+    finally:
         await engine.aclose()
 
-    asyncio.run(go())
+
+async def test_two_pending_requests_need_two_ids():
+    engine = EmbeddedEngine(make_model(), seed=0)
+    first = asyncio.create_task(engine.generate("a", [1], SAMPLING))
+    await asyncio.sleep(0)
+    with pytest.raises(InferenceError, match="unique"):
+        await engine.generate("a", [1], SAMPLING)
+    await first
+    await engine.aclose()
 
 
-def test_closing_ends_a_running_round_and_what_waits():
-    async def go():
-        model = make_model(max_position_embeddings=100_000)
-        engine = EmbeddedEngine(model, seed=0)
-        running = asyncio.create_task(engine.generate("a", [1], SamplingParams(90_000)))
-        await asyncio.sleep(0.05)
-        waiting = asyncio.create_task(engine.generate("b", [1], SAMPLING))
-        await asyncio.sleep(0)
-        await asyncio.wait_for(engine.aclose(), 10)
-        for task in (running, waiting):
-            with pytest.raises(InferenceError, match="closed"):
-                await asyncio.wait_for(task, 1)
+async def test_closing_ends_a_running_round_and_what_waits():
+    model = make_model(max_position_embeddings=100_000)
+    engine = EmbeddedEngine(model, seed=0)
+    running = asyncio.create_task(engine.generate("a", [1], SamplingParams(90_000)))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(engine.generate("b", [1], SAMPLING))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(engine.aclose(), 10)
+    for task in (running, waiting):
         with pytest.raises(InferenceError, match="closed"):
-            await engine.generate("c", [1], SAMPLING)
+            await asyncio.wait_for(task, 1)
+    with pytest.raises(InferenceError, match="closed"):
+        await engine.generate("c", [1], SAMPLING)
 
-    asyncio.run(go())
 
-
-def test_a_round_nobody_waits_for_any_more_is_given_up():
-    async def go():
-        engine = EmbeddedEngine(make_model(max_position_embeddings=100_000), seed=0)
-        abandoned = asyncio.create_task(engine.generate("a", [1], SamplingParams(90_000)))
-        await asyncio.sleep(0.05)
-        abandoned.cancel()
-        after = await asyncio.wait_for(engine.generate("b", [1], SAMPLING), 10)
-        await engine.aclose()
-        return after
-
-    assert len(asyncio.run(go()).token_ids) == 10
+async def test_a_round_nobody_waits_for_any_more_is_given_up():
+    engine = EmbeddedEngine(make_model(max_position_embeddings=100_000), seed=0)
+    abandoned = asyncio.create_task(engine.generate("a", [1], SamplingParams(90_000)))
+    await asyncio.sleep(0.05)
+    abandoned.cancel()
+    after = await asyncio.wait_for(engine.generate("b", [1], SAMPLING), 10)
+    await engine.aclose()
+    assert len(after.token_ids) == 10
 
 
 def test_an_engine_outlives_the_event_loop_that_died_during_its_round():
@@ -309,31 +260,26 @@ def test_an_engine_outlives_the_event_loop_that_died_during_its_round():
     assert len(asyncio.run(go_on()).token_ids) == 10
 
 
-def test_weights_cannot_change_during_a_round():
-    async def go():
-        engine = EmbeddedEngine(make_model(max_position_embeddings=1000), seed=0)
-        call = asyncio.create_task(engine.generate("a", [1], SamplingParams(400)))
-        async with asyncio.timeout(10):
-            while not engine.weights_lock.locked():
-                await asyncio.sleep(0.001)
+async def test_weights_cannot_change_during_a_round():
+    engine = EmbeddedEngine(make_model(max_position_embeddings=1000), seed=0)
+    call = asyncio.create_task(engine.generate("a", [1], SamplingParams(400)))
+    async with asyncio.timeout(10):
+        while not engine.weights_lock.locked():
+            await asyncio.sleep(0.001)
 
-        def change() -> None:
-            with engine.weights_lock:
-                engine.policy_version = 1
+    def change() -> None:
+        with engine.weights_lock:
+            engine.policy_version = 1
 
-        changing = asyncio.create_task(asyncio.to_thread(change))
-        generation = await call
-        await changing
-        following = await engine.generate("b", [1], SAMPLING)
-        await engine.aclose()
-        return generation, following
-
-    generation, following = asyncio.run(go())
-    assert set(generation.versions) == {0}
-    assert set(following.versions) == {1}
+    changing = asyncio.create_task(asyncio.to_thread(change))
+    generation = await call
+    await changing
+    following = await engine.generate("b", [1], SAMPLING)
+    await engine.aclose()
+    assert (set(generation.versions), set(following.versions)) == ({0}, {1})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.6, 1.0])),
@@ -346,7 +292,7 @@ def test_weights_cannot_change_during_a_round():
 def test_batching_never_changes_what_a_request_samples(lengths, max_batch_tokens, stops):
     """Alone or together, padded or not, in one batch or many: the same tokens, and log-probs equal
     up to rounding, each with its own temperature, length and stop tokens."""
-    model = _model_for_hypothesis()
+    model = make_model()
     requests = [
         SampleRequest(
             f"m{i}",
@@ -368,12 +314,6 @@ def test_batching_never_changes_what_a_request_samples(lengths, max_batch_tokens
         stopped = turn.token_ids[-1] in stops
         assert (turn.finish_reason == "stop") == stopped
         assert stopped or len(turn.token_ids) == request.sampling.max_tokens
-
-
-def _model_for_hypothesis(cached: list = []):  # noqa: B006 - one model for all examples
-    if not cached:
-        cached.append(make_model())
-    return cached[0]
 
 
 def shaped(logits: torch.Tensor, seen: list[int], sampling: SamplingParams) -> torch.Tensor:

@@ -22,7 +22,7 @@ CONFIG = LlamaConfig(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.one_of(st.integers(1, 40), st.lists(st.integers(0, 2), min_size=1, max_size=5)),

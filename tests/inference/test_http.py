@@ -67,13 +67,9 @@ async def serving(
         listener.close()
 
 
-def test_a_request_and_its_answer():
-    async def go():
-        async with serving(OK, token="secret") as (server, session):
-            url = server.url + "/under/path?a=b"
-            return await session.request("POST", url, b'{"x": 1}'), server
-
-    answer, server = asyncio.run(go())
+async def test_a_request_and_its_answer():
+    async with serving(OK, token="secret") as (server, session):
+        answer = await session.request("POST", server.url + "/under/path?a=b", b'{"x": 1}')
     assert (answer.status, answer.body, answer.headers["x-seen"]) == (200, b"ok", "Yes")
     head, _, body = server.requests[0].partition(b"\r\n\r\n")
     lines = head.split(b"\r\n")
@@ -84,36 +80,29 @@ def test_a_request_and_its_answer():
     assert b"accept-encoding" not in head.lower()
 
 
-def test_connections_are_used_again_but_never_shared():
+async def test_connections_are_used_again_but_never_shared():
     together = asyncio.Barrier(4)
 
     async def all_at_once(_: bytes, writer: asyncio.StreamWriter) -> None:
         await together.wait()
         writer.write(OK)
 
-    async def go():
-        async with serving(all_at_once) as (server, session), asyncio.timeout(20):
-            for _ in range(3):
-                await asyncio.gather(*(session.request("GET", server.url) for _ in range(4)))
-            return server.connections
-
-    assert asyncio.run(go()) == 4
+    async with serving(all_at_once) as (server, session), asyncio.timeout(20):
+        for _ in range(3):
+            await asyncio.gather(*(session.request("GET", server.url) for _ in range(4)))
+        assert server.connections == 4
 
 
 @pytest.mark.parametrize("closes", ["the server said so", "it was idle for too long"])
-def test_connections_that_will_be_closed_are_not_used_again(closes, monkeypatch):
+async def test_connections_that_will_be_closed_are_not_used_again(closes, monkeypatch):
     said_so = closes == "the server said so"
     answer = OK.replace(b"X-Seen: Yes", b"Connection: close") if said_so else OK
     if not said_so:
         monkeypatch.setattr(http_module, "KEEPALIVE_S", 0.0)
-
-    async def go():
-        async with serving(answer) as (server, session):
-            for _ in range(3):
-                assert (await session.request("GET", server.url)).body == b"ok"
-            return server.connections
-
-    assert asyncio.run(go()) == 3
+    async with serving(answer) as (server, session):
+        for _ in range(3):
+            assert (await session.request("GET", server.url)).body == b"ok"
+        assert server.connections == 3
 
 
 @pytest.mark.parametrize(
@@ -126,32 +115,25 @@ def test_connections_that_will_be_closed_are_not_used_again(closes, monkeypatch)
         (b"SSH-2.0-OpenSSH_9.6\r\n", AnswerCut),
     ],
 )
-def test_a_connection_that_is_lost_is_not_used_and_its_request_not_sent_again(answer, error):
+async def test_a_connection_that_is_lost_is_not_used_and_its_request_not_sent_again(answer, error):
     async def cut(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
         writer.close()
 
-    async def go():
-        async with serving(OK) as (server, session), asyncio.timeout(20):
-            await session.request("POST", server.url, b"first")
-            server.answer = cut
-            with pytest.raises(error):
-                await session.request("POST", server.url, b"second")
-            return [request.rpartition(b"\r\n\r\n")[2] for request in server.requests]
-
-    assert asyncio.run(go()) == [b"first", b"second"]
+    async with serving(OK) as (server, session), asyncio.timeout(20):
+        await session.request("POST", server.url, b"first")
+        server.answer = cut
+        with pytest.raises(error):
+            await session.request("POST", server.url, b"second")
+        bodies = [request.rpartition(b"\r\n\r\n")[2] for request in server.requests]
+        assert bodies == [b"first", b"second"]
 
 
-def test_nobody_listens():
-    async def go():
-        session = EngineSession()
-        try:
-            await session.request("GET", "http://127.0.0.1:9/")
-        finally:
-            await session.aclose()
-
+async def test_nobody_listens():
+    session = EngineSession()
     with pytest.raises(ConnectionFailed, match="cannot connect"):
-        asyncio.run(go())
+        await session.request("GET", "http://127.0.0.1:9/")
+    await session.aclose()
 
 
 def test_addresses_and_tokens_that_cannot_work_name_the_key():
@@ -165,59 +147,45 @@ def test_addresses_and_tokens_that_cannot_work_name_the_key():
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\n", OK[:-1]])
-def test_cancelling_closes_the_connection(begun):
+async def test_cancelling_closes_the_connection(begun):
     asked = asyncio.Event()
 
     async def never(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(begun)
         asked.set()
 
-    async def go():
-        async with serving(never) as (server, session), asyncio.timeout(20):
-            call = asyncio.create_task(session.request("POST", server.url, b"x" * 10_000_000))
-            await asked.wait()
-            assert server.lost == 0
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            while server.lost == 0:
-                await asyncio.sleep(0.001)
-
-    asyncio.run(go())
+    async with serving(never) as (server, session), asyncio.timeout(20):
+        call = asyncio.create_task(session.request("POST", server.url, b"x" * 10_000_000))
+        await asked.wait()
+        assert server.lost == 0
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while server.lost == 0:
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 5000", b"X-Length: none"])
-def test_an_answer_that_is_too_long_is_refused_while_it_comes(length, monkeypatch):
+async def test_an_answer_that_is_too_long_is_refused_while_it_comes(length, monkeypatch):
     monkeypatch.setattr(http_module, "MAX_ANSWER_BYTES", 1000)
     answer = b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n" + b"x" * 4000
-
-    async def go():
-        async with serving(answer) as (server, session), asyncio.timeout(20):
-            with pytest.raises(AnswerCut, match="longer than 1000 bytes"):
-                await session.request("GET", server.url)
-            while server.lost == 0:
-                await asyncio.sleep(0.001)
-
-    asyncio.run(go())
+    async with serving(answer) as (server, session), asyncio.timeout(20):
+        with pytest.raises(AnswerCut, match="longer than 1000 bytes"):
+            await session.request("GET", server.url)
+        while server.lost == 0:
+            await asyncio.sleep(0.001)
 
 
-def test_a_redirect_is_not_followed():
+async def test_a_redirect_is_not_followed():
     answer = b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n"
-
-    async def go():
-        async with serving(answer) as (server, session), make_client(server.url) as client:
-            return (await session.request("GET", server.url)).status, (await client.get("/"))
-
-    status, response = asyncio.run(go())
-    assert status == response.status_code == 307
+    async with serving(answer) as (server, session), make_client(server.url) as client:
+        assert (await session.request("GET", server.url)).status == 307
+        assert (await client.get("/")).status_code == 307
 
 
-def test_no_proxy_of_the_environment_is_asked(monkeypatch):
+async def test_no_proxy_of_the_environment_is_asked(monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-
-    async def go():
-        async with serving(OK) as (server, session), make_client(server.url) as client:
-            return (await session.request("GET", server.url)).body, (await client.get("/")).content
-
-    assert asyncio.run(go()) == (b"ok", b"ok")
+    async with serving(OK) as (server, session), make_client(server.url) as client:
+        assert (await session.request("GET", server.url)).body == b"ok"
+        assert (await client.get("/")).content == b"ok"

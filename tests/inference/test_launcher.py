@@ -87,25 +87,21 @@ def can_connect(url: str) -> bool:
     return True
 
 
-def test_servers_start_with_exact_flags_and_leave_nothing(tmp_path):
-    async def go():
-        launcher = make_launcher(
-            tmp_path, num_servers=2, max_model_len=512, seed=3, extra_args=["--block-size", "16"]
-        )
-        await launcher.start()
-        assert len(set(launcher.urls)) == 2
-        for url in launcher.urls:
-            async with make_client(url) as http:
-                assert (await http.get("/health")).status_code == 200
-        command = command_of(server_pid(launcher.urls[0]))
-        sockets = Path(launcher._sockets_dir or "")
-        assert sockets.is_dir()
-        await launcher.aclose()
-        await launcher.aclose()
-        assert not sockets.exists()
-        return launcher.urls, command
-
-    urls, command = asyncio.run(go())
+async def test_servers_start_with_exact_flags_and_leave_nothing(tmp_path):
+    launcher = make_launcher(
+        tmp_path, num_servers=2, max_model_len=512, seed=3, extra_args=["--block-size", "16"]
+    )
+    await launcher.start()
+    assert len(set(launcher.urls)) == 2
+    for url in launcher.urls:
+        async with make_client(url) as http:
+            assert (await http.get("/health")).status_code == 200
+    command = command_of(server_pid(launcher.urls[0]))
+    sockets = Path(launcher._sockets_dir or "")
+    assert sockets.is_dir()
+    await launcher.aclose()
+    await launcher.aclose()
+    assert not sockets.exists()
     line = " ".join(command)
     for flags in (
         "--served-model-name policy",
@@ -121,7 +117,7 @@ def test_servers_start_with_exact_flags_and_leave_nothing(tmp_path):
         "--block-size 16",
     ):
         assert flags in line
-    assert not any(map(can_connect, urls))
+    assert not any(map(can_connect, launcher.urls))
     for number in range(2):
         [(engine, memory)] = started(tmp_path / f"vllm-{number}.log")
         assert not alive(engine)
@@ -145,22 +141,19 @@ def test_a_stubborn_server_is_killed(tmp_path, monkeypatch):
     assert not memory.exists()
 
 
-def test_a_server_that_died_is_restarted_on_its_port(tmp_path):
-    async def go():
-        launcher = make_launcher(tmp_path)
-        await launcher.start()
-        url = launcher.urls[0]
-        os.kill(server_pid(url), signal.SIGKILL)
-        await until(lambda: not can_connect(url))
-        await until(lambda: can_connect(url))
-        await until(lambda: launcher.restarts == 1)
-        [(engine, memory), _] = started(tmp_path / "vllm-0.log")
-        assert not alive(engine)
-        assert not memory.exists()
-        await launcher.aclose()
-        assert not can_connect(url)
-
-    asyncio.run(go())
+async def test_a_server_that_died_is_restarted_on_its_port(tmp_path):
+    launcher = make_launcher(tmp_path)
+    await launcher.start()
+    url = launcher.urls[0]
+    os.kill(server_pid(url), signal.SIGKILL)
+    await until(lambda: not can_connect(url))
+    await until(lambda: can_connect(url))
+    await until(lambda: launcher.restarts == 1)
+    [(engine, memory), _] = started(tmp_path / "vllm-0.log")
+    assert not alive(engine)
+    assert not memory.exists()
+    await launcher.aclose()
+    assert not can_connect(url)
 
 
 @pytest.mark.slow
@@ -247,22 +240,18 @@ def test_a_server_that_keeps_dying_is_given_up_on(tmp_path, monkeypatch):
     assert re.search(r"after 1 restarts within an hour; see .*vllm-0.log", asyncio.run(go()) or "")
 
 
-def test_the_run_goes_on_while_one_server_is_left(tmp_path, monkeypatch):
+async def test_the_run_goes_on_while_one_server_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher_module, "MAX_RESTARTS_PER_HOUR", 0)
-
-    async def go():
-        launcher = make_launcher(tmp_path, num_servers=2)
-        await launcher.start()
-        first, second = launcher.urls
-        os.kill(server_pid(first), signal.SIGKILL)
-        await until(lambda: launcher._servers[0].given_up)
-        assert launcher.failure is None and can_connect(second)
-        os.kill(server_pid(second), signal.SIGKILL)
-        await until(lambda: launcher.failure is not None)
-        assert second in (launcher.failure or "") and launcher.restarts == 0
-        await launcher.aclose()
-
-    asyncio.run(go())
+    launcher = make_launcher(tmp_path, num_servers=2)
+    await launcher.start()
+    first, second = launcher.urls
+    os.kill(server_pid(first), signal.SIGKILL)
+    await until(lambda: launcher._servers[0].given_up)
+    assert launcher.failure is None and can_connect(second)
+    os.kill(server_pid(second), signal.SIGKILL)
+    await until(lambda: launcher.failure is not None)
+    assert second in (launcher.failure or "") and launcher.restarts == 0
+    await launcher.aclose()
 
 
 TRAINER = """
@@ -283,23 +272,18 @@ asyncio.run(main())
 """
 
 
-def test_nothing_outlives_a_killed_trainer(tmp_path):
+async def test_nothing_outlives_a_killed_trainer(tmp_path):
     code = TRAINER.format(tests=str(FAKE.parent), log_dir=str(tmp_path))
     trainer = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
     )
-    assert trainer.stdout is not None
     url = trainer.stdout.readline().decode().strip()
     server = server_pid(url)
     [(engine, memory)] = started(tmp_path / "vllm-0.log")
     assert alive(server) and alive(engine)
     trainer.kill()
     trainer.wait()
-
-    async def gone():
-        return await until(lambda: not (alive(server) or alive(engine) or memory.exists()), 10)
-
-    took = asyncio.run(gone())
+    took = await until(lambda: not (alive(server) or alive(engine) or memory.exists()), 10)
     os.killpg(trainer.pid, signal.SIGKILL)  # its forked worker
     trainer.stdout.close()
     assert took < 5
@@ -315,31 +299,29 @@ def test_nothing_outlives_a_killed_trainer(tmp_path):
         ({"dtype": "float32"}, False),
     ],
 )
-def test_a_bfloat16_server_on_a_cpu_rounds_as_the_trainer_does(tmp_path, settings, aligned):
-    async def go():
-        launcher = make_launcher(tmp_path, **settings)
-        launcher._environment["PYTHONPATH"] = str(FAKE)  # where this test's vLLM lies
-        await launcher.start()
-        pid = server_pid(launcher.urls[0])
-        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        command = command_of(pid)
-        await launcher.aclose()
-        return environment, command
-
-    environment, command = asyncio.run(go())
+async def test_a_bfloat16_server_on_a_cpu_rounds_as_the_trainer_does(tmp_path, settings, aligned):
+    launcher = make_launcher(tmp_path, **settings)
+    launcher._environment["PYTHONPATH"] = str(FAKE)  # where this test's vLLM lies
+    await launcher.start()
+    pid = server_pid(launcher.urls[0])
+    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    command = command_of(pid)
+    await launcher.aclose()
     assert ("AGENTRL_ALIGN_ROUNDING=1" in environment) == aligned
     assert ("--enforce-eager" in command) == aligned
     assert ("head_dtype" in " ".join(command)) == (settings["dtype"] == "bfloat16")
 
 
-def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):
-    async def start(**settings):
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"plugin_dir": None}, r"cannot import vllm \(ModuleNot.*--inference.python"),
+        ({"python": "/nowhere/python"}, r"cannot run /nowhere/python .*--inference.python"),
+    ],
+)
+async def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path, settings, says):
+    with pytest.raises(InferenceError, match=says):
         await make_launcher(tmp_path, **settings).start()
-
-    with pytest.raises(InferenceError, match=r"cannot import vllm \(ModuleNot.*--inference.python"):
-        asyncio.run(start(plugin_dir=None))
-    with pytest.raises(InferenceError, match=r"cannot run /nowhere/python .*--inference.python"):
-        asyncio.run(start(python="/nowhere/python"))
 
 
 @pytest.mark.parametrize(
@@ -349,16 +331,11 @@ def test_an_interpreter_without_vllm_is_named_with_the_remedy(tmp_path):
         ("the moon is full", "the moon is full"),
     ],
 )
-def test_a_failed_start_shows_the_end_of_the_log(tmp_path, failure, reason):
-    async def start():
-        launcher = make_launcher(tmp_path, env={"FAKE_VLLM_FAIL": failure})
-        try:
-            await launcher.start()
-        finally:
-            assert launcher._sockets_dir is None
-
+async def test_a_failed_start_shows_the_end_of_the_log(tmp_path, failure, reason):
+    launcher = make_launcher(tmp_path, env={"FAKE_VLLM_FAIL": failure})
     with pytest.raises(InferenceError, match=f"(?s)ended with status 1.*{reason}"):
-        asyncio.run(start())
+        await launcher.start()
+    assert launcher._sockets_dir is None
 
 
 @pytest.mark.slow
@@ -389,17 +366,12 @@ def test_a_server_that_a_rank_starts_knows_nothing_of_the_ranks(tmp_path, monkey
 @pytest.mark.parametrize(
     "env", [{"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {"FAKE_VLLM_DEVICES": "4"}], ids=["named", "all"]
 )
-def test_servers_share_the_devices_that_are_visible(tmp_path, env):
-    async def go():
-        launcher = make_launcher(tmp_path, num_servers=2, env=env)
-        await launcher.start()
-        environments = [
-            Path(f"/proc/{server_pid(url)}/environ").read_text().split("\0")
-            for url in launcher.urls
-        ]
-        await launcher.aclose()
-        return environments
-
-    first, second = asyncio.run(go())
+async def test_servers_share_the_devices_that_are_visible(tmp_path, env):
+    launcher = make_launcher(tmp_path, num_servers=2, env=env)
+    await launcher.start()
+    first, second = (
+        Path(f"/proc/{server_pid(url)}/environ").read_text().split("\0") for url in launcher.urls
+    )
+    await launcher.aclose()
     assert "CUDA_VISIBLE_DEVICES=0,1" in first
     assert "CUDA_VISIBLE_DEVICES=2,3" in second

@@ -94,15 +94,12 @@ def syncing(url: str, transfer, **settings) -> ServerWeightSync:
     )
 
 
-def push(url: str, transfer, model, version: int) -> dict[str, float]:
-    async def go():
-        sync = syncing(url, transfer)
-        try:
-            return await sync.push(model, version)
-        finally:
-            await sync.aclose()
-
-    return asyncio.run(go())
+async def push(url: str, transfer, model, version: int, **settings) -> dict[str, float]:
+    sync = syncing(url, transfer, **settings)
+    try:
+        return await sync.push(model, version)
+    finally:
+        await sync.aclose()
 
 
 def worst(model, prompt, generation, temperature: float) -> float:
@@ -118,56 +115,45 @@ async def busy(url: str) -> bool:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_logprobs_are_those_of_the_distribution_that_was_sampled(url, tmp_path, temperature):
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled(url, tmp_path, temperature):
     model = toy_model()
-    push(url, FolderTransfer(tmp_path), model, 1)
-
-    async def go():
-        async with client(url) as engine:
-            await engine.start()
-            assert engine.probe_result(url) == ("/generate", False)
-            prompts = [PROMPT[:n] for n in (1, 7, 24)]
-            sampling = SamplingParams(24, temperature)
-            calls = [engine.generate(f"g-m{i}", p, sampling) for i, p in enumerate(prompts)]
-            return prompts, await asyncio.gather(*calls)
-
-    prompts, generations = asyncio.run(go())
+    await push(url, FolderTransfer(tmp_path), model, 1)
+    prompts, sampling = [PROMPT[:n] for n in (1, 7, 24)], SamplingParams(24, temperature)
+    async with client(url) as engine:
+        await engine.start()
+        assert engine.probe_result(url) == ("/generate", False)
+        calls = [engine.generate(f"g-m{i}", p, sampling) for i, p in enumerate(prompts)]
+        generations = await asyncio.gather(*calls)
     for prompt, generation in zip(prompts, generations, strict=True):
         assert generation.versions == [1] * len(generation.token_ids)
         assert worst(model, prompt, generation, temperature or 1.0) < PARITY
 
 
-def test_stop_tokens_end_a_turn_and_stay_in_it(url):
-    async def go():
-        async with client(url, stop_token_ids=(9,)) as engine:
-            free = await engine.generate("a-m0", PROMPT, SamplingParams(30, 0.0))
-            stop = free.token_ids[min(3, len(free.token_ids) - 1)]
-            stopping = SamplingParams(30, 0.0, stop_token_ids=(stop,))
-            return stop, await engine.generate("b-m0", PROMPT, stopping)
-
-    stop, generation = asyncio.run(go())
+async def test_stop_tokens_end_a_turn_and_stay_in_it(url):
+    async with client(url, stop_token_ids=(9,)) as engine:
+        free = await engine.generate("a-m0", PROMPT, SamplingParams(30, 0.0))
+        stop = free.token_ids[min(3, len(free.token_ids) - 1)]
+        stopping = SamplingParams(30, 0.0, stop_token_ids=(stop,))
+        generation = await engine.generate("b-m0", PROMPT, stopping)
     assert generation.finish_reason == "stop"
     assert generation.token_ids[-1] == stop and stop not in generation.token_ids[:-1]
 
 
-def test_a_cancelled_request_is_told_to_the_server(url):
-    async def go():
-        async with client(url) as engine:
-            await engine.start()
-            doomed = asyncio.create_task(
-                engine.generate("a-m0", PROMPT, SamplingParams(3900, stop_token_ids=()))
-            )
-            async with asyncio.timeout(60):
-                while not await busy(url):
-                    assert not doomed.done(), "it ended before it was cancelled"
-                    await asyncio.sleep(0.01)
-                doomed.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await doomed
-                while await busy(url):
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(go())
+async def test_a_cancelled_request_is_told_to_the_server(url):
+    async with client(url) as engine:
+        await engine.start()
+        doomed = asyncio.create_task(
+            engine.generate("a-m0", PROMPT, SamplingParams(3900, stop_token_ids=()))
+        )
+        async with asyncio.timeout(60):
+            while not await busy(url):
+                assert not doomed.done(), "it ended before it was cancelled"
+                await asyncio.sleep(0.01)
+            doomed.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await doomed
+            while await busy(url):
+                await asyncio.sleep(0.01)
 
 
 async def long_sequence(url: str, transfer, model, version: int, on_update: str, length: int):
@@ -179,25 +165,21 @@ async def long_sequence(url: str, transfer, model, version: int, on_update: str,
             while not await busy(url):
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # some tokens later
-        sync = syncing(url, transfer, on_update=on_update)
-        try:
-            await sync.push(model, version)
-        finally:
-            await sync.aclose()
+        await push(url, transfer, model, version, on_update=on_update)
         assert (await http.get("/ready")).status_code == 200
         return await running
 
 
 @pytest.mark.parametrize("on_update", ["keep", "abort"])
 @pytest.mark.parametrize("kind", WAYS)
-def test_a_sequence_that_an_update_meets_is_exact_token_by_token(
+async def test_a_sequence_that_an_update_meets_is_exact_token_by_token(
     request, url, tmp_path, on_update, kind
 ):
     length = LENGTH[request.node.callspec.params["url"]]
     old, new = toy_model(), toy_model()
     perturb(new, 1)
-    push(url, FolderTransfer(tmp_path), old, 1)
-    generation = asyncio.run(long_sequence(url, kind(tmp_path), new, 2, on_update, length))
+    await push(url, FolderTransfer(tmp_path), old, 1)
+    generation = await long_sequence(url, kind(tmp_path), new, 2, on_update, length)
     versions, ids = generation.versions, generation.token_ids
     assert len(versions) == len(ids) and versions == sorted(versions)
     expected = {
@@ -211,12 +193,11 @@ def test_a_sequence_that_an_update_meets_is_exact_token_by_token(
 
 
 @pytest.mark.parametrize("kind", WAYS)
-def test_names_that_no_parameter_has_are_answered_with_200_and_caught_by_the_probe(
+async def test_names_that_no_parameter_has_are_answered_with_200_and_caught_by_the_probe(
     url, tmp_path, kind
 ):
     model = toy_model()
-    push(url, FolderTransfer(tmp_path), model, 1)
-
+    await push(url, FolderTransfer(tmp_path), model, 1)
     transfer = kind(tmp_path)
     take = transfer.take
 
@@ -234,27 +215,22 @@ def test_names_that_no_parameter_has_are_answered_with_200_and_caught_by_the_pro
     transfer.take = renamed
     perturb(model, 2)
     with pytest.raises(WeightSyncError, match="does not compute what the trainer does"):
-        push(url, transfer, model, 2)
-    assert push(url, FolderTransfer(tmp_path), model, 3)["sync/probe_logprob_diff_max"] < PARITY
+        await push(url, transfer, model, 2)
+    after = await push(url, FolderTransfer(tmp_path), model, 3)
+    assert after["sync/probe_logprob_diff_max"] < PARITY
 
 
-def test_a_group_takes_several_versions_and_another_trainer_the_place_of_the_last(url):
+async def test_a_group_takes_several_versions_and_another_trainer_the_place_of_the_last(url):
     model = toy_model()
-
-    async def trainer(*versions: int) -> list[float]:
-        sync = syncing(url, over_gloo(None))
-        differences = []
+    for versions in ((10, 11, 12), (13, 14)):
+        sync = syncing(url, over_gloo(None))  # never closed: the server keeps its group
         for version in versions:
             perturb(model, version)
             metrics = await sync.push(model, version)
-            differences.append(metrics["sync/probe_logprob_diff_max"])
-        return differences  # and is killed: the server keeps its group
-
-    for versions in ((10, 11, 12), (13, 14)):
-        assert max(asyncio.run(trainer(*versions))) < PARITY
+            assert metrics["sync/probe_logprob_diff_max"] < PARITY
 
 
-def test_a_matrix_of_another_width_over_a_group_is_never_taken_for_the_policy(url, tmp_path):
+async def test_a_matrix_of_another_width_over_a_group_is_never_taken_for_the_policy(url, tmp_path):
     model = toy_model()
     transfer = over_gloo(None)
     take = transfer.take
@@ -267,82 +243,67 @@ def test_a_matrix_of_another_width_over_a_group_is_never_taken_for_the_policy(ur
     transfer.take = narrow
     perturb(model, 4)
     with pytest.raises(WeightSyncError, match=r"does not compute|Failed to update"):
-        push(url, transfer, model, 15)
-    assert push(url, FolderTransfer(tmp_path), model, 16)["sync/probe_logprob_diff_max"] < PARITY
+        await push(url, transfer, model, 15)
+    after = await push(url, FolderTransfer(tmp_path), model, 16)
+    assert after["sync/probe_logprob_diff_max"] < PARITY
 
 
-def test_a_folder_that_is_missing_is_an_error_with_the_servers_words(url, tmp_path):
+async def test_a_folder_that_is_missing_is_an_error_with_the_servers_words(url, tmp_path):
     class Empty(FolderTransfer):
         async def take(self, model, version):
             await super().take(model, version)
             shutil.rmtree(tmp_path / f"sglang-{version}")
 
     with pytest.raises(WeightSyncError, match="/update_weights_from_disk answered 400"):
-        push(url, Empty(tmp_path), toy_model(), 5)
-    assert (
-        push(url, FolderTransfer(tmp_path), toy_model(), 6)["sync/probe_logprob_diff_max"] < PARITY
-    )
+        await push(url, Empty(tmp_path), toy_model(), 5)
+    after = await push(url, FolderTransfer(tmp_path), toy_model(), 6)
+    assert after["sync/probe_logprob_diff_max"] < PARITY
 
 
-def test_a_prompt_beyond_the_context_is_refused_in_the_servers_words(url):
-    async def go():
-        async with client(url) as engine:
+async def test_a_prompt_beyond_the_context_is_refused_in_the_servers_words(url):
+    async with client(url) as engine:
+        with pytest.raises(InferenceError, match=r"4100 prompt tokens.*refused with 400"):
             await engine.generate("a-m0", [5] * 4100, SamplingParams(8))
 
-    with pytest.raises(InferenceError, match=r"4100 prompt tokens.*refused with 400"):
-        asyncio.run(go())
+
+async def test_a_server_that_was_paused_and_forgotten_goes_on_after_the_next_push(url, tmp_path):
+    async with make_client(url) as http:
+        await http.post("/pause_generation", json={"mode": "retract"})
+    await push(url, FolderTransfer(tmp_path), toy_model(), 8)
+    async with client(url) as engine, asyncio.timeout(60):
+        assert (await engine.generate("a-m0", PROMPT, SamplingParams(4))).versions[0] == 8
 
 
-def test_a_server_that_was_paused_and_forgotten_goes_on_after_the_next_push(url, tmp_path):
-    async def go():
-        async with make_client(url) as http:
-            await http.post("/pause_generation", json={"mode": "retract"})
-        sync = syncing(url, FolderTransfer(tmp_path))
-        try:
-            await sync.push(toy_model(), 8)
-        finally:
-            await sync.aclose()
-        async with client(url) as engine:
-            return await asyncio.wait_for(engine.generate("a-m0", PROMPT, SamplingParams(4)), 60)
-
-    assert asyncio.run(go()).versions[0] == 8
-
-
-def test_a_server_sleeps_with_nothing_to_do_and_wakes_for_the_next_version(url, tmp_path):
+async def test_a_server_sleeps_with_nothing_to_do_and_wakes_for_the_next_version(url, tmp_path):
     model = toy_model()
-
-    async def go():
-        sync = syncing(url, FolderTransfer(tmp_path))
-        async with client(url) as engine:
-            await sync.push(model, 20)
-            doomed = asyncio.create_task(
-                engine.generate("a-m0", PROMPT, SamplingParams(3900, stop_token_ids=()))
-            )
-            async with asyncio.timeout(60):
-                while not await busy(url):
-                    await asyncio.sleep(0.01)
-            doomed.cancel()
-            assert await sync.sleep(keep_weights=False) == {}
-            perturb(model, 20)
-            await sync.push(model, 21)
-            perturb(model, 21)
-            await sync.push(model, 22)  # awake already
-            engine.policy_version = 22
-            generation = await engine.generate("b-m0", PROMPT, SamplingParams(8))
-        await sync.aclose()
-        return generation
-
-    generation = asyncio.run(go())
+    sync = syncing(url, FolderTransfer(tmp_path))
+    async with client(url) as engine:
+        await sync.push(model, 20)
+        doomed = asyncio.create_task(
+            engine.generate("a-m0", PROMPT, SamplingParams(3900, stop_token_ids=()))
+        )
+        async with asyncio.timeout(60):
+            while not await busy(url):
+                await asyncio.sleep(0.01)
+        doomed.cancel()
+        assert await sync.sleep(keep_weights=False) == {}
+        perturb(model, 20)
+        await sync.push(model, 21)
+        perturb(model, 21)
+        await sync.push(model, 22)  # awake already
+        engine.policy_version = 22
+        generation = await engine.generate("b-m0", PROMPT, SamplingParams(8))
+    await sync.aclose()
     assert generation.versions == [22] * len(generation.token_ids)
     assert worst(model, PROMPT, generation, 1.0) < PARITY
 
 
-def test_a_teacher_is_asked_for_its_prompts_logprobs_alone(url, tmp_path):
+async def test_a_teacher_is_asked_for_its_prompts_logprobs_alone(url, tmp_path):
     model = toy_model()
-    push(url, FolderTransfer(tmp_path), model, 9)
+    await push(url, FolderTransfer(tmp_path), model, 9)
     ids = [*PROMPT, 30, 40, 50]
     mask = [0] * len(PROMPT) + [1] * 3
     sample = sample_of(ids, mask, trajectory_id="g-m0")
-    got = TeacherServer(url, model="policy").logprobs([sample])
+    got = await asyncio.to_thread(TeacherServer(url, model="policy").logprobs, [sample])
     expected = recomputed_logprobs(model, PROMPT, [30, 40, 50], 1.0)
     assert got[0].tolist() == pytest.approx(expected, abs=PARITY)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from sglang_server import SGLangServer, serving
 from test_sglang import PARITY, PROMPT, client, perturb, syncing, toy_model, worst
@@ -16,36 +14,27 @@ SAMPLING = SamplingParams(4, 0.6)
 
 
 @pytest.mark.parametrize("fault", ["reset", "500", "503"])
-def test_a_request_that_fails_is_sent_again(fault):
+async def test_a_request_that_fails_is_sent_again(fault):
     server = SGLangServer(toy_model(), faults=[fault])
-
-    async def go():
-        async with client(server.url) as engine:
-            return await engine.generate("a-m0", PROMPT, SAMPLING)
-
     with serving(server):
-        generation = asyncio.run(go())
+        async with client(server.url) as engine:
+            generation = await engine.generate("a-m0", PROMPT, SAMPLING)
     assert worst(server.model, PROMPT, generation, 0.6) < PARITY and not server.faults
 
 
-def test_a_server_that_hangs_is_left_for_the_other():
+async def test_a_server_that_hangs_is_left_for_the_other():
     one, other = SGLangServer(toy_model(), faults=["hang"]), SGLangServer(toy_model())
-
-    async def go():
+    with serving(one, other):
         async with client(one.url, other.url, request_timeout_s=5.0) as engine:
             await engine.start()
-            return await engine.generate("a-m0", PROMPT, SAMPLING)
-
-    with serving(one, other):
-        assert len(asyncio.run(go()).token_ids) == 4
+            assert len((await engine.generate("a-m0", PROMPT, SAMPLING)).token_ids) == 4
     assert "/abort_request" in one.calls, "it was not told that nobody waits any more"
 
 
-def test_a_restarted_server_has_the_weights_before_its_next_token(tmp_path):
+async def test_a_restarted_server_has_the_weights_before_its_next_token(tmp_path):
     server, model = SGLangServer(toy_model()), toy_model()
     perturb(model, 1)
-
-    async def go():
+    with serving(server):
         sync = syncing(server.url, FolderTransfer(tmp_path))
         async with client(server.url) as engine:
             engine.resync = sync.push_to
@@ -55,35 +44,25 @@ def test_a_restarted_server_has_the_weights_before_its_next_token(tmp_path):
             server.restart(toy_model())
             generation = await engine.generate("b-m0", PROMPT, SAMPLING)
         await sync.aclose()
-        return generation
-
-    with serving(server):
-        generation = asyncio.run(go())
     assert generation.versions == [1] * len(generation.token_ids)
     assert worst(model, PROMPT, generation, 0.6) < PARITY
 
 
-def test_a_server_that_dies_of_an_update_is_waited_for_and_missed_where_another_is_there(tmp_path):
+async def test_a_server_that_dies_of_an_update_is_missed_where_another_is_there(tmp_path):
     good, bad = SGLangServer(toy_model()), SGLangServer(toy_model(), dies_of_updates=True)
     missed: list[str] = []
-
-    async def go():
+    with serving(good, bad):
         sync = syncing(good.url, FolderTransfer(tmp_path), on_missed=missed.append)
         sync._urls.append(bad.url)
         metrics = await sync.push(toy_model(), 1)
         await sync.aclose()
-        return metrics
-
-    with serving(good, bad):
-        metrics = asyncio.run(go())
     assert metrics["sync/servers_missed"] == 1 and missed == [bad.url]
     assert good.version == "1" and bad.mode is None
 
 
-def test_a_server_that_is_restarted_while_it_sleeps_is_not_woken(tmp_path):
+async def test_a_server_that_is_restarted_while_it_sleeps_is_not_woken(tmp_path):
     server, model = SGLangServer(toy_model()), toy_model()
-
-    async def go():
+    with serving(server):
         sync = syncing(server.url, FolderTransfer(tmp_path))
         await sync.push(model, 1)
         assert await sync.sleep(keep_weights=False) == {}
@@ -91,17 +70,13 @@ def test_a_server_that_is_restarted_while_it_sleeps_is_not_woken(tmp_path):
         server.restart(toy_model())
         await sync.push(model, 2)
         await sync.aclose()
-
-    with serving(server):
-        asyncio.run(go())
     assert server.version == "2" and "/resume_memory_occupation" not in server.calls
 
 
-def test_an_update_of_another_shape_is_an_error_and_the_server_goes_on(tmp_path):
+async def test_an_update_of_another_shape_is_an_error_and_the_server_goes_on(tmp_path):
     server, wrong = SGLangServer(toy_model()), toy_model()
     wrong.model.norm.weight.data = wrong.model.norm.weight.data[:3].clone()
-
-    async def go():
+    with serving(server):
         transfer = FolderTransfer(tmp_path)
         sync = syncing(server.url, transfer)
         await sync.push(toy_model(), 1)
@@ -109,30 +84,20 @@ def test_an_update_of_another_shape_is_an_error_and_the_server_goes_on(tmp_path)
         with pytest.raises(WeightSyncError, match="shapes differ"):
             await sync.push_to(server.url)
         await sync.aclose()
-
-    with serving(server):
-        asyncio.run(go())
     assert server.version == "1" and server.mode is None
 
 
-def test_logprobs_of_the_raw_logits_are_noticed_and_refused():
+async def test_logprobs_of_the_raw_logits_are_noticed_and_refused():
     server = SGLangServer(toy_model(), raw_logprobs=True)
-
-    async def go():
+    with serving(server):
         async with client(server.url) as engine:
             await engine.generate("a-m0", PROMPT, SamplingParams(2, 1.0))
-            await engine.generate("a-m0", PROMPT, SAMPLING)
-
-    with serving(server), pytest.raises(InferenceError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
-        asyncio.run(go())
+            with pytest.raises(InferenceError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+                await engine.generate("a-m0", PROMPT, SAMPLING)
 
 
-def test_a_router_without_a_worker_is_an_error_at_the_start():
+async def test_a_router_without_a_worker_is_an_error_at_the_start():
     router = SGLangServer(toy_model(), workers=[])
-
-    async def go():
+    with serving(router), pytest.raises(InferenceError, match=r"503|without a worker"):
         async with client(router.url, retry_for_s=0.1) as engine:
             await engine.start()
-
-    with serving(router), pytest.raises(InferenceError, match=r"503|without a worker"):
-        asyncio.run(go())

@@ -1,7 +1,5 @@
 """Calls judged as the Berkeley Function Calling Leaderboard judges them, on rows made by hand."""
 
-import asyncio
-
 import pytest
 
 from agentrl.errors import GraderError
@@ -97,7 +95,7 @@ def test_no_call_or_some_call():
     assert wrong([], ("rest", {})) and wrong(None)
 
 
-def test_a_run_file_names_it():
+async def test_a_run_file_names_it():
     said = {"role": "assistant", "content": "", "tool_calls": []}
     call = {"id": "0", "type": "function", "function": {"name": "rest", "arguments": {}}}
     for calls, score in [([call], 1.0), ([call] * 2, 0.0), ([], 0.0)]:
@@ -107,7 +105,7 @@ def test_a_run_file_names_it():
             metadata={"function": FUNCTIONS},
             turns=[[said | {"tool_calls": calls}]],
         )
-        assert asyncio.run(RewardRunner(["bfcl"]).score(answer)).reward == score
+        assert (await RewardRunner(["bfcl"]).score(answer)).reward == score
 
 
 @pytest.mark.parametrize("row", [{}, {"function": FUNCTIONS, "ground_truth": [{"other": {}}]}, "x"])

@@ -84,7 +84,7 @@ def test_nothing_starts_before_the_first_check(pool):
     assert pool.status().num_alive == 1
 
 
-def test_callers_take_turns():
+async def test_callers_take_turns():
     pool, order = MathPool(1), []
 
     async def one(name, number):
@@ -92,27 +92,21 @@ def test_callers_take_turns():
         assert await pool.check_async(f"x+{number}", f"{number}+x")
         order.append(name)
 
-    async def main():
-        many = [asyncio.create_task(one("many", number)) for number in range(8)]
-        await asyncio.gather(*many, asyncio.create_task(one("few", 1)))
-
-    asyncio.run(main())
+    many = [asyncio.create_task(one("many", number)) for number in range(8)]
+    await asyncio.gather(*many, asyncio.create_task(one("few", 1)))
     pool.close()
     assert len(order) == 9 and order.index("few") <= 2  # behind what ran, and one more
 
 
-def test_checks_that_wait_are_cancelled_when_the_pool_is_closed():
+async def test_checks_that_wait_are_cancelled_when_the_pool_is_closed():
     pool = MathPool(1)
 
-    async def main():
-        checks = [asyncio.create_task(pool.check_async(*SLOW)) for _ in range(3)]
-        await asyncio.to_thread(wait_until, lambda: pool.status().num_busy)
-        pool.close()
-        first, *others = await asyncio.gather(*checks, return_exceptions=True)
-        assert isinstance(first, GraderError)
-        assert all(isinstance(each, asyncio.CancelledError) for each in others)
-
-    asyncio.run(main())
+    checks = [asyncio.create_task(pool.check_async(*SLOW)) for _ in range(3)]
+    await asyncio.to_thread(wait_until, lambda: pool.status().num_busy)
+    pool.close()
+    first, *others = await asyncio.gather(*checks, return_exceptions=True)
+    assert isinstance(first, GraderError)
+    assert all(isinstance(each, asyncio.CancelledError) for each in others)
 
 
 BOMBS = [
@@ -228,13 +222,20 @@ def test_sigkill_of_an_idle_worker_costs_no_check(pool):
     assert pool.status().num_killed == 1
 
 
-def make_worker(tmp_path: Path, compare: str) -> Path:
-    """The real worker program with another comparison than math-verify's."""
-    source = math_pool.WORKER_FILE.read_text()
-    source = source.replace("compare = load_compare()", f"compare = lambda a, b: {compare}")
-    path = tmp_path / "worker.py"
-    path.write_text(source)
-    return path
+@pytest.fixture
+def change_worker(tmp_path, monkeypatch):
+    """Takes the real worker program with other pieces of source; of `compare`, what it returns."""
+
+    def change(changes: dict[str, str] | None = None, compare: str = "") -> None:
+        source = math_pool.WORKER_FILE.read_text()
+        if compare:
+            source = source.replace("compare = load_compare()", f"compare = lambda a, b: {compare}")
+        for old, new in (changes or {}).items():
+            source = source.replace(old, new)
+        (tmp_path / "worker.py").write_text(source)
+        monkeypatch.setattr(math_pool, "WORKER_FILE", tmp_path / "worker.py")
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -249,28 +250,22 @@ def make_worker(tmp_path: Path, compare: str) -> Path:
     ],
 )
 def test_a_crash_of_the_grader_is_an_error_not_a_wrong_answer(
-    pool, tmp_path, monkeypatch, compare, message
+    pool, change_worker, compare, message
 ):
-    monkeypatch.setattr(math_pool, "WORKER_FILE", make_worker(tmp_path, compare))
+    change_worker(compare=compare)
     for _ in range(2):  # the second finds a fresh process
         with pytest.raises(GraderError, match=message):
             grade(r"\boxed{\sqrt{2}}", r"\pi", pool=pool)
     assert pool.status().num_alive == 1
 
 
-def test_a_stray_print_does_not_break_the_protocol(pool, tmp_path, monkeypatch):
-    worker = make_worker(tmp_path, "print('{\"equal\": true}', flush=True) or False")
-    monkeypatch.setattr(math_pool, "WORKER_FILE", worker)
+def test_a_stray_print_does_not_break_the_protocol(pool, change_worker):
+    change_worker(compare="print('{\"equal\": true}', flush=True) or False")
     assert pool.check("a", "b") is False
 
 
-def test_a_silent_worker_is_killed_from_outside(pool, tmp_path, monkeypatch):
-    source = math_pool.WORKER_FILE.read_text().replace(
-        "reply = child.ask(", "time.sleep(60); reply = child.ask("
-    )
-    path = tmp_path / "worker.py"
-    path.write_text(source)
-    monkeypatch.setattr(math_pool, "WORKER_FILE", path)
+def test_a_silent_worker_is_killed_from_outside(pool, change_worker, monkeypatch):
+    change_worker({"reply = child.ask(": "time.sleep(60); reply = child.ask("})
     monkeypatch.setattr(math_pool, "GRACE_S", 0.1)
     with pytest.raises(GraderError, match="silent"):
         pool.check("a", "b", deadline_s=0.01)
@@ -289,42 +284,32 @@ def test_a_missing_library_says_how_to_get_it(pool, tmp_path, monkeypatch):
     assert pool.status().num_alive == 0
 
 
-def test_children_are_replaced_before_their_caches_grow(pool, tmp_path, monkeypatch):
-    source = math_pool.WORKER_FILE.read_text().replace(
-        "CHECKS_PER_CHILD = 500", "CHECKS_PER_CHILD = 3"
-    )
-    source = source.replace(
-        "compare = load_compare()", "compare = lambda a, b: os.getpid() == int(b)"
-    )
-    path = tmp_path / "worker.py"
-    path.write_text(source)
-    monkeypatch.setattr(math_pool, "WORKER_FILE", path)
+def test_children_are_replaced_before_their_caches_grow(pool, change_worker):
+    changes = {"CHECKS_PER_CHILD = 500": "CHECKS_PER_CHILD = 3"}
+    change_worker(changes, compare="os.getpid() == int(b)")
     pool.check("a", "0")
     if sys.platform == "linux":
         (first,) = children_of(supervisor_of(pool))
         assert [pool.check("a", str(first)) for _ in range(4)] == [True, True, False, False]
 
 
-def test_from_asyncio_without_blocking_the_loop():
-    async def play() -> list[float]:
-        await math_reward_async(r"\boxed{(x+2)^2}", "x^2+4x+4")
-        scores = await asyncio.gather(
-            *(math_reward_async(rf"\boxed{{(x+{i})^2}}", "x^2+4x+4") for i in range(6)),
-            math_reward_async("#### 18", "18"),
-        )
-        slow = asyncio.create_task(
-            math_reward_async(f"\\boxed{{{SLOW_ANSWER}}}", "x+7", deadline_s=0.5)
-        )
-        num_turns = 0
-        while not slow.done():
-            await asyncio.sleep(0)
-            num_turns += 1
-        with pytest.raises(GraderError, match="no result"):
-            slow.result()
-        assert num_turns > 100  # a blocked loop has a handful
-        return list(scores)
-
-    assert asyncio.run(play()) == [0, 0, 1, 0, 0, 0, 1]
+async def test_from_asyncio_without_blocking_the_loop():
+    await math_reward_async(r"\boxed{(x+2)^2}", "x^2+4x+4")
+    scores = await asyncio.gather(
+        *(math_reward_async(rf"\boxed{{(x+{i})^2}}", "x^2+4x+4") for i in range(6)),
+        math_reward_async("#### 18", "18"),
+    )
+    slow = asyncio.create_task(
+        math_reward_async(f"\\boxed{{{SLOW_ANSWER}}}", "x+7", deadline_s=0.5)
+    )
+    num_turns = 0
+    while not slow.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    with pytest.raises(GraderError, match="no result"):
+        slow.result()
+    assert num_turns > 100  # a blocked loop has a handful
+    assert list(scores) == [0, 0, 1, 0, 0, 0, 1]
 
 
 @pytest.mark.slow
@@ -379,11 +364,9 @@ def test_from_a_script_without_a_main_guard(tmp_path):
     assert (done.stdout, done.returncode) == ("once 1.0\n", 0), done.stderr
 
 
-def test_secrets_of_the_environment_do_not_reach_the_worker(pool, tmp_path, monkeypatch):
+def test_secrets_of_the_environment_do_not_reach_the_worker(pool, change_worker, monkeypatch):
     monkeypatch.setenv("AGENTRL_SECRET", "hunter2")
-    monkeypatch.setattr(
-        math_pool, "WORKER_FILE", make_worker(tmp_path, "'AGENTRL_SECRET' in os.environ")
-    )
+    change_worker(compare="'AGENTRL_SECRET' in os.environ")
     assert pool.check("a", "b") is False
 
 

@@ -1,10 +1,12 @@
 """Reward models and judges behind HTTP: batches, retries, caches, and failures that are typed."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 from aiohttp import web
+from web_servers import listening
 
 from agentrl.errors import ConfigError, GraderError
 from agentrl_rewards import judge
@@ -12,8 +14,10 @@ from agentrl_rewards.judge import llm_judge, rubric
 from agentrl_rewards.remote import remote_rm
 
 
-def serve(handler, use):
-    """Run `use(url)` against a real server that answers POST with `handler(body, number)`."""
+@contextlib.asynccontextmanager
+async def serving(handler):
+    """Yields the address of a real server that answers POST with `handler(body, number)`, and the
+    bodies that it was sent."""
     bodies = []
 
     async def handle(request):
@@ -21,124 +25,89 @@ def serve(handler, use):
         answer = handler(bodies[-1], len(bodies))
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
 
-    async def main():
-        app = web.Application()
-        app.router.add_post("/{path:.*}", handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            port = runner.addresses[0][1]
-            return await use(f"http://127.0.0.1:{port}")
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(main()), bodies
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    async with listening(app) as url:
+        yield url, bodies
 
 
 @pytest.mark.parametrize("answer", [0.5, {"reward": 0.5}])
-def test_one_at_a_time(answer):
-    result, bodies = serve(
-        lambda body, n: answer, lambda url: remote_rm("text", ["gold"], url=url, prompt="ask")
-    )
-    assert result == 0.5
+async def test_one_at_a_time(answer):
+    async with serving(lambda body, n: answer) as (url, bodies):
+        assert await remote_rm("text", ["gold"], url=url, prompt="ask") == 0.5
     assert bodies == [{"prompt": "ask", "response": "text", "label": ["gold"]}]
 
 
 @pytest.mark.parametrize("wrap", [list, lambda rewards: {"rewards": rewards}])
-def test_calls_that_come_together_travel_together(wrap):
-    async def use(url):
-        return await asyncio.gather(*(remote_rm("x" * n, url=url, batch_size=4) for n in range(10)))
-
-    result, bodies = serve(lambda body, n: wrap([len(i["response"]) for i in body]), use)
-    assert result == list(range(10))
+async def test_calls_that_come_together_travel_together(wrap):
+    async with serving(lambda body, n: wrap([len(i["response"]) for i in body])) as (url, bodies):
+        calls = (remote_rm("x" * n, url=url, batch_size=4) for n in range(10))
+        assert await asyncio.gather(*calls) == list(range(10))
     assert [len(body) for body in bodies] == [4, 4, 2]
 
 
-def test_retries_end_in_an_answer_or_a_grader_error():
-    busy = lambda: web.Response(status=503, headers={"Retry-After": "0"})  # noqa: E731
-    result, bodies = serve(
-        lambda body, n: busy() if n < 3 else 1.0, lambda url: remote_rm("t", url=url)
-    )
-    assert result == 1.0 and len(bodies) == 3
+def busy(body, number):
+    return web.Response(status=503, headers={"Retry-After": "0"})
 
-    async def fails(url):
+
+async def test_retries_end_in_an_answer_or_a_grader_error():
+    async with serving(lambda body, n: busy(body, n) if n < 3 else 1.0) as (url, bodies):
+        assert await remote_rm("t", url=url) == 1.0 and len(bodies) == 3
+    async with serving(busy) as (url, bodies):
         with pytest.raises(GraderError, match="HTTP 503"):
             await remote_rm("t", url=url, num_attempts=2)
-
-    assert len(serve(lambda body, n: busy(), fails)[1]) == 2
-
-    async def refused(url):
+    assert len(bodies) == 2
+    async with serving(lambda body, n: web.Response(status=400)) as (url, bodies):
         with pytest.raises(GraderError, match="HTTP 400"):
             await remote_rm("t", url=url)
-
-    assert len(serve(lambda body, n: web.Response(status=400), refused)[1]) == 1
-
-    async def unreachable():
-        with pytest.raises(GraderError, match="is the server up"):
-            await remote_rm("t", url="http://127.0.0.1:1", num_attempts=1)
-
-    asyncio.run(unreachable())
+    assert len(bodies) == 1
+    with pytest.raises(GraderError, match="is the server up"):
+        await remote_rm("t", url="http://127.0.0.1:1", num_attempts=1)
 
 
-def test_a_server_that_never_answers():
-    async def use(url):
+async def test_a_server_that_never_answers():
+    async def ignore(reader, writer):
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(ignore, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
         with pytest.raises(GraderError, match=r"no answer within 0\.2 s"):
             await remote_rm("t", url=url, timeout_s=0.2, num_attempts=1)
 
-    async def main():
-        async def ignore(reader, writer):
-            await reader.read()
-            writer.close()
-
-        server = await asyncio.start_server(ignore, "127.0.0.1", 0)
-        async with server:
-            await use(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-
-    asyncio.run(main())
-
 
 @pytest.mark.parametrize("answer", [None, True, "1", {"score": 1}, [1], "nan"])
-def test_nonsense_is_a_grader_error(answer):
-    async def use(url):
+async def test_nonsense_is_a_grader_error(answer):
+    async with serving(lambda body, n: answer) as (url, _):
         with pytest.raises(GraderError):
             await remote_rm("t", url=url)
         with pytest.raises(GraderError):
             await asyncio.gather(*(remote_rm("t", url=url, batch_size=2) for _ in range(2)))
 
-    serve(lambda body, n: answer, use)
 
-
-def test_one_bad_value_of_a_batch_fails_alone():
-    async def use(url):
-        return await asyncio.gather(
-            *(remote_rm("t", url=url, batch_size=3) for _ in range(3)), return_exceptions=True
-        )
-
-    result, _ = serve(lambda body, n: [1.0, None, 0.5], use)
+async def test_one_bad_value_of_a_batch_fails_alone():
+    async with serving(lambda body, n: [1.0, None, 0.5]) as (url, _):
+        calls = (remote_rm("t", url=url, batch_size=3) for _ in range(3))
+        result = await asyncio.gather(*calls, return_exceptions=True)
     assert (result[0], result[2]) == (1.0, 0.5) and isinstance(result[1], GraderError)
 
 
-def completion(text):
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+def saying(text, **choice):
+    """A judge that says this whatever it is asked."""
+    message = {"role": "assistant", "content": text}
+    return serving(lambda body, n: {"choices": [{"message": message, **choice}]})
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_the_judge_is_asked_once(on_disk, tmp_path, monkeypatch):
+async def test_the_judge_is_asked_once(on_disk, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "key")
     judge._memory.clear()
     options = {"model": "m", "prompt": "ask {x}", "api_key_variable": "JUDGE_KEY"}
     options["cache_dir"] = tmp_path if on_disk else None
-
-    async def use(url):
-        first = await llm_judge("text {y}", "gold", url=f"{url}/v1", **options)
-        again = await llm_judge("text {y}", "gold", url=f"{url}/v1", **options)
-        other = await llm_judge("other", "gold", url=f"{url}/v1", **options)
-        return first, again, other
-
-    result, bodies = serve(lambda body, n: completion(f"Score: 10 no\n**Score:** {n}"), use)
-    assert result == (0.1, 0.1, 0.2)
+    async with saying("Score: 10 no\n**Score:** 1") as (url, bodies):
+        for text in ("text {y}", "text {y}", "other"):
+            assert await llm_judge(text, "gold", url=f"{url}/v1", **options) == 0.1
     assert len(bodies) == 2
     question = bodies[0]["messages"][1]["content"]
     assert "ask {x}" in question and "gold" in question and "text {y}" in question
@@ -158,12 +127,9 @@ def test_the_judge_is_asked_once(on_disk, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_the_judge_reads_a_chat_as_text(prompt, shown):
-    async def use(url):
-        return await llm_judge("text", "gold", url=url, model="m", prompt=prompt)
-
-    result, bodies = serve(lambda body, n: completion("Score: 5"), use)
-    assert result == 0.5
+async def test_the_judge_reads_a_chat_as_text(prompt, shown):
+    async with saying("Score: 5") as (url, bodies):
+        assert await llm_judge("text", "gold", url=url, model="m", prompt=prompt) == 0.5
     assert bodies[0]["messages"][1]["content"].startswith(shown)
 
 
@@ -171,61 +137,49 @@ UNREADABLE = ["Score: 1e999", "Score: 1x", "Score: 3 or 9", "Score: 5/7", "Score
 
 
 @pytest.mark.parametrize("reply", [*UNREADABLE, "no score", "Score: 11", "Score: -1", "", None])
-def test_a_judge_without_a_score_is_no_zero_and_not_cached(reply, tmp_path):
-    async def use(url):
+async def test_a_judge_without_a_score_is_no_zero_and_not_cached(reply, tmp_path):
+    async with saying(reply) as (url, bodies):
         for _ in range(2):
             with pytest.raises(GraderError):
                 await llm_judge("text", "gold", url=url, model="m", cache_dir=tmp_path)
-
-    assert len(serve(lambda body, n: completion(reply), use)[1]) == 2
+    assert len(bodies) == 2
 
 
 @pytest.mark.parametrize(
     ("reply", "score"),
     [("Score: 7", 0.7), ("Score: 7/10", 0.7), ("**Score: 7.**", 0.7), ("`Score: 7.5`", 0.75)],
 )
-def test_how_a_score_may_be_written(reply, score):
-    async def use(url):
-        return await llm_judge(f"text {reply}", url=url, model="m")
-
-    assert serve(lambda body, n: completion(reply), use)[0] == score
+async def test_how_a_score_may_be_written(reply, score):
+    async with saying(reply) as (url, _):
+        assert await llm_judge(f"text {reply}", url=url, model="m") == score
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter"])
-def test_a_reply_that_was_cut_short_has_no_score(reason):
-    reply = {"choices": [{"message": {"content": "Score: 1"}, "finish_reason": reason}]}
-
-    async def use(url):
+async def test_a_reply_that_was_cut_short_has_no_score(reason):
+    async with saying("Score: 1", finish_reason=reason) as (url, _):
         with pytest.raises(GraderError, match=reason):
             await llm_judge("text", f"cut by {reason}", url=url, model="m")
-
-    serve(lambda body, n: reply, use)
 
 
 ITEMS = {"right": {"criterion": "The result is right.", "weight": 3}, "brief": "It is brief."}
 
 
-def test_a_rubric_is_judged_in_one_call():
-    async def use(url):
-        options = {"items": ITEMS, "url": url, "model": "m"}
-        return await rubric("text", "gold", **options), await rubric("text", "gold", **options)
-
+async def test_a_rubric_is_judged_in_one_call():
     judge._memory.clear()
-    reply = "right: 3? no.\n- **right**: 10\nbrief: 5/10"
-    result, bodies = serve(lambda body, n: completion(reply), use)
-    assert result == ({"score": 0.875, "right": 1.0, "brief": 0.5},) * 2
+    async with saying("right: 3? no.\n- **right**: 10\nbrief: 5/10") as (url, bodies):
+        for _ in range(2):
+            result = await rubric("text", "gold", items=ITEMS, url=url, model="m")
+            assert result == {"score": 0.875, "right": 1.0, "brief": 0.5}
     assert len(bodies) == 1
     system = bodies[0]["messages"][0]["content"]
     assert "right: The result is right.\nbrief: It is brief.\n" in system and "{" not in system
 
 
 @pytest.mark.parametrize("reply", ["right: 10", "right: 10\nbrief: 11", "right: 1e9\nbrief: 1"])
-def test_a_rubric_with_a_missing_item_is_no_zero(reply):
-    async def use(url):
+async def test_a_rubric_with_a_missing_item_is_no_zero(reply):
+    async with saying(reply) as (url, _):
         with pytest.raises(GraderError):
             await rubric(f"text {reply}", items=ITEMS, url=url, model="m")
-
-    serve(lambda body, n: completion(reply), use)
 
 
 @pytest.mark.parametrize(
@@ -240,40 +194,33 @@ def test_a_rubric_with_a_missing_item_is_no_zero(reply):
         ({"a": {"criterion": "x", "weight": "2"}}, "positive number"),
     ],
 )
-def test_a_wrong_rubric_is_named(items, message):
+async def test_a_wrong_rubric_is_named(items, message):
     with pytest.raises(ConfigError, match=message):
-        asyncio.run(rubric("t", items=items, url="http://127.0.0.1:1", model="m"))
+        await rubric("t", items=items, url="http://127.0.0.1:1", model="m")
 
 
-def test_a_missing_key_is_named():
+async def test_a_missing_key_is_named():
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
-        asyncio.run(
-            llm_judge("t", url="http://127.0.0.1:1", model="m", api_key_variable="NO_SUCH_KEY")
-        )
+        await llm_judge("t", url="http://127.0.0.1:1", model="m", api_key_variable="NO_SUCH_KEY")
 
 
 @pytest.mark.parametrize("bad", ["\ud800", 10**25])
-def test_an_item_that_cannot_be_sent_fails_alone(bad):
-    async def use(url):
+async def test_an_item_that_cannot_be_sent_fails_alone(bad):
+    async with serving(lambda body, n: [1.0] * len(body)) as (url, bodies):
         references = ["gold"] * 3 + [bad] + ["gold"] * 4
         calls = [remote_rm("x", gold, url=url, batch_size=8) for gold in references]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    result, bodies = serve(lambda body, n: [1.0] * len(body), use)
+        result = await asyncio.gather(*calls, return_exceptions=True)
     assert [r for r in result if not isinstance(r, GraderError)] == [1.0] * 7
     assert isinstance(result[3], GraderError) and "can't be sent" in str(result[3])
     assert [len(body) for body in bodies] == [7]
 
 
 @pytest.mark.parametrize("left", [b"", b"cut sh", b"\xff\xfe"])
-def test_a_broken_cache_file_is_asked_for_again(tmp_path, left):
-    async def use(url):
+async def test_a_broken_cache_file_is_asked_for_again(tmp_path, left):
+    async with saying("Score: 5") as (url, bodies):
         options = {"url": url, "model": "m", "cache_dir": tmp_path}
-        first = await llm_judge("text", "gold", **options)
+        assert await llm_judge("text", "gold", **options) == 0.5
         (path,) = tmp_path.glob("*/*")
         path.write_bytes(left)
-        return [first, await llm_judge("text", "gold", **options)]
-
-    reply = {"choices": [{"message": {"content": "Score: 5"}}]}
-    result, bodies = serve(lambda body, n: reply, use)
-    assert result == [0.5, 0.5] and len(bodies) == 2
+        assert await llm_judge("text", "gold", **options) == 0.5
+    assert len(bodies) == 2

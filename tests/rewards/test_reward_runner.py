@@ -39,41 +39,35 @@ def test_resolving_and_importing_is_lazy():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_weights_components_and_dictionaries():
-    async def main():
-        runner = RewardRunner(
-            ["em", f"{__name__}:takes_input", "dapo"],
-            weights=[1.0, 0.5, 0.1],
-            options={"dapo": {"max_length": 100, "buffer": 20}},
-        )
-        answer = RewardInput("42", "42", "ask", 4, {"m": 9})
-        result = await runner.score(answer)
-        name = f"{__name__}:takes_input"
-        assert result.components == {
-            "em": 1.0,
-            name: 4.0,
-            f"{name}/prompt": 3.0,
-            f"{name}/metadata": 9.0,
-            "dapo": -1.0,
-            "dapo/accuracy": 0.0,
-            "dapo/overlong": 0.0,
-        }
-        assert result.reward == pytest.approx(1 + 2 - 0.1)
-
-    asyncio.run(main())
+async def test_weights_components_and_dictionaries():
+    runner = RewardRunner(
+        ["em", f"{__name__}:takes_input", "dapo"],
+        weights=[1.0, 0.5, 0.1],
+        options={"dapo": {"max_length": 100, "buffer": 20}},
+    )
+    answer = RewardInput("42", "42", "ask", 4, {"m": 9})
+    result = await runner.score(answer)
+    name = f"{__name__}:takes_input"
+    assert result.components == {
+        "em": 1.0,
+        name: 4.0,
+        f"{name}/prompt": 3.0,
+        f"{name}/metadata": 9.0,
+        "dapo": -1.0,
+        "dapo/accuracy": 0.0,
+        "dapo/overlong": 0.0,
+    }
+    assert result.reward == pytest.approx(1 + 2 - 0.1)
 
 
-def test_group_rewards_see_all_samples():
-    async def main():
-        runner = RewardRunner(["em", lengths], options={"lengths": {"scale": 2.0}})
-        results = await runner.score_group([RewardInput("a", "a"), RewardInput("long", "a")])
-        assert [result.reward for result in results] == [1.0, 2.0]
-        bad = RewardRunner([always_short_list])
-        results = await bad.score_group([RewardInput("a"), RewardInput("b")])
-        assert all(isinstance(result, GraderError) for result in results)
-        assert bad.status().num_failed == 2
-
-    asyncio.run(main())
+async def test_group_rewards_see_all_samples():
+    runner = RewardRunner(["em", lengths], options={"lengths": {"scale": 2.0}})
+    results = await runner.score_group([RewardInput("a", "a"), RewardInput("long", "a")])
+    assert [result.reward for result in results] == [1.0, 2.0]
+    bad = RewardRunner([always_short_list])
+    results = await bad.score_group([RewardInput("a"), RewardInput("b")])
+    assert all(isinstance(result, GraderError) for result in results)
+    assert bad.status().num_failed == 2
 
 
 def by_turn(text, reference, *, turns):
@@ -94,10 +88,9 @@ TURNS = [
 ]
 
 
-def test_a_function_may_reward_every_turn():
+async def test_a_function_may_reward_every_turn():
     runner = RewardRunner([by_turn, "substring"], weights=[2.0, 10.0])
-    answer = RewardInput("abc", "abc", turns=TURNS)
-    result = asyncio.run(runner.score(answer))
+    result = await runner.score(RewardInput("abc", "abc", turns=TURNS))
     assert result.reward == 20.0
     assert result.components == {"by_turn": 5.0, "by_turn/answers": 1.0, "substring": 1.0}
     assert [turn.reward for turn in result.turns] == [4.0, 16.0]
@@ -105,9 +98,9 @@ def test_a_function_may_reward_every_turn():
     assert result.turns[1].components["substring"] == 1.0
 
 
-def test_a_group_reward_may_reward_every_turn():
+async def test_a_group_reward_may_reward_every_turn():
     answers = [RewardInput("x", turns=TURNS), RewardInput("y", turns=TURNS[:1])]
-    results = asyncio.run(RewardRunner([group_by_turn]).score_group(answers))
+    results = await RewardRunner([group_by_turn]).score_group(answers)
     assert [[t.reward for t in each.turns] for each in results] == [[1.0, 2.0], [3.0]]
 
 
@@ -119,9 +112,9 @@ def test_a_group_reward_may_reward_every_turn():
         (always([1.0, "x"]), TURNS, "not a finite number"),
     ],
 )
-def test_a_list_that_does_not_fit_the_turns_is_a_grader_error(function, turns, message):
+async def test_a_list_that_does_not_fit_the_turns_is_a_grader_error(function, turns, message):
     with pytest.raises(GraderError, match=message):
-        asyncio.run(RewardRunner([function]).score(RewardInput("x", turns=turns)))
+        await RewardRunner([function]).score(RewardInput("x", turns=turns))
 
 
 async def always_short_list(samples):
@@ -165,25 +158,22 @@ async def own_timeout(text, reference):
         (always(10**400), "not a finite number"),
     ],
 )
-def test_failures_are_grader_errors_and_never_0(function, message):
-    async def main():
-        runner = RewardRunner(["em", function], deadline_s=0.2)
-        start = time.monotonic()
-        with pytest.raises(GraderError, match=message):
-            await runner.score(RewardInput("a", "a"))
-        assert time.monotonic() - start < 2.0
-        status = runner.status()
-        assert (status.num_calls, status.num_failed) == (2, 1)
-        assert list(status.failures) == [function.__name__]
-
-    asyncio.run(main())
+async def test_failures_are_grader_errors_and_never_0(function, message):
+    runner = RewardRunner(["em", function], deadline_s=0.2)
+    start = time.monotonic()
+    with pytest.raises(GraderError, match=message):
+        await runner.score(RewardInput("a", "a"))
+    assert time.monotonic() - start < 2.0
+    status = runner.status()
+    assert (status.num_calls, status.num_failed) == (2, 1)
+    assert list(status.failures) == [function.__name__]
 
 
-def test_the_alarm_rises_above_one_percent_and_is_said_once(caplog):
+async def test_the_alarm_rises_above_one_percent_and_is_said_once(caplog):
     def fails_on_x(text, reference):
         return 1.0 / (text != "x")
 
-    async def main():
+    with caplog.at_level(logging.ERROR, logger="agentrl.rewards"):
         runner = RewardRunner([fails_on_x])
 
         async def score(good, bad):
@@ -197,14 +187,11 @@ def test_the_alarm_rises_above_one_percent_and_is_said_once(caplog):
         assert await score(0, 5)
         assert not await score(1000, 0)  # they left the window
         assert runner.status().num_failed == 8
-
-    with caplog.at_level(logging.ERROR, logger="agentrl.rewards"):
-        asyncio.run(main())
     assert len(caplog.records) == 1
     assert "have no reward" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
-def test_concurrency_is_bounded_and_waiting_costs_no_deadline():
+async def test_concurrency_is_bounded_and_waiting_costs_no_deadline():
     running = peak = 0
 
     async def slow(text, reference):
@@ -215,21 +202,18 @@ def test_concurrency_is_bounded_and_waiting_costs_no_deadline():
         running -= 1
         return 1.0
 
-    async def main():
-        runner = RewardRunner([slow], max_concurrency=3, deadline_s=0.3)
-        results = await runner.score_group([RewardInput("a")] * 30)
-        assert not any(isinstance(result, GraderError) for result in results)
-
-    asyncio.run(main())
+    runner = RewardRunner([slow], max_concurrency=3, deadline_s=0.3)
+    results = await runner.score_group([RewardInput("a")] * 30)
+    assert not any(isinstance(result, GraderError) for result in results)
     assert peak == 3
 
 
-def test_a_function_in_a_file(tmp_path):
+async def test_a_function_in_a_file(tmp_path):
     (tmp_path / "my_rewards.py").write_text(
         "def short(text, reference):\n    return float(len(text) < 9)\n"
     )
     runner = RewardRunner([f"{tmp_path}/my_rewards.py:short"])
-    assert asyncio.run(runner.score(RewardInput("brief"))).reward == 1.0
+    assert (await runner.score(RewardInput("brief"))).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -255,7 +239,7 @@ def test_wrong_settings_show_at_once(functions, options, message):
         RewardRunner(["em"], weights=[math.nan])
 
 
-def test_a_cancellation_from_inside_a_function_is_its_failure():
+async def test_a_cancellation_from_inside_a_function_is_its_failure():
     async def cancelled(text, reference):
         raise asyncio.CancelledError
 
@@ -264,38 +248,30 @@ def test_a_cancellation_from_inside_a_function_is_its_failure():
         task.cancel()
         await task
 
-    async def main(function):
-        return await RewardRunner([function]).score_group([RewardInput("a"), RewardInput("b")])
-
     for function in (cancelled, inner):
-        results = asyncio.run(main(function))
+        results = await RewardRunner([function]).score_group([RewardInput("a"), RewardInput("b")])
         assert [type(result) for result in results] == [GraderError, GraderError]
         assert "CancelledError" in str(results[0])
 
 
-def test_cancelling_the_runner_cancels_its_calls():
-    async def main():
-        started = asyncio.Event()
+async def test_cancelling_the_runner_cancels_its_calls():
+    started = asyncio.Event()
 
-        async def waits(text, reference):
-            started.set()
-            await asyncio.sleep(60)
+    async def waits(text, reference):
+        started.set()
+        await asyncio.sleep(60)
 
-        scoring = asyncio.ensure_future(RewardRunner([waits]).score_group([RewardInput("a")]))
-        await started.wait()
-        scoring.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scoring
-
-    asyncio.run(main())
+    scoring = asyncio.ensure_future(RewardRunner([waits]).score_group([RewardInput("a")]))
+    await started.wait()
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
 
 
-def test_a_text_is_no_list_of_rewards_and_no_number():
+async def test_a_text_is_no_list_of_rewards_and_no_number():
     async def group(samples):
         return "101"
 
-    async def main(function):
-        return await RewardRunner([function]).score_group([RewardInput(c) for c in "abc"])
-
     for function in (group, always("101"), always({"score": "1"})):
-        assert all(isinstance(r, GraderError) for r in asyncio.run(main(function)))
+        results = await RewardRunner([function]).score_group([RewardInput(c) for c in "abc"])
+        assert all(isinstance(result, GraderError) for result in results)

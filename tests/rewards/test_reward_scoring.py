@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from rollout_scripted import ScriptedEngine
+from rollout_scripted import ScriptedEngine, scheduler_of
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.config import RewardSection
@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, GraderError
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer
-from agentrl.rollout.scheduler import GroupScheduler, RolloutBatch, TaskSource
+from agentrl.rollout.scheduler import RolloutBatch, TaskSource
 from agentrl.types import StopReason, Trajectory, TrajectoryError, samples_of
 from agentrl_rewards.scoring import GroupScorer
 
@@ -63,16 +63,14 @@ def play(say, score, *, env_id="scoring-test", group_size=1, **env_config: Any):
 
     async def run() -> RolloutBatch:
         env = connect()
-        scheduler = GroupScheduler(
+        scheduler = scheduler_of(
             TokenPolicy(engine, renderer, max_turn_tokens=200, max_context_tokens=1500),
             env,
             TaskSource("train", 2, seed=1, shuffle=False),
             env_id=env_id,
             env_config=env_config,
             group_size=group_size,
-            max_concurrent=8,
             limits=LIMITS,
-            seed=1,
             score=score,
         )
         try:

@@ -1,6 +1,5 @@
 """Choice, form, instructions and recipes: what they read, what they refuse, how they scale."""
 
-import asyncio
 import time
 
 import pytest
@@ -272,23 +271,20 @@ def test_no_text_takes_long(pattern):
     assert time.process_time() - start < 3.0
 
 
-def test_recipes():
-    async def main():
-        right, late = "<think>t</think>#### 42", "#### 42"
-        assert await deepscaler(right, "42") == 1
-        assert await deepscaler("t</think> \\boxed{42}", "42") == 1
-        assert await deepscaler(late, "42") == 0
-        assert await deepscaler("#### 42</think> so yes", "42") == 0
-        options = {"max_length": 100, "buffer": 20}
-        assert await dapo(right, "42", num_tokens=80, **options) == {
-            "score": 1,
-            "accuracy": 1,
-            "overlong": 0,
-        }
-        assert (await dapo(right, "42", num_tokens=90, **options))["score"] == 0.5
-        assert (await dapo(right, "43", num_tokens=200, **options))["score"] == -2
-
-    asyncio.run(main())
+async def test_recipes():
+    right, late = "<think>t</think>#### 42", "#### 42"
+    assert await deepscaler(right, "42") == 1
+    assert await deepscaler("t</think> \\boxed{42}", "42") == 1
+    assert await deepscaler(late, "42") == 0
+    assert await deepscaler("#### 42</think> so yes", "42") == 0
+    options = {"max_length": 100, "buffer": 20}
+    assert await dapo(right, "42", num_tokens=80, **options) == {
+        "score": 1,
+        "accuracy": 1,
+        "overlong": 0,
+    }
+    assert (await dapo(right, "42", num_tokens=90, **options))["score"] == 0.5
+    assert (await dapo(right, "43", num_tokens=200, **options))["score"] == -2
 
 
 @pytest.mark.parametrize(
@@ -303,6 +299,6 @@ def test_recipes():
         ("#### 34", 1),
     ],
 )
-def test_dapo_reads_its_own_marker(text, accuracy):
-    result = asyncio.run(dapo(text, "34"))
+async def test_dapo_reads_its_own_marker(text, accuracy):
+    result = await dapo(text, "34")
     assert (result["accuracy"], result["score"]) == (accuracy, 2 * accuracy - 1)

@@ -16,6 +16,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from web_servers import listening
 
 from agentrl.sync.push import ServerWeightSync
 from agentrl.sync.transfer import FileTransfer, Transfer
@@ -188,29 +189,24 @@ def error(status: int, message: str) -> web.Response:
 async def serving(server: ControlServer, port: int = 0) -> AsyncIterator[ControlServer]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with listening(app, port) as server.url:
         yield server
-    finally:
-        await runner.cleanup()
 
 
 PROBE_IDS = [3, 17, 42, 5, 5, 60, 1, 33, 20, 9, 2, 50]
 
 
 @contextlib.asynccontextmanager
-async def syncing(transfer: Transfer, *servers: ControlServer, **settings):
-    """Yields the weight sync that pushes to these servers while they serve."""
+async def syncing(transfer: Transfer, *servers: ControlServer | str, **settings):
+    """Yields the weight sync that pushes to these servers while they serve, and to addresses."""
     settings = {"temperature": 0.7, "tolerance": 1e-4, "timeout_s": 5.0} | settings
     async with contextlib.AsyncExitStack() as stack:
-        for server in servers:
-            await stack.enter_async_context(serving(server))
+        urls = [
+            each if isinstance(each, str) else (await stack.enter_async_context(serving(each))).url
+            for each in servers
+        ]
         sync = ServerWeightSync(
-            [server.url for server in servers],
+            urls,
             transfer=transfer,
             probe_ids=PROBE_IDS,
             **settings,

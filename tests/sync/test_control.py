@@ -36,17 +36,9 @@ async def update(server, weights, *, timeout_s=5.0, on_update="keep"):
         return await control.update(lambda: transfer.send(control), version=3, on_update=on_update)
 
 
-def run(test):
-    async def main():
-        async with serving(ControlServer()) as server:
-            await test(server)
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("on_update", ["keep", "wait", "abort"])
-def test_calls_come_in_the_safe_order(weights, on_update):
-    async def test(server):
+async def test_calls_come_in_the_safe_order(weights, on_update):
+    async with serving(ControlServer()) as server:
         paused_s = await update(server, weights, on_update=on_update)
         assert server.routes() == ROUTES
         assert server.calls[1] == f"/pause?mode={on_update}&clear_cache=true"
@@ -54,13 +46,12 @@ def test_calls_come_in_the_safe_order(weights, on_update):
         assert server.version == "3" and server.num_updates == 1 and not server.paused
         assert 0 < paused_s < 5
 
-    run(test)
-
 
 @pytest.mark.parametrize("route", BETWEEN)
 @pytest.mark.parametrize("fault", ["status", "hang", "disconnect"])
-def test_a_server_is_resumed_when_an_update_fails(weights, route, fault):
-    async def test(server):
+async def test_a_server_is_resumed_when_an_update_fails(weights, route, fault):
+    async with serving(ControlServer()) as server:
+
         async def disconnect():
             raise asyncio.CancelledError  # aiohttp closes the connection without an answer
 
@@ -72,12 +63,10 @@ def test_a_server_is_resumed_when_an_update_fails(weights, route, fault):
         assert isinstance(caught.value, ServerUnreachable) == (fault == "disconnect")
         assert server.routes()[-1] == "/resume" and not server.paused
 
-    run(test)
-
 
 @pytest.mark.parametrize("route", BETWEEN)
-def test_a_server_is_resumed_when_the_caller_is_cancelled(weights, route):
-    async def test(server):
+async def test_a_server_is_resumed_when_the_caller_is_cancelled(weights, route):
+    async with serving(ControlServer()) as server:
         reached = asyncio.Event()
         server.answer[route] = hanging(reached)
         task = asyncio.create_task(update(server, weights))
@@ -87,11 +76,9 @@ def test_a_server_is_resumed_when_the_caller_is_cancelled(weights, route):
             await task
         assert server.routes()[-1] == "/resume" and not server.paused
 
-    run(test)
 
-
-def test_a_cancellation_waits_for_the_resume_to_end(weights):
-    async def test(server):
+async def test_a_cancellation_waits_for_the_resume_to_end(weights):
+    async with serving(ControlServer()) as server:
         asked = asyncio.Event()
 
         async def slowly():
@@ -108,11 +95,9 @@ def test_a_cancellation_waits_for_the_resume_to_end(weights):
             await task
         assert not server.paused
 
-    run(test)
 
-
-def test_a_resume_that_fails_once_is_repeated(weights):
-    async def test(server):
+async def test_a_resume_that_fails_once_is_repeated(weights):
+    async with serving(ControlServer()) as server:
         failures = [failing(500)]
 
         async def once():
@@ -122,11 +107,9 @@ def test_a_resume_that_fails_once_is_repeated(weights):
         await update(server, weights)
         assert server.routes().count("/resume") == 2 and not server.paused
 
-    run(test)
 
-
-def test_a_server_that_cannot_be_resumed_is_named_with_the_first_error(weights):
-    async def test(server):
+async def test_a_server_that_cannot_be_resumed_is_named_with_the_first_error(weights):
+    async with serving(ControlServer()) as server:
         server.answer["/update_weights"] = failing(500, "no memory left")
         server.answer["/resume"] = failing(500, "engine is dead")
         with pytest.raises(WeightSyncError) as caught:
@@ -134,45 +117,35 @@ def test_a_server_that_cannot_be_resumed_is_named_with_the_first_error(weights):
         for part in ("no memory left", "PAUSED", "engine is dead", server.url):
             assert part in str(caught.value)
 
-    run(test)
 
-
-def test_an_update_that_a_killed_trainer_left_open_is_closed(weights):
-    async def test(server):
+async def test_an_update_that_a_killed_trainer_left_open_is_closed(weights):
+    async with serving(ControlServer()) as server:
         server.initialised, server.open_update = str(weights), True
         await update(server, weights)
         assert server.version == "3" and not server.open_update
         assert server.bodies[server.routes().index("/finish_weight_update")] == {}
 
-    run(test)
+
+async def test_a_server_that_dies_in_the_middle_is_unreachable_not_paused(weights):
+    server = ControlServer()
+    async with serving(server) as running:
+        died = asyncio.Event()
+        running.answer["/update_weights"] = hanging(died)
+        task = asyncio.create_task(update(running, weights))
+        await died.wait()
+    with pytest.raises(ServerUnreachable) as caught:
+        await task
+    assert "PAUSED" not in str(caught.value)
 
 
-def test_a_server_that_dies_in_the_middle_is_unreachable_not_paused(weights):
-    async def main():
-        server = ControlServer()
-        async with serving(server) as running:
-            died = asyncio.Event()
-            running.answer["/update_weights"] = hanging(died)
-            task = asyncio.create_task(update(running, weights))
-            await died.wait()
-        with pytest.raises(ServerUnreachable) as caught:
-            await task
-        assert "PAUSED" not in str(caught.value)
-
-    asyncio.run(main())
+async def test_a_server_without_the_routes_is_told_from_one_that_fails():
+    async with serving(ControlServer()) as server, make_client() as http:
+        control = VLLMControl(http, server.url, timeout_s=5)
+        with pytest.raises(RouteMissing, match="VLLM_SERVER_DEV_MODE"):
+            await control.post("/no_such_route")
 
 
-def test_a_server_without_the_routes_is_told_from_one_that_fails():
-    async def test(server):
-        async with make_client() as http:
-            control = VLLMControl(http, server.url, timeout_s=5)
-            with pytest.raises(RouteMissing, match="VLLM_SERVER_DEV_MODE"):
-                await control.post("/no_such_route")
-
-    run(test)
-
-
-def test_what_the_worker_said_is_unwrapped(weights):
+async def test_what_the_worker_said_is_unwrapped(weights):
     async def wrapped():
         return error(
             500,
@@ -180,9 +153,7 @@ def test_what_the_worker_said_is_unwrapped(weights):
             "please check the stack trace above for the root cause",
         )
 
-    async def test(server):
+    async with serving(ControlServer()) as server:
         server.answer["/update_weights"] = wrapped
         with pytest.raises(WeightSyncError, match=r"answered 500: the file lacks x$"):
             await update(server, weights)
-
-    run(test)

@@ -39,33 +39,25 @@ def holds(server, model):
     return all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def run(main, seconds=30):
-    asyncio.run(asyncio.wait_for(main(), seconds))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_version_reaches_every_server(library, dtype):
-    async def main():
-        model = tiny_model().to(dtype)
-        servers = NCCLServer(library), NCCLServer(library, num_workers=3)
-        for server in servers:
-            server.model.to(dtype)
-        async with syncing_over(library, *servers, tolerance=0.1) as sync:
-            for version in (1, 2, 3):
-                metrics = await sync.push(model, version)
-                for server in servers:
-                    assert holds(server, model) and server.version == str(version)
-                    assert not server.paused
-                assert metrics["sync/probe_logprob_diff_max"] < 0.1
-                perturb(model, seed=version)
-            assert [server.num_joined for server in servers] == [1, 1]
-
-    run(main)
+async def test_every_version_reaches_every_server(library, dtype):
+    model = tiny_model().to(dtype)
+    servers = NCCLServer(library), NCCLServer(library, num_workers=3)
+    for server in servers:
+        server.model.to(dtype)
+    async with syncing_over(library, *servers, tolerance=0.1) as sync:
+        for version in (1, 2, 3):
+            metrics = await sync.push(model, version)
+            for server in servers:
+                assert holds(server, model) and server.version == str(version)
+                assert not server.paused
+            assert metrics["sync/probe_logprob_diff_max"] < 0.1
+            perturb(model, seed=version)
+        assert [server.num_joined for server in servers] == [1, 1]
 
 
-def test_a_restarted_server_gets_what_was_pushed(library, monkeypatch):
+async def test_a_restarted_server_gets_what_was_pushed(library, monkeypatch):
     """Between two updates, while the trainer's weights go on changing."""
-
     sent = set()
     broadcast = Communicator.broadcast
 
@@ -74,164 +66,137 @@ def test_a_restarted_server_gets_what_was_pushed(library, monkeypatch):
         broadcast(self, tensors)
 
     monkeypatch.setattr(Communicator, "broadcast", noted)
-
-    async def main():
-        model, pushed = tiny_model(), tiny_model()
-        own = {parameter.data_ptr() for parameter in model.parameters()}
-        server = NCCLServer(library)
-        async with syncing_over(library, server) as sync:
-            await sync.push(model, 7)
-            assert sent == own, "the device holds no copy of them"
-            sent.clear()
-            perturb(model, seed=1)
-            server.restart()
-            await sync.push_to(server.url)
-            assert not sent & own
-            assert holds(server, pushed) and server.version == "7" and server.num_joined == 2
-            await sync.push(model, 8)
-            assert holds(server, model) and server.num_joined == 2
-            server.restart()
-            await sync.push(model, 9)  # unnoticed until now
-            assert holds(server, model) and server.num_joined == 3
-
-    run(main)
+    model, pushed = tiny_model(), tiny_model()
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    server = NCCLServer(library)
+    async with syncing_over(library, server) as sync:
+        await sync.push(model, 7)
+        assert sent == own, "the device holds no copy of them"
+        sent.clear()
+        perturb(model, seed=1)
+        server.restart()
+        await sync.push_to(server.url)
+        assert not sent & own
+        assert holds(server, pushed) and server.version == "7" and server.num_joined == 2
+        await sync.push(model, 8)
+        assert holds(server, model) and server.num_joined == 2
+        server.restart()
+        await sync.push(model, 9)  # unnoticed until now
+        assert holds(server, model) and server.num_joined == 3
 
 
-def test_a_trainer_that_was_killed_in_the_middle_of_an_update_starts_again(library):
-    async def main():
-        server, model = NCCLServer(library), tiny_model(seed=3)
-        server.paused = server.open_update = True
-        async with syncing_over(library, server) as sync:
-            await sync.push(model, 4)
-            assert holds(server, model) and server.version == "4" and not server.paused
-
-    run(main)
+async def test_a_trainer_that_was_killed_in_the_middle_of_an_update_starts_again(library):
+    server, model = NCCLServer(library), tiny_model(seed=3)
+    server.paused = server.open_update = True
+    async with syncing_over(library, server) as sync:
+        await sync.push(model, 4)
+        assert holds(server, model) and server.version == "4" and not server.paused
 
 
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
-def test_a_refusal_is_told_at_once(library, route):
+async def test_a_refusal_is_told_at_once(library, route):
     """The library would wait for the server's ranks for ever."""
-
-    async def main():
-        server = NCCLServer(library)
-        async with syncing_over(library, server) as sync:
-            server.answer[route] = failing(500, "no module or parameter named 'surplus'")
-            started = time.monotonic()
-            with pytest.raises(WeightSyncError, match=f"{route} answered 500: no module"):
-                await sync.push(tiny_model(), 1)
-            assert time.monotonic() - started < 4 and not server.paused
-            del server.answer[route]
-            model = tiny_model(seed=3)
-            await sync.push(model, 2)
-            assert holds(server, model)
-
-    run(main)
-
-
-def test_a_rank_that_is_lost_in_the_middle(library):
-    async def main():
-        server = NCCLServer(library)
-
-        def die(number):
-            if number == 5:
-                server.workers[0].close()
-
-        async with syncing_over(library, server) as sync:
+    server = NCCLServer(library)
+    async with syncing_over(library, server) as sync:
+        server.answer[route] = failing(500, "no module or parameter named 'surplus'")
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match=f"{route} answered 500: no module"):
             await sync.push(tiny_model(), 1)
-            server.on_tensor = die
-            with pytest.raises(WeightSyncError, match=r"/update_weights answered 500.*remote"):
-                await sync.push(tiny_model(seed=1), 2)
-            server.on_tensor = lambda number: None
-            model = tiny_model(seed=2)
-            await sync.push(model, 3)
-            assert holds(server, model) and server.num_joined == 2
-
-    run(main)
+        assert time.monotonic() - started < 4 and not server.paused
+        del server.answer[route]
+        model = tiny_model(seed=3)
+        await sync.push(model, 2)
+        assert holds(server, model)
 
 
-def test_a_server_that_hangs_is_left_at_its_deadline(library):
-    async def main():
-        server = NCCLServer(library)
-        async with syncing_over(library, server, timeout_s=0.5) as sync:
-            await sync.push(tiny_model(), 1)
-            server.on_tensor = lambda number: time.sleep(3 if number == 2 else 0)
-            with pytest.raises(WeightSyncError, match=r"did not answer within 0\.5 s"):
-                await sync.push(tiny_model(seed=1), 2)
+async def test_a_rank_that_is_lost_in_the_middle(library):
+    server = NCCLServer(library)
 
-    run(main)
+    def die(number):
+        if number == 5:
+            server.workers[0].close()
+
+    async with syncing_over(library, server) as sync:
+        await sync.push(tiny_model(), 1)
+        server.on_tensor = die
+        with pytest.raises(WeightSyncError, match=r"/update_weights answered 500.*remote"):
+            await sync.push(tiny_model(seed=1), 2)
+        server.on_tensor = lambda number: None
+        model = tiny_model(seed=2)
+        await sync.push(model, 3)
+        assert holds(server, model) and server.num_joined == 2
 
 
-def test_one_dead_server_does_not_hold_up_the_other(library):
-    async def main():
-        live, dead = NCCLServer(library), NCCLServer(library)
-        missed = []
-        async with syncing_over(library, live, dead, on_missed=missed.append) as sync:
-            await sync.push(tiny_model(), 1)
+async def test_a_server_that_hangs_is_left_at_its_deadline(library):
+    server = NCCLServer(library)
+    async with syncing_over(library, server, timeout_s=0.5) as sync:
+        await sync.push(tiny_model(), 1)
+        server.on_tensor = lambda number: time.sleep(3 if number == 2 else 0)
+        with pytest.raises(WeightSyncError, match=r"did not answer within 0\.5 s"):
+            await sync.push(tiny_model(seed=1), 2)
 
-            async def gone():
-                dead.release()
-                raise asyncio.CancelledError  # the connection breaks
 
-            for route in ("/update_weights", "/weight_info", "/resume", "/health"):
-                dead.answer[route] = gone
-            model = tiny_model(seed=1)
-            await sync.push(model, 2)
-            assert holds(live, model) and missed == [dead.url]
-            with pytest.raises(ServerUnreachable):
-                await sync.push_to(dead.url)
-            dead.answer.clear()
-            dead.restart()
+async def test_one_dead_server_does_not_hold_up_the_other(library):
+    live, dead = NCCLServer(library), NCCLServer(library)
+    missed = []
+    async with syncing_over(library, live, dead, on_missed=missed.append) as sync:
+        await sync.push(tiny_model(), 1)
+
+        async def gone():
+            dead.release()
+            raise asyncio.CancelledError  # the connection breaks
+
+        for route in ("/update_weights", "/weight_info", "/resume", "/health"):
+            dead.answer[route] = gone
+        model = tiny_model(seed=1)
+        await sync.push(model, 2)
+        assert holds(live, model) and missed == [dead.url]
+        with pytest.raises(ServerUnreachable):
             await sync.push_to(dead.url)
-            assert holds(dead, model)
-
-    run(main)
-
-
-def test_a_cancelled_push_leaves_no_server_paused(library):
-    async def main():
-        server = NCCLServer(library)
-        reached = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def slow(number):
-            if number == 2:
-                loop.call_soon_threadsafe(reached.set)
-                time.sleep(0.5)
-
-        async with syncing_over(library, server) as sync:
-            await sync.push(tiny_model(), 1)
-            server.on_tensor = slow
-            push = asyncio.create_task(sync.push(tiny_model(seed=1), 2))
-            await reached.wait()
-            push.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await push
-            assert not server.paused
-            server.on_tensor = lambda number: None
-            model = tiny_model(seed=2)
-            await sync.push(model, 3)
-            assert holds(server, model)
-
-    run(main)
+        dead.answer.clear()
+        dead.restart()
+        await sync.push_to(dead.url)
+        assert holds(dead, model)
 
 
-def test_ranks_that_disagree_are_an_error(library):
+async def test_a_cancelled_push_leaves_no_server_paused(library):
+    server = NCCLServer(library)
+    reached = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(number):
+        if number == 2:
+            loop.call_soon_threadsafe(reached.set)
+            time.sleep(0.5)
+
+    async with syncing_over(library, server) as sync:
+        await sync.push(tiny_model(), 1)
+        server.on_tensor = slow
+        push = asyncio.create_task(sync.push(tiny_model(seed=1), 2))
+        await reached.wait()
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert not server.paused
+        server.on_tensor = lambda number: None
+        model = tiny_model(seed=2)
+        await sync.push(model, 3)
+        assert holds(server, model)
+
+
+async def test_ranks_that_disagree_are_an_error(library):
     """Checks the stand-in itself: it must notice what NCCL would hang on."""
-
-    async def main():
-        unique_id = library.unique_id()
-        worker, trainer = await asyncio.gather(
-            asyncio.to_thread(Worker, library, unique_id, 1, 2),
-            asyncio.to_thread(Communicator, library, unique_id, 2, torch.device("cpu")),
-        )
-        results = await asyncio.gather(
-            asyncio.to_thread(worker.receive, [4], torch.float32),
-            asyncio.to_thread(trainer.broadcast, [torch.zeros(5)]),
-            return_exceptions=True,
-        )
-        assert all(isinstance(each, NCCLError) and "ncclBroadcast" in str(each) for each in results)
-
-    run(main)
+    unique_id = library.unique_id()
+    worker, trainer = await asyncio.gather(
+        asyncio.to_thread(Worker, library, unique_id, 1, 2),
+        asyncio.to_thread(Communicator, library, unique_id, 2, torch.device("cpu")),
+    )
+    results = await asyncio.gather(
+        asyncio.to_thread(worker.receive, [4], torch.float32),
+        asyncio.to_thread(trainer.broadcast, [torch.zeros(5)]),
+        return_exceptions=True,
+    )
+    assert all(isinstance(each, NCCLError) and "ncclBroadcast" in str(each) for each in results)
 
 
 def test_without_a_library_the_remedy_is_named(tmp_path):

@@ -80,7 +80,6 @@ class SleepingServer(ControlServer):
             self.dies_at = None
             self.die()
         if self.dead:
-            assert request.transport is not None
             request.transport.abort()
             return web.Response()
         return await super().handle(request)
@@ -239,31 +238,23 @@ def test_trainer_and_server_take_turns_whatever_fails(tmp_path, cycles):
     print(seen)
 
 
-def test_a_server_that_finds_no_memory_when_it_wakes_ends_the_run_with_the_reason(tmp_path):
-    async def play() -> None:
-        model = tiny_model(seed=0)
-        async with one_card(tmp_path) as (card, launcher, serving_of):
-            await serving_of.push(model, 0)
-            await serving_of.sleep(model)
-            card.take("somebody else", 40)
-            with pytest.raises(
-                WeightSyncError, match=r"memory of its kv_cache.*lower --gpu-memory"
-            ):
-                await serving_of.push(model, 1)
-            server = launcher.servers[0]
-            assert server.paused and server.asleep == {"kv_cache"}, "it samples without a cache"
-            assert server.violations == []
-
-    asyncio.run(play())
+async def test_a_server_that_finds_no_memory_when_it_wakes_ends_the_run_with_the_reason(tmp_path):
+    model = tiny_model(seed=0)
+    async with one_card(tmp_path) as (card, launcher, serving_of):
+        await serving_of.push(model, 0)
+        await serving_of.sleep(model)
+        card.take("somebody else", 40)
+        with pytest.raises(WeightSyncError, match=r"memory of its kv_cache.*lower --gpu-memory"):
+            await serving_of.push(model, 1)
+        server = launcher.servers[0]
+        assert server.paused and server.asleep == {"kv_cache"}, "it samples without a cache"
+        assert server.violations == []
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_only_weights_that_no_update_brings_are_kept(tmp_path, adapter, monkeypatch):
+async def test_only_weights_that_no_update_brings_are_kept(tmp_path, adapter, monkeypatch):
     monkeypatch.setattr("agentrl.train.serving.has_adapter", lambda model: adapter)
 
-    async def play() -> None:
-        async with one_card(tmp_path) as (_, launcher, serving_of):
-            await serving_of.sleep(tiny_model())
-            assert f"/sleep?level={1 if adapter else 2}&mode=abort" in launcher.servers[0].calls
-
-    asyncio.run(play())
+    async with one_card(tmp_path) as (_, launcher, serving_of):
+        await serving_of.sleep(tiny_model())
+        assert f"/sleep?level={1 if adapter else 2}&mode=abort" in launcher.servers[0].calls

@@ -81,7 +81,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3)
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(shapes, dtypes, st.booleans()), min_size=1, max_size=6))
 def test_any_shapes_and_dtypes_read_back_and_are_aligned(tmp_path_factory, specs):
     tensors = {}
