@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from web_servers import in_thread, listening
 
 
 @contextmanager
@@ -45,18 +45,14 @@ def chat_server(
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             message["content"] = None
             message["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
+        choice = {"index": 0, "message": message}
+        choice["finish_reason"] = "stop" if stopped else "length"
         return {
             "id": "x",
             "object": "chat.completion",
             "created": 0,
             "model": body["model"],
-            "choices": [
-                {
-                    "index": 0,
-                    "message": message,
-                    "finish_reason": "stop" if stopped else "length",
-                }
-            ],
+            "choices": [choice],
             "usage": {
                 "prompt_tokens": ids.shape[1],
                 "completion_tokens": len(new),
@@ -67,28 +63,7 @@ def chat_server(
     async def handle(request: web.Request) -> web.Response:
         return web.json_response(await asyncio.to_thread(complete, await request.json()))
 
-    urls: list[str] = []
-    started = threading.Event()
-    stop = asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        started.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    try:
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    with in_thread(listening(app)) as url:
+        yield url

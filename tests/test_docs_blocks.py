@@ -78,9 +78,6 @@ def test_blocks_are_found():
     assert len(of_language("toml")) >= 8 and len(of_language("", "sh")) >= 20
 
 
-# Python -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def quickstart_run(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("docs") / "quickstart"
@@ -114,9 +111,6 @@ def test_the_python_of_a_page_runs(page, quickstart_run, tmp_path):
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-# TOML ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
 def test_a_run_file_or_a_part_of_one_loads(block, tmp_path, monkeypatch):
     data = tomllib.loads(block.code)
@@ -129,9 +123,6 @@ def test_a_run_file_or_a_part_of_one_loads(block, tmp_path, monkeypatch):
     # What a part leaves out.
     rest: dict = {"model": {"path": "m"}}
     load_config(deep_merge(rest, data))
-
-
-# commands -----------------------------------------------------------------------------------------
 
 
 def commands(code: str) -> list[list[str]]:
@@ -248,9 +239,6 @@ def test_what_is_wrong_is_found(line, wrong):
     (words, *_) = commands(line)
     found = complaint(words)
     assert found is None if wrong is None else wrong in (found or "")
-
-
-# migration ----------------------------------------------------------------------------------------
 
 
 def models_of(annotation: object) -> list[type[BaseModel]]:

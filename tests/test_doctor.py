@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,23 +15,12 @@ from agentrl.doctor.servers import own_addresses
 sys.path.insert(0, str(Path(__file__).parent / "inference"))
 from contract_server import CONTEXT, ContractServer, make_model, running
 from tokenizers_for_tests import make_tokenizer
+from web_servers import in_thread
 
 
-@contextmanager
-def serving(server: ContractServer, host: str = "127.0.0.1") -> Iterator[ContractServer]:
+def serving(server: ContractServer, **options):
     """In a thread: the command runs an event loop of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    context = running(server, host=host)
-    asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result()
-    try:
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    return in_thread(running(server, **options))
 
 
 def examine(capsys, server: ContractServer, *overrides: str, url: str = "") -> tuple[int, str]:

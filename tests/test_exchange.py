@@ -60,21 +60,12 @@ metric_list: [{metric: exact_match}]
 
 
 def episode(task: str, number: int, reward: float, answer: str) -> Trajectory:
+    function = {"name": "add", "arguments": {"a": 1}}
+    call = {"id": "c1", "type": "function", "function": function}
     said = [
         {"role": "system", "content": "Add."},
         {"role": "user", "content": f"Add {task}."},
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning": "Let me call it.",
-            "tool_calls": [
-                {
-                    "id": "c1",
-                    "type": "function",
-                    "function": {"name": "add", "arguments": {"a": 1}},
-                }
-            ],
-        },
+        {"role": "assistant", "content": "", "reasoning": "Let me call it.", "tool_calls": [call]},
         {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "add"},
         {"role": "assistant", "content": f"#### {answer}"},
     ]

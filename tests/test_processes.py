@@ -49,7 +49,6 @@ def until_dead(pid: int) -> None:
 def family() -> tuple[subprocess.Popen[bytes], int]:
     pipe = subprocess.PIPE
     process = start_group([sys.executable, "-c", FAMILY], stdin=pipe, stdout=pipe)
-    assert process.stdout is not None
     return process, int(process.stdout.readline())
 
 
@@ -66,7 +65,6 @@ def test_a_group_ends_as_a_whole():
 def test_a_leader_that_ended_leaves_its_group_to_be_killed():
     process, child = family()
     with process:
-        assert process.stdin is not None
         process.stdin.close()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert alive(child)
@@ -78,7 +76,6 @@ def test_a_leader_that_ended_leaves_its_group_to_be_killed():
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_a_forked_child_dies_with_its_parent():
     with start_group([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         child = int(process.stdout.readline())
         assert alive(child)
         os.kill(process.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, DataError
@@ -26,9 +26,7 @@ def steps_of(run_dir: Path) -> list[int]:
     return [row["step"] for row in read_metrics(run_dir)]
 
 
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50)
 @given(values=st.lists(st.floats() | st.integers(-(2**70), 2**70), max_size=5))
 def test_numbers_round_trip_exactly_and_non_finite_ones_are_null(tmp_path_factory, values):
     run_dir = tmp_path_factory.mktemp("run")
@@ -119,9 +117,6 @@ def test_a_kill_loses_no_written_step(tmp_path):
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert [row["a"] for row in read_metrics(tmp_path)] == [step / 3 for step in range(1, 51)]
-
-
-# ------------------------------------------------------------------------------- trackers
 
 
 def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:

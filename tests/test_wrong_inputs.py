@@ -130,6 +130,7 @@ COMMANDS = [
     ("report none", "metrics.jsonl does not exist", "a run directory?"),
     ("view none", "none: no such directory", "name a run directory"),
     ("view . --port 99999", "99999", "0 to 65535"),
+    ("view . --host 0.0.0.0", "0.0.0.0 can be reached", "give --token"),
     ("view . --host 0.0.0.0 --token=", "0.0.0.0 can be reached", "give --token"),
     ("view . --token t --host no.such.host.invalid", "no.such.host.invalid", "cannot listen"),
     ("examples --out file", "file exists already", "--out"),

@@ -139,7 +139,7 @@ def close(got: list[list[float]], want: list[list[float]]) -> None:
         assert ours == pytest.approx(reference, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(episodes(), st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.8]), st.booleans())
 def test_gae_runs_over_trained_tokens_only(
     played: list[Episode], gamma: float, lam: float, at_end: bool
@@ -158,7 +158,7 @@ def test_gae_runs_over_trained_tokens_only(
     close(trained(batch, value_targets(objective, batch)), [r for _, r in want])
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(episodes())
 def test_vapo_uses_a_lambda_per_length_and_another_for_the_critic(played: list[Episode]) -> None:
     credit = {"kind": "gae", "gamma": 0.95, "lam_value": 0.7, "length_alpha": 0.5}
@@ -171,7 +171,7 @@ def test_vapo_uses_a_lambda_per_length_and_another_for_the_critic(played: list[E
     close(trained(batch, value_targets(objective, batch)), targets)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(episodes(), st.sampled_from([1.0, 0.9]))
 def test_rewards_to_go_cost_no_discount_at_tool_tokens(played: list[Episode], gamma: float) -> None:
     objective = Objective.model_validate(
@@ -203,7 +203,7 @@ def reference_turn_returns(episode: Episode, gamma: float) -> list[float]:
     ]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(episodes(), st.sampled_from([1.0, 0.9]), st.sampled_from(["none", "group", "group_turn"]))
 def test_turn_returns_discount_per_turn_and_compare_turns(
     played: list[Episode], gamma: float, key: str
@@ -238,7 +238,7 @@ def test_turn_returns_discount_per_turn_and_compare_turns(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(episodes())
 def test_tool_tokens_change_no_preset(name: str, played: list[Episode]) -> None:
     """The same episodes with and without tool tokens between and around the trained ones."""
@@ -265,7 +265,7 @@ def test_tool_tokens_change_no_preset(name: str, played: list[Episode]) -> None:
     ],
     ids=lambda credit: credit["kind"],
 )
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(played=episodes())
 def test_a_trajectory_in_several_rows_is_one_trajectory(
     credit: dict, played: list[Episode]

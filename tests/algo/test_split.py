@@ -114,7 +114,6 @@ def steps(draw: st.DrawFn) -> tuple[Batch, torch.Tensor, torch.Tensor, list[list
 @pytest.mark.parametrize("name", OBJECTIVES)
 @settings(
     max_examples=12,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -155,7 +154,7 @@ def test_any_split_gives_the_same_loss_and_gradient(
         torch.testing.assert_close(parts.grad, values.grad)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(steps())
 def test_masked_positions_and_padding_change_nothing(
     step: tuple[Batch, torch.Tensor, torch.Tensor, list[list[int]]],
@@ -215,7 +214,6 @@ def test_first_use_of_a_batch_has_ratio_exactly_one() -> None:
     output = policy_loss(objective, batch, live)
     output.loss.backward()
     assert reduce_metrics([output.metrics])["policy/ratio_max"] == 1.0
-    assert batch.weights is not None and batch.advantages is not None
     torch.testing.assert_close(live.grad, -batch.advantages * batch.weights)
 
 

@@ -33,14 +33,12 @@ class FaultProxy:
             fault = self._chance.choice(TRANSIENT + BROKEN)
         if fault == "reset":
             self.faults[fault] += 1
-            assert request.transport is not None
             request.transport.abort()
             return web.Response()
         if fault in ("503", "429", "500"):
             self.faults[fault] += 1
             headers = {"Retry-After": "0.05"} if fault != "500" else {}
             return web.json_response({"error": fault}, status=int(fault), headers=headers)
-        assert self._http is not None
         async with self._http.request(
             request.method,
             self._upstream + request.path_qs,

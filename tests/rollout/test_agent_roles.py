@@ -1,8 +1,10 @@
 """Which calls are trained, and what an agent may reward."""
 
-import asyncio
+import contextlib
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from agent_play import play, play_groups
 from rollout_scripted import ScriptedEngine
@@ -133,18 +135,12 @@ def test_a_served_turn_in_front_of_a_trained_one_is_context_in_its_row():
 
 
 def test_ids_that_a_token_was_drawn_from_go_with_its_mask():
-    import numpy as np
-
     class Kept(ScriptedEngine):
         async def generate(self, request_id, prompt_ids, sampling):
             generation = await super().generate(request_id, prompt_ids, sampling)
-            for each in generation.token_ids:
-                kept.append(np.array([each], np.int32))
-            from dataclasses import replace
+            kept = [np.array([each], np.int32) for each in generation.token_ids]
+            return replace(generation, kept_ids=kept)
 
-            return replace(generation, kept_ids=kept[-len(generation.token_ids) :])
-
-    kept = []
     renderer = Renderer(make_tokenizer())
     said = ["a title", "right", "another title"]
     engine = Kept(renderer, lambda *_: said.pop(0))
@@ -200,9 +196,6 @@ def test_a_task_says_which_episode_it_is():
     }
 
 
-# by another server --------------------------------------------------------------------------------
-
-
 async def with_a_judge(task, base_url, api_key):
     """The judge has no tools, sees what was said, and is asked in parallel with the next turn."""
     body = {"messages": task.messages, "tools": LOOK}
@@ -212,39 +205,22 @@ async def with_a_judge(task, base_url, api_key):
     return json.loads(text)["choices"][0]["message"]["content"] if status == 200 else "wrong"
 
 
-class Judge:
-    """Another server, as far as a client sees: an endpoint of the same kind."""
-
-    async def __aenter__(self):
-        self.server = AgentServer()
-        await self.server.start()
-        self.engine, renderer = scripted(lambda *_: "right")
-        self.engine.reserve(1)
-        self.trajectory = Trajectory("judge", "g", "e", "k", 0)
-        recorder = Recorder(self.trajectory, TokenPolicy(self.engine, renderer, 64, 4096))
-        self._episode = self.server.episode(recorder, max_turns=9, turn_timeout_s=9)
-        return self._episode.__enter__()
-
-    async def __aexit__(self, *_):
-        self._episode.__exit__(None, None, None)
-        await self.server.aclose()
-
-
-def test_another_server_answers_in_place_of_the_policy(monkeypatch):
-    async def main():
-        judge = Judge()
-        async with judge as live:
+async def test_another_server_answers_in_place_of_the_policy(monkeypatch):
+    judged = Trajectory("judge", "g", "e", "k", 0)
+    async with contextlib.aclosing(AgentServer()) as server:
+        await server.start()
+        engine, renderer = scripted(lambda *_: "right")
+        engine.reserve(1)
+        recorder = Recorder(judged, TokenPolicy(engine, renderer, 64, 4096))
+        with server.episode(recorder, max_turns=9, turn_timeout_s=9) as live:
             monkeypatch.setenv("JUDGE_KEY", live.key)
-            rule = AgentRole(
-                model="judge", role="served", url=live.url, api_key_variable="JUDGE_KEY"
-            )
+            rule = {"model": "judge", "role": "served", "api_key_variable": "JUDGE_KEY"}
+            roles = [AgentRole(**rule, url=live.url)]
             engine, renderer = scripted(lambda *_: "a turn of the policy")
             batch = await play_groups(
-                engine, renderer, with_a_judge, env_id="agent-test", split_size=5, roles=[rule]
+                engine, renderer, with_a_judge, env_id="agent-test", split_size=5, roles=roles
             )
-            return batch.trajectories[0], engine, judge.trajectory
-
-    trajectory, engine, judged = asyncio.run(main())
+    (trajectory,) = batch.trajectories
     assert (trajectory.error, trajectory.reward) == (None, 1.0), "what the judge said is graded"
     assert len(trajectory.turns) == len(engine.prompts) == 1 and trained(trajectory) == {0}
     (told,) = trajectory.info["served_elsewhere"]

@@ -1,6 +1,7 @@
 """The endpoint over HTTP: parity with the driver, and every line of its table of failures."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from agent_play import LIMITS, play, require_exact
-from openai import APIStatusError, AsyncOpenAI
+from openai import AsyncOpenAI
 from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
@@ -83,9 +84,6 @@ async def post(base_url, api_key, body=ASK, path="chat/completions", **headers):
         ) as reply,
     ):
         return reply.status, await reply.text(), reply.headers
-
-
-# parity -------------------------------------------------------------------------------------------
 
 
 class NumberedByTurn:
@@ -162,9 +160,6 @@ def test_episodes_on_one_path_give_the_rows_of_the_driver_bit_for_bit():
                 assert array.tobytes() == other.arrays()[name].tobytes(), name
         spans = [(turn.branch, turn.start, turn.num_tokens, turn.parent) for turn in mine.turns]
         assert spans == [(t.branch, t.start, t.num_tokens, t.parent) for t in its.turns]
-
-
-# what an agent gives back -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,92 +247,36 @@ asyncio.run(main())
     assert (done.returncode, done.stdout, done.stderr) == (0, b"closed\n", b"")
 
 
-# keys and refusals --------------------------------------------------------------------------------
+@contextlib.contextmanager
+def episode(server):
+    engine, renderer = scripted()
+    engine.reserve(1)
+    recorder = Recorder(Trajectory("t", "g", "e", "k", 0), TokenPolicy(engine, renderer, 9, 99))
+    with server.episode(recorder, max_turns=9, turn_timeout_s=9) as live:
+        yield live
 
 
-def test_keys_are_told_apart_and_end_with_their_episode():
-    seen = {}
-
-    async def solve(task, base_url, api_key):
-        root = base_url.split("/e/")[0] + "/v1"
-        for name, url, headers in (
-            ("bearer", root, {"Authorization": f"Bearer {api_key}"}),
-            ("path", base_url, {"Authorization": "Bearer other"}),
-            ("x-api-key", root, {"x-api-key": api_key, "Authorization": ""}),
-            ("api-key", root, {"api-key": api_key, "Authorization": ""}),
-            ("none", root, {"Authorization": ""}),
-            ("forged", root, {"Authorization": f"Bearer {api_key[:-1]}"}),
-            ("no ascii", root, {"Authorization": "Bearer \xe9"}),
-        ):
-            status, text, sent = await post(url, "", **headers)
-            seen[name] = status, json.loads(text).get("error", {}).get("code")
-            assert sent.get("x-should-retry", "false") == "false"
-        seen["late"] = root, api_key
-        return "right"
-
-    async def main():
-        server = AgentServer()
+async def test_keys_are_told_apart_and_end_with_their_episode():
+    async with contextlib.aclosing(AgentServer()) as server:
         await server.start()
-        engine, renderer = scripted()
-        engine.reserve(1)
-        recorder = Recorder(Trajectory("t", "g", "e", "k", 0), TokenPolicy(engine, renderer, 9, 99))
-        with server.episode(recorder, max_turns=9, turn_timeout_s=9) as live:
-            await solve(None, live.url, live.key)
-        seen["late"] = (await post(*seen["late"]))[:2]
-        seen["no such path"] = (await post(live.url, "", path="audio"))[:2]
-        await server.aclose()
-
-    asyncio.run(main())
-    assert [seen[name] for name in ("bearer", "path", "x-api-key", "api-key")] == [(200, None)] * 4
-    refused = (401, "invalid_api_key")
-    assert [seen[name] for name in ("none", "forged", "no ascii")] == [refused] * 3
-    assert seen["late"][0] == 410 and "episode_over" in seen["late"][1]
-    assert seen["no such path"][0] == 404 and "/v1/chat/completions" in seen["no such path"][1]
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"n": 2}, "n > 1"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"functions": [{"name": "f"}]}, "send tools"),
-        ({"messages": []}, "at least one"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages[0]: a role is one of"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "an image is sent whole, as a data URL",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools[0]: a function with a name"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content is a text or a list"),
-        ({"stream_options": "include_usage"}, "$.stream_options"),
-        ({"max_tokens": 0}, "leaves no token"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}],
-                    }
-                ]
-            },
-            "no JSON object",
-        ),
-    ],
-)
-def test_what_is_not_served_is_refused_in_words(changed, says):
-    told = []
-
-    async def solve(task, base_url, api_key):
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
-        with pytest.raises(APIStatusError) as refused:
-            await client.post("/chat/completions", body=ASK | changed, cast_to=object)
-        told.append((refused.value.status_code, str(refused.value)))
-        await post(base_url, api_key)
-
-    trajectory, engine = played(solve)
-    ((status, message),) = told
-    assert status == 400 and says in message
-    assert len(trajectory.turns) == len(engine.prompts) == 1
+        with episode(server) as live:
+            root, refused = live.url.split("/e/")[0] + "/v1", (401, "invalid_api_key")
+            for url, headers, expected in (
+                (root, {"Authorization": f"Bearer {live.key}"}, (200, None)),
+                (live.url, {"Authorization": "Bearer other"}, (200, None)),
+                (root, {"x-api-key": live.key, "Authorization": ""}, (200, None)),
+                (root, {"api-key": live.key, "Authorization": ""}, (200, None)),
+                (root, {"Authorization": ""}, refused),
+                (root, {"Authorization": f"Bearer {live.key[:-1]}"}, refused),
+                (root, {"Authorization": "Bearer \xe9"}, refused),
+            ):
+                status, text, sent = await post(url, "", **headers)
+                assert (status, json.loads(text).get("error", {}).get("code")) == expected, headers
+                assert sent.get("x-should-retry", "false") == "false"
+        status, text, _ = await post(root, live.key)
+        assert status == 410 and "episode_over" in text
+        status, text, _ = await post(live.url, "", path="audio")
+        assert status == 404 and "/v1/chat/completions" in text
 
 
 def test_what_of_a_call_is_not_used_is_said_once(caplog):
@@ -364,20 +303,12 @@ def test_what_of_a_call_is_not_used_is_said_once(caplog):
         assert len([line for line in said if text in line]) == 1, text
 
 
-def test_tools_of_a_provider_are_refused_by_name_where_they_are_not_to_be_left_out():
-    async def main():
-        server = AgentServer(leaves_out_tools=False)
+async def test_tools_of_a_provider_are_refused_by_name_where_they_are_not_to_be_left_out():
+    offered = {"tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}]}
+    async with contextlib.aclosing(AgentServer(leaves_out_tools=False)) as server:
         await server.start()
-        engine, renderer = scripted()
-        engine.reserve(1)
-        recorder = Recorder(Trajectory("t", "g", "e", "k", 0), TokenPolicy(engine, renderer, 9, 99))
-        with server.episode(recorder, max_turns=9, turn_timeout_s=9) as live:
-            offered = {"tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}]}
-            reply = await post(live.url, live.key, {**ASK, **offered})
-        await server.aclose()
-        return reply
-
-    status, text, _ = asyncio.run(main())
+        with episode(server) as live:
+            status, text, _ = await post(live.url, live.key, {**ASK, **offered})
     message = json.loads(text)["error"]["message"]
     assert status == 400 and "web_search, custom patch" in message
     assert "agent.leave_out_provider_tools" in message
@@ -403,9 +334,6 @@ def test_a_limit_of_the_caller_shortens_its_turn_and_no_other():
     assert trajectory.turns[0].num_tokens == 3 < trajectory.turns[1].num_tokens
     assert len(trajectory.branches) == 1, "the shortened texts are known again"
     require_exact(trajectory, list(engine.prompts.values()))
-
-
-# refusals leave a trace ---------------------------------------------------------------------------
 
 
 def test_a_refusal_that_the_agent_swallows_is_logged_once_counted_and_a_metric(caplog):
@@ -525,9 +453,6 @@ def test_a_second_call_may_name_the_first_response():
     require_exact(trajectory, list(engine.prompts.values()))
 
 
-# turns that the run cuts --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("says", ["right and so on", "wrong and so on"])
 def test_an_agent_that_gives_up_over_a_cut_turn_earns_what_the_driver_does(says):
     """Codex, and the SDK's `parse`, end on an answer that is incomplete."""
@@ -573,9 +498,6 @@ def test_a_limit_is_a_400_and_the_episode_counts_as_truncated(limit, handles):
     expected = StopReason.MAX_TURNS if few else StopReason.CONTEXT_LENGTH
     assert (trajectory.stop_reason, trajectory.reward) == (expected, float(handles))
     assert "refused_calls" not in trajectory.info
-
-
-# retries, sockets, engines ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("under_way", [True, False])
@@ -685,9 +607,6 @@ def test_a_turn_that_takes_too_long_is_the_turns_deadline():
     assert (trajectory.error.stage, trajectory.error.code) == ("generate", "turn_timeout")
 
 
-# streams ------------------------------------------------------------------------------------------
-
-
 def test_a_stream_says_what_the_whole_reply_says(monkeypatch):
     monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0.05)
     said = ["<think>hm</think>Look: " + CALL + CALL.replace('"w"', '"v"'), "right"]
@@ -737,8 +656,6 @@ def test_a_stream_says_what_the_whole_reply_says(monkeypatch):
     assert '"usage"' not in text, "it was not asked for"
     require_exact(trajectory, list(engine.prompts.values()))
 
-
-# programs -----------------------------------------------------------------------------------------
 
 PROGRAM = """
 import json, os, subprocess, sys, time, urllib.request

@@ -6,7 +6,7 @@ import threading
 import pytest
 from agent_play import LIMITS
 from openai import AsyncOpenAI
-from rollout_scripted import ScriptedEngine
+from rollout_scripted import ScriptedEngine, scheduler_of
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.env import Environment, Task, register
@@ -15,7 +15,7 @@ from agentrl.rollout.agent.runner import Agents, CallableRunner
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.render import Renderer
-from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.rollout.scheduler import TaskSource
 from agentrl.rollout.stream import GroupStream
 
 NUM_STEPS, MAX_STALENESS = 6, 2
@@ -56,50 +56,40 @@ async def waiting(task, base_url, api_key):
 
 
 @pytest.mark.parametrize("solve", [waiting, blocking])
-def test_a_slow_agent_holds_up_its_own_group_until_it_would_be_too_old_and_no_other(solve):
+async def test_a_slow_agent_holds_up_its_own_group_until_it_would_be_too_old_and_no_other(solve):
     """It sleeps until as many others were trained as the bound allows without it."""
     released.clear()
     engine = ScriptedEngine(Renderer(make_tokenizer()), lambda *_: "right", delay_s=0.01)
     engine.seats = 1_000_000  # a server takes whoever comes
-
-    async def main():
-        env = connect()
-        runner = CallableRunner(solve)
-        agents = Agents(AgentServer(), runner)
-        await agents.start()
-        scheduler = GroupScheduler(
-            TokenPolicy(engine, engine.renderer, 64, 4096),
-            env,
-            TaskSource("train", None, seed=1),
-            env_id="agent-stream-test",
-            env_config={},
-            group_size=2,
-            max_concurrent=16,
-            limits=LIMITS,
-            seed=1,
-            capacity=asyncio.Semaphore(16),
-            agents=agents,
-        )
-        stream = GroupStream(
-            scheduler, groups_per_step=1, num_steps=NUM_STEPS, max_staleness=MAX_STALENESS
-        )
-        batches = []
-        try:
-            for step in range(1, NUM_STEPS + 1):
-                batch = await asyncio.wait_for(stream.next_batch(), 20)
-                (group,) = batch.groups
-                batches.append((step - 1, group))
-                if step == MAX_STALENESS:
-                    released.set()
-                engine.version = step
-                stream.advance(step)
-        finally:
-            await stream.aclose()
-            await agents.aclose()
-            await env.aclose()
-        return batches
-
-    batches = asyncio.run(main())
+    env = connect()
+    agents = Agents(AgentServer(), CallableRunner(solve))
+    await agents.start()
+    scheduler = scheduler_of(
+        TokenPolicy(engine, engine.renderer, 64, 4096),
+        env,
+        TaskSource("train", None, seed=1),
+        env_id="agent-stream-test",
+        group_size=2,
+        limits=LIMITS,
+        capacity=asyncio.Semaphore(16),
+        agents=agents,
+    )
+    bounds = {"groups_per_step": 1, "num_steps": NUM_STEPS, "max_staleness": MAX_STALENESS}
+    stream = GroupStream(scheduler, **bounds)
+    batches = []
+    try:
+        for step in range(1, NUM_STEPS + 1):
+            batch = await asyncio.wait_for(stream.next_batch(), 20)
+            (group,) = batch.groups
+            batches.append((step - 1, group))
+            if step == MAX_STALENESS:
+                released.set()
+            engine.version = step
+            stream.advance(step)
+    finally:
+        await stream.aclose()
+        await agents.aclose()
+        await env.aclose()
     order = [group.task_id for _, group in batches]
     assert sorted(order) == [str(index) for index in range(NUM_STEPS)]
     assert order.index("0") == MAX_STALENESS

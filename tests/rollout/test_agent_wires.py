@@ -21,6 +21,10 @@ ACTIONS = (
 TEXT = [{"type": "text", "text": "in two"}, {"type": "text", "text": " parts"}]
 
 
+ASK = {"messages": [{"role": "user", "content": "q"}]}
+NO_OBJECT = {"id": "1", "function": {"name": "f", "arguments": "[1]"}}
+
+
 def answer(action, cut=False):
     return Answer("x", action, cut, 7, 3)
 
@@ -116,6 +120,25 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
             Responses(),
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "sent whole, as a data URL",
+        ),
+        (ChatCompletions(), {**ASK, "n": 2}, "n > 1"),
+        (ChatCompletions(), {**ASK, "logit_bias": {"5": 1}}, "logit_bias"),
+        (ChatCompletions(), {**ASK, "functions": [{"name": "f"}]}, "send tools"),
+        (ChatCompletions(), {"messages": []}, "at least one"),
+        (ChatCompletions(), {"messages": [{"role": "robot", "content": "x"}]}, "a role is one of"),
+        (
+            ChatCompletions(),
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "an image is sent whole, as a data URL",
+        ),
+        (ChatCompletions(), {**ASK, "tools": [{"type": "function"}]}, "a function with a name"),
+        (ChatCompletions(), {"messages": [{"role": "user", "content": 3}]}, "is a text or a list"),
+        (ChatCompletions(), {**ASK, "stream_options": "include_usage"}, "stream_options"),
+        (ChatCompletions(), {**ASK, "max_tokens": 0}, "leaves no token"),
+        (
+            ChatCompletions(),
+            {"messages": [{"role": "assistant", "tool_calls": [NO_OBJECT]}]},
+            "no JSON object",
         ),
         (AnthropicMessages(), {"messages": []}, "at least one"),
         (

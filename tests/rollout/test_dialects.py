@@ -1,6 +1,5 @@
 """Every dialect on the same turns: what is read, what is refused, and what is never executed."""
 
-import asyncio
 import json
 
 import pytest
@@ -248,7 +247,7 @@ WORDS = st.text(max_size=8) | st.sampled_from(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_no_truncation_changes_a_call(name, data):
     """A turn that was cut makes some of its first calls or none, and never another."""
     family = FAMILIES[name]
@@ -266,7 +265,7 @@ def test_no_truncation_changes_a_call(name, data):
 
 
 @given(st.sampled_from(NAMES), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_is_an_action(name, data):
     """Whatever is put together from a family's own pieces is read without an exception, and
     what stands before a thought's end is never called."""
@@ -329,7 +328,7 @@ class DialectTest(Environment):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_three_turns_through_the_driver(name):
+async def test_three_turns_through_the_driver(name):
     """Every sampled id stands once in a row with mask 1, and every prompt is the template's."""
     family = FAMILIES[name]
     renderer = Renderer(family.tokenizer())
@@ -354,18 +353,15 @@ def test_three_turns_through_the_driver(name):
     policy = TokenPolicy(engine, renderer, max_turn_tokens=400, max_context_tokens=6000)
     recorded, offered = [], []
 
-    async def run():
-        env = connect(None)
-        policy.reserve(1)
-        episode = Episode("e", "g", "dialect-test", "train", 0, 0, {})
-        limits = Limits(5, 20, 20, 60)
-        session = await env.session("dialect-test", split="train", index=0, seed=0)
-        offered.extend(session.tools)
-        await session.close()
-        await play(episode, policy, env, limits, recorded.append)
-        await env.aclose()
-
-    asyncio.run(run())
+    env = connect(None)
+    policy.reserve(1)
+    episode = Episode("e", "g", "dialect-test", "train", 0, 0, {})
+    limits = Limits(5, 20, 20, 60)
+    session = await env.session("dialect-test", split="train", index=0, seed=0)
+    offered.extend(session.tools)
+    await session.close()
+    await play(episode, policy, env, limits, recorded.append)
+    await env.aclose()
     (trajectory,) = recorded
     assert trajectory.error is None, trajectory.error
     assert trajectory.info["answer"] == "a fox" and trajectory.reward == 1.0

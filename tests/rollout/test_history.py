@@ -1,7 +1,5 @@
 """Templates that edit the past only now and then: each is found at the start or by the audit."""
 
-import asyncio
-
 import pytest
 from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import CHATML, make_tokenizer
@@ -148,7 +146,7 @@ class HistoryTest(Environment):
         return "more " * 9 if text != "end" else self.finish(reward=1.0)
 
 
-def test_the_episode_that_finds_it_is_recorded_as_failed():
+async def test_the_episode_that_finds_it_is_recorded_as_failed():
     template = FOOLING["drops all but the last forty"]
     engine = ScriptedEngine(
         Renderer(make_tokenizer(template)),
@@ -157,15 +155,12 @@ def test_the_episode_that_finds_it_is_recorded_as_failed():
     policy = TokenPolicy(engine, engine.renderer, max_turn_tokens=50, max_context_tokens=60000)
     recorded = []
 
-    async def run():
-        env = connect(None)
-        policy.reserve(2)
-        for number in range(2):
-            episode = Episode(f"e{number}", "g", "history-test", "train", 0, 0, {})
-            await play(episode, policy, env, Limits(30, 60, 60, 300), recorded.append)
-        await env.aclose()
-
-    asyncio.run(run())
+    env = connect(None)
+    policy.reserve(2)
+    for number in range(2):
+        episode = Episode(f"e{number}", "g", "history-test", "train", 0, 0, {})
+        await play(episode, policy, env, Limits(30, 60, 60, 300), recorded.append)
+    await env.aclose()
     failed, exact = recorded
     assert (failed.error.code, failed.error.stage) == ("history_error", "render")
     assert len(failed.turns) == 20, "before the first turn that would have read another past"

@@ -1,7 +1,6 @@
 import math
 import struct
 import zlib
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from samples_for_tests import trajectory_of
 
 from agentrl.errors import DataError
 from agentrl.rollout import TrajectoryLog, read_trajectories
@@ -58,15 +58,8 @@ def test_round_trip_is_bitwise(tmp_path_factory, written):
                 assert array.tobytes() == its.arrays()[name].tobytes()
 
 
-def _trajectory(name: str) -> Trajectory:
-    row = TokenRow()
-    row.append_context([1, 2], 0)
-    row.append_sampled([3], [-0.5], [0], 0)
-    return Trajectory(name, "g", "e", "t", 0, [row], stop_reason=StopReason.TERMINATED)
-
-
 def test_a_cut_last_record_is_skipped_and_a_damaged_one_is_an_error(tmp_path):
-    TrajectoryLog(tmp_path).append(1, [_trajectory("a"), _trajectory("b")])
+    TrajectoryLog(tmp_path).append(1, [trajectory_of(name="a"), trajectory_of(name="b")])
     file = tmp_path / "trajectories" / "step_000001.msgpack.zst"
     whole = file.read_bytes()
     for cut in range(len(whole)):
@@ -81,7 +74,7 @@ def test_a_cut_last_record_is_skipped_and_a_damaged_one_is_an_error(tmp_path):
 def test_resuming_drops_the_files_of_later_steps(tmp_path):
     log = TrajectoryLog(tmp_path)
     for step in (1, 2, 3):
-        log.append(step, [_trajectory(f"s{step}")])
+        log.append(step, [trajectory_of(name=f"s{step}")])
     TrajectoryLog(tmp_path, resume_step=2)
     assert [(s, t.trajectory_id) for s, t in read_trajectories(tmp_path)] == [(1, "s1"), (2, "s2")]
     assert [s for s, _ in read_trajectories(tmp_path, steps=range(2, 3))] == [2]
@@ -96,8 +89,7 @@ def test_float32_rounding_of_logprobs_happens_once(tmp_path):
     row = TokenRow()
     row.append_context([1], 0)
     row.append_sampled([2], [-0.1], [0], 0)
-    trajectory = Trajectory("a", "g", "e", "t", 0, [row], stop_reason=StopReason.TERMINATED)
-    TrajectoryLog(tmp_path).append(1, [trajectory])
+    TrajectoryLog(tmp_path).append(1, [trajectory_of(branches=[row])])
     (_, read), *_ = read_trajectories(tmp_path)
     assert read.branches[0].rollout_logprobs == [0.0, float(np.float32(-0.1))]
 
@@ -121,9 +113,11 @@ def test_a_log_of_the_first_version_is_read(tmp_path):
     said = [{"role": "assistant", "content": "4"}, {"role": "tool", "content": "?"}]
     messages = [*prompt, *said, {"role": "assistant", "content": "51"}]
     turns = [Turn(0, 2, 1, "stop", "text"), Turn(0, 3, 1, "stop", "text")]
-    row = _trajectory("a").branches[0]
+    row = TokenRow()
+    row.append_context([1, 2], 0)
+    row.append_sampled([3], [-0.5], [0], 0)
     row.append_sampled([4], [-1.0], [0], 1)
-    record = _to_record(replace(_trajectory("a"), branches=[row], turns=turns))
+    record = _to_record(trajectory_of(branches=[row], turns=turns))
     for branch in record["branches"]:
         del branch["messages"]
     for turn in record["turns"]:

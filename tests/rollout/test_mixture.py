@@ -8,14 +8,15 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from test_stream import LIMITS, TimedPolicy
+from rollout_scripted import scheduler_of
+from test_stream import TimedPolicy
 
 from agentrl.config import RolloutSection, load_config, weight_at
 from agentrl.env.client import connect
 from agentrl.errors import ConfigError
 from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas, environment_metrics, merged
 from agentrl.rollout.sampler import make_sampler
-from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.rollout.scheduler import TaskSource
 from agentrl.train.batch import zero_variance
 
 MODEL = {"path": "some/model"}
@@ -93,18 +94,14 @@ async def mixture(
         Part(
             name,
             SimpleNamespace(),
-            GroupScheduler(
+            scheduler_of(
                 policy,
                 env,
                 TaskSource(
                     "train", size, seed=1, sampler=sampler and make_sampler(sampler, size, seed=1)
                 ),
                 env_id="stream-test",
-                env_config={},
                 group_size=2,
-                max_concurrent=64,
-                limits=LIMITS,
-                seed=1,
                 id_prefix=f"{name}-",
                 capacity=Capacity(asyncio.Semaphore(64), shared),
             ),
@@ -216,7 +213,7 @@ def test_a_sampler_keeps_what_it_chose_over_kills_and_learns_each_group_once(ove
     assert counts == len(told)
 
 
-def test_a_slow_environment_does_not_hold_up_the_others():
+async def test_a_slow_environment_does_not_hold_up_the_others():
     class Waiting(TimedPolicy):
         may_go = asyncio.Event()
 
@@ -224,39 +221,31 @@ def test_a_slow_environment_does_not_hold_up_the_others():
             await self.may_go.wait()
             return await super().act(trajectory, tools)
 
-    async def run():
-        fast, slow = TimedPolicy(), Waiting()
-        async with mixture(
-            {"fast": fast, "slow": slow}, weights=[1.0, 1.0], groups_per_step=4
-        ) as made:
-            step = asyncio.create_task(made.collect(1, lambda *_: None))
-            stream = made.parts[0].stream
-            while stream.num_ended.total() < 12:  # its 2 groups of 2, of three steps
-                await asyncio.sleep(0)
-            assert not step.done()
-            slow.may_go.set()
-            batches = await asyncio.wait_for(step, 60)
-            assert [len(batch.groups) for batch in batches.values()] == [2, 2]
-            metrics = environment_metrics(batches)
-            assert metrics["env/slow/reward/mean"] == 1.0
-            assert metrics["env/fast/rollout/trajectories"] == 4
-            assert len(merged(batches).trajectories) == 8
-
-    asyncio.run(run())
+    fast, slow = TimedPolicy(), Waiting()
+    async with mixture({"fast": fast, "slow": slow}, weights=[1.0, 1.0], groups_per_step=4) as made:
+        step = asyncio.create_task(made.collect(1, lambda *_: None))
+        stream = made.parts[0].stream
+        while stream.num_ended.total() < 12:  # its 2 groups of 2, of three steps
+            await asyncio.sleep(0)
+        assert not step.done()
+        slow.may_go.set()
+        batches = await asyncio.wait_for(step, 60)
+        assert [len(batch.groups) for batch in batches.values()] == [2, 2]
+        metrics = environment_metrics(batches)
+        assert metrics["env/slow/reward/mean"] == 1.0
+        assert metrics["env/fast/rollout/trajectories"] == 4
+        assert len(merged(batches).trajectories) == 8
 
 
-def test_a_cancelled_step_leaves_every_group_to_be_played_again():
-    async def run():
-        never = TimedPolicy(lambda trajectory_id: (1, 3600.0, "1.0"))
-        async with mixture(
-            {"fast": TimedPolicy(), "never": never}, weights=[1.0, 1.0], groups_per_step=4
-        ) as made:
-            step = asyncio.create_task(made.collect(1, lambda *_: None))
-            while made.parts[0].stream.num_ended.total() < 12:
-                await asyncio.sleep(0)
-            step.cancel()
-            await asyncio.wait({step})
-            for position in made.data_position().values():
-                assert sorted(position["returned"]) == list(range(6))
-
-    asyncio.run(run())
+async def test_a_cancelled_step_leaves_every_group_to_be_played_again():
+    never = TimedPolicy(lambda trajectory_id: (1, 3600.0, "1.0"))
+    async with mixture(
+        {"fast": TimedPolicy(), "never": never}, weights=[1.0, 1.0], groups_per_step=4
+    ) as made:
+        step = asyncio.create_task(made.collect(1, lambda *_: None))
+        while made.parts[0].stream.num_ended.total() < 12:
+            await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.wait({step})
+        for position in made.data_position().values():
+            assert sorted(position["returned"]) == list(range(6))

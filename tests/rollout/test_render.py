@@ -91,7 +91,7 @@ def test_unusable_tokenizers_are_refused_with_the_remedy():
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_growing_a_row_equals_rendering_the_dialogue_whole(turns, with_tools):
     renderer, tools = CHATML_RENDERER, [TOOL] if with_tools else []
     messages = [{"role": "user", "content": "go"}]
@@ -166,7 +166,7 @@ def test_decoding_is_the_tokenizers_own(token_ids):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), st.text(max_size=40)), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_spliced_suffixes_equal_rendered_ones(observation):
     messages = [{"role": role, "content": content} for role, content in observation]
     assert CHATML_RENDERER._tail(messages) == CHATML_RENDERER._render_tail(messages)
@@ -187,7 +187,7 @@ def test_a_template_that_edits_contents_is_rendered_every_time(content):
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_encoding_is_the_tokenizers_own(text):
     renderer = CHATML_RENDERER
     text = "<|im_end|>\n<tool_call>" + text

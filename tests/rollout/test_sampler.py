@@ -4,12 +4,12 @@ import json
 import random
 
 import pytest
+from samples_for_tests import trajectory_of
 
 from agentrl.config import RolloutSection, load_config
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.rollout.sampler import make_sampler
 from agentrl.rollout.scheduler import TaskSource
-from agentrl.types import TokenRow, Trajectory, Turn
 
 FUNCTIONS = """
 def third(choice):
@@ -43,20 +43,12 @@ def source(size, seed=1, **options):
     return TaskSource("train", size, seed, sampler=made)
 
 
-def trajectory(reward):
-    row = TokenRow()
-    row.append_context([1], 0)
-    row.append_sampled([2], [-0.5], [0], 0)
-    turn = Turn(0, 1, 1, "stop", "text", message=1)
-    return Trajectory("m", "g", "e", "t", 0, reward=reward, branches=[row], turns=[turn])
-
-
 def play(tasks, num_groups, reward_of, record=None):
     """Play groups one by one: `reward_of` an index is what its groups earn."""
     for _ in range(num_groups):
         position = tasks.take()
         index = tasks.index_at(position)
-        tasks.sampler.take_in({position: [trajectory(reward_of(index))]})
+        tasks.sampler.take_in({position: [trajectory_of(reward_of(index))]})
         if record is not None:
             record.append(index)
 
@@ -130,7 +122,7 @@ def test_any_kill_changes_nothing(functions, kind, seed):
             chosen = sorted(rng.sample(waiting, 4))
             waiting = [position for position in waiting if position not in chosen]
             groups = {
-                at: [trajectory(reward(tasks.index_at(at), at))] * (rng.random() < 0.9)
+                at: [trajectory_of(reward(tasks.index_at(at), at))] * (rng.random() < 0.9)
                 for at in chosen
             }
             log.append([(at, tasks.index_at(at)) for at in chosen])

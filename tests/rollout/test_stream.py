@@ -1,21 +1,20 @@
 """Rollouts that go on while the trainer works: bounds, refills, stragglers, exactly-once."""
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_scripted import scheduler_of
 
 from agentrl.env import Environment, Task, register
 from agentrl.env.client import connect
-from agentrl.rollout.driver import Limits
-from agentrl.rollout.scheduler import GroupScheduler, TaskSource
+from agentrl.rollout.scheduler import TaskSource
 from agentrl.rollout.stream import GroupStream
 from agentrl.types import Action, StopReason, TokenRow, Turn
-
-LIMITS = Limits(max_turns=2, turn_timeout_s=20, step_timeout_s=20, episode_timeout_s=60)
 
 
 @register("stream-test")
@@ -75,35 +74,34 @@ class TimedPolicy:
         pass
 
 
-def drive(policy, work, *, source=None, group_size=2, max_concurrent=64, score=None, **stream):
-    """Run `work(stream, scheduler)` with a stream over the policy."""
+@contextlib.asynccontextmanager
+async def streaming(policy, *, source=None, group_size=2, max_concurrent=64, score=None, **stream):
+    """Yields a stream over the policy, and its scheduler; in the end every episode has ended."""
+    env = connect(None)
+    scheduler = scheduler_of(
+        policy,
+        env,
+        source or TaskSource("train", None, seed=1),
+        env_id="stream-test",
+        group_size=group_size,
+        max_concurrent=max_concurrent,
+        score=score,
+        capacity=asyncio.Semaphore(max_concurrent),
+    )
+    made = GroupStream(scheduler, **stream)
+    try:
+        yield made, scheduler
+    finally:
+        await made.aclose()
+        await env.aclose()
+        assert sum(made.num_ended.values()) == made.num_dispatched
+        assert not scheduler.live
+        assert len(asyncio.all_tasks()) == 1
 
-    async def run():
-        env = connect(None)
-        scheduler = GroupScheduler(
-            policy,
-            env,
-            source or TaskSource("train", None, seed=1),
-            env_id="stream-test",
-            env_config={},
-            group_size=group_size,
-            max_concurrent=max_concurrent,
-            limits=LIMITS,
-            seed=1,
-            score=score,
-            capacity=asyncio.Semaphore(max_concurrent),
-        )
-        made = GroupStream(scheduler, **stream)
-        try:
-            return await work(made, scheduler)
-        finally:
-            await made.aclose()
-            await env.aclose()
-            assert sum(made.num_ended.values()) == made.num_dispatched
-            assert not scheduler.live
-            assert len(asyncio.all_tasks()) == 1
 
-    return asyncio.run(run())
+async def first_batch(policy, **options):
+    async with streaming(policy, **{"num_steps": 1, "max_staleness": 0} | options) as (stream, _):
+        return await stream.next_batch()
 
 
 async def train(stream, policy, num_steps, train_s=lambda: 0.0):
@@ -118,7 +116,7 @@ async def train(stream, policy, num_steps, train_s=lambda: 0.0):
     return batches
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     groups_per_step=st.integers(1, 4),
@@ -135,17 +133,13 @@ def test_no_token_is_staler_than_the_bound_and_every_task_is_trained_once(
         lambda _: (chance.choice([1, 1, 2, 12]), chance.choice([0, 0, 0.001]), "1.0")
     )
 
-    async def work(stream, _):
-        return await train(stream, policy, num_steps, lambda: chance.choice([0, 0.003]))
+    async def play():
+        bounds = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
+        limits = {"num_steps": num_steps, "max_concurrent": max_concurrent}
+        async with streaming(policy, **bounds, **limits) as (stream, _):
+            return await train(stream, policy, num_steps, lambda: chance.choice([0, 0.003]))
 
-    batches = drive(
-        policy,
-        work,
-        max_concurrent=max_concurrent,
-        groups_per_step=groups_per_step,
-        num_steps=num_steps,
-        max_staleness=max_staleness,
-    )
+    batches = asyncio.run(play())
     trained = []
     for version, batch in batches:
         assert len(batch.groups) == groups_per_step and not batch.dropped
@@ -160,32 +154,25 @@ def test_no_token_is_staler_than_the_bound_and_every_task_is_trained_once(
     assert policy.most_playing <= max_concurrent
 
 
-def test_the_stream_plays_ahead_as_far_as_the_bound_allows():
-    policy = TimedPolicy()
-
-    async def work(stream, scheduler):
-        begun = []
+@pytest.mark.parametrize(("max_staleness", "begun"), [(0, [3, 6, 9]), (2, [9, 12, 15])])
+async def test_the_stream_plays_ahead_as_far_as_the_bound_allows(max_staleness, begun):
+    bounds = {"groups_per_step": 3, "num_steps": 100, "max_staleness": max_staleness}
+    async with streaming(TimedPolicy(), **bounds) as (stream, scheduler):
         await stream.next_batch()
-        for step in range(1, 4):
+        for step, position in enumerate(begun, 1):
             await asyncio.sleep(0.02)
-            begun.append(scheduler.source.position)
+            assert scheduler.source.position == position
             stream.advance(step)
             await stream.next_batch()
-        return begun
-
-    bounds = {"groups_per_step": 3, "num_steps": 100}
-    assert drive(policy, work, max_staleness=0, **bounds) == [3, 6, 9]
-    assert drive(policy, work, max_staleness=2, **bounds) == [9, 12, 15]
 
 
-def test_a_batch_waits_for_a_long_episode_only_when_it_would_become_too_old():
+async def test_a_batch_waits_for_a_long_episode_only_when_it_would_become_too_old():
     slow = "g0000000-m000"
     policy = TimedPolicy(lambda name: (40, 0.005, "1.0") if name == slow else (1, 0.0, "1.0"))
 
-    async def work(stream, _):
-        return await train(stream, policy, 5, lambda: 0.02)
-
-    batches = drive(policy, work, groups_per_step=1, num_steps=5, max_staleness=2)
+    bounds = {"groups_per_step": 1, "num_steps": 5, "max_staleness": 2}
+    async with streaming(policy, **bounds) as (stream, _):
+        batches = await train(stream, policy, 5, lambda: 0.02)
     order = [batch.groups[0].group_id for _, batch in batches]
     assert sorted(order[:2]) == ["g0000001", "g0000002"]  # whichever was ready first
     assert order[2:] == ["g0000000", "g0000003", "g0000004"]
@@ -194,74 +181,42 @@ def test_a_batch_waits_for_a_long_episode_only_when_it_would_become_too_old():
     assert set(long.branches[0].policy_versions[3:]) == {0, 1, 2}
 
 
-def test_dropped_groups_are_replaced_at_once_and_only_so_often():
+async def test_dropped_groups_are_replaced_at_once_and_only_so_often():
     """Every group of an odd task is dropped; max_waves = 2 replaces it once."""
-    policy = TimedPolicy()
-
-    async def work(stream, _):
-        return await stream.next_batch()
 
     def keep(group):
         return "odd" if int(group.group_id[1:]) % 2 else None
 
-    batch = drive(
-        policy,
-        work,
-        groups_per_step=4,
-        num_steps=1,
-        max_staleness=0,
-        keep=keep,
-        max_waves=2,
-    )
+    batch = await first_batch(TimedPolicy(), groups_per_step=4, keep=keep, max_waves=2)
     positions = sorted(int(group.group_id[1:]) for group in batch.groups)
     assert all(position % 2 == 0 for position in positions)
     assert batch.dropped["odd"] == 6 - len(batch.groups)  # 4 first, 2 replacements
     assert len(batch.trajectories) == 12  # dropped ones are recorded too
 
 
-def test_a_dropped_group_is_marked_and_its_task_is_not_lost_before_a_step_told_of_it():
-    policy = TimedPolicy()
+async def test_a_dropped_group_is_marked_and_its_task_is_not_lost_before_a_step_told_of_it():
+    def keep(group):
+        return "first" if int(group.group_id[1:]) < 4 else None
 
-    async def work(stream, scheduler):
+    bounds = {"groups_per_step": 2, "num_steps": 1, "max_staleness": 0, "max_waves": 4}
+    async with streaming(TimedPolicy(), keep=keep, **bounds) as (stream, _):
         stream.advance(0)
         while stream.num_ended.total() < 12:  # two groups of two, and a replacement for each
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        early = sorted(stream.outstanding())
+        assert sorted(stream.outstanding()) == [0, 1, 2, 3, 4, 5]
         batch = await stream.next_batch()
-        return early, batch, stream.outstanding()
-
-    early, batch, late = drive(
-        policy,
-        work,
-        groups_per_step=2,
-        num_steps=1,
-        max_staleness=0,
-        keep=lambda group: "first" if int(group.group_id[1:]) < 4 else None,
-        max_waves=4,
-    )
-    assert early == [0, 1, 2, 3, 4, 5] and late == []
+        assert stream.outstanding() == []
     marks = {t.group_id: t.info.get("dropped") for t in batch.trajectories}
     assert marks == {f"g{n:07d}": "first" if n < 4 else None for n in range(6)}
 
 
-def test_stragglers_are_cut_and_excluded_and_the_rest_of_the_group_trains():
+async def test_stragglers_are_cut_and_excluded_and_the_rest_of_the_group_trains():
     slow = "g0000000-m003"
     policy = TimedPolicy(lambda name: (1000, 1.0, "1.0") if name == slow else (1, 0.0, "1.0"))
 
-    async def work(stream, _):
-        return await stream.next_batch()
-
-    batch = drive(
-        policy,
-        work,
-        group_size=4,
-        groups_per_step=2,
-        num_steps=1,
-        max_staleness=0,
-        min_group_size=3,
-        straggler_timeout_s=0.05,
-    )
+    cutting = {"min_group_size": 3, "straggler_timeout_s": 0.05}
+    batch = await first_batch(policy, group_size=4, groups_per_step=2, **cutting)
     assert [len(group.trajectories) for group in batch.groups] == [4, 4]
     cut = [t for t in batch.trajectories if t.error is not None]
     assert [(t.trajectory_id, t.error.code, t.error.stage) for t in cut] == [
@@ -270,30 +225,17 @@ def test_stragglers_are_cut_and_excluded_and_the_rest_of_the_group_trains():
     assert not cut[0].trainable and cut[0].stop_reason is StopReason.CANCELLED
 
 
-def test_a_member_that_waits_for_capacity_is_no_straggler():
+async def test_a_member_that_waits_for_capacity_is_no_straggler():
     policy = TimedPolicy(lambda _: (1, 0.05, "1.0"))
-
-    async def work(stream, _):
-        return await stream.next_batch()
-
-    batch = drive(
-        policy,
-        work,
-        group_size=4,
-        max_concurrent=1,
-        groups_per_step=2,
-        num_steps=1,
-        max_staleness=0,
-        min_group_size=1,
-        straggler_timeout_s=0.03,
-    )
+    cutting = {"min_group_size": 1, "straggler_timeout_s": 0.03}
+    batch = await first_batch(policy, group_size=4, max_concurrent=1, groups_per_step=2, **cutting)
     # One at a time: a member that waits while others play is not late yet.
     assert len(batch.trajectories) == 8
     codes = Counter(t.error.code if t.error else "ok" for t in batch.trajectories)
     assert codes["ok"] >= 6
 
 
-def test_oversampling_takes_what_is_ready_and_plays_the_rest_again_later():
+async def test_oversampling_takes_what_is_ready_and_plays_the_rest_again_later():
     first_try = Counter()
 
     def say(name):
@@ -303,13 +245,10 @@ def test_oversampling_takes_what_is_ready_and_plays_the_rest_again_later():
 
     policy = TimedPolicy(say)
 
-    async def work(stream, scheduler):
+    bounds = {"groups_per_step": 2, "num_steps": 3, "max_staleness": 0, "oversample": 1}
+    async with streaming(policy, **bounds) as (stream, scheduler):
         batches = await train(stream, policy, 3)
-        return batches, scheduler.source.returned
-
-    batches, returned = drive(
-        policy, work, groups_per_step=2, num_steps=3, max_staleness=0, oversample=1
-    )
+        returned = scheduler.source.returned
     trained = [group.group_id for _, batch in batches for group in batch.groups]
     assert len(trained) == len(set(trained)) == 6
     assert "g0000000" not in trained[:2] and "g0000000" in trained
@@ -319,66 +258,51 @@ def test_oversampling_takes_what_is_ready_and_plays_the_rest_again_later():
     assert len(returned) <= 1
 
 
-def test_what_no_step_took_is_handed_out_again_after_a_kill():
+async def test_what_no_step_took_is_handed_out_again_after_a_kill():
     policy = TimedPolicy(lambda _: (1, 0.001, "1.0"))
-
-    async def work(stream, scheduler):
+    bounds = {"groups_per_step": 2, "max_staleness": 1}
+    async with streaming(policy, num_steps=9, **bounds) as (stream, scheduler):
         batch = await stream.next_batch()
         stream.advance(1)
         await asyncio.sleep(0.01)
         taken = [int(group.group_id[1:]) for group in batch.groups]
-        return taken, stream.outstanding(), scheduler.source.position
-
-    bounds = {"groups_per_step": 2, "max_staleness": 1}
-    taken, outstanding, position = drive(policy, work, num_steps=9, **bounds)
+        outstanding, position = stream.outstanding(), scheduler.source.position
     assert sorted(taken + outstanding) == list(range(position))
 
     resumed = TaskSource("train", None, seed=1, position=position)
     resumed.returned.extend(outstanding)
-
-    async def rest(stream, _):
-        return await train(stream, policy, 3)
-
     policy.version = 0
-    batches = drive(policy, rest, source=resumed, num_steps=3, **bounds)
+    async with streaming(policy, source=resumed, num_steps=3, **bounds) as (stream, _):
+        batches = await train(stream, policy, 3)
     again = [int(group.group_id[1:]) for _, batch in batches for group in batch.groups]
     assert sorted(taken + again) == list(range(8))
 
 
-def test_groups_are_scored_before_the_filter_and_a_broken_scorer_ends_the_run():
-    policy = TimedPolicy()
-
+async def test_groups_are_scored_before_the_filter_and_a_broken_scorer_ends_the_run():
     async def score(trajectories):
         for trajectory in trajectories:
             trajectory.reward = 7.0
 
-    async def work(stream, _):
-        return await stream.next_batch()
-
     def keep(group):
         return None if group.trajectories[0].reward == 7.0 else "not scored"
 
-    shape = {"groups_per_step": 1, "num_steps": 1, "max_staleness": 0}
-    batch = drive(policy, work, score=score, keep=keep, **shape)
+    batch = await first_batch(TimedPolicy(), groups_per_step=1, score=score, keep=keep)
     assert [t.reward for t in batch.trajectories] == [7.0, 7.0]
 
     async def broken(trajectories):
         raise LookupError("a bug in the scorer")
 
     with pytest.raises(LookupError, match="a bug in the scorer"):
-        drive(policy, work, score=broken, **shape)
+        await first_batch(TimedPolicy(), groups_per_step=1, score=broken)
 
 
-def test_closing_cancels_what_is_in_flight_and_records_it():
+async def test_closing_cancels_what_is_in_flight_and_records_it():
     policy = TimedPolicy(lambda _: (1000, 1.0, "1.0"))
-
-    async def work(stream, _):
+    bounds = {"groups_per_step": 2, "num_steps": 4, "max_staleness": 1}
+    async with streaming(policy, **bounds) as (stream, _):
         stream.advance(0)
         while policy.playing < 8:
             await asyncio.sleep(0.01)
         await stream.aclose()
-        return stream.num_ended
-
-    ended = drive(policy, work, groups_per_step=2, num_steps=4, max_staleness=1)
-    assert ended == {"cancelled": 8}
+        assert stream.num_ended == {"cancelled": 8}
     assert policy.playing == 0

@@ -136,18 +136,14 @@ def test_masks_that_are_more_than_causal_are_refused(condition):
         packed_mask(**asked)
 
 
-def test_segments_that_do_not_cover_the_row_are_refused():
-    query = torch.randn(1, 2, 10, 8)
+@pytest.mark.parametrize(
+    ("length", "dropout", "says"), [(10, 0.0, "9 tokens, but the row has 10"), (9, 0.1, "dropout")]
+)
+def test_segments_that_do_not_cover_the_row_and_dropout_are_refused(length, dropout, says):
+    query = torch.randn(1, 2, length, 8)
     mask = SegmentMask([4, 5], None, query.device)
-    with pytest.raises(ValueError, match="9 tokens, but the row has 10"):
-        packed_attention(torch.nn.Module(), query, query, query, mask)
-
-
-def test_dropout_is_refused():
-    query = torch.randn(1, 2, 9, 8)
-    mask = SegmentMask([4, 5], None, query.device)
-    with pytest.raises(ValueError, match="dropout"):
-        packed_attention(torch.nn.Module(), query, query, query, mask, dropout=0.1)
+    with pytest.raises(ValueError, match=says):
+        packed_attention(torch.nn.Module(), query, query, query, mask, dropout=dropout)
 
 
 def chunked(size):
@@ -351,7 +347,6 @@ CPU = torch.device("cpu")
 
 def listed(numbers: torch.Tensor | None, indices: torch.Tensor | None) -> list[set[int]]:
     """Row by row the blocks of a list of `BlockMask`."""
-    assert numbers is not None and indices is not None
     pairs = zip(numbers[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
     return [set(row[:number]) for number, row in pairs]
 

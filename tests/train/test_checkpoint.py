@@ -150,9 +150,6 @@ def save_steps(run_dir: Path, *steps: int, keep: int = 10) -> Run:
     return run
 
 
-# ------------------------------------------------------------------------------- exactness
-
-
 def test_five_plus_five_steps_equal_ten_bit_for_bit(tmp_path):
     whole = Run()
     whole.train(10)
@@ -242,7 +239,7 @@ def test_critic_and_its_optimizer_come_back(tmp_path):
     assert found == expected
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), draws=st.integers(0, 700))
 def test_random_states_continue_the_same_stream(seed, draws):
     torch.manual_seed(seed)
@@ -318,9 +315,6 @@ def test_transformers_loads_the_folder(tmp_path):
     assert model.config.architectures is None, "saving must not change the live model"
 
 
-# ------------------------------------------------------------------------------- the folder
-
-
 def test_manifest_lists_every_file_with_its_hash(tmp_path):
     save_steps(tmp_path, 3)
     path = latest_checkpoint(tmp_path)
@@ -369,9 +363,6 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-# ------------------------------------------------------------------------------- damage
-
-
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
@@ -404,11 +395,7 @@ def good_checkpoint(tmp_path_factory) -> Path:
     return run_dir / "checkpoints" / "step_000001"
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), data=st.data())
 def test_no_single_flipped_bit_goes_unseen(good_checkpoint, where, bit, data):
     name = data.draw(st.sampled_from(sorted(p.name for p in good_checkpoint.iterdir())))
@@ -470,9 +457,6 @@ def test_another_model_is_refused_by_tensor_name(tmp_path):
     one_group = TinyPolicy()
     with pytest.raises(CheckpointError, match="parameter groups"):
         restore_state(state, policy=Parts(one_group, torch.optim.AdamW(one_group.parameters())))
-
-
-# ------------------------------------------------------------------------------- malice
 
 
 class Payload:
@@ -555,9 +539,6 @@ def test_damaged_random_states_are_an_error():
     restore_rng(good)
 
 
-# ------------------------------------------------------------------------------- fingerprints
-
-
 def test_every_difference_is_listed_with_both_values_and_the_remedy(caplog):
     now = {
         "model": "tiny",
@@ -584,9 +565,6 @@ def test_equal_fingerprints_pass_through_json():
     check_fingerprint(json.loads(json.dumps(current)), current)
     with pytest.raises(CheckpointError):
         check_fingerprint({"flag": 1}, {"flag": True})
-
-
-# ------------------------------------------------------------------------------- kills
 
 
 KILLED_SAVE = """
@@ -690,9 +668,6 @@ def test_cleaning_touches_nothing_else(tmp_path):
     assert names(tmp_path) == before
 
 
-# ------------------------------------------------------------------------------- full disk
-
-
 def failing_after(real, num_calls: int, error: OSError):
     calls = 0
 
@@ -748,39 +723,6 @@ def test_a_failing_rename_over_the_same_step_puts_the_old_one_back(tmp_path, mon
     assert calls[1] == ".tmp-step_000002"
     assert names(tmp_path) == ["step_000002"]
     assert load_latest(tmp_path).step == 2
-
-
-def test_a_really_full_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True
-    )
-    if not mounted or mounted.returncode != 0:
-        pytest.skip("a tmpfs cannot be mounted here (needs root)")
-    try:
-        run = save_steps(disk, 2)
-        run.train(1)
-        state = run.state(3)
-        state.tensors["model"] |= {"large": torch.zeros(400_000)}
-        with pytest.raises(CheckpointNotSaved, match="No space left on device"):
-            save_checkpoint(disk, state)
-        assert names(disk) == ["step_000002"]
-        # Full to the last block: not even state.json fits.
-        (disk / "filler").write_bytes(b"\0" * (shutil.disk_usage(disk).free - 8192))
-        with pytest.raises(CheckpointNotSaved, match="No space left on device"):
-            save_checkpoint(disk, run.state(3))
-        assert names(disk) == ["step_000002"]
-        (disk / "filler").unlink()
-        save_checkpoint(disk, run.state(3))
-        fresh = Run(seed=8)
-        fresh.restore(load_latest(disk))
-        assert everything(fresh) == everything(run)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-# ------------------------------------------------------------------------------- several ranks
 
 
 SHARDED = """
@@ -873,7 +815,6 @@ def test_shards_are_saved_by_every_rank_and_restored(tmp_path):
                 rank.send_signal(signal.SIGKILL)
                 rank.wait()
     folder = load_latest(tmp_path).folder
-    assert folder is not None
     for part, name in (("model", "0.weight"), ("optimizer", "exp_avg/0.weight")):
         read = read_tensors(folder, part, lambda saved, n=name: {n: torch.empty(saved[n].shape)})
         assert read[name].shape == (7, 5)

@@ -35,7 +35,7 @@ def of_ranks(monkeypatch):
     return lambda size: monkeypatch.setattr(context, "_context", Context(size, 0, OTHERS))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(forked_samples(), st.integers(1, 7), st.booleans())
 def test_slices_are_the_row_and_every_trained_token_is_in_one(samples, size, share):
     micro = pack(samples, range(len(samples)), share=share)

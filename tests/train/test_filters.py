@@ -1,6 +1,7 @@
 """Filters of groups: the built-in one and a user's own."""
 
 import pytest
+from samples_for_tests import group_of
 from test_loop import QUICKSTART
 
 from agentrl.config import RolloutSection, load_config
@@ -10,7 +11,6 @@ from agentrl.rollout.index import TrajectoryIndex
 from agentrl.tracking import read_metrics
 from agentrl.train.filters import filters_of
 from agentrl.train.loop import train
-from agentrl.types import Group, TokenRow, Trajectory, Turn
 
 FILTERS = """
 def even(group):
@@ -34,36 +34,24 @@ def filters(tmp_path):
     return path
 
 
-def group(*rewards: float, number: int = 0) -> Group:
-    members = []
-    for member, reward in enumerate(rewards):
-        row = TokenRow()
-        row.append_context([1], 0)
-        row.append_sampled([2], [-0.5], [0], 0)
-        turn = Turn(0, 1, 1, "stop", "text", message=1)
-        members.append(
-            Trajectory(str(member), "g", "e", "t", 0, reward=reward, branches=[row], turns=[turn])
-        )
-    return Group(f"g{number:07d}", "t", members)
-
-
 def test_filters_are_asked_in_turn_and_the_first_gives_the_reason(filters):
     keep = filters_of(
         RolloutSection(keep=["zero_variance", f"{filters}:even", f"{filters}:with_reason"])
     )
-    assert keep(group(1.0, 1.0, number=1)) == "zero_variance"
-    assert keep(group(1.0, 0.0, number=1)) == "even"
-    assert keep(group(1.0, 0.0)) == "small"
-    assert keep(group(1.0, 0.0, 0.0)) is None
+    assert keep(group_of(1, 1.0, 1.0)) == "zero_variance"
+    assert keep(group_of(1, 1.0, 0.0)) == "even"
+    assert keep(group_of(0, 1.0, 0.0)) == "small"
+    assert keep(group_of(0, 1.0, 0.0, 0.0)) is None
     assert filters_of(RolloutSection()) is None
-    assert filters_of(RolloutSection(drop_zero_variance=True))(group(1.0, 1.0)) == "zero_variance"
+    dropping = filters_of(RolloutSection(drop_zero_variance=True))
+    assert dropping(group_of(0, 1.0, 1.0)) == "zero_variance"
 
 
 @pytest.mark.parametrize("name", ["wrong", "two_words"])
 def test_an_answer_of_another_form_is_refused(filters, name):
     keep = filters_of(RolloutSection(keep=[f"{filters}:{name}"]))
     with pytest.raises(TrainingError, match=f"{name} returned .*return True or False"):
-        keep(group(1.0, 0.0))
+        keep(group_of(0, 1.0, 0.0))
 
 
 def test_what_is_no_filter_is_named(filters):

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from samples_for_tests import trajectory_of
 
 from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, TrainingError
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.scheduler import TaskSource
 from agentrl.train.guards import mismatch_warning, require_no_gap, require_own_rewards
-from agentrl.types import Group, StopReason, TokenRow, Trajectory, Turn
+from agentrl.types import Group, Trajectory, Turn
 
 STALE = {
     "replay_share": {
@@ -50,13 +51,8 @@ def test_a_policy_that_moved_since_it_sampled_is_not_taken_for_another(sections)
 
 
 def trajectory(group_id: str, member: int, reward: float, earned: float) -> Trajectory:
-    return Trajectory(
-        *(f"{group_id}-m{member}", group_id, "e", "t", 0),
-        branches=[TokenRow([1, 2], [0, 1], [0.0, -1.0], [-1, 0], [0, 0])],
-        turns=[Turn(0, 1, 1, "stop", "text", reward=earned, message=1)],
-        reward=reward,
-        stop_reason=StopReason.TERMINATED,
-    )
+    turns = [Turn(0, 1, 1, "stop", "text", reward=earned, message=1)]
+    return trajectory_of(reward, f"{group_id}-m{member}", group_id, turns=turns)
 
 
 def test_rewards_that_went_to_another_member_are_named():

@@ -1,6 +1,5 @@
 """Evaluations while training: sets by name, the best checkpoint, the end once nothing improves."""
 
-import asyncio
 from contextlib import aclosing
 from pathlib import Path
 
@@ -101,14 +100,11 @@ def test_a_run_evaluates_what_is_held_out_unless_told_not_to(tmp_path, capsys):
         (["--eval.split", "dev"], []),
     ],
 )
-def test_when_evaluations_are_due(overrides, steps):
+async def test_when_evaluations_are_due(overrides, steps):
     config = load_config(QUICKSTART, ["--run.num_steps", "30", *overrides])
 
-    async def interval():
-        async with aclosing(connect(None)) as env:
-            return await default_interval(config, {"": env}, quiet=True)
-
-    held_out = HeldOut(config, asyncio.run(interval()))
+    async with aclosing(connect(None)) as env:
+        held_out = HeldOut(config, (await default_interval(config, {"": env}, quiet=True)))
     assert [step for step in range(1, 31) if held_out.is_due(step, config)] == steps
 
 

@@ -20,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.env.protocol import TaskPreview
 from agentrl.errors import ConfigError, InferenceError, TrainingError
 from agentrl.images import ImageStore, content_images, image_part
-from agentrl.inference.base import Generation, SamplingParams
+from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.inference.vllm_images import features_of
 from agentrl.rollout import TrajectoryLog, read_trajectories
@@ -41,6 +41,7 @@ from agentrl.train.sft import dialogue_to_sample, sft
 from agentrl.train.state import _config_files
 from agentrl.train.teacher import TeacherServer
 from agentrl.types import Message, ShownImage, StopReason, Trajectory, samples_of
+from tests.rollout_scripted import NumberedEngine
 from tests.tokenizers_for_tests import make_tokenizer
 from tests.vision_models import WITH_PROCESSORS, save_with_processor
 
@@ -77,20 +78,6 @@ def make_renderer(path: str) -> Renderer:
     return Renderer(tokenizer, processor=load_processor(path, tokenizer))
 
 
-class Says:
-    """An engine that says what it is told, as the template would write it."""
-
-    policy_version = 0
-    takes_images = True
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-
-    async def generate(self, request_id: str, *_: Any) -> Generation:
-        ids = self.renderer.assistant_turn({"role": "assistant", "content": request_id})
-        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
-
-
 def play(policy: TokenPolicy) -> Trajectory:
     trajectory = Trajectory("t", "g", "e", "k", 0)
 
@@ -103,11 +90,15 @@ def play(policy: TokenPolicy) -> Trajectory:
     return trajectory
 
 
+def played(renderer: Renderer) -> Trajectory:
+    engine: Any = NumberedEngine(renderer)
+    return play(TokenPolicy(engine, renderer, 64, 1000))
+
+
 def test_rows_are_what_the_processor_makes_of_the_whole_dialogue(folder: str) -> None:
     renderer = make_renderer(folder)
     assert renderer.history == "append_only"
-    engine: Any = Says(renderer)
-    trajectory = play(TokenPolicy(engine, renderer, 64, 1000))
+    trajectory = played(renderer)
     (row,) = trajectory.branches
 
     model = load_model(folder, dtype=torch.float32, device="cpu")
@@ -161,8 +152,7 @@ def test_a_demonstration_with_images_is_what_a_rollout_of_it_would_be(
     folder: str, tmp_path: Path
 ) -> None:
     renderer = make_renderer(folder)
-    engine: Any = Says(renderer)
-    (row,) = play(TokenPolicy(engine, renderer, 64, 1000)).branches
+    (row,) = played(renderer).branches
     sample = dialogue_to_sample(renderer, row.messages, [], "d")
     assert sample.token_ids.tolist() == row.token_ids
     assert sample.loss_mask.tolist() == row.loss_mask
@@ -181,8 +171,7 @@ def test_a_demonstration_with_images_is_what_a_rollout_of_it_would_be(
 
 def test_pixels_have_a_hash_of_what_the_tower_reads(folder: str) -> None:
     renderer = make_renderer(folder)
-    engine: Any = Says(renderer)
-    one, other = (play(TokenPolicy(engine, renderer, 64, 1000)).branches[0] for _ in range(2))
+    one, other = (played(renderer).branches[0] for _ in range(2))
     hashes = [image.pixels_sha256 for image in one.images]
     assert hashes == [pixels_sha256(image.pixels) for image in other.images]
     assert len(set(hashes)) == 2
@@ -190,8 +179,7 @@ def test_pixels_have_a_hash_of_what_the_tower_reads(folder: str) -> None:
 
 def test_what_cannot_be_shown_is_refused_in_words(folder: str) -> None:
     renderer = make_renderer(folder)
-    blind: Any = Says(renderer)
-    blind.takes_images = False
+    blind: Any = NumberedEngine(renderer, takes_images=False)
     with pytest.raises(InferenceError, match=r"inference\.backend = 'embedded'"):
         play(TokenPolicy(blind, renderer, 64, 1000))
     with pytest.raises(ConfigError, match="takes none"):
@@ -213,7 +201,6 @@ def test_a_run_whose_servers_are_not_sent_its_images_is_refused_at_its_start(
         {"env": {"id": "e"}, "model": {"path": folder}, "inference": {"backend": backend}}
     )
     renderer = make_renderer(folder)
-    assert renderer.processor is not None
     family = renderer.processor.family
     sent = backend == "embedded" or (backend == "vllm" and family in ("qwen2_5_vl", "qwen3_vl"))
     if sent or not shows:
@@ -225,8 +212,7 @@ def test_a_run_whose_servers_are_not_sent_its_images_is_refused_at_its_start(
 
 def test_vllm_is_sent_placeholders_and_pixels_and_nothing_else(folder: str) -> None:
     renderer = make_renderer(folder)
-    engine: Any = Says(renderer)
-    (row,) = play(TokenPolicy(engine, renderer, 64, 1000)).branches
+    (row,) = played(renderer).branches
     if "image_grid_thw" not in row.images[0].pixels:
         with pytest.raises(InferenceError, match=r"qwen3_vl.*pixel_attention_mask"):
             features_of(row.images)
@@ -245,7 +231,6 @@ def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
     image = content_images([picture(1)])[0]
     for path in (folder, str(tmp_path / "saved")):
         processor = load_processor(path, load_tokenizer(path))
-        assert processor is not None
         ids, pixels, _ = processor.read(image)
         assert ids.count(model.config.image_token_id) > 1
         assert {"pixel_values"} < set(pixels)
@@ -255,14 +240,12 @@ def test_a_saved_model_keeps_its_processor(folder: str, tmp_path: Path) -> None:
 def test_a_row_that_was_read_back_is_trained_with_the_same_pixels_or_not_at_all(
     folder: str, tmp_path: Path
 ) -> None:
-    renderer = make_renderer(folder)
-    engine: Any = Says(renderer)
-    played = play(TokenPolicy(engine, renderer, 64, 1000))
-    played.stop_reason = StopReason.TERMINATED
-    TrajectoryLog(tmp_path).append(1, [played])
+    sent = played(make_renderer(folder))
+    sent.stop_reason = StopReason.TERMINATED
+    TrajectoryLog(tmp_path).append(1, [sent])
     ((_, read),) = read_trajectories(tmp_path, images=True)
-    (sample,), (before,) = samples_of(read), samples_of(played)
-    assert read.messages == played.messages
+    (sample,), (before,) = samples_of(read), samples_of(sent)
+    assert read.messages == sent.messages
     model = load_model(folder, dtype=torch.float32, device="cpu")
     with pytest.raises(TrainingError, match="whose pixels the log does not have"):
         sample_logprobs(model, pack([sample], [0]), temperature=1.0)
@@ -271,7 +254,7 @@ def test_a_row_that_was_read_back_is_trained_with_the_same_pixels_or_not_at_all(
 
     store = ImageStore(tmp_path / "images")
     restore_pixels([read], store, make_renderer(folder).processor)
-    for mine, its in zip(read.branches[0].images, played.branches[0].images, strict=True):
+    for mine, its in zip(read.branches[0].images, sent.branches[0].images, strict=True):
         assert (mine.sha256, mine.start, mine.end) == (its.sha256, its.start, its.end)
         assert all(np.array_equal(mine.pixels[name], its.pixels[name]) for name in its.pixels)
     with pytest.raises(ConfigError, match="takes none"):
@@ -282,9 +265,8 @@ def test_a_row_that_was_read_back_is_trained_with_the_same_pixels_or_not_at_all(
     settings["image_processor"]["image_mean"] = [0.1, 0.1, 0.1]
     other.write_text(json.dumps(settings))
     processor = make_renderer(str(other.parent)).processor
-    assert processor is not None
     theirs = processor.read(store.get(read.branches[0].images[0].sha256))[2]
-    ours = played.branches[0].images[0].pixels_sha256
+    ours = sent.branches[0].images[0].pixels_sha256
     with pytest.raises(ConfigError, match=f"{ours}.*{theirs}"):
         restore_pixels([read], store, processor)
 

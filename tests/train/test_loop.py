@@ -226,14 +226,6 @@ def test_the_same_seed_repeats_and_another_does_not(finished, tmp_path):
     assert contents(other) != contents(finished)[:12]
 
 
-def test_the_split_into_micro_batches_changes_no_metric(finished, tmp_path):
-    cut = run(tmp_path / "cut", "--train.token_budget", "64", "--run.num_steps", "1")
-    ours, whole = untimed(read_metrics(cut))[0], untimed(read_metrics(finished))[0]
-    assert ours.keys() == whole.keys()
-    for key, value in whole.items():
-        assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-
-
 def test_the_environment_over_http_gives_identical_trajectories(finished, tmp_path):
     server = subprocess.Popen(
         [sys.executable, "-m", "agentrl", "env", "serve", "math", "--port", "0"],
@@ -486,10 +478,7 @@ def test_a_run_whose_episodes_fail_for_one_cause_says_so_and_stops(tmp_path):
 def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.delenv("AGENTRL_VLLM_PYTHON", raising=False)
     cases = [
-        (["--model.path", str(tmp_path / "none")], ConfigError, "does not exist"),
         (["--env.split", "nope"], ConfigError, "no split 'nope'"),
-        (["--env.id", "no_such"], Exception, "no_such"),
-        (["--env.config.digitz", "3"], Exception, "digitz"),
         (["--objective.preset", "opd"], ConfigError, "set teacher.path"),
         (
             ["--objective.preset", "opd", "--teacher.path", str(tmp_path / "none")],
@@ -502,7 +491,6 @@ def test_wrong_input_is_one_line_with_the_remedy(tmp_path, monkeypatch):
             TrainingError,
             "max_context_tokens = 8",
         ),
-        (["--rollout.max_context_tokens", "8"], ConfigError, "max_turn_tokens = 24"),
         (["--inference.backend", "openai", "--inference.urls", "x"], ConfigError, "embedded"),
         (["--inference.backend", "vllm"], ConfigError, "inference.python"),
         (["--rollout.max_staleness", "1"], ConfigError, "inference.backend"),

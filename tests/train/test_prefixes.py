@@ -58,7 +58,7 @@ def assert_same(one, other, tolerance):
         assert (a - b).norm() <= tolerance * b.norm()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(forked_samples(), st.integers(20, 400), st.integers(20, 400))
 def test_the_gradient_is_that_of_rows_by_themselves(samples, budget, other):
     # Its norms round to float32 even so.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samples_for_tests import trajectory_of
 
 from agentrl.cli import main
 from agentrl.config import RunConfig, load_config
@@ -16,7 +17,7 @@ from agentrl.errors import TrainingError
 from agentrl.train import preflight
 from agentrl.train.loop import train
 from agentrl.train.preflight import FirstRewards, mismatch_is_large, rate_is_unusual
-from agentrl.types import StopReason, TokenRow, Trajectory, Turn
+from agentrl.types import StopReason, Trajectory, Turn
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 PAYS = """
@@ -43,15 +44,9 @@ def config(**sections) -> RunConfig:
 def episodes(count: int, rewards: list[float], **turn) -> list[Trajectory]:
     settings = {"finish_reason": "stop", "parse_status": "text", **turn}
     stop = settings.pop("stop", StopReason.TERMINATED)
+    rewards = [rewards[number % len(rewards)] for number in range(count)]
     return [
-        Trajectory(
-            *(f"t{number}", "g", "e", "task", 0),
-            branches=[TokenRow([1, 2], [0, 1], [0.0, -1.0], [-1, 0], [0, 0])],
-            turns=[Turn(0, 1, 1, **settings)],
-            reward=rewards[number % len(rewards)],
-            stop_reason=stop,
-        )
-        for number in range(count)
+        trajectory_of(each, turns=[Turn(0, 1, 1, **settings)], stop_reason=stop) for each in rewards
     ]
 
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from samples_for_tests import group_of
 from test_loop import QUICKSTART, SMALL, untimed
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from agentrl.rollout.recorded import best_trajectories
 from agentrl.rollout.replay_buffer import ReplayBuffer
 from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
-from agentrl.types import Group, TokenRow, Trajectory, Turn
 
 EXAMPLE = QUICKSTART.parents[1] / "mixture" / "run.toml"
 
@@ -110,21 +110,6 @@ AGAIN = [
 ]
 
 
-def group(number: int, *rewards: float) -> Group:
-    members = []
-    for member, reward in enumerate(rewards):
-        row = TokenRow()
-        row.append_context([1], 0)
-        row.append_sampled([2], [-0.5], [0], 0)
-        turn = Turn(0, 1, 1, "stop", "text", message=1)
-        members.append(
-            Trajectory(
-                f"{member}", f"g{number}", "e", "t", 0, reward=reward, branches=[row], turns=[turn]
-            )
-        )
-    return Group(f"g{number}", "t", members)
-
-
 def test_the_groups_that_differ_most_are_given_back_once_and_none_that_is_old():
     buffer = ReplayBuffer(RolloutSection(groups_per_step=3, replay_share=0.5, replay_max_age=2))
     taken = []
@@ -132,10 +117,10 @@ def test_the_groups_that_differ_most_are_given_back_once_and_none_that_is_old():
         again, metrics = buffer.take(step)
         taken.append([g.group_id for g in again])
         assert metrics["replay/groups"] == len(again)
-        buffer.add(
-            step, [group(step * 10, 1, 1), group(step * 10 + 1, 0, 1), group(step * 10 + 2, 0, 0.5)]
-        )
-    assert taken[:4] == [[], ["g11", "g12"], ["g21"], ["g31", "g32"]]
+        rewards = ((1, 1), (0, 1), (0, 0.5))
+        buffer.add(step, [group_of(10 * step + at, *each) for at, each in enumerate(rewards)])
+    numbers = [[int(name[1:]) for name in names] for names in taken]
+    assert numbers[:4] == [[], [11, 12], [21], [31, 32]]
     assert sum(map(len, taken)) == int(1.5 * 8) - 1, "one was due before there was any"
     given = [name for names in taken for name in names]
     assert len(set(given)) == len(given) and not any(name.endswith("0") for name in given)

@@ -12,14 +12,11 @@ from agentrl.rollout.render import Renderer
 from agentrl.train.sft import dialogue_to_sample, read_demonstrations, sft
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")
-CALL = {"name": "look", "arguments": {"word": "w"}}
+LOOK = {"name": "look", "arguments": {"word": "w"}}
+CALL = {"id": "c", "type": "function", "function": LOOK}
 DIALOGUE = [
     {"role": "user", "content": "go"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c", "type": "function", "function": CALL}],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "found", "tool_call_id": "c"},
     {"role": "assistant", "content": "done"},
     {"role": "user", "content": "thanks"},
@@ -52,15 +49,8 @@ def test_a_demonstration_of_what_was_played_has_the_rollouts_ids(tmp_path):
     for _, trajectory in read_trajectories(tmp_path):
         if any(turn.parse_status == "malformed" for turn in trajectory.turns):
             continue
-        tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": "calculator",
-                    "parameters": {"properties": {"expression": {}}},
-                },
-            }
-        ]
+        calculator = {"name": "calculator", "parameters": {"properties": {"expression": {}}}}
+        tools = [{"type": "function", "function": calculator}]
         sample = dialogue_to_sample(renderer, trajectory.messages, tools, "d")
         (row,) = trajectory.branches
         assert sample.token_ids.tolist() == row.token_ids
@@ -71,16 +61,11 @@ def test_a_demonstration_of_what_was_played_has_the_rollouts_ids(tmp_path):
 
 def test_tuning_lowers_the_loss_and_the_result_loads(tmp_path):
     demonstrations = tmp_path / "demos.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n}+1=?"},
-                {"role": "assistant", "content": f"#### {n + 1}"},
-            ]
-        }
-        for n in range(10, 42)
-    ]
-    demonstrations.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    with demonstrations.open("w") as file:
+        for n in range(10, 42):
+            asked = {"role": "user", "content": f"{n}+1=?"}
+            said = {"role": "assistant", "content": f"#### {n + 1}"}
+            file.write(json.dumps({"messages": [asked, said]}) + "\n")
     out = tmp_path / "tuned"
     settings = {"num_epochs": 6, "batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 2}
     result = sft(demonstrations, model_path=MODEL, out=out, save_dtype="bfloat16", **settings)

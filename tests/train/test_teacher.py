@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from aiohttp import web
 from samples_for_tests import sample_of
 from transformers import AutoTokenizer, PreTrainedModel
+from web_servers import in_thread, listening
 
 from agentrl.config import RunConfig, TeacherSection
 from agentrl.errors import ConfigError, InferenceError
@@ -81,28 +81,12 @@ class PromptServer:
 @contextmanager
 def running(server: PromptServer) -> Iterator[str]:
     """Serve in a thread of its own, because the client blocks; yields the address."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_post("/tokenize", server.tokenize)
-        app.router.add_post("/v1/completions", server.complete)
-        app.router.add_get("/model_info", server.model_info)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
-
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+    app = web.Application()
+    app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/v1/completions", server.complete)
+    app.router.add_get("/model_info", server.model_info)
+    with in_thread(listening(app)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -165,38 +149,33 @@ def test_answers_that_break_the_contract_are_errors(model, tokenizer, faults, re
     assert len(server.bodies) == len(faults)
 
 
-def test_another_tokenizer_is_refused_before_the_run(model, tokenizer, tmp_path):
+async def made(tokenizer, **section):
+    kwargs = {"dtype": torch.float32, "device": torch.device("cpu")}
+    return await make_teacher(TeacherSection(**section), tokenizer, **kwargs)
+
+
+async def test_another_tokenizer_is_refused_before_the_run(model, tokenizer, tmp_path):
     other = AutoTokenizer.from_pretrained(MODEL)
     other.add_tokens(["don't"])
-    kwargs = {"dtype": torch.float32, "device": torch.device("cpu")}
-    with running(PromptServer(model, other)) as url:
-        section = TeacherSection(url=url)
-        with pytest.raises(ConfigError, match="another tokenizer than the policy"):
-            asyncio.run(make_teacher(section, tokenizer, **kwargs))
+    with (
+        running(PromptServer(model, other)) as url,
+        pytest.raises(ConfigError, match="another tokenizer than the policy"),
+    ):
+        await made(tokenizer, url=url)
     model.save_pretrained(tmp_path)
     other.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"teacher.path = .* has another tokenizer"):
-        asyncio.run(make_teacher(TeacherSection(path=str(tmp_path)), tokenizer, **kwargs))
+        await made(tokenizer, path=str(tmp_path))
 
 
-def test_a_server_that_is_not_there_is_a_configuration_error(tokenizer, monkeypatch):
+async def test_a_server_that_is_not_there_is_a_configuration_error(tokenizer, monkeypatch):
     monkeypatch.setattr("agentrl.train.teacher.FIRST_PAUSE_S", 0.001)
-    section = TeacherSection(url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"teacher.url does not answer .*127.0.0.1:9/tokenize"):
-        asyncio.run(
-            make_teacher(section, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
-        )
+        await made(tokenizer, url="http://127.0.0.1:9")
 
 
-def test_a_local_teacher_is_frozen(tokenizer):
-    teacher = asyncio.run(
-        make_teacher(
-            TeacherSection(path=str(MODEL)),
-            tokenizer,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-    )
+async def test_a_local_teacher_is_frozen(tokenizer):
+    teacher = await made(tokenizer, path=str(MODEL))
     assert isinstance(teacher, PreTrainedModel)
     assert not any(p.requires_grad for p in teacher.parameters())
 

@@ -143,8 +143,6 @@ def test_the_panel_in_ascii():
     assert all(line.isascii() for line in rendered(80, 24, 20, ("train", 1, 4), "ascii"))
 
 
-# ------------------------------------------------------------------------------- a real terminal
-
 PROGRAM = """
 import logging, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it

@@ -27,7 +27,7 @@ def test_leading_spaces_survive_a_decoder_that_strips_them():
     assert token_texts([0, 1, 2, 0, 4], decode) == ["the", " cat", "s", " the", "!"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 6), max_size=20))
 def test_token_texts_never_lose_their_place(ids):
     texts = token_texts(ids, bytes_decode)
