@@ -14,7 +14,7 @@
     ├── AgentError           an agent program failed before it gave its answer
     ├── HistoryError         a chat template edits what the policy has read
     ├── TrainingError        the optimiser cannot go on (repeated non-finite gradients)
-    └── StallError           no episode moved for run.stall_timeout_s              (exit 75)
+    └── StallError           no episode progressed for run.stall_timeout_s              (exit 75)
 
 A bad rollout is data, not a crash: exceptions are caught in exactly two places, the environment
 server's session boundary and the rollout driver's trajectory boundary, and are recorded there.

@@ -523,7 +523,7 @@ def _stall_report(mixture: Mixture) -> str:
     now = time.monotonic()
     live = sorted(mixture.live.values(), key=lambda episode: episode.since)
     lines = [
-        f"no episode moved for {mixture.stalled_for_s():.0f} s (run.stall_timeout_s); "
+        f"no episode progressed for {mixture.stalled_for_s():.0f} s (run.stall_timeout_s); "
         f"{len(live)} in flight. Remove the cause, then continue with --resume",
         f"{'trajectory':24} {'stage':10} {'turn':>4} {'waits':>8}",
     ]

@@ -135,7 +135,7 @@ def test_a_stall_says_where_every_episode_stands_and_exits_with_75(
     arguments = ["--run.dir", str(tmp_path / "run"), "--run.stall_timeout_s", "0.5", "--quiet"]
     assert main(["train", str(QUICKSTART), *SMALL, *arguments]) == 75
     shown = capsys.readouterr().err
-    assert "no episode moved" in shown and "8 in flight" in shown
+    assert "no episode progressed" in shown and "8 in flight" in shown
     assert shown.count("generate") == 8 and "g0000001-m003" in shown
 
 
