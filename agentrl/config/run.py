@@ -94,7 +94,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _several_environments_are_a_list(cls, data: object) -> object:
+    def _read_several_environments(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
         if "envs" in data:
@@ -108,9 +108,7 @@ class RunConfig(Section):
         return {**data, "env": first, "envs": tables}
 
     @model_serializer(mode="wrap")
-    def _several_environments_are_written_as_a_list(
-        self, handler: SerializerFunctionWrapHandler
-    ) -> dict[str, Any]:
+    def _write_several_environments(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data = handler(self)
         tables = data.pop("envs", None)
         return {**data, "env": tables} if tables else data
@@ -135,7 +133,7 @@ class RunConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _environments_share_a_step(self) -> RunConfig:
+    def _check_environments(self) -> RunConfig:
         names = [each.name for each in self.envs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two [[env]] tables are named {twice[0]!r}; give each its own name")
@@ -165,7 +163,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_preset_may_be_a_whole_recipe(cls, data: object) -> object:
+    def _merge_preset_of_run(cls, data: object) -> object:
         objective = data.get("objective") if isinstance(data, dict) else None
         if not isinstance(data, dict) or not isinstance(objective, dict):
             return data
@@ -174,7 +172,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _longest_trajectory_is_the_constant(cls, data: object) -> object:
+    def _set_constant_of_aggregate(cls, data: object) -> object:
         """Sets `max_tokens` of `aggregate.kind = "constant"` to the longest possible trajectory.
 
         Only if the run file does not set it: a preset's number is that of its paper's runs.
@@ -203,7 +201,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _samples_of_another_policy_are_corrected(cls, data: object) -> object:
+    def _add_correction(cls, data: object) -> object:
         """Adds a correction if the policy that sampled differs from the one that is trained.
 
         It does with `max_staleness` above 0, and with servers that round their weights. Without a
@@ -236,7 +234,7 @@ class RunConfig(Section):
         return {**data, "objective": {**own, **correction}}
 
     @model_validator(mode="after")
-    def _own_functions_hold(self) -> RunConfig:
+    def _check_user_functions(self) -> RunConfig:
         """Tries out the user's loss and advantage functions before anything is started."""
         if not self.objective.user_functions:
             return self
@@ -266,7 +264,7 @@ class RunConfig(Section):
         return self.agent.is_on or self.rollout.generate is not None
 
     @model_validator(mode="after")
-    def _routes_are_known(self) -> RunConfig:
+    def _check_router_replay(self) -> RunConfig:
         if self.train.router_replay and self.inference.backend != "embedded":
             raise ValueError(
                 "train.router_replay works with the embedded engine only; set "
@@ -280,7 +278,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_reference_is_compared_with(self) -> RunConfig:
+    def _check_reference(self) -> RunConfig:
         for key in ("reference", "reference_every"):
             if getattr(self.model, key) and "ref_logprobs" not in self.objective.needs():
                 raise ValueError(
@@ -290,7 +288,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_make_sense(self) -> RunConfig:
+    def _check_groups(self) -> RunConfig:
         if self.rollout.group_size == 1 and self.objective.needs_groups:
             raise ValueError(
                 "rollout.group_size = 1 gives a group baseline nothing to compare with, so every "
@@ -363,7 +361,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_teacher_where_one_is_learned_from(self) -> RunConfig:
+    def _check_teacher(self) -> RunConfig:
         given = [key for key in ("path", "url") if getattr(self.teacher, key) is not None]
         if "teacher_logprobs" not in self.objective.needs():
             if given:
@@ -386,7 +384,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_truncated_policy_has_no_whole_teacher(self) -> RunConfig:
+    def _check_teacher_of_truncated_policy(self) -> RunConfig:
         if self.rollout.is_truncated and self.teacher.url is not None:
             raise ValueError(
                 "a server at teacher.url returns log-probabilities of the full distribution, but "
@@ -396,7 +394,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_replay_has_all_it_needs(self) -> RunConfig:
+    def _check_replay(self) -> RunConfig:
         if self.run.replay is None:
             return self
         if "baselines" in self.objective.needs():
@@ -421,7 +419,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _what_is_trained_again_is_weighted(self) -> RunConfig:
+    def _check_replay_share(self) -> RunConfig:
         if not self.rollout.replay_share:
             return self
         if self.objective.off_policy.level == "none" and self.objective.ratio.anchor != "rollout":
@@ -449,7 +447,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _the_critic_warms_up_before_the_end(self) -> RunConfig:
+    def _check_critic_warmup(self) -> RunConfig:
         if self.objective.needs_critic and self.critic.warmup_steps >= self.run.num_steps:
             raise ValueError(
                 f"critic.warmup_steps = {self.critic.warmup_steps} leaves none of the "
@@ -477,7 +475,7 @@ class RunConfig(Section):
         return found or {name: (name, config) for name, config in environments.items()}
 
     @model_validator(mode="after")
-    def _the_best_is_of_a_metric(self) -> RunConfig:
+    def _check_keep_best(self) -> RunConfig:
         if self.run.patience and self.run.keep_best is None:
             raise ValueError(
                 "run.patience counts evaluations without an improvement of run.keep_best; set it "

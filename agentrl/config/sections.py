@@ -45,7 +45,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: object, info: ValidationInfo) -> object:
+    def _refuse_booleans_as_numbers(cls, value: object, info: ValidationInfo) -> object:
         if isinstance(value, bool) and info.field_name is not None:
             type_ = cls.model_fields[info.field_name].annotation
             if {int, float} & {type_, *get_args(type_)} and bool not in (type_, *get_args(type_)):
@@ -96,7 +96,7 @@ class RunSection(Section):
     """Resume even though the dataset, model, group size or another defining setting changed."""
 
     @model_validator(mode="after")
-    def _traces_are_of_its_steps(self) -> RunSection:
+    def _check_profile(self) -> RunSection:
         if max(self.profile, default=0) > self.num_steps:
             raise ValueError(
                 f"profile = {self.profile} contains a step beyond num_steps = {self.num_steps}"
@@ -109,7 +109,7 @@ class RunSection(Section):
 
     @field_validator("name")
     @classmethod
-    def _names_a_folder_of_runs(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         parts = value.split("/")
         if not all(part.strip() for part in parts) or {".", ".."} & set(parts):
             raise ValueError(
@@ -122,7 +122,7 @@ class RunSection(Section):
 
     @field_validator("dir", mode="before")
     @classmethod
-    def _names_a_directory(cls, value: object) -> object:
+    def _check_dir(cls, value: object) -> object:
         if isinstance(value, str) and not value.strip():
             raise ValueError("it is empty; give a directory, or leave it out for runs/<run.name>")
         return value
@@ -176,11 +176,11 @@ class ModelSection(Section):
 
     @field_validator("freeze", mode="before")
     @classmethod
-    def _one_or_many(cls, value: object) -> object:
+    def _make_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _all_is_frozen_beneath_an_adapter(self) -> ModelSection:
+    def _check_adapter(self) -> ModelSection:
         if self.quantization and (not self.lora.rank or self.compile):
             raise ValueError(
                 "model.quantization needs an adapter and no compilation; set model.lora.rank (32, "
@@ -246,13 +246,13 @@ class MixedEnvSection(EnvSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_named_after_its_id(cls, data: object) -> object:
+    def _set_name(cls, data: object) -> object:
         if isinstance(data, dict) and not data.get("name"):
             return {**data, "name": data.get("id", EnvSection.model_fields["id"].default)}
         return data
 
     @model_validator(mode="after")
-    def _has_a_short_name(self) -> MixedEnvSection:
+    def _check_name_and_weight(self) -> MixedEnvSection:
         if not re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name):
             raise ValueError(
                 f"{self.name!r} cannot be used in the names of metrics and groups; give this "
@@ -392,7 +392,7 @@ class RolloutSection(Section):
 
     @field_validator("repetition_penalty")
     @classmethod
-    def _none_in_training(cls, value: float) -> float:
+    def _refuse_penalty(cls, value: float) -> float:
         if value != 1:
             raise ValueError(
                 "the trainer does not apply a penalty, so the policy would learn to undo it; leave "
@@ -403,12 +403,12 @@ class RolloutSection(Section):
 
     @field_validator("stop_strings", mode="before")
     @classmethod
-    def _one_or_many(cls, value: object) -> object:
+    def _make_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @field_validator("keep")
     @classmethod
-    def _known_filters(cls, value: list[str]) -> list[str]:
+    def _check_filters(cls, value: list[str]) -> list[str]:
         for name in value:
             if name != "zero_variance" and ":" not in name:
                 raise ValueError(
@@ -418,7 +418,7 @@ class RolloutSection(Section):
         return value
 
     @model_validator(mode="after")
-    def _known_sampler(self) -> RolloutSection:
+    def _check_sampler(self) -> RolloutSection:
         require_sampler(self.sampler, self.sampler_stages)
         if self.sampler_fresh + self.sampler_retired > 1:
             raise ValueError(
@@ -428,7 +428,7 @@ class RolloutSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_turn_fits_the_context(self) -> RolloutSection:
+    def _check_context(self) -> RolloutSection:
         if self.max_context_tokens < self.max_turn_tokens:
             raise ValueError(
                 f"rollout.max_context_tokens = {self.max_context_tokens} is less than "
@@ -442,7 +442,7 @@ class RolloutSection(Section):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @model_validator(mode="after")
-    def _truncated_sampling_is_chosen(self) -> RolloutSection:
+    def _check_truncated_sampling(self) -> RolloutSection:
         if self.is_truncated and self.truncated_sampling == "refuse":
             raise ValueError(
                 "with top_p < 1, top_k > 0 or min_p > 0, the sampled distribution differs from the "
@@ -452,7 +452,7 @@ class RolloutSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _stragglers_have_both_keys(self) -> RolloutSection:
+    def _check_stragglers(self) -> RolloutSection:
         if (self.min_group_size is None) != (self.straggler_timeout_s is None):
             raise ValueError(
                 "rollout.min_group_size and rollout.straggler_timeout_s need each other; set both"
@@ -488,7 +488,7 @@ class AgentRole(Section):
     """Environment variable with the server's API key."""
 
     @model_validator(mode="after")
-    def _patterns(self) -> AgentRole:
+    def _check_patterns(self) -> AgentRole:
         if self.url is not None and self.role != "served":
             raise ValueError("url is for calls that are not trained on; set role = 'served'")
         for key in ("model", "system", "header"):
@@ -543,7 +543,7 @@ class AgentSection(Section):
         return self.run is not None or bool(self.command)
 
     @model_validator(mode="after")
-    def _one_agent(self) -> AgentSection:
+    def _check_agent(self) -> AgentSection:
         if self.run is not None and self.command:
             raise ValueError("agent.run and agent.command are both set; remove one")
         if self.container is not None and not self.command:
@@ -627,7 +627,7 @@ class InferenceSection(Section):
         return self.backend in ("vllm", "sglang")
 
     @model_validator(mode="after")
-    def _chat_servers_have_urls(self) -> InferenceSection:
+    def _check_servers(self) -> InferenceSection:
         if self.backend == "openai" and not self.urls:
             raise ValueError("backend 'openai' needs inference.urls")
         if self.share == "sleep" and (not self.has_servers or self.urls or self.transfer == "nccl"):
@@ -709,7 +709,7 @@ class TrainSection(Section):
     parallel: ParallelSection = Field(default_factory=ParallelSection)
 
     @model_validator(mode="after")
-    def _slices_have_no_balance(self) -> TrainSection:
+    def _check_router_loss(self) -> TrainSection:
         if self.router_aux_loss and self.parallel.context > 1:
             raise ValueError(
                 "train.router_aux_loss needs whole rows, but with train.parallel.context above 1 a "
@@ -739,7 +739,7 @@ class RewardSection(Section):
     """Maximum number of concurrent calls."""
 
     @model_validator(mode="after")
-    def _functions_for_the_rest(self) -> RewardSection:
+    def _check_functions(self) -> RewardSection:
         if not self.functions and (self.add_to_environment or self.text != "last_turn"):
             raise ValueError(
                 "reward.text and reward.add_to_environment need reward.functions, which is empty; "
@@ -817,7 +817,7 @@ class EvalKeys(Section):
         return self.model_dump(include=keys | {"seed"}, exclude_none=True)
 
     @model_validator(mode="after")
-    def _enough_samples(self) -> Self:
+    def _check_samples(self) -> Self:
         if max(self.pass_k, default=1) > self.samples_per_task:
             raise ValueError(
                 f"pass_k = {self.pass_k} needs samples_per_task >= {max(self.pass_k)}, "
@@ -843,7 +843,7 @@ class EvalSection(EvalKeys):
 
     @model_validator(mode="before")
     @classmethod
-    def _sets_differ_from_the_rest(cls, data: object) -> object:
+    def _fill_sets(cls, data: object) -> object:
         sets = data.get("sets") if isinstance(data, dict) else None
         if not isinstance(data, dict) or not isinstance(sets, dict):
             return data

@@ -96,7 +96,7 @@ class HarborConfig(EnvConfig):
     """Options of that provider, as `harbor run --environment-kwarg` takes them."""
 
     @model_validator(mode="after")
-    def _is_shared(self) -> Self:
+    def _check_sandbox(self) -> Self:
         if self.sandbox != "docker" and self.verifier != "shared":
             raise ValueError(
                 f'sandbox = "{self.sandbox}": only of Docker\'s containers it is known what an '

@@ -78,7 +78,7 @@ class EnvironmentTable(Network):
 
     @model_validator(mode="before")
     @classmethod
-    def _older_keys(cls, values: Any) -> Any:
+    def _read_older_keys(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         for key, what in _NOT_HERE.items():
@@ -97,19 +97,19 @@ class EnvironmentTable(Network):
 
     @field_validator("docker_image")
     @classmethod
-    def _is_a_name(cls, image: str | None) -> str | None:
+    def _check_image(cls, image: str | None) -> str | None:
         if image is not None and not _IMAGE_NAME.fullmatch(image):
             raise ValueError(f"{image!r} is not the name of an image")
         return image
 
     @field_validator("workdir")
     @classmethod
-    def _is_absolute(cls, workdir: str | None) -> str | None:
+    def _check_workdir(cls, workdir: str | None) -> str | None:
         return None if workdir is None else _absolute(workdir)
 
     @field_validator("os")
     @classmethod
-    def _is_linux(cls, os_name: str) -> str:
+    def _check_os(cls, os_name: str) -> str:
         if os_name.lower() != "linux":
             raise ValueError(f"os = {os_name!r}: only Linux containers run here")
         return os_name
@@ -130,7 +130,7 @@ class VerifierTable(Network):
 
     @field_validator("collect")
     @classmethod
-    def _collects_nothing(cls, collect: list[Any]) -> list[Any]:
+    def _check_collect(cls, collect: list[Any]) -> list[Any]:
         if collect:
             raise ValueError(
                 "[[verifier.collect]] runs in services of a compose file, which "
@@ -151,12 +151,12 @@ class Artifact(_Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_text(cls, value: Any) -> Any:
+    def _read_text(cls, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
 
     @field_validator("source")
     @classmethod
-    def _inside(cls, source: str) -> str:
+    def _check_source(cls, source: str) -> str:
         source = _absolute(source)
         if source == "/":
             raise ValueError("'/' would bring the agent's whole system, programs included")
@@ -164,7 +164,7 @@ class Artifact(_Table):
 
     @field_validator("service")
     @classmethod
-    def _of_main(cls, service: str | None) -> str | None:
+    def _check_service(cls, service: str | None) -> str | None:
         if service not in (None, "main"):
             raise ValueError(f"service {service!r}: agentrl starts no services of a compose file")
         return service
@@ -180,7 +180,7 @@ class StepTable(_Table):
 
     @field_validator("name")
     @classmethod
-    def _one_folder(cls, name: str) -> str:
+    def _check_step_name(cls, name: str) -> str:
         if not _STEP_NAME.fullmatch(name) or len(name.encode()) > _MAX_NAME_BYTES:
             raise ValueError(f"step {name!r} is not the name of a folder")
         return name
@@ -201,7 +201,7 @@ class TaskTable(_Table):
 
     @field_validator("steps")
     @classmethod
-    def _different(cls, steps: list[StepTable]) -> list[StepTable]:
+    def _check_names(cls, steps: list[StepTable]) -> list[StepTable]:
         names = [step.name.casefold() for step in steps]
         if len(set(names)) < len(names):
             raise ValueError("two steps have one name")

@@ -83,13 +83,13 @@ class MathConfig(EnvConfig):
 
     @field_validator("operators")
     @classmethod
-    def _known_operators(cls, operators: str) -> str:
+    def _check_operators(cls, operators: str) -> str:
         if not operators or set(operators) - set("+-*"):
             raise ValueError(f"operators is '{operators}'; give one or more of + - *")
         return operators
 
     @model_validator(mode="after")
-    def _digits_in_order(self) -> MathConfig:
+    def _check_digits(self) -> MathConfig:
         if self.min_digits > self.digits:
             raise ValueError(
                 f"min_digits = {self.min_digits} is larger than digits = {self.digits}"

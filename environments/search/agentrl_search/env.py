@@ -121,7 +121,7 @@ class SearchConfig(EnvConfig):
     episode, for the reward functions of a run file. The agent sees neither."""
 
     @model_validator(mode="after")
-    def _one_retriever(self) -> SearchConfig:
+    def _check_retriever(self) -> SearchConfig:
         given = [
             name for name in ("index", "corpus", "retriever_url") if getattr(self, name) is not None
         ]
