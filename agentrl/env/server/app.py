@@ -27,7 +27,7 @@ from agentrl.env.protocol import ServerInfo, make_error
 from agentrl.env.registry import Served
 from agentrl.env.server import routes
 from agentrl.env.server.access import Access, usable_token
-from agentrl.env.server.docs import make_schema
+from agentrl.env.server.docs import DESCRIPTION, complete_schema
 from agentrl.env.server.gate import MAX_BODY_BYTES, Gate, problem
 from agentrl.env.sessions.capacity import MAX_WAIT_S
 from agentrl.env.sessions.manager import SessionManager
@@ -83,6 +83,7 @@ def make_app(
 
     app = FastAPI(
         title="agentrl environment server",
+        description=DESCRIPTION,
         version=protocol.PROTOCOL_VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
@@ -99,7 +100,8 @@ def make_app(
         app.add_exception_handler(kind, _answer_error)
     # `include_router` would build every route again, which takes half a second.
     app.router.routes.extend(routes.router.routes)
-    app.openapi = lambda: make_schema(app)
+    own_schema = app.openapi
+    app.openapi = lambda: complete_schema(own_schema())
     return app
 
 

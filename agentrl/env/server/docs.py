@@ -7,8 +7,6 @@ import json
 from html import escape
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
 from agentrl.env import protocol
@@ -18,7 +16,7 @@ PROBLEM: dict[str, Any] = {
     "content": {protocol.PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
 }
 _CODES = ", ".join(f"`{code}` ({status})" for code, (status, _) in protocol.PROBLEMS.items())
-_DESCRIPTION = f"""\
+DESCRIPTION = f"""\
 Serves environments for language-model agents in sessions. `POST /v1/sessions` opens a session,
 `POST /v1/sessions/{{id}}/step` takes a step in it, exactly once. Every reply has the header
 `{protocol.PROTOCOL_HEADER}: {protocol.PROTOCOL_VERSION}`. Errors are answered as
@@ -27,18 +25,13 @@ call may succeed later. The codes are {_CODES}. Send bodies as `Content-Type: ap
 the token of a server that has one as `Authorization: Bearer ...`."""
 
 
-def make_schema(app: FastAPI) -> dict[str, Any]:
-    """Returns the OpenAPI document, which is made once per application."""
-    if app.openapi_schema is None:
-        schema = get_openapi(
-            title=app.title, version=app.version, description=_DESCRIPTION, routes=app.routes
-        )
-        components = schema["components"]
-        components["schemas"]["Problem"] = TypeAdapter(protocol.Problem).json_schema()
-        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        schema["security"] = [{"token": []}, {}]  # {}: for a server without a token
-        app.openapi_schema = schema
-    return app.openapi_schema
+def complete_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Adds what FastAPI's OpenAPI document lacks: the message of an error, and the token."""
+    components = schema["components"]
+    components["schemas"]["Problem"] = TypeAdapter(protocol.Problem).json_schema()
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"token": []}, {}]  # {}: for a server without a token
+    return schema
 
 
 def make_page(schema: dict[str, Any]) -> str:
@@ -52,10 +45,11 @@ def make_page(schema: dict[str, Any]) -> str:
         _fold(name, message.get("description", ""), message)
         for name, message in schema["components"]["schemas"].items()
     ]
+    title = escape(schema["info"]["title"])
     return (
-        f"<!doctype html><title>{escape(schema['info']['title'])}</title>"
+        f"<!doctype html><title>{title}</title>"
         "<style>body {font: 16px sans-serif; max-width: 60em; margin: 2em auto}</style>"
-        f"<h1>{escape(schema['info']['title'])}</h1><p>{escape(_DESCRIPTION)}"
+        f"<h1>{title}</h1><p>{escape(DESCRIPTION)}"
         "<p>For programs: <a href=/openapi.json>/openapi.json</a>"
         f"<h2>Calls</h2>{''.join(calls)}<h2>Messages</h2>{''.join(messages)}"
     )
