@@ -1,20 +1,21 @@
 """An adapter on 4-bit weights: who computes with them, what they take, and what is refused."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from model_shapes import save_config
+from test_loop import run
 from torch import nn
 
 from agentrl.config import RunConfig
 from agentrl.train import memory
+from agentrl.train.quantised import QuantisedLinear
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs agentrl-gym[8bit]")
-from test_loop import run  # noqa: E402
-
-from agentrl.train.quantised import QuantisedLinear  # noqa: E402
+# Not importorskip: each worker imports every test file, and bitsandbytes takes over a second.
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs agentrl-gym[8bit]")
 
 ADAPTER = ("--model.quantization", "nf4", "--model.lora.rank", "4", "--model.device", "cpu")
 
@@ -23,7 +24,9 @@ def test_a_layer_multiplies_with_its_four_bits_and_their_gradient_is_exact():
     torch.manual_seed(0)
     linear = nn.Linear(128, 64)
     layer = QuantisedLinear(linear, torch.device("cpu"))
-    matrix = bitsandbytes.functional.dequantize_4bit(layer.weight, layer.scales)
+    from bitsandbytes.functional import dequantize_4bit
+
+    matrix = dequantize_4bit(layer.weight, layer.scales)
     assert 1e-3 < (matrix - linear.weight).abs().max() < 0.02
     x = torch.randn(3, 128, requires_grad=True)
     y = layer(x)
