@@ -219,13 +219,13 @@ def test_failed_episodes_are_played_again_and_a_torn_record_is_cut(capsys, tmp_p
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("num_kills", "reward"),
-    [(20, []), (3, ["--reward.functions", "math", "--env.config.report_reference", "true"])],
+    [(8, []), (2, ["--reward.functions", "math", "--env.config.report_reference", "true"])],
     ids=["own", "functions"],
 )
 def test_a_killed_evaluation_goes_on_where_it_stopped(capsys, tmp_path, num_kills, reward):
     """After many SIGKILLs each episode is on disk once, and the result is the undisturbed one."""
     size = [
-        *("--eval.num_tasks", "60", "--eval.samples_per_task", "4"),
+        *("--eval.num_tasks", "32", "--eval.samples_per_task", "4"),
         *("--rollout.max_concurrent", "8"),
     ]
     undisturbed = evaluate(capsys, RUN, *size, *reward, "--out", str(tmp_path / "whole"))

@@ -27,29 +27,27 @@ TEACHER = ("--objective.preset", "opd", "--teacher.path", MODEL)
 LORA = ("--model.lora.rank", "4")
 KL = ("--objective.preset", "search_r1")
 CRITIC = ("--objective.preset", "ppo", "--train.num_minibatches", "2")
+ADAPTER_WITH_KL = (*BFLOAT16, *LORA, *KL)
+IN_HOST_MEMORY = (*BFLOAT16, "--train.optimizer", "adamw_cpu")
 CASES = {
     "float32": ("--model.dtype", "float32"),
     "adapter": (*BFLOAT16, *LORA),
-    "adapter with KL": (*BFLOAT16, *LORA, *KL),
     "checkpointing": (*BFLOAT16, "--model.gradient_checkpointing", "true"),
-    "moments in host memory": (*BFLOAT16, "--train.optimizer", "adamw_cpu"),
     "saved beside the work": (*BFLOAT16, "--run.async_save", "true"),
-    "several micro-batches": (*BFLOAT16, "--train.token_budget", "256"),
     "epochs": (*BFLOAT16, "--train.num_epochs", "2"),
     "truncated": (
         *(*BFLOAT16, "--rollout.top_p", "0.9", "--rollout.truncated_sampling", "correct"),
     ),
     "evaluated": (*BFLOAT16, "--run.eval_every", "1", "--eval.num_tasks", "2"),
 }
+"""Others are among those that are resumed, or whose waits are counted."""
 ON_TWO = {
-    "bfloat16": BFLOAT16,
     "float32": CASES["float32"],
     "KL": (*BFLOAT16, *KL),
     "critic": (*BFLOAT16, *CRITIC),
     "teacher": (*BFLOAT16, *TEACHER),
-    "adapter with KL": CASES["adapter with KL"],
     "checkpointing": CASES["checkpointing"],
-    "moments in host memory": CASES["moments in host memory"],
+    "moments in host memory": IN_HOST_MEMORY,
     "saved beside the work": CASES["saved beside the work"],
     "shared rows": (*BFLOAT16, "--train.parallel.context", "2"),
 }
@@ -62,14 +60,14 @@ def require_trained(run_dir: Path, step: int = 1) -> None:
     assert list((run_dir / "signals").glob("step_*"))
 
 
-@pytest.mark.parametrize("case", ["bfloat16", "moments in host memory"])
+@pytest.mark.parametrize("case", [BFLOAT16, IN_HOST_MEMORY], ids=str)
 def test_ranks_train_that_somebody_else_brought_together(case, tmp_path):
     """Ray Train does, and its group knows tensors of the device alone."""
 
     def work() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl")
-        return train(tmp_path / "run", *ON_TWO[case])()
+        return train(tmp_path / "run", *case)()
 
     ends_well(work, tmp_path / "log", num_ranks=2)
     require_trained(tmp_path / "run")
@@ -98,7 +96,7 @@ def test_two_gpus_train(case, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("case", [BFLOAT16, CASES["adapter with KL"], CRITIC], ids=str)
+@pytest.mark.parametrize("case", [BFLOAT16, ADAPTER_WITH_KL, CRITIC], ids=str)
 def test_a_run_is_resumed(case, num_ranks, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     ends_well(train(run_dir, *case), log, num_ranks=num_ranks)
@@ -140,9 +138,9 @@ WAITS = {
     "plain": (*BFLOAT16, "--train.token_budget", "256"),
     "critic": (*BFLOAT16, *CRITIC),
     "KL": (*BFLOAT16, *KL),
-    "adapter with KL": (*BFLOAT16, *LORA, *KL),
+    "adapter with KL": ADAPTER_WITH_KL,
     "prefixes not shared": (*BFLOAT16, "--train.share_prefixes", "false"),
-    "moments in host memory": CASES["moments in host memory"],
+    "moments in host memory": IN_HOST_MEMORY,
 }
 
 
@@ -157,6 +155,7 @@ def test_the_host_waits_nowhere_between_micro_batches(case, tmp_path):
         return status
 
     ends_well(counted, tmp_path / "log")
+    require_trained(tmp_path / "run")
     waits = json.loads((tmp_path / "waits.json").read_text())
     assert [place for place in waits if KNOWN not in place] == []
 
@@ -207,4 +206,4 @@ def test_a_gradient_of_another_dtype_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(update, "without_adapter", frozen)
     with pytest.raises(AssertionError, match=r"dtype .*BFloat16"):
-        ends_well(train(tmp_path / "run", *CASES["adapter with KL"]), tmp_path / "log", num_ranks=2)
+        ends_well(train(tmp_path / "run", *ADAPTER_WITH_KL), tmp_path / "log", num_ranks=2)

@@ -65,7 +65,7 @@ def test_the_token_budget_shows_only_where_rounding_does(tmp_path):
     rounding of a probability; until then the same weights but for rounding."""
     runs = [
         run(tmp_path / budget, "--train.token_budget", budget, "--run.save_every", "5",
-            "--run.keep_checkpoints", "5", "--run.num_steps", "15")
+            "--run.keep_checkpoints", "5", "--run.num_steps", "6")
         for budget in ("256", "8192")
     ]  # fmt: skip
     played = [

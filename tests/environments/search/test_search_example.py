@@ -86,14 +86,13 @@ def test_the_run_file_and_every_question_s_answer(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_reward_rises(tmp_path, seed):
+def test_the_reward_rises(tmp_path):
     from agentrl.tracking import read_metrics
 
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "agentrl", "train", "examples/search/run.toml"]
     done = subprocess.run(
-        [*command, "--run.seed", str(seed), "--run.dir", str(run_dir)],
+        [*command, "--run.dir", str(run_dir)],
         cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -105,7 +104,7 @@ def test_the_reward_rises(tmp_path, seed):
         }
         for part in (rows[:5], rows[-5:])
     )
-    print(f"seed {seed}: {first} -> {last}")
+    print(f"{first} -> {last}")
     assert last["reward/mean"] - first["reward/mean"] >= 0.2
     assert last["reward/format"] > first["reward/format"]
     assert rows[-1]["env/searches"] > rows[0]["env/searches"]
