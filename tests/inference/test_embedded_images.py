@@ -20,7 +20,7 @@ TEXT = [(13 + 31 * at) % 100 + 10 for at in range(40)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_rows_have_the_trainers_logprobs(family: str) -> None:
+async def test_sampled_rows_have_the_trainers_logprobs(family: str) -> None:
     model = tiny_vision_model(family)
     require_exact(model)
     # Two that share their words and not their images, one that ends with an image, and a text.
@@ -34,19 +34,12 @@ def test_sampled_rows_have_the_trainers_logprobs(family: str) -> None:
     engine = EmbeddedEngine(model, seed=1)
     engine.reserve(len(prompts))
     sampling = SamplingParams(max_tokens=12, temperature=0.9)
-
-    async def round_of_all():
-        requests = (
-            engine.generate(str(n), ids.tolist(), sampling, images)
-            for n, (ids, images) in enumerate(prompts)
-        )
-        try:
-            return await asyncio.gather(*requests)
-        finally:
-            await engine.aclose()
-
-    samples = []
-    turns = asyncio.run(round_of_all())
+    requests = (
+        engine.generate(str(n), ids.tolist(), sampling, images)
+        for n, (ids, images) in enumerate(prompts)
+    )
+    samples, turns = [], await asyncio.gather(*requests)
+    await engine.aclose()
     for (ids, images), turn in zip(prompts, turns, strict=True):
         row = np.concatenate([ids, turn.token_ids]).astype(np.int32)
         mask = (np.arange(len(row)) >= len(ids)).astype(np.uint8)
@@ -61,8 +54,8 @@ def test_sampled_rows_have_the_trainers_logprobs(family: str) -> None:
     assert turns[0].logprobs != turns[1].logprobs
 
 
-def test_images_of_other_families_are_refused_before_a_round() -> None:
+async def test_images_of_other_families_are_refused_before_a_round() -> None:
     engine = EmbeddedEngine(tiny_vision_model("gemma3"), seed=1)
     ids, images = row_with_images("gemma3", TEXT[:3], 2, TEXT[:2])
     with pytest.raises(ConfigError, match="gemma3"):
-        asyncio.run(engine.generate("r", ids.tolist(), SamplingParams(max_tokens=2), images))
+        await engine.generate("r", ids.tolist(), SamplingParams(max_tokens=2), images)

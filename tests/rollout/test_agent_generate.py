@@ -152,20 +152,17 @@ def test_malformed_rows_are_refused_by_their_number(rows, says):
     assert not trajectory.trainable
 
 
-def test_rows_beside_recorded_turns_are_refused():
+@pytest.mark.parametrize(
+    ("acts", "room", "says"),
+    [(True, 4096, "has called policy.act"), (False, 5, "6 tokens are more than")],
+)
+def test_rows_beside_recorded_turns_or_longer_than_the_context_are_refused(acts, room, says):
     async def solve(task, policy, session):
-        await policy.act(task.messages)
+        if acts:
+            await policy.act(task.messages)
         return Rows([row()], 1.0)
 
-    assert "has called policy.act" in played(solve)[0].error.message
-
-
-def test_rows_longer_than_the_context_are_refused():
-    async def solve(task, policy, session):
-        return Rows([row()], 1.0)
-
-    trajectory, _ = played(solve, max_context_tokens=5)
-    assert "6 tokens are more than" in trajectory.error.message
+    assert says in played(solve, max_context_tokens=room)[0].error.message
 
 
 @pytest.mark.parametrize("how", ["turns", "context", "malformed", "raises", "hangs", "exits"])

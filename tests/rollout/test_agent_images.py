@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import io
@@ -181,46 +180,37 @@ def questions() -> list[Any]:
 
 async def ask_three(policy: TokenPolicy, trajectory: Trajectory) -> list[int]:
     """Sends the whole history with every call, as agents do; returns the status of each."""
-    server = AgentServer()
-    await server.start()
+    history: list[Any] = []
     statuses = []
-    try:
+    async with contextlib.aclosing(AgentServer()) as server, aiohttp.ClientSession() as http:
+        await server.start()
         with server.episode(Recorder(trajectory, policy), max_turns=9, turn_timeout_s=60.0) as live:
-            history: list[Any] = []
-            async with aiohttp.ClientSession() as http:
-                for question in questions():
-                    history.append(question)
-                    async with http.post(
-                        f"{live.url}/chat/completions", json={"model": "m", "messages": history}
-                    ) as reply:
-                        statuses.append(reply.status)
-                        body = await reply.json()
-                    if reply.status != 200:
-                        assert "error" in body
-                        return statuses
-                    history.append(body["choices"][0]["message"])
-    finally:
-        await server.aclose()
+            for question in questions():
+                history.append(question)
+                body = {"model": "m", "messages": history}
+                async with http.post(f"{live.url}/chat/completions", json=body) as reply:
+                    statuses.append(reply.status)
+                    said = await reply.json()
+                if reply.status != 200:
+                    assert "error" in said
+                    break
+                history.append(said["choices"][0]["message"])
     return statuses
 
 
-def test_an_agents_row_is_the_drivers_row(folder: str) -> None:
+async def test_an_agents_row_is_the_drivers_row(folder: str) -> None:
     renderer = seeing(folder)
     engine: Any = NumberedEngine(renderer)
     by_agent = Trajectory("t", "g", "e", "k", 0)
     policy = TokenPolicy(engine, renderer, 64, 2000)
-    assert asyncio.run(ask_three(policy, by_agent)) == [200, 200, 200]
+    assert await ask_three(policy, by_agent) == [200, 200, 200]
 
     other: Any = NumberedEngine(renderer)
     by_driver = Trajectory("t", "g", "e", "k", 0)
-
-    async def drive() -> None:
-        policy = TokenPolicy(other, renderer, 64, 2000)
-        for question in questions():
-            assert policy.read(by_driver, [question], [], tools_changed=False)
-            await policy.act(by_driver, [])
-
-    asyncio.run(drive())
+    policy = TokenPolicy(other, renderer, 64, 2000)
+    for question in questions():
+        assert policy.read(by_driver, [question], [], tools_changed=False)
+        await policy.act(by_driver, [])
     (row,), (expected,) = by_agent.branches, by_driver.branches
     assert row.token_ids == expected.token_ids and row.loss_mask == expected.loss_mask
     places = [(each.sha256, each.start, each.end) for each in row.images]
@@ -231,12 +221,12 @@ def test_an_agents_row_is_the_drivers_row(folder: str) -> None:
     assert [len(images) for _, images in engine.asked] == [0, 2, 3]
 
 
-def test_a_model_that_sees_nothing_refuses_the_call_in_words() -> None:
+async def test_a_model_that_sees_nothing_refuses_the_call_in_words() -> None:
     renderer = Renderer(make_tokenizer())
     engine: Any = NumberedEngine(renderer)
     trajectory = Trajectory("t", "g", "e", "k", 0)
-    statuses = asyncio.run(ask_three(TokenPolicy(engine, renderer, 64, 2000), trajectory))
-    assert statuses == [200, 400]
+    policy = TokenPolicy(engine, renderer, 64, 2000)
+    assert await ask_three(policy, trajectory) == [200, 400]
     (refusal,) = trajectory.info["refused_calls"]  # pyright: ignore
     assert "vision-language model" in refusal
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -73,10 +74,10 @@ async def ask(base_url):
     return await call(f"{base_url}/chat/completions", arguments=ASK)
 
 
-def played(solve):
+def played(solve, **options):
     renderer = Renderer(make_tokenizer())
     engine = ScriptedEngine(renderer, lambda *_: "right")
-    batch = play(engine, renderer, solve, env_id="agent-tools-test", split_size=5)
+    batch = play(engine, renderer, solve, env_id="agent-tools-test", split_size=5, **options)
     (trajectory,) = batch.trajectories
     require_exact(trajectory, list(engine.prompts.values()))
     return trajectory
@@ -188,23 +189,10 @@ def test_nothing_of_an_episode_is_open_without_its_key():
 
 
 def test_limits_of_the_episode_hold_for_its_tools():
-    from dataclasses import replace
-
-    renderer = Renderer(make_tokenizer())
-    engine = ScriptedEngine(renderer, lambda *_: "right")
-
     async def solve(task, base_url, api_key):
         await ask(base_url)
         while True:
             await call(task.tools_url, "take", {"coins": 1})
 
-    batch = play(
-        engine,
-        renderer,
-        solve,
-        env_id="agent-tools-test",
-        split_size=5,
-        limits=replace(LIMITS, episode_timeout_s=1.0),
-    )
-    (trajectory,) = batch.trajectories
-    assert trajectory.error is not None and trajectory.error.code == "episode_timeout"
+    trajectory = played(solve, limits=replace(LIMITS, episode_timeout_s=1.0))
+    assert trajectory.error.code == "episode_timeout"

@@ -274,42 +274,22 @@ def test_a_state_without_an_exact_json_form_is_refused_by_name():
 
 
 def test_transformers_loads_the_folder(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    config = transformers.Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    words = {f"w{i}": i for i in range(32)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")),
-        chat_template="{{ messages[0].content }}",
-    )
-    path = save_checkpoint(
-        tmp_path,
-        capture_state(
-            step=7,
-            fingerprint={},
-            policy=Parts(model, torch.optim.AdamW(model.parameters())),
-            tokenizer=tokenizer,
-        ),
-    )
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path)
+    from families import save_tiny_model, tiny_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = tiny_model("qwen3", tie_word_embeddings=True).to(torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "tiny", "qwen3"))
+    policy = Parts(model, torch.optim.AdamW(model.parameters()))
+    state = capture_state(step=7, fingerprint={}, policy=policy, tokenizer=tokenizer)
+    path = save_checkpoint(tmp_path, state)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
     assert type(loaded) is type(model)
     assert loaded.dtype == torch.bfloat16
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-    again = transformers.AutoTokenizer.from_pretrained(path)
+    again = AutoTokenizer.from_pretrained(path)
     assert again.chat_template == tokenizer.chat_template
     assert again("w3 w4")["input_ids"] == tokenizer("w3 w4")["input_ids"]
     assert model.config.architectures is None, "saving must not change the live model"

@@ -1,6 +1,5 @@
 """Servers that keep in 8 bits what is trained in 16: what can be shown without such a GPU."""
 
-import asyncio
 import shlex
 from pathlib import Path
 
@@ -46,10 +45,10 @@ def test_what_it_cannot_be_is_refused(sections, words):
         config(**sections)
 
 
-def test_experts_are_refused(tmp_path):
+async def test_experts_are_refused(tmp_path):
     model = load_model(save_tiny_model(tmp_path, "qwen3_moe"), dtype=torch.bfloat16, device="cpu")
     with pytest.raises(ConfigError, match="dense models"):
-        asyncio.run(start_serving(config(), model, tmp_path, quiet=True))
+        await start_serving(config(), model, tmp_path, quiet=True)
 
 
 def test_servers_are_started_with_it(tmp_path, capsys):

@@ -294,13 +294,10 @@ def test_doctor_says_what_to_set(tmp_path, monkeypatch, there, status, said):
     assert (found, what) == (status, "memory of training") and said in detail
 
 
-def test_doctor_says_that_compiled_layers_keep_less(tmp_path):
+def test_doctor_estimates_compiled_layers_and_a_rank_of_several(tmp_path, monkeypatch):
     _, _, plain = doctor._memory(config_of(tmp_path))
     _, _, compiled = doctor._memory(config_of(tmp_path, "--model.compile", "true"))
     assert compiled == f"{plain}; activations are counted without model.compile, which needs less"
-
-
-def test_doctor_estimates_a_rank_of_several(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "device_memory", lambda device: 2**40)
     alone, several = config_of(tmp_path), config_of(tmp_path, "--train.parallel.data", "4")
     _, what, detail = doctor._memory(several)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_loop import QUICKSTART, untimed
 from transformers import AutoModelForCausalLM
 
 from agentrl.algo import loss_weights
@@ -15,7 +16,6 @@ from agentrl.train.batch import make_batch
 from agentrl.train.loop import train
 from agentrl.types import Trajectory, samples_of
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 STEPS = 3
 
 
@@ -114,10 +114,5 @@ def test_values_ratios_and_trust_masks_are_there_where_the_objective_has_them(ma
 def test_they_change_nothing_and_can_be_switched_off(grpo, tmp_path):
     off = run(tmp_path / "off", "--track.signals", "0")
     assert not (off / "signals").exists()
-    untimed = [
-        [{k: v for k, v in row.items() if not k.startswith("time/") and "_per_s" not in k}
-         for row in read_metrics(run_dir)]
-        for run_dir in (grpo, off)
-    ]  # fmt: skip
-    assert untimed[0] == untimed[1]
+    assert untimed(read_metrics(off)) == untimed(read_metrics(grpo))
     assert read_status(off)["state"] == "finished"
