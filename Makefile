@@ -30,12 +30,17 @@ PRETENDED_GPU_VENV ?= .venv-pretended-gpu
 DOCS_VENV ?= .venv-docs
 # Tests start hundreds of Python processes: without bytecode each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
+# pip would compile every module that it installs, minutes for all environments; Python compiles
+# those that are imported. The option is on where its variable is off.
+export PIP_NO_COMPILE := 0
 # Tests at a time. Many of them wait for servers and processes more than they compute.
 JOBS ?= 4
 # Of the long ones, which compute more.
 LONG_JOBS ?= 3
 # Of those with vLLM: a server takes 2 GB.
 VLLM_JOBS ?= 2
+# The files that have tests with this mark: to collect all others takes longer than some of those.
+marked = $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
 FAST := "not slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 LONG := "slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
@@ -74,13 +79,13 @@ test: $(VENV)/.dev
 ## make test-slow    the long tests: kill and resume, attacks, quickstart on three seeds, GSM8K
 test-slow: $(VENV)/.dev
 	export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -n $(LONG_JOBS) --dist worksteal -m $(LONG) || \
-		{ $(RETRY); $(BIN)/pytest -m $(LONG) --last-failed; }
+	$(BIN)/pytest -n $(LONG_JOBS) --dist worksteal -m $(LONG) $(call marked,slow) || \
+		{ $(RETRY); $(BIN)/pytest -m $(LONG) --last-failed $(call marked,slow); }
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "torch sees no GPU")'
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu $(call marked,gpu)
 
 ## make test-pretended-gpu  training on CUDA without a GPU: torch's CUDA build (4.7 GB) over stubs of
 ##                     its libraries, which gcc builds; what raises here raises on a GPU
@@ -99,8 +104,9 @@ test-vllm: test-vllm-one-server test-vllm-two-servers
 
 test-vllm-one-server: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
-	$(BIN)/pytest -n $(VLLM_JOBS) --dist loadfile -m vllm $(addprefix --ignore=,$(TWO_SERVERS)) || \
-		{ $(RETRY); $(BIN)/pytest -m vllm --last-failed; }
+	tests="-m vllm $(filter-out $(TWO_SERVERS),$(call marked,vllm))"; \
+	$(BIN)/pytest -n $(VLLM_JOBS) --dist loadfile $$tests || \
+		{ $(RETRY); $(BIN)/pytest $$tests --last-failed; }
 
 test-vllm-two-servers: $(VENV)/.dev $(VLLM_VENV)/.vllm
 	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
@@ -112,8 +118,8 @@ sglang: $(SGLANG_VENV)/.sglang
 ## make test-sglang  install SGLang, then the tests of its contract against a real server
 test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.sglang
 	export AGENTRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -m sglang $(addprefix --ignore=,$(SGLANG_FAULTS)) || \
-		{ $(RETRY); $(BIN)/pytest -m sglang --last-failed; }
+	tests="$(BIN)/pytest -m sglang $(filter-out $(SGLANG_FAULTS),$(call marked,sglang))"; \
+	$$tests || { $(RETRY); $$tests --last-failed; }
 
 ## make test-sglang-faults  real SGLang servers killed, hung and behind a router, and whole runs
 test-sglang-faults: $(VENV)/.dev $(SGLANG_VENV)/.sglang
@@ -123,13 +129,13 @@ test-sglang-faults: $(VENV)/.dev $(SGLANG_VENV)/.sglang
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
 	export AGENTRL_REQUIRE_DOCKER=1; \
-	$(BIN)/pytest -m "docker and not slow" || \
-		{ $(RETRY); $(BIN)/pytest -m "docker and not slow" --last-failed; }
+	$(BIN)/pytest -m "docker and not slow" $(call marked,docker) || \
+		{ $(RETRY); $(BIN)/pytest -m "docker and not slow" --last-failed $(call marked,docker); }
 
 ## make test-docker-slow  attacks, faults of the engine itself, speed, mini-swe-agent trained; needs
 ##                        root
 test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
-	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow"
+	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and slow" $(call marked,docker)
 	AGENTRL_REQUIRE_DOCKER=1 $(AGENTS_VENV)/bin/python -m pytest -s -m docker tests/agents
 
 ## make test-harbor  install Harbor (0.5 GB; needs Python 3.12 and a Docker engine), then twelve tasks
@@ -153,7 +159,8 @@ test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 ## make test-browser  the pages of `agentrl view` in Chromium (Debian: apt install chromium)
 test-browser: $(VENV)/.dev
 	export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -m browser -s || { $(RETRY); $(BIN)/pytest -m browser -s --last-failed; }
+	tests="$(BIN)/pytest -m browser -s $(call marked,browser)"; \
+	$$tests || { $(RETRY); $$tests --last-failed; }
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.frameworks
@@ -253,28 +260,31 @@ $(HARBOR_VENV)/bin/harbor:
 	@python3.12 -m venv $(HARBOR_VENV)
 	@$(HARBOR_VENV)/bin/python -m pip install --quiet harbor==$(HARBOR_VERSION)
 
-# torch first: anything else that asks for it takes the CUDA build.
-$(ADAPTERS_VENV)/.adapters: pyproject.toml
+# Makes the environment $(1), which finds the packages of .venv after its own: pip installs what is
+# missing there, or wanted in another version.
+define environment_over_venv
+@$(PYTHON) -m venv $(1)
+@folder=$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	others=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$others')" >$$folder/zz_others.pth
+endef
+
+$(ADAPTERS_VENV)/.adapters: pyproject.toml $(VENV)/.dev
 	@echo "making $(ADAPTERS_VENV) and installing the packages that agentrl adapts"
 	@mkdir -p $(ADAPTERS_VENV)
-	@$(PYTHON) -m venv $(ADAPTERS_VENV) && $(PYTHON) -m venv $(ADAPTERS_VENV)/mcp
-	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
-		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
-		$(ADAPTERS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
+	$(call environment_over_venv,$(ADAPTERS_VENV))
 	@$(ADAPTERS_VENV)/bin/python -m pip install --quiet --editable '.[train,images,gymnasium,reasoning-gym]' \
 		$(ADAPTERS_TESTS) trl==1.16.0 openenv==0.10.0
 	@# OpenEnv's packages want an older mcp.
+	$(call environment_over_venv,$(ADAPTERS_VENV)/mcp)
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
-	@$(PYTHON) -m venv $(ADAPTERS_VENV)/evaluations
+	$(call environment_over_venv,$(ADAPTERS_VENV)/evaluations)
 	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet inspect_ai==0.3.285 lm-eval==0.4.13
 	@touch $@
 
-$(AGENTS_VENV)/.agents: pyproject.toml
+$(AGENTS_VENV)/.agents: pyproject.toml $(VENV)/.dev
 	@echo "making $(AGENTS_VENV) and installing frameworks for agents"
-	@$(PYTHON) -m venv $(AGENTS_VENV)
-	@$(AGENTS_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
-		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
-		$(AGENTS_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
+	$(call environment_over_venv,$(AGENTS_VENV))
 	@$(AGENTS_VENV)/bin/python -m pip install --quiet --editable '.[train,math,swebench,eval,lora,mcp]' \
 		pytest pytest-timeout hypothesis openai-agents==0.24.0 langgraph==1.2.22 \
 		langchain-openai==1.7.3 'pydantic-ai-slim[openai]==2.68.0' mini-swe-agent==2.4.6 \
@@ -312,12 +322,9 @@ $(AGENTS_VENV)/.long_tail: $(AGENTS_VENV)/.frameworks
 		install --quiet openhands-sdk==1.58.2 || echo "no Python 3.12: OpenHands is skipped"
 	@touch $@
 
-$(CLUSTER_VENV)/.cluster: pyproject.toml
+$(CLUSTER_VENV)/.cluster: pyproject.toml $(VENV)/.dev
 	@echo "making $(CLUSTER_VENV) and installing Ray"
-	@$(PYTHON) -m venv $(CLUSTER_VENV)
-	@$(CLUSTER_VENV)/bin/python -m pip install --quiet --retries 0 --timeout 15 \
-		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null || \
-		$(CLUSTER_VENV)/bin/python -m pip install --quiet torch==$(TORCH_VERSION)
+	$(call environment_over_venv,$(CLUSTER_VENV))
 	@$(CLUSTER_VENV)/bin/python -m pip install --quiet --editable '.[train,math]' \
 		pytest pytest-timeout hypothesis 'ray[train]==2.60.0'
 	@touch $@
@@ -334,12 +341,9 @@ $(PRETENDED_GPU_VENV)/.torch:
 	@$(PRETENDED_GPU_VENV)/bin/python -m pip install --quiet 'torch===$(TORCH_VERSION)'
 	@touch $@
 
-# The packages of .venv are found after its own, so torch is the CUDA build and nothing else is
-# installed twice.
+# torch is the CUDA build, and nothing else is installed twice.
 $(PRETENDED_GPU_VENV)/.stubs: tests/pretended_gpu/build_stubs.py tests/pretended_gpu/cudart.c $(VENV)/.dev | $(PRETENDED_GPU_VENV)/.torch
-	@folder=$$($(PRETENDED_GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-		others=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-		echo "import site; site.addsitedir('$$others')" >$$folder/zz_others.pth
+	$(call environment_over_venv,$(PRETENDED_GPU_VENV))
 	@$(PRETENDED_GPU_VENV)/bin/python tests/pretended_gpu/build_stubs.py $(PRETENDED_GPU_VENV)/pretended.so
 	@touch $@
 
