@@ -177,7 +177,7 @@ def _commands(dataset: str, workers: str) -> dict[str, list[str]]:
         *("--run-id", "bench", "-j", workers, "-t", "300"),
     ]
     ours = [
-        *(sys.executable, "-m", "agentrl_swebench", "eval", "--dataset", dataset),
+        *(sys.executable, "-m", "agentrl", "swebench", "eval", "--dataset", dataset),
         *("--predictions", "gold", "--run-id", "bench", "--max-workers", workers),
         *("--timeout", "300"),
     ]

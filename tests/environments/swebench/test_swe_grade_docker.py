@@ -193,7 +193,7 @@ def test_only_what_is_resolved_is_searched_for_changes(engine, fixture_instances
 def run_here(*arguments):
     source = Path(__file__).parents[3] / "environments" / "swebench"
     return subprocess.run(
-        [sys.executable, "-m", "agentrl_swebench", *map(str, arguments)],
+        [sys.executable, "-m", "agentrl", "swebench", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(source)},
         capture_output=True,
         text=True,

@@ -150,7 +150,7 @@ def test_an_interrupted_evaluation_leaves_nothing(fixture_dir, engine, tmp_path,
 
     words = ["--dataset", fixture_dir / "dataset.jsonl", "--predictions", "gold"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "agentrl_swebench", "eval", *words, "--run-id", run_id],
+        [sys.executable, "-m", "agentrl", "swebench", "eval", *words, "--run-id", run_id],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
