@@ -20,7 +20,7 @@ from test_sglang import (
     toy_model,
     worst,
 )
-from test_vllm_killed import tree
+from vllm_fixture import tree
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams

@@ -7,25 +7,32 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
+from agent_play import TASKS, Recording, openai_sdk, play_groups, require_trained_alike
 from contract_server import ContractServer, make_model, running
 from test_launcher import server_pid
-from vllm_fixture import TOY_MODEL, differences, running_vllm, sample_many, vllm_python
+from vllm_fixture import ROOT, TOY_MODEL, differences, running_vllm, sample_many, vllm_python
 
 from agentrl.doctor import doctor
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.http import make_client
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.vllm import VLLMEngine
+from agentrl.rollout import read_trajectories
+from agentrl.rollout.render import Renderer
 from agentrl.sync.plugin import write_plugin
-from agentrl.train.model import load_model
+from agentrl.train.model import load_model, load_tokenizer
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+NUM_KILLS = 2
 PROMPT = [5, 17, 23, 40, 8, 77, 120]
 EOS = 2
 NEVER_ENDS = {"ignore_eos": True}
@@ -105,6 +112,74 @@ def test_float32_logprobs_are_the_trainers(server, float32_model, temperature, c
         print(f"\nfloat32, T={temperature}: max {max(found):.2e} nats over {len(found)} tokens")
     assert len(found) >= 100
     assert max(found) < 1e-4
+
+
+def test_what_is_sampled_for_an_agent_is_what_is_trained(server, float32_model, capsys):
+    async def go():
+        engine = Recording(VLLMEngine(server.urls, seed=1))
+        try:
+            batch = await play_groups(
+                engine,
+                Renderer(load_tokenizer(str(TOY_MODEL))),
+                openai_sdk,
+                groups=8,
+                group_size=2,
+                env_config=TASKS,
+                max_turn_tokens=24,
+                max_context_tokens=1024,
+            )
+        finally:
+            await engine.engine.aclose()
+        return batch.trajectories, engine.calls
+
+    trajectories, calls = asyncio.run(go())
+    assert len(trajectories) == 16 and all(each.error is None for each in trajectories)
+    said = require_trained_alike(float32_model, trajectories, calls)
+    with capsys.disabled():
+        print(f"\n{said}")
+    assert len(calls) > 16
+
+
+def test_each_episode_is_there_once_after_kills_and_shards_make_the_same(server, tmp_path, capsys):
+    run = str(ROOT / "examples" / "quickstart" / "run.toml")
+    served = ["--inference.backend", "vllm", "--inference.urls", server.urls[0]]
+    size = ["--eval.num_tasks", "48", "--eval.samples_per_task", "4"]
+    size += ["--rollout.max_concurrent", "4"]
+
+    def start(folder, *more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "agentrl", "eval", run, *size, *served, *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        out = ["--out", str(tmp_path / folder)]
+        return subprocess.Popen([*command, *out], env=environment, stdout=subprocess.DEVNULL)
+
+    def written(folder) -> int:
+        return sum(path.stat().st_size for path in (tmp_path / folder).glob("trajectories/step_*"))
+
+    assert start("whole").wait() == 0
+    for number in range(NUM_KILLS):
+        more = ["--resume"] if number else []
+        before, process = written("killed"), start("killed", *more)
+        while written("killed") <= before:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start("killed", "--resume").wait() == 0
+    for shard in ("1/2", "2/2"):
+        assert start("shards", "--shard", shard).wait() == 0
+    assert start("shards", "--resume").wait() == 0
+    results = {}
+    for folder in ("whole", "killed", "shards"):
+        ids = Counter(t.trajectory_id for _, t in read_trajectories(tmp_path / folder))
+        assert set(ids.values()) == {1} and len(ids) == 192, folder
+        results[folder] = json.loads((tmp_path / folder / "eval.json").read_text())
+        assert results[folder]["num_failed"] == 0
+    averages = {folder: result["avg@4"] for folder, result in results.items()}
+    with capsys.disabled():
+        print({folder: average["value"] for folder, average in averages.items()})
+    for other in ("killed", "shards"):
+        apart = abs(averages[other]["value"] - averages["whole"]["value"])
+        assert apart < 4 * averages["whole"]["standard_error"]
 
 
 @pytest.mark.parametrize("endpoint", ["/inference/v1/generate", "/v1/completions"])

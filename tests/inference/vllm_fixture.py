@@ -98,3 +98,15 @@ def differences(
         pairs = zip(generation.logprobs, expected, strict=True)
         found += [abs(got - wanted) for got, wanted in pairs]
     return found
+
+
+def tree(pid: int) -> list[int]:
+    """All living processes below `pid`."""
+    found, queue = [], [pid]
+    while queue:
+        with contextlib.suppress(FileNotFoundError):
+            for task in Path(f"/proc/{queue.pop()}/task").iterdir():
+                children = [int(child) for child in (task / "children").read_text().split()]
+                found += children
+                queue += children
+    return found

@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(python_of_vllm() is None, reason="AGENTRL_VLLM_PYTHON is not set"),
     pytest.mark.timeout(600),
 ]
-ALWAYS = ["falcon_h1", "gemma3_text"]
-"""Recurrent layers with a bias that vLLM keeps, and windows."""
+ALWAYS = ["falcon_h1", "gemma3_text", "qwen3_moe"]
+"""Recurrent layers with a bias that vLLM keeps, windows, and experts that it packs."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from control_server import OneFile, perturb
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_process import python_of_vllm, vllm_server
 
 from agentrl.errors import WeightSyncError
@@ -364,47 +363,3 @@ def test_an_update_left_open_by_a_killed_trainer_is_no_obstacle(server, model, s
         await sync.aclose()
 
     asyncio.run(main())
-
-
-def mixture(directory: Path) -> Path:
-    """A small mixture of experts with the quickstart's tokenizer."""
-    config = Qwen3MoeConfig(
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=349,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    shutil.copytree(MODEL, directory, ignore=shutil.ignore_patterns("model.safetensors"))
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.slow
-def test_experts_of_a_mixture_are_packed_again(tmp_path):
-    async def main(path, url):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        sync = ServerWeightSync(
-            [url],
-            transfer=FileTransfer(tmp_path / "weights"),
-            probe_ids=PROBE_IDS,
-            temperature=TEMPERATURE,
-            tolerance=1e-3,
-            timeout_s=60.0,
-        )
-        for version in (1, 2, 3):
-            await sync.push(model, version)
-            perturb(model, seed=version, scale=0.01)
-        await sync.aclose()
-
-    path = mixture(tmp_path / "model")
-    with vllm_server(path, tmp_path, dtype="float32") as url:
-        asyncio.run(main(path, url))

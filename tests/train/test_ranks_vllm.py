@@ -17,12 +17,12 @@ from agentrl.tracking import read_metrics
 
 NUM_STEPS = int(os.environ.get("AGENTRL_RANKS_VLLM_STEPS", "12"))
 """60 show the whole curve of the quickstart."""
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def train(num_ranks: int, run_dir: Path, *arguments: str) -> list[dict]:
-    launch = [sys.executable] if num_ranks == 1 else [*TORCHRUN, str(num_ranks)]
+def train(run_dir: Path, *arguments: str) -> list[dict]:
+    """Trains on two ranks and returns the metrics of every step."""
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [*launch, "-m", "agentrl", "train", str(RUN), "--run.dir", str(run_dir), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -40,32 +40,24 @@ def require_same_weights(metrics: list[dict], num_steps: int) -> None:
             assert row["policy/rollout_train_logprob_diff_max"] < 1e-4
 
 
-def test_ranks_train_on_an_attached_server_as_one_process_does(tmp_path):
+def test_ranks_learn_on_an_attached_server(tmp_path):
     plugin = write_plugin(tmp_path / "plugin")
-    rewards = {}
     with running_vllm(tmp_path / "server", plugin_dir=plugin, max_model_len=256) as launcher:
-        for num_ranks in (1, 2):
-            metrics = train(
-                num_ranks,
-                tmp_path / f"ranks-{num_ranks}",
-                *("--inference.urls", launcher.urls[0], "--run.num_steps", str(NUM_STEPS)),
-            )
-            require_same_weights(metrics, NUM_STEPS)
-            rewards[num_ranks] = [row["reward/mean"] for row in metrics]
-    # A server's samples do not repeat, so the curves are two draws of one experiment.
-    for num_ranks, curve in rewards.items():
-        print(f"{num_ranks} ranks:", " ".join(f"{reward:.2f}" for reward in curve))
+        metrics = train(
+            tmp_path / "run",
+            *("--inference.urls", launcher.urls[0], "--run.num_steps", str(NUM_STEPS)),
+        )
+    require_same_weights(metrics, NUM_STEPS)
+    rewards = [row["reward/mean"] for row in metrics]
+    print("2 ranks:", " ".join(f"{reward:.2f}" for reward in rewards))
     third = NUM_STEPS // 3
-    means = {n: sum(curve[-third:]) / third for n, curve in rewards.items()}
-    assert means[2] == pytest.approx(means[1], abs=0.25)
-    assert means[2] > sum(rewards[2][:third]) / third, "it learns"
+    assert sum(rewards[-third:]) > sum(rewards[:third]), "it learns"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model.lora.rank", "8"]], ids=["weights", "adapter"])
 def test_rank_0_starts_a_server_that_samples_ahead_of_the_ranks(tmp_path, arguments):
     run_dir, staleness = tmp_path / "run", 1 if arguments else 2
     metrics = train(
-        2,
         run_dir,
         *("--inference.python", vllm_python(), "--run.num_steps", "6", "--run.save_every", "3"),
         *("--rollout.groups_per_step", "4", "--rollout.group_size", "4"),
