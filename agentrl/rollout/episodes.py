@@ -42,7 +42,7 @@ _MAY_DIFFER = {
     "env": {"url", "token"},
     "inference": {"urls", "token", "python", "num_servers", "args", "weights_dir"},
     "rollout": {"max_concurrent", "turn_timeout_s", "step_timeout_s", "episode_timeout_s"},
-    "eval": {"num_tasks", "pass_k", "success_threshold", "sets"},
+    "eval": {"num_tasks", "max_total_tokens", "pass_k", "success_threshold", "sets"},
     "track": {"sinks"},
 }
 

@@ -5,6 +5,7 @@ Episodes are played by the same driver as in training.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from agentrl.statistics import EvalStatistics, evaluation_statistics
 
 if TYPE_CHECKING:
     from agentrl.rollout.agent.runner import Agents
+
+logger = logging.getLogger("agentrl.rollout")
 
 
 async def evaluate(
@@ -56,7 +59,20 @@ async def evaluate(
     )
     num_tasks = config.eval.num_tasks if size is None else min(size, config.eval.num_tasks)
     takes = shard.has if shard else lambda position: True
-    batch = await scheduler.collect(num_tasks, on_progress=on_progress, log=log, takes=takes)
+    batch = await scheduler.collect(
+        num_tasks,
+        on_progress=on_progress,
+        log=log,
+        takes=takes,
+        max_total_tokens=config.eval.max_total_tokens,
+    )
+    if batch.num_left_out:
+        logger.warning(
+            "eval.max_total_tokens = %d is reached: %d episodes were not played; raise it, and go "
+            "on with --resume",
+            config.eval.max_total_tokens,
+            batch.num_left_out,
+        )
     if log is not None:
         log.finish(batch.trajectories)
     return batch

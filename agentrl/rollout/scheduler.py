@@ -112,6 +112,8 @@ class RolloutBatch:
     """Filtered groups by reason."""
     num_restarts: int = 0
     """Episodes that were started over because their environment was lost, since the last batch."""
+    num_left_out: int = 0
+    """Episodes that were not played because of `max_total_tokens`."""
 
 
 def mark_dropped(group: Group, reason: str) -> None:
@@ -185,6 +187,7 @@ class GroupScheduler:
         on_progress: Callable[[int, int], None] | None = None,
         log: Log | None = None,
         takes: Callable[[int], bool] = lambda position: True,
+        max_total_tokens: int | None = None,
     ) -> RolloutBatch:
         """Plays groups until `num_groups` passed the filter.
 
@@ -195,6 +198,8 @@ class GroupScheduler:
             on_progress: called with (episodes ended, episodes dispatched).
             log: episodes in it are not played again; new ones are added to it.
             takes: tells whether the task at a position is played; others count as played.
+            max_total_tokens: once so many tokens were sampled, those of `log` included, no further
+                group is begun.
         """
         batch = RolloutBatch([], [])
         for _ in range(max_waves):
@@ -206,9 +211,15 @@ class GroupScheduler:
                 for episode in self.group_at(position)
             ]
             trajectories = await self._play_all(
-                episodes, self.policy, on_progress, num_before=len(batch.trajectories), log=log
+                episodes,
+                self.policy,
+                on_progress,
+                num_before=len(batch.trajectories),
+                log=log,
+                max_total_tokens=max_total_tokens,
             )
             batch.trajectories += trajectories
+            batch.num_left_out += len(episodes) - len(trajectories)
             groups = [
                 Group(members[0].group_id, members[0].task_id, members)
                 for start in range(0, len(trajectories), self.group_size)
@@ -309,11 +320,13 @@ class GroupScheduler:
         on_progress: Callable[[int, int], None] | None = None,
         num_before: int = 0,
         log: Log | None = None,
+        max_total_tokens: int | None = None,
     ) -> list[Trajectory]:
         """Plays the episodes, and scores each group when its last episode ends.
 
         Returns:
-            The trajectories in the order of `episodes`, whatever order they ended in.
+            The trajectories in the order of `episodes`, whatever order they ended in; without those
+            that `max_total_tokens` left out.
         """
         ended = {
             e.trajectory_id: log.done[e.trajectory_id]
@@ -323,8 +336,16 @@ class GroupScheduler:
         waiting = deque(e for e in episodes if e.trajectory_id not in ended)
         missing = Counter(episode.group_id for episode in waiting)
         scoring: list[asyncio.Task[None]] = []
+        begun = {trajectory.group_id for trajectory in ended.values()}
+        num_tokens = sum(trajectory.num_sampled_tokens for trajectory in ended.values())
+
+        def may_begin() -> bool:
+            within = max_total_tokens is None or num_tokens < max_total_tokens
+            return bool(waiting) and (within or waiting[0].group_id in begun)
 
         def record(trajectory: Trajectory) -> None:
+            nonlocal num_tokens
+            num_tokens += trajectory.num_sampled_tokens
             ended[trajectory.trajectory_id] = trajectory
             if on_progress:
                 on_progress(num_before + len(ended), num_before + len(episodes))
@@ -347,9 +368,10 @@ class GroupScheduler:
             # A worker's reservation at the engine passes from one episode to the next, so that
             # the engine's batches depend on which episodes are alive and not on when they came.
             try:
-                while waiting:
+                while may_begin():
                     async with self.capacity or contextlib.nullcontext():
-                        if waiting:
+                        if may_begin():
+                            begun.add(waiting[0].group_id)
                             await self.play(waiting.popleft(), record, policy)
             finally:
                 policy.release()
@@ -367,7 +389,7 @@ class GroupScheduler:
         finally:
             for task in scoring:
                 task.cancel()
-        return [ended[episode.trajectory_id] for episode in episodes]
+        return [ended[e.trajectory_id] for e in episodes if e.trajectory_id in ended]
 
     async def _num_sessions(self) -> int:
         """Returns how many sessions all servers of the environment can hold at a time."""
