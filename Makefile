@@ -175,8 +175,10 @@ test-agents-nightly: $(AGENTS_VENV)/.long_tail
 
 ## make test-cluster  the files of examples/cluster under torchrun, Ray Train and, where its daemons
 ##                    are (Debian: apt install slurm-wlm munge) and this is root, Slurm
+# torchrun is that of .venv's torch, which Ray's environment finds.
 test-cluster: $(CLUSTER_VENV)/.cluster
 	export OMP_NUM_THREADS=1; \
+	export PATH="$(abspath $(BIN)):$$PATH"; \
 	tests="$(CLUSTER_VENV)/bin/python -m pytest -s -rs -m cluster tests/train/test_launchers.py"; \
 	$$tests || { $(RETRY); $$tests --last-failed; }
 
