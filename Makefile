@@ -40,7 +40,8 @@ LONG_JOBS ?= 3
 # Of those with vLLM: a server takes 2 GB.
 VLLM_JOBS ?= 2
 # The files that have tests with this mark: to collect all others takes longer than some of those.
-marked = $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
+# In pytest's order: an event loop that one file leaves running fails another's tests.
+marked = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 FAST := "not slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 LONG := "slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
