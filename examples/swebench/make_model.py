@@ -53,7 +53,7 @@ Choice = dict[str, int]
 
 @dataclass(slots=True, frozen=True)
 class Menu:
-    """What demonstrations do about one instance, one command of each choice after the other."""
+    """Lists the choices of demonstrations for one instance; each plays one command per choice."""
 
     instance_id: str
     choices: tuple[Choice, ...]

@@ -282,7 +282,7 @@ def test_an_aborted_sequence_is_continued_and_exact(server, float32_model):
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_every_pause_empties_the_prefix_cache(server, mode):
-    """So no salt is needed for an update to be exact, and none costs prefix hits between turns."""
+    """An update is exact without a salt, which would cost prefix hits between turns."""
     prompt = [(11 * i) % 340 + 3 for i in range(300)]
 
     async def go():

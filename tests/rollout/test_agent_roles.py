@@ -1,4 +1,4 @@
-"""Which calls are trained, and what an agent may reward."""
+"""Tests which calls are trained, and what an agent may reward."""
 
 import contextlib
 import json

@@ -365,7 +365,7 @@ def test_doctor_says_which_token_budget_is_chosen(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_keeps_the_token_budget_that_was_chosen(tmp_path, monkeypatch):
-    """Which is free memory's; what a device has free is replaced here."""
+    """The budget depends on the device's free memory, which is replaced here."""
     monkeypatch.setattr(trainer, "chooses_token_budget", lambda config, device: True)
     monkeypatch.setattr(trainer, "_fitting_token_budget", lambda config, device: 512)
     used = []
