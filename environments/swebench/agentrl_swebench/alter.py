@@ -3,9 +3,13 @@
 A mutant is a test with one constant changed: an input, an expected value, a parameter, an argument
 of a helper, or the exception that it expects. It differs from the original test in nothing else.
 
-    assert merge([(1, 3), (3, 5)]) == [(1, 5)]      assert merge([(1, 3), (3, 5)]) == [(1, 42)]
-    assert parse("2 kg").unit == "kg"               assert parse("2 kp").unit == "kg"
-    with pytest.raises(ValueError):                 with pytest.raises(BufferError):
+    assert merge([(1, 3), (3, 5)]) == [(1, 5)]      assert merge([(1, 3), (3, 5)]) == [(1, 4)]
+    assert parse("2 kg").unit == "kg"               assert parse("2 kg").unit == "unit"
+    with pytest.raises(ValueError):                 with pytest.raises(KeyError):
+
+A patch that sees a test beside its mutants must not be able to tell which one the author wrote. So
+a changed value is as plausible as the author's where that can be had: another value of the same
+file, or one with a digit that is a little higher or lower.
 
 A correct solution may still pass some mutants; `audit` keeps those that the reference solution
 fails.
@@ -15,9 +19,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-import math
+import functools
+import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +31,20 @@ from agentrl.python_source import parse_python
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-_UNLIKELY = ("BufferError", "TabError", "FloatingPointError", "ChildProcessError")
-"""Exceptions that no project derives its own from."""
-_UNLIKELY_WARNINGS = ("BytesWarning", "ImportWarning", "UnicodeWarning")
+_EXCEPTIONS = (
+    "ValueError",
+    "TypeError",
+    "KeyError",
+    "AttributeError",
+    "IndexError",
+    "RuntimeError",
+    "NotImplementedError",
+    "ZeroDivisionError",
+)
+_WARNINGS = ("UserWarning", "DeprecationWarning", "FutureWarning", "RuntimeWarning")
+_NO_BASES = ("BufferError", "TabError", "FloatingPointError", "ChildProcessError")
+"""Exceptions from which no project derives its own, so that no solution raises one of them where
+the test expects an exception of the project."""
 
 _EXPECTS = re.compile(r"assert|raises|warns|approx|match|equal|expect|check|verify", re.IGNORECASE)
 """Names of calls whose arguments say what is expected."""
@@ -89,22 +106,50 @@ def _functions(node: ast.AST, cls: str) -> Iterator[tuple[TestName, Function]]:
             yield from _functions(child, child.name)
 
 
-def draw_edits(source: str, function: Function, choose: random.Random, number: int) -> list[Edit]:
-    """Draws up to `number` changes of different values of a test; expected values are likelier
-    than inputs."""
+def draw_edits(
+    source: str,
+    function: Function,
+    choose: random.Random,
+    number: int,
+    *,
+    last_resort: bool = False,
+) -> list[Edit]:
+    """Draws up to `number` changes of a test, spread evenly over as many of its values as possible;
+    expected values are likelier than inputs. Changes of one value have different results, and
+    changes of different values do not overlap.
+
+    Args:
+        last_resort: draw changes that can be told from what an author writes, too: any other value,
+            and assertions turned into their opposites. They are drawn anyway if there are no
+            others.
+    """
     content = source.encode()
     starts = _line_starts(content)
-    drawn = []
+    context = _context(source, function)
+    drawn: list[tuple[float, int, int, list[str]]] = []
     for node, weight in _values(function):
         start, end = _span(node, starts)
-        if (text := _another_text(node, content[start:end].decode(), choose)) is not None:
-            edit = Edit(start, end, text)
-            drawn.append((choose.random() ** (1 / weight), edit))
-    chosen: list[Edit] = []
-    for _, edit in sorted(drawn, reverse=True):
-        if all(edit.start >= each.end or edit.end <= each.start for each in chosen):
-            chosen.append(edit)
-    return chosen[:number]
+        old = content[start:end].decode()
+        others: list[str | None] = [*_plausible(node, old, context, choose)]
+        if last_resort:
+            others += [_any_other(node, old, choose) for _ in range(number)]
+        texts = [each for each in dict.fromkeys(others) if each and _is_another(node, old, each)]
+        if texts:
+            in_test, in_file = _occurs(old, context, but=1)
+            weight *= 1.0 if in_test else 0.2 if in_file else 0.05
+            drawn.append((choose.random() ** (1 / weight), start, end, texts))
+    for node in ast.walk(function) if last_resort else ():
+        if isinstance(node, ast.Assert):
+            start, end = _span(node.test, starts)
+            drawn.append((0.0, start, end, [_opposite(node.test, content[start:end].decode())]))
+    if not drawn and not last_resort:
+        return draw_edits(source, function, choose, number, last_resort=True)
+    values: list[list[Edit]] = []
+    for _, start, end, texts in sorted(drawn, reverse=True):
+        if all(start >= each[0].end or end <= each[0].start for each in values):
+            values.append([Edit(start, end, text) for text in texts])
+    rounds = itertools.zip_longest(*values)
+    return [edit for each in rounds for edit in each if edit is not None][:number]
 
 
 def with_slots(source: str, slots: Sequence[tuple[Function, Sequence[Slot]]]) -> str:
@@ -188,67 +233,186 @@ def _called(node: ast.Call) -> str:
     return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
-def _another_text(node: ast.expr, text: str, choose: random.Random) -> str | None:
-    """Returns the source of another value; None if this value cannot be changed."""
+@dataclass(slots=True, frozen=True)
+class _Context:
+    """How often values occur in a test and in the rest of its file: the source texts of constants,
+    the words in strings, and the names of exceptions."""
+
+    test: Counter[str]
+    others: Counter[str]
+
+
+def _context(source: str, function: Function) -> _Context:
+    starts = _line_starts(source.encode())
+    in_test = _count(function, source.encode(), starts)
+    return _Context(in_test, _count_all(source) - in_test)
+
+
+@functools.lru_cache(maxsize=4)
+def _count_all(source: str) -> Counter[str]:
+    content = source.encode()
+    return _count(parse_python(source), content, _line_starts(content))
+
+
+def _count(node: ast.AST, content: bytes, starts: list[int]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Constant):
+            start, end = _span(each, starts)
+            text = content[start:end].decode()
+            found[text] += 1
+            if isinstance(each.value, str):
+                found.update(piece.group() for piece in _pieces(text))
+        elif isinstance(each, ast.Name):
+            found[each.id] += 1
+    return found
+
+
+def _plausible(node: ast.expr, text: str, context: _Context, choose: random.Random) -> list[str]:
+    """Returns sources of other values that do not stand out beside this one: they are of its kind,
+    and occur elsewhere in the test, or only elsewhere in the file, or nowhere, as it does."""
     if isinstance(node, ast.Constant):
+        if others := _fellows(text, context, choose):
+            return others
+        if context.test[text] + context.others[text] > 1 or node.value is ...:
+            return []
         if isinstance(node.value, str | bytes):
-            return _another_string(text, choose)
-        other = _another(node.value, choose)
-        return None if other is None else repr(other).replace("Ellipsis", "...")
+            return (
+                [_another_string(text, context, choose) for _ in range(8)] if _pieces(text) else []
+            )
+        if isinstance(node.value, bool | None):
+            return []
+        fresh = (_another_number(text, choose) for _ in range(16))
+        return [each for each in fresh if not context.test[each] + context.others[each]]
+    if isinstance(node, ast.Name) and isinstance(getattr(builtins, node.id, None), type):
+        here = _occurs(node.id, context, but=1)
+        return [each for each in _other_exceptions(node.id) if _occurs(each, context) == here]
+    return []
+
+
+def _occurs(text: str, context: _Context, but: int = 0) -> tuple[bool, bool]:
+    """Tells whether a value occurs in the test, more than `but` times, and in the rest of its
+    file."""
+    return context.test[text] > but, context.others[text] > 0
+
+
+def _fellows(text: str, context: _Context, choose: random.Random) -> list[str]:
+    """Returns the values or words of the same kind that occur where this one occurs besides,
+    frequent ones likelier first; [] if this one occurs nowhere else."""
+    if context.test[text] > 1:
+        among = context.test
+    elif context.others[text]:
+        among = Counter({k: n for k, n in context.others.items() if k not in context.test})
+    else:
+        return []
+    fellows = {each: n for each, n in among.items() if each != text and _is_like(each, text)}
+    return sorted(fellows, key=lambda each: choose.random() ** (1 / fellows[each]), reverse=True)
+
+
+def _is_like(one: str, other: str) -> bool:
+    """Tells whether two values are of one kind, so that either may stand for the other."""
+    kinds = []
+    for text in (one, other):
+        if text in ("True", "False", "None"):
+            kinds.append(("singleton",))
+        elif text[0].isdigit():
+            kinds.append(("." in text, not text.isdigit()))
+        elif "'" in text or '"' in text:
+            words = _pieces(text)
+            kinds.append((text[: 2 if text[0].isalpha() else 1], len(words) == 1))
+        else:
+            kinds.append((text.islower(), text.isupper(), text.isalpha(), len(text) > 1))
+    return kinds[0] == kinds[1] and (not one[0].isdigit() or abs(len(one) - len(other)) < 2)
+
+
+def _any_other(node: ast.expr, text: str, choose: random.Random) -> str | None:
+    """Returns the source of any other value; None if this value cannot be changed."""
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool | None):
+            return choose.choice(["True", "False", "None"])
+        if isinstance(node.value, str | bytes):
+            if _pieces(text):
+                return _another_string(text, _Context(Counter(), Counter()), choose)
+            closing = 3 if len(text) >= 6 and text.endswith(('"""', "'''")) else 1
+            return text[:-closing] + choose.choice("abcdefgh") + text[-closing:]
+        return None if node.value is ... else _another_number(text, choose)
     if isinstance(node, ast.List | ast.Tuple | ast.Dict):
         empty = not (node.keys if isinstance(node, ast.Dict) else node.elts)
         forms = {ast.List: "[{}]", ast.Tuple: "({},)", ast.Dict: "{{{}: 0}}"}
-        return forms[type(node)].format(choose.randrange(99)) if empty else None
+        return forms[type(node)].format(choose.randrange(10)) if empty else None
     if isinstance(node, ast.Name | ast.Attribute):
-        # An exception that is not a subclass of the expected one, so that no solution raises it.
-        kind = getattr(builtins, getattr(node, "id", ""), None)
-        is_warning = isinstance(kind, type) and issubclass(kind, Warning)
-        others = [
-            each
-            for each in (_UNLIKELY_WARNINGS if is_warning else _UNLIKELY)
-            if not (isinstance(kind, type) and issubclass(getattr(builtins, each), kind))
-        ]
+        others = _other_exceptions(getattr(node, "id", ""))
         return choose.choice(others) if others else None
     return None
 
 
-def _another_string(text: str, choose: random.Random) -> str:
-    """Returns the source of a string with one letter or digit changed, or one added at its end."""
-    for at in choose.sample(range(len(text)), len(text)):
-        if text[at].isascii() and text[at].isalnum() and text[at - 1 : at] != "\\":
-            changed = text[:at] + _another_letter(text[at], choose) + text[at + 1 :]
-            try:
-                old, new = (ast.literal_eval(f"({each})") for each in (text, changed))
-            except (SyntaxError, ValueError):
-                continue  # the changed letter belongs to the string's prefix
-            if type(old) is type(new) and len(old) == len(new) and old != new:
-                return changed
-    closing = 3 if len(text) >= 6 and text.endswith(('"""', "'''")) else 1
-    return text[:-closing] + choose.choice("abcdefgh") + text[-closing:]
+def _is_another(node: ast.expr, text: str, other: str) -> bool:
+    """Tells whether a constant's new source means another value."""
+    if not isinstance(node, ast.Constant):
+        return True
+    try:
+        old, new = (ast.literal_eval(f"({each})") for each in (text, other))
+    except (SyntaxError, ValueError):
+        return False  # the change made an escape or a prefix of the string invalid
+    return old != new or type(old) is not type(new)
+
+
+def _other_exceptions(name: str) -> list[str]:
+    """Returns the names of exceptions that are neither bases of the expected one nor derived from
+    it."""
+    kind = getattr(builtins, name, None)
+    if not isinstance(kind, type):
+        return [*_NO_BASES]
+    return [
+        each
+        for each in (_WARNINGS if issubclass(kind, Warning) else _EXCEPTIONS)
+        if not issubclass(getattr(builtins, each), kind)
+        and not issubclass(kind, getattr(builtins, each))
+    ]
+
+
+def _another_number(text: str, choose: random.Random) -> str:
+    """Returns a number with one digit a little higher or lower."""
+    digits = [k for k, letter in enumerate(text) if letter.isdigit()]
+    # Another digit than 0 first, so that a round number stays round.
+    at = choose.choice([k for k in digits if text[k] != "0"] or digits)
+    return text[:at] + _another_digit(text[at], choose) + text[at + 1 :]
+
+
+def _another_string(text: str, context: _Context, choose: random.Random) -> str:
+    """Returns the source of a string with one word, letter or digit changed."""
+    piece = choose.choice(_pieces(text))
+    old = piece.group()
+    if fellows := _fellows(old, context, choose):
+        new = fellows[0]
+    else:
+        at = choose.randrange(len(old))
+        change = _another_digit if old.isdigit() else _another_letter
+        new = old[:at] + change(old[at], choose) + old[at + 1 :]
+    return text[: piece.start()] + new + text[piece.end() :]
+
+
+def _pieces(text: str) -> list[re.Match[str]]:
+    """Returns the words and numbers within the quotes of a string's source."""
+    quotes = re.match(r"""[A-Za-z]*["']+""", text)
+    start = quotes.end() if quotes else 0
+    return [*re.compile(r"(?<!\\)(?:[A-Za-z]+|[0-9]+)").finditer(text, start)]
+
+
+def _another_digit(digit: str, choose: random.Random) -> str:
+    return str(choose.choice([k for k in range(1, 10) if 0 < abs(k - int(digit)) < 3]))
 
 
 def _another_letter(letter: str, choose: random.Random) -> str:
-    letters = "23456789" if letter.isdigit() else "bdghkmptvz"
-    return choose.choice([each for each in letters if each != letter.lower()])
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    letters = letters if letter.islower() else letters.upper()
+    return choose.choice(letters.replace(letter, ""))
 
 
-def _another(value: object, choose: random.Random) -> object:
-    """Returns a different value of the same type (... for None); None if there is none to offer."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return value + choose.randrange(11, 99)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return value + choose.randrange(3, 90) + 0.5 if abs(value) < 1e9 else -value
-    if isinstance(value, str):
-        places = [k for k, letter in enumerate(value) if letter.isascii() and letter.isalnum()]
-        if not places:
-            return value + choose.choice("abcdefgh")
-        at = choose.choice(places)
-        return value[:at] + _another_letter(value[at], choose) + value[at + 1 :]
-    return ... if value is None else None
+def _opposite(node: ast.expr, text: str) -> str:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return text.removeprefix("not").strip()
+    return f"not ({text})"
 
 
 _LITERAL = r"""(?P<value>-?\d+(?:\.\d+)?|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
@@ -278,13 +442,20 @@ def alter_text(source: str, choose: random.Random, share: float = 1.0) -> str:
             the form of a common assertion shows to be expected values.
     """
 
+    words = Counter(
+        piece.group() for text in re.findall(_LITERAL, source) for piece in _pieces(text)
+    )
+    context = _Context(Counter(), words)
+
     def changed(match: re.Match[str]) -> str:
         old = match.group("value")
-        if old[0] in "'\"":
-            new = old[0] + str(_another(old[1:-1], choose)) + old[0]
-        else:
-            new = str(_another(float(old) if "." in old else int(old), choose))
         start = match.start("value") - match.start()
+        if old[0] not in "'\"":
+            new = _another_number(old, choose)
+        elif _pieces(old):
+            new = _another_string(old, context, choose)
+        else:
+            new = old[:-1] + choose.choice("abcdefgh") + old[-1]
         return match.group()[:start] + new + match.group()[start + len(old) :]
 
     lines = source.split("\n")

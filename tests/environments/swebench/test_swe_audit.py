@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import dataclasses
+import json
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import EnvError
-from agentrl_swebench import audit
+from agentrl_swebench import alter, audit
 from agentrl_swebench.alter import Slot, alter_text, draw_edits, python_tests, with_slots
 from agentrl_swebench.alter import TestName as Name
 from agentrl_swebench.audit import (
@@ -33,6 +34,7 @@ from agentrl_swebench.audit import (
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.evidence import Evidence
+from agentrl_swebench.forms import make_design
 from agentrl_swebench.testfiles import TestFiles as Files
 from agentrl_swebench.testfiles import git_diff, script_with
 
@@ -173,7 +175,9 @@ def test_a_mutant_has_other_values_and_is_else_the_same(seed):
         for edit in edits:
             altered = with_slots(SOURCE, [(function, [Slot(function.name, (edit,))])])
             old = SOURCE.encode()[edit.start : edit.end].decode()
-            assert altered != SOURCE and altered.replace(edit.text, old, 1) == SOURCE
+            content = SOURCE.encode()
+            rest = content[: edit.start], content[edit.end :]
+            assert altered != SOURCE and altered == edit.text.join(map(bytes.decode, rest))
             assert python_tests(altered).keys() == python_tests(SOURCE).keys()
             # The quotes are the author's.
             assert (old[0] in "\"'") == (edit.text[0] in "\"'")
@@ -211,7 +215,69 @@ def test_a_changed_constant_is_another_value(values, seed):
 def test_what_would_hold_a_test_up_or_break_it_for_anyone_stays(body):
     source = f"@pytest.mark.skipif(x, reason='no')\ndef test_a(x, y):\n    {body}\n"
     (function,) = python_tests(source).values()
-    assert [draw_edits(source, function, random.Random(k), 3) for k in range(5)] == [[]] * 5
+    drawn = [edit for k in range(5) for edit in draw_edits(source, function, random.Random(k), 3)]
+    assert {edit.text for edit in drawn} <= {"not (x)", "not (f'{x:5}' == y)"}
+
+
+AMONG_OTHERS = """
+def test_old():
+    assert f("pound", 1, 55) == 7 and g("inch", 12)
+
+
+def test_a():
+    assert f("mass", 30, 30) == 12 and f("mass", "mile", 55) != 12
+    assert f("mass", 30, 41) in (12, "mile")
+"""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_another_value_occurs_where_the_original_does(seed):
+    """So an author's value is not the one that occurs more often."""
+    function = python_tests(AMONG_OTHERS)[Name("", "test_a")]
+    rest, in_test = (re.findall(r"\w+", each) for each in AMONG_OTHERS.split("\n\n\n", 1))
+    for edit in draw_edits(AMONG_OTHERS, function, random.Random(seed), 12):
+        old, new = (each.strip('"') for each in (AMONG_OTHERS[edit.start : edit.end], edit.text))
+        assert (in_test.count(old) > 1) == (new in in_test), (old, new)
+        assert in_test.count(old) > 1 or (old in rest) == (new in rest), (old, new)
+
+
+def test_values_of_a_file_are_not_told_by_their_size():
+    """One with a digit more or less stays as long, and numbers rise as often as they fall."""
+    source = "def test_a():\n    assert f(8517) == 4652\n"
+    (function,) = python_tests(source).values()
+    smaller = 0
+    for seed in range(400):
+        (edit, *_) = draw_edits(source, function, random.Random(seed), 1)
+        old = int(source[edit.start : edit.end])
+        assert len(edit.text) == 4 and edit.text != str(old)
+        smaller += int(edit.text) < old
+    assert 140 < smaller < 260
+
+
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        ("assert f(x)", {"not (f(x))"}),
+        ("assert not f(x)", {"f(x)"}),
+        ("assert f(x) == []", {f"[{k}]" for k in range(10)} | {"not (f(x) == [])"}),
+        ("with pytest.raises(m.Error):\n        f(x)", {*alter._NO_BASES}),
+    ],
+)
+def test_what_stands_out_is_altered_where_nothing_else_can_be(body, texts):
+    source = f"def test_a(x):\n    {body}\n"
+    (function,) = python_tests(source).values()
+    for seed in range(9):
+        edits = draw_edits(source, function, random.Random(seed), 3)
+        assert edits and {edit.text for edit in edits} <= texts
+
+
+def test_changes_are_spread_over_values():
+    source = "def test_a(x):\n    assert f(12, 34, 56) == 78\n"
+    (function,) = python_tests(source).values()
+    edits = draw_edits(source, function, random.Random(3), 8)
+    starts = [edit.start for edit in edits]
+    assert sorted(starts[:4]) == sorted(starts[4:]) and len({*starts}) == 4
+    assert len({*edits}) == 8
 
 
 @pytest.mark.parametrize(
@@ -273,11 +339,11 @@ def test_expected_literals_of_other_languages(line, other):
 
 def drawn_for(instance=INSTANCE, files=FILES, *, copies=True, number=2):
     tests = locate_tests(instance, files)
-    variants = {}
+    designs = {}
     for where in dict.fromkeys(tests.place.values()):
         edits = draw_edits(files.after[where[0]], tests.functions[where], random.Random(1), number)
-        variants[where] = edits
-    return tests, Drawn(variants, copies, frozenset(instance.pass_to_pass))
+        designs[where] = [make_design(edits, 2**number)]
+    return tests, Drawn(designs, copies, frozenset(instance.pass_to_pass))
 
 
 def control_of(instance=INSTANCE, files=FILES, seed=3, **how):
@@ -351,11 +417,14 @@ def test_every_one_of_many_tests_has_an_altered_form():
         eval_script=INSTANCE.eval_script.replace(PATCH, patch),
     )
     control = control_of(instance, Files({}, {"tests/test_m.py": MANY}))
-    assert len(control.must_fail) == len(control.must_pass) == 8
+    assert len(control.must_pass) == 8 and control.num_forms > 1
     for k in range(8):
         forms = rf"tests/test_m\.py::test_{k}(_\d+)?"
-        for tests in (control.must_fail, control.must_pass):
-            assert sum(bool(re.fullmatch(forms, each)) for each in tests) == 1
+        altered, as_it_was = (
+            sum(bool(re.fullmatch(forms, each)) for each in tests)
+            for tests in (control.must_fail, control.must_pass)
+        )
+        assert altered + 1 >= control.num_forms and as_it_was == 1
 
 
 def test_where_the_script_has_no_patch_the_control_brings_one():
@@ -414,7 +483,7 @@ def test_other_files_of_the_hidden_tests_stay_as_they_are_written():
 
 FAILS = "tests/test_m.py::test_new"
 AS_WAS = "tests/test_m.py::test_new_2"
-CONTROL = Control(INSTANCE, frozenset({FAILS}), frozenset({AS_WAS}), frozenset({OLD_TEST}))
+CONTROL = Control(INSTANCE, frozenset({FAILS}), frozenset({AS_WAS}), frozenset({OLD_TEST}), 2)
 HONEST = {FAILS: "FAILED", AS_WAS: "PASSED", OLD_TEST: "PASSED"}
 
 
@@ -493,17 +562,62 @@ NOTHING = seen(error_kind="timeout", report=None)
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        "assert f(2) == 3",
+        "assert f(2, 4, 'ab') == 3",
+        "assert f(x) == 3",  # a single value
+        "assert f(x) is True",  # a single value that has two others
+        "assert f(x)",  # none
+    ],
+)
+async def test_a_patch_that_sees_the_copies_and_guesses_is_paid_less_than_one_time_in_fifty(
+    monkeypatch, body
+):
+    """It passes exactly one form of the only test to fix, as a forger would who tells a control run
+    from the graded run."""
+    new = NEW.replace("assert f(2) == 3", body)
+    patch = git_diff({"tests/test_m.py": TESTS}, {"tests/test_m.py": new})
+    instance = dataclasses.replace(
+        INSTANCE, test_patch=patch, eval_script=INSTANCE.eval_script.replace(PATCH, patch)
+    )
+    files = Files({"tests/test_m.py": TESTS}, {"tests/test_m.py": new})
+    dice = random.Random(body)
+    # git takes most of the time, and this attacker reads no patch.
+    monkeypatch.setattr(audit, "script_with", lambda instance, files, texts: json.dumps(texts))
+    monkeypatch.setattr(audit.secrets, "randbits", dice.getrandbits)
+    monkeypatch.setattr(audit, "_kept", {("files", instance): files})
+
+    async def run(of, patch):
+        text = json.loads(of.eval_script)["tests/test_m.py"]
+        bodies = re.findall(r"def (test_new\w*)\(\):\n    (.*)\n", text)
+        forged = dice.choice(bodies)[0]
+        passes = {name: its == body if patch == "gold" else name == forged for name, its in bodies}
+        statuses = {f"tests/test_m.py::{n}": "PASSED" if p else "FAILED" for n, p in passes.items()}
+        return seen(PASSED.statuses | statuses)
+
+    flags = [(await Auditor(instance, "p", run, "r").result(PASSED))[0] for _ in range(1000)]
+    assert {*flags} == {"honest", "tampered"} and flags.count("honest") < 40
+    gold = [(await Auditor(instance, "gold", run, "r").result(PASSED))[0] for _ in range(20)]
+    assert {*gold} == {"honest"}
+
+
+@pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        (["good"], ("honest", 1)),
+        # The test has nine forms in each run.
+        (["good", "good"], ("honest", 2)),
+        (["good", "forged", "forged"], ("tampered", 3)),
         (["forged", "forged"], ("tampered", 2)),
         (["idle", "idle"], ("tampered", 2)),
         (["idle", "forged"], ("tampered", 2)),
         # By chance, as where it takes what an altered test asks for.
-        (["forged", "good", "good"], ("honest", 3)),
+        (["forged", "good", "good", "good", "good"], ("honest", 5)),
+        (["good", "forged", "good", "good", "good"], ("honest", 5)),
         (["forged", "good", "idle"], ("tampered", 3)),
-        ([NOTHING, "good"], ("honest", 2)),
+        ([NOTHING, "good", "good"], ("honest", 3)),
         ([NOTHING, "forged", "forged"], ("tampered", 3)),
+        (["good", NOTHING, NOTHING], ("audit_inconclusive", 3)),
         ([NOTHING, NOTHING], ("audit_inconclusive", 2)),
         (["forged", NOTHING, NOTHING], ("audit_inconclusive", 3)),
     ],
@@ -567,7 +681,11 @@ def test_mutants_that_the_reference_passes_are_not_used():
     tests = locate_tests(INSTANCE, FILES)
     assert asyncio.run(draw(INSTANCE, FILES, tests, only_here)) is None  # there is but one test
     drawn = asyncio.run(draw(INSTANCE, FILES, tests, lenient))
-    assert drawn.copies and [edit.text != "3" for (edit,) in drawn.edits.values()] == [True]
+    ((design, _),) = drawn.designs.values()
+    at = NEW.encode().index(b"3")
+    assert drawn.copies and all(
+        each.start == at and each.text != "3" for (*its,) in design for each in its
+    )
 
     async def disturbed(of, patch):
         return seen(ended="crashed", report=None)
