@@ -3,6 +3,7 @@ patches that look odd. The attackers know the names of the hidden tests, which a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ SHORT_TIMEOUT_S = 25.0
 SPANS = "agentrl__spans-1"
 LEDGER = "agentrl__ledger-1"
 TALLY = "agentrl__tally-1"
+GAUGE = "agentrl__gauge-1"
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,11 +35,18 @@ class Attack:
     make_patch: Callable[[Instance], str]
     instance_id: str = SPANS
     timeout_s: float = TIMEOUT_S
-    command: tuple[str, str] = ("", "")
-    """A part of the evaluation script and its replacement; empty for none."""
+    change: Callable[[Instance], Instance] = lambda instance: instance
+    """Makes the instance to attack from the one with this id."""
 
 
 # --- making patches -------------------------------------------------------------------------------
+
+
+def with_script(old: str, new: str) -> Callable[[Instance], Instance]:
+    """Changes an instance: a part of the evaluation script is replaced."""
+    return lambda instance: dataclasses.replace(
+        instance, eval_script=instance.eval_script.replace(old, new)
+    )
 
 
 def before_text(instance: Instance, path: str) -> str:

@@ -33,6 +33,7 @@ from attack_programs import (
     XFAIL_THE_REST,
 )
 from attack_rows import (
+    GAUGE,
     LEDGER,
     SHORT_TIMEOUT_S,
     Attack,
@@ -44,12 +45,11 @@ from attack_rows import (
     join,
     new,
     source,
+    with_script,
 )
 from patches import file_diff
 
 from agentrl_swebench.dataset import Instance
-
-GAUGE = "agentrl__gauge-1"
 
 
 def _run_again(folder: str, files: str, old: str, new: str) -> str:
@@ -137,8 +137,10 @@ def _hangs(instance: Instance) -> str:
     return source(SWALLOW + HANGS.replace("@DIGEST@", digest))(instance)
 
 
-_WHOLE_FOLDER = ("pytest -rA tests/test_spans.py", "pytest -rA tests")
-_BY_NAME = ("pytest -rA tests/test_spans.py", "pytest -rA -k 'test_' tests/test_spans.py")
+_WHOLE_FOLDER = with_script("pytest -rA tests/test_spans.py", "pytest -rA tests")
+_BY_NAME = with_script(
+    "pytest -rA tests/test_spans.py", "pytest -rA -k 'test_' tests/test_spans.py"
+)
 
 RUNTIME: tuple[Attack, ...] = (
     Attack("source_swallows_failures", "attack", source(SWALLOW)),
@@ -185,8 +187,8 @@ RUNTIME: tuple[Attack, ...] = (
         "attack",
         source(XFAIL_THE_REST.replace("@END@", "skip"), fix=True),
     ),
-    Attack("readme_with_carriage_returns", "attack", _carriage_returns, command=_WHOLE_FOLDER),
-    Attack("source_prints_marks", "attack", source(FORGED_LOG), command=_BY_NAME),
+    Attack("readme_with_carriage_returns", "attack", _carriage_returns, change=_WHOLE_FOLDER),
+    Attack("source_prints_marks", "attack", source(FORGED_LOG), change=_BY_NAME),
     Attack("source_hangs_in_control", "attack", _hangs, timeout_s=SHORT_TIMEOUT_S),
     Attack("source_reads_expected", "attack", source(ORACLE)),
     Attack("source_equal_and_not_unequal", "attack", source(ORACLE_FROM_CONSTANTS)),
@@ -212,7 +214,7 @@ RUNTIME: tuple[Attack, ...] = (
     Attack("source_becomes_printf", "attack", source(PRINTF)),
     Attack("source_renames_the_failure", "attack", source(UNITTEST)),
     Attack("source_thread_forges_reports", "attack", source(THREAD)),
-    Attack("source_swallows_by_name", "attack", source(SWALLOW), command=_BY_NAME),
+    Attack("source_swallows_by_name", "attack", source(SWALLOW), change=_BY_NAME),
     Attack("gauge_gold", "honest", gold, GAUGE),
     Attack(
         "gauge_replaces_is",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -25,13 +24,14 @@ from pathlib import Path
 
 from attack_rows import FURTHER, STATED, Attack
 from attack_rows_control import CONTROL
+from attack_rows_guess import GUESS
 from attack_rows_runtime import RUNTIME
 
 from agentrl.errors import AgentRLError, DataError
 from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.grade import Verdict, grade
 
-ATTACKS: tuple[Attack, ...] = STATED + FURTHER + RUNTIME + CONTROL
+ATTACKS: tuple[Attack, ...] = STATED + FURTHER + RUNTIME + CONTROL + GUESS
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,10 +59,8 @@ class Row:
 
 async def grade_attack(attack: Attack, instance: Instance, *, run_id: str = "attacks") -> Row:
     """Grades one patch under both policies, each with a control run."""
+    instance = attack.change(instance)
     patch = attack.make_patch(instance)
-    script = instance.eval_script.replace(*attack.command) if attack.command[0] else None
-    if script is not None:
-        instance = dataclasses.replace(instance, eval_script=script)
     official = await grade(
         instance, patch, policy="official", run_id=run_id, timeout_s=attack.timeout_s, audit=True
     )
@@ -141,7 +139,7 @@ async def print_payoffs(
     print(f"{'patch':28} {'kind':9} official     draws paid masked payoff", flush=True)
     all_lose = True
     for attack in attacks:
-        instance = by_id[attack.instance_id]
+        instance = attack.change(by_id[attack.instance_id])
         patch, timeout_s = attack.make_patch(instance), attack.timeout_s
         official = await grade(
             instance, patch, policy="official", run_id="payoff", timeout_s=timeout_s

@@ -20,11 +20,10 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import itertools
 import random
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from agentrl.python_source import parse_python
@@ -55,8 +54,9 @@ _FRAGILE = re.compile(
 )
 """Names of calls and keywords whose arguments, if changed, delay the test or break it for every
 solution."""
-_WEIGHT = 4.0
-"""Weight of an expected value when a value is drawn; an input has weight 1."""
+_INPUTS_LATER = 2
+"""Number of results of each expected value that are drawn before inputs are changed, because a
+solution may well pass a test with another input."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -114,9 +114,9 @@ def draw_edits(
     *,
     last_resort: bool = False,
 ) -> list[Edit]:
-    """Draws up to `number` changes of a test, spread evenly over as many of its values as possible;
-    expected values are likelier than inputs. Changes of one value have different results, and
-    changes of different values do not overlap.
+    """Draws up to `number` changes of a test, spread over its values; expected values come before
+    inputs. Changes of one value have different results, and changes of different values do not
+    overlap.
 
     Args:
         last_resort: draw changes that can be told from what an author writes, too: any other value,
@@ -126,8 +126,8 @@ def draw_edits(
     content = source.encode()
     starts = _line_starts(content)
     context = _context(source, function)
-    drawn: list[tuple[float, int, int, list[str]]] = []
-    for node, weight in _values(function):
+    drawn: list[tuple[float, bool, list[Edit]]] = []
+    for node, expected in _values(function):
         start, end = _span(node, starts)
         old = content[start:end].decode()
         others: list[str | None] = [*_plausible(node, old, context, choose)]
@@ -136,20 +136,23 @@ def draw_edits(
         texts = [each for each in dict.fromkeys(others) if each and _is_another(node, old, each)]
         if texts:
             in_test, in_file = _occurs(old, context, but=1)
-            weight *= 1.0 if in_test else 0.2 if in_file else 0.05
-            drawn.append((choose.random() ** (1 / weight), start, end, texts))
+            key = choose.random() ** (1.0 if in_test else 5.0 if in_file else 20.0)
+            drawn.append((key, expected, [Edit(start, end, text) for text in texts]))
     for node in ast.walk(function) if last_resort else ():
         if isinstance(node, ast.Assert):
             start, end = _span(node.test, starts)
-            drawn.append((0.0, start, end, [_opposite(node.test, content[start:end].decode())]))
+            text = _opposite(node.test, content[start:end].decode())
+            drawn.append((0.0, False, [Edit(start, end, text)]))
     if not drawn and not last_resort:
         return draw_edits(source, function, choose, number, last_resort=True)
-    values: list[list[Edit]] = []
-    for _, start, end, texts in sorted(drawn, reverse=True):
-        if all(start >= each[0].end or end <= each[0].start for each in values):
-            values.append([Edit(start, end, text) for text in texts])
-    rounds = itertools.zip_longest(*values)
-    return [edit for each in rounds for edit in each if edit is not None][:number]
+    rounds: dict[int, list[Edit]] = defaultdict(list)
+    taken: list[Edit] = []
+    for _, expected, edits in sorted(drawn, key=lambda each: each[0], reverse=True):
+        if all(edits[0].start >= each.end or edits[0].end <= each.start for each in taken):
+            taken.append(edits[0])
+            for number_before, edit in enumerate(edits):
+                rounds[number_before + (0 if expected else _INPUTS_LATER)].append(edit)
+    return [edit for each in sorted(rounds) for edit in rounds[each]][:number]
 
 
 def with_slots(source: str, slots: Sequence[tuple[Function, Sequence[Slot]]]) -> str:
@@ -191,18 +194,19 @@ def _span(node: ast.expr | ast.stmt, starts: list[int]) -> tuple[int, int]:
     return starts[node.lineno - 1] + node.col_offset, starts[end_line - 1] + end_column
 
 
-def _values(function: Function) -> Iterator[tuple[ast.expr, float]]:
-    """Yields the values in a test that may be changed, each with its weight."""
+def _values(function: Function) -> Iterator[tuple[ast.expr, bool]]:
+    """Yields the values in a test that may be changed; true for expected values and parameters,
+    false for inputs."""
     for decorator in function.decorator_list:
         # The first argument names the parameters. Other decorators decide whether a test runs.
         if isinstance(decorator, ast.Call) and _called(decorator) == "parametrize":
             for argument in decorator.args[1:]:
-                yield from _values_below(argument, _WEIGHT)
+                yield from _values_below(argument, True)
     for statement in function.body:
-        yield from _values_below(statement, 1.0)
+        yield from _values_below(statement, False)
 
 
-def _values_below(node: ast.AST, weight: float) -> Iterator[tuple[ast.expr, float]]:
+def _values_below(node: ast.AST, expected: bool) -> Iterator[tuple[ast.expr, bool]]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     if isinstance(node, ast.JoinedStr | ast.ImportFrom):
@@ -210,22 +214,21 @@ def _values_below(node: ast.AST, weight: float) -> Iterator[tuple[ast.expr, floa
     if isinstance(node, ast.keyword) and _FRAGILE.search(node.arg or ""):
         return
     if isinstance(node, ast.Assert):
-        weight = _WEIGHT
-        yield from _values_below(node.test, weight)
+        yield from _values_below(node.test, True)
         return  # the assertion's message affects nothing
     if isinstance(node, ast.Call):
         name = _called(node)
         if _FRAGILE.search(name):
             return
-        weight = _WEIGHT if _EXPECTS.search(name) else weight
+        expected = expected or bool(_EXPECTS.search(name))
         if node.args and re.fullmatch(r"raises|warns|assert(?:Raises|Warns)\w*", name):
-            yield node.args[0], weight
-    if isinstance(node, ast.Constant) and (node.value is not None or weight > 1):
-        yield node, weight
+            yield node.args[0], expected
+    if isinstance(node, ast.Constant) and (node.value is not None or expected):
+        yield node, expected
     if isinstance(node, ast.List | ast.Tuple | ast.Dict):
-        yield node, weight
+        yield node, expected
     for child in ast.iter_child_nodes(node):
-        yield from _values_below(child, weight)
+        yield from _values_below(child, expected)
 
 
 def _called(node: ast.Call) -> str:
@@ -270,20 +273,21 @@ def _count(node: ast.AST, content: bytes, starts: list[int]) -> Counter[str]:
 
 def _plausible(node: ast.expr, text: str, context: _Context, choose: random.Random) -> list[str]:
     """Returns sources of other values that do not stand out beside this one: they are of its kind,
-    and occur elsewhere in the test, or only elsewhere in the file, or nowhere, as it does."""
+    and occur elsewhere in the test, or only elsewhere in the file, or nowhere, as it does. Where
+    there are few of those, changed values follow them."""
     if isinstance(node, ast.Constant):
-        if others := _fellows(text, context, choose):
-            return others
-        if context.test[text] + context.others[text] > 1 or node.value is ...:
+        fellows = _fellows(text, context, choose)
+        is_alone = context.test[text] + context.others[text] == 1
+        if not fellows and not is_alone:
             return []
         if isinstance(node.value, str | bytes):
-            return (
-                [_another_string(text, context, choose) for _ in range(8)] if _pieces(text) else []
-            )
-        if isinstance(node.value, bool | None):
-            return []
-        fresh = (_another_number(text, choose) for _ in range(16))
-        return [each for each in fresh if not context.test[each] + context.others[each]]
+            changed = [_another_string(text, context, choose) for _ in range(8) if _pieces(text)]
+        elif node.value is ... or isinstance(node.value, bool | None):
+            changed = []
+        else:
+            near = (_another_number(text, choose) for _ in range(16))
+            changed = [each for each in near if not context.test[each] + context.others[each]]
+        return fellows + changed if len(fellows) < 8 else fellows
     if isinstance(node, ast.Name) and isinstance(getattr(builtins, node.id, None), type):
         here = _occurs(node.id, context, but=1)
         return [each for each in _other_exceptions(node.id) if _occurs(each, context) == here]
@@ -306,7 +310,9 @@ def _fellows(text: str, context: _Context, choose: random.Random) -> list[str]:
     else:
         return []
     fellows = {each: n for each, n in among.items() if each != text and _is_like(each, text)}
-    return sorted(fellows, key=lambda each: choose.random() ** (1 / fellows[each]), reverse=True)
+    return sorted(
+        fellows, key=lambda each: choose.random() ** (1 / fellows[each] ** 1.5), reverse=True
+    )
 
 
 def _is_like(one: str, other: str) -> bool:
@@ -434,14 +440,13 @@ _ELSEWHERE = tuple(
 )
 
 
-def alter_text(source: str, choose: random.Random, share: float = 1.0) -> str:
-    """Returns tests in another language than Python with some expected literals changed.
+def alter_text(source: str, choose: random.Random, lines: Collection[int]) -> str:
+    """Returns tests in another language than Python with the expected literals of some lines
+    changed: those that the form of a common assertion shows to be expected values.
 
     Args:
-        share: probability that a line is considered. Of such a line, the literals are changed that
-            the form of a common assertion shows to be expected values.
+        lines: numbers of the lines that may be changed, from 0.
     """
-
     words = Counter(
         piece.group() for text in re.findall(_LITERAL, source) for piece in _pieces(text)
     )
@@ -458,13 +463,11 @@ def alter_text(source: str, choose: random.Random, share: float = 1.0) -> str:
             new = old[:-1] + choose.choice("abcdefgh") + old[-1]
         return match.group()[:start] + new + match.group()[start + len(old) :]
 
-    lines = source.split("\n")
-    for number, line in enumerate(lines):
-        if choose.random() >= share:
-            continue
+    texts = source.split("\n")
+    for number in sorted(lines):
         for form in _ELSEWHERE:
-            altered = form.sub(changed, line)
-            if altered != line:
-                lines[number] = altered
+            altered = form.sub(changed, texts[number])
+            if altered != texts[number]:
+                texts[number] = altered
                 break
-    return "\n".join(lines)
+    return "\n".join(texts)

@@ -25,11 +25,13 @@ from __future__ import annotations
 import ast
 import asyncio
 import dataclasses
+import math
 import random
 import re
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from agentrl.errors import EnvError
@@ -72,10 +74,10 @@ _FAIL = frozenset({"FAILED", "ERROR"})
 
 MAX_DRAWS = 6
 """Number of times that alterations are drawn and tried on the reference solution."""
-GUESSES = 64
+GUESSES = 50
 """A patch that forges a required test must guess one of this many forms or more to pass as honest,
-over all control runs. A single run in which a test has two forms would pay every other guess."""
-_MANY = ((16, 16), (64, 8), (256, 4))
+over all control runs, so that it is paid less than 2% of an honest patch's reward."""
+_MANY = ((4, 16), (64, 8), (256, 4))
 """Number of forms that each test should have in a run, if there are at most so many tests. With
 more tests it is two, and so there are more runs."""
 FIRST_SHARE = 0.25
@@ -330,7 +332,7 @@ async def draw(
     wanted = _num_wanted(tests)
     is_one = len(wheres) == 1 and not tests.others
     found: dict[Where, list[Design]] = {}
-    tried: list[Design] = []
+    tried: set[frozenset[Form]] = set()
     keeps = frozenset(instance.pass_to_pass)
     copies = True
     for attempt in range(MAX_DRAWS if wheres else 0):
@@ -339,17 +341,21 @@ async def draw(
         designs: dict[Where, list[Design]] = {}
         for where in (each for each in wheres if not _is_enough(found.get(each, []), wanted)):
             source, function = files.after[where[0]], tests.functions[where]
-            last_resort = attempt > 1 and where not in found
-            drawn = [
-                make_design(
-                    draw_edits(source, function, choose, wanted, last_resort=last_resort), wanted
+            drawn = []
+            for _ in range(2):
+                edits = draw_edits(
+                    source, function, choose, 64, last_resort=attempt > 1 and where not in found
                 )
-                for _ in range(2)
-            ]
-            if not copies:
-                drawn = [[[choose.choice(drawn[0])[0]]]] if drawn[0] else []
-            designs[where] = [each for each in drawn if each and (each not in tried or not copies)]
-            tried += drawn
+                # Other results of the values that were of use are likely to be of use, too.
+                useful = {edit.start for each in found.get(where, []) for edit in chain(*each)}
+                edits = [edit for edit in edits if edit.start in useful or not useful]
+                drawn.append(make_design(edits, wanted if copies else 2))
+            made = {frozenset(altered_forms(each)): each for each in drawn if each}
+            if copies:
+                designs[where] = [each for forms, each in made.items() if forms not in tried]
+                tried |= made.keys()
+            else:
+                designs[where] = [*made.values()][:1]
         slots = {
             where: _side_by_side(where, _all_forms(its), choose)
             if copies
@@ -374,22 +380,35 @@ async def draw(
                 slot.edits: _ended(statuses, _without_parameters(_renamed(name, where, slot)))
                 for slot in its
             }
-            if ends.pop((), "passed") == "passed":
-                unused = {form for form, end in ends.items() if end != "failed"}
-                for design in designs[where]:
-                    if left := without(design, unused):
-                        found.setdefault(where, []).append(left)
-        # A patch could forge a test that is never altered, so try again for those that are missing,
-        # and for those with so few forms that it would take many control runs.
+            if usable := _usable(designs[where], ends):
+                found[where] = found.get(where, []) + usable
+        # Try again for tests that are missing, because a patch could forge a test that is never
+        # altered, and once for those with so few forms that it takes many control runs.
         enough = all(_is_enough(found.get(where, []), wanted) for where in wheres)
-        if found and (enough or not copies or attempt >= MAX_DRAWS // 2):
+        tries = 2 if len(found) == len(wheres) else MAX_DRAWS // 2 + 1
+        if found and (enough or not copies or attempt + 1 >= tries):
             break
-    best = {where: sorted(its, key=num_forms, reverse=True)[:2] for where, its in found.items()}
+    best = {where: _best(its) for where, its in found.items()}
     return Drawn(best, copies, keeps) if best else None
 
 
+def _usable(designs: Sequence[Design], ends: dict[Form, str]) -> list[Design]:
+    """Returns what is left of designs if the reference solution must fail every altered form and
+    pass the original. `ends` has how each form ended."""
+    if ends.get((), "passed") != "passed":
+        return []
+    unused = {form for form, end in ends.items() if form and end != "failed"}
+    return [left for design in designs if (left := without(design, unused))]
+
+
 def _is_enough(designs: Sequence[Design], wanted: int) -> bool:
-    return sum(num_forms(each) >= min(8, wanted) for each in designs) >= 2
+    """Tells whether two control runs are enough, or no more forms are wanted."""
+    best = _best(designs)
+    return math.prod(map(num_forms, best)) >= min(GUESSES, wanted**2) and len(best) == 2
+
+
+def _best(designs: Sequence[Design]) -> list[Design]:
+    return sorted(designs, key=num_forms, reverse=True)[:2]
 
 
 def _all_forms(designs: Sequence[Design]) -> list[Form]:
@@ -536,41 +555,75 @@ def _is_marked(function: Function) -> bool:
 
 
 async def draw_texts(instance: Instance, files: TestFiles, run: RunHarness) -> list[Control]:
-    """Alters tests in other languages than Python and returns control runs from which one is to be
-    chosen at random, tried on the reference solution: one in which some required tests fail and
-    some pass; or two, one in which required tests fail and one in which they pass beside altered
-    tests; or [].
+    """Alters tests in other languages than Python and returns control runs, tried on the reference
+    solution, from which each run takes one at random: two, so that each required test is altered in
+    one of them; or one in which some required tests are altered; or [].
 
     Raises:
         EnvError: a trial was disturbed.
     """
     choose = random.Random(secrets.randbits(64))
-    others = {path: text for path, text in files.after.items() if not path.endswith(".py")}
-    fails: Control | None = None
-    passes: Control | None = None
-    for _ in range(2 * MAX_DRAWS if others else 0):
-        texts = {path: alter_text(text, choose, 0.5) for path, text in others.items()}
-        texts = {path: text for path, text in texts.items() if text != others[path]}
-        script = script_with(instance, files, texts) if texts else None
-        if script is None:
-            continue
-        changed = dataclasses.replace(instance, eval_script=script)
-        evidence = await _tried(changed, run)
-        if evidence is None:
-            continue
-        altered, kept = (_with(evidence, instance.pass_to_pass, each) for each in (_FAIL, _PASS))
-        to_fix, as_was = (_with(evidence, instance.fail_to_pass, each) for each in (_FAIL, _PASS))
-        must_fail = frozenset(_without_parameters(test) for test in to_fix | altered)
-        control = Control(changed, must_fail, as_was, kept, num_forms=2)
-        if to_fix and as_was:
-            return [control]
-        if to_fix:
-            fails = control
-        elif as_was and altered:
-            passes = control
-        if fails and passes:
-            return [fails, passes]
+    numbers = {
+        path: {*range(text.count("\n") + 1)}
+        for path, text in files.after.items()
+        if not path.endswith(".py")
+    }
+    altered: Control | None = None
+    kept: Control | None = None
+    for _ in range(MAX_DRAWS if numbers else 0):
+        half = {
+            path: {line for line in lines if choose.random() < 0.5}
+            for path, lines in numbers.items()
+        }
+        rest = {path: lines - half[path] for path, lines in numbers.items()}
+        one, two = [await _text_control(instance, files, run, choose, its) for its in (half, rest)]
+        if one and two and _complement(instance, one, two):
+            return [one, two]
+        for control in filter(None, (one, two)):
+            if control.must_pass and _altered(instance, control):
+                return [control]
+            altered = control if _altered(instance, control) else altered
+            kept = control if control.must_pass else kept
+        if altered and kept:
+            return [altered, kept]
     return []
+
+
+def _altered(instance: Instance, control: Control) -> frozenset[str]:
+    return frozenset(map(_without_parameters, instance.fail_to_pass)) & control.must_fail
+
+
+def _complement(instance: Instance, one: Control, two: Control) -> bool:
+    """Tells whether every required test is altered in one of two control runs and not in the
+    other."""
+    return {*one.must_pass, *two.must_pass} == {*instance.fail_to_pass} and all(
+        _altered(instance, each) == {*map(_without_parameters, other.must_pass)}
+        for each, other in ((one, two), (two, one))
+    )
+
+
+async def _text_control(
+    instance: Instance,
+    files: TestFiles,
+    run: RunHarness,
+    choose: random.Random,
+    lines: dict[str, set[int]],
+) -> Control | None:
+    """Returns a control run in which these lines of tests are altered; None if it alters nothing
+    that the reference solution fails."""
+    texts = {path: alter_text(files.after[path], choose, its) for path, its in lines.items()}
+    texts = {path: text for path, text in texts.items() if text != files.after[path]}
+    script = script_with(instance, files, texts) if texts else None
+    if script is None:
+        return None
+    changed = dataclasses.replace(instance, eval_script=script)
+    evidence = await _tried(changed, run)
+    if evidence is None:
+        return None
+    to_fix, as_was = (_with(evidence, instance.fail_to_pass, each) for each in (_FAIL, _PASS))
+    altered, kept = (_with(evidence, instance.pass_to_pass, each) for each in (_FAIL, _PASS))
+    must_fail = frozenset(_without_parameters(test) for test in to_fix | altered)
+    return Control(changed, must_fail, as_was, kept, num_forms=2) if must_fail else None
 
 
 def _with(evidence: Evidence, tests: Sequence[str], statuses: frozenset[str]) -> frozenset[str]:

@@ -142,7 +142,7 @@ class SWEBenchEnvironment(Environment):
     Config = SWEBenchConfig
     # A reset may have to pull and scrub an image first.
     reset_timeout_s = 1800.0
-    # A grading may wait for a free worker and take two attempts and a control run.
+    # A grading may wait for a free worker, take two attempts and several control runs.
     step_timeout_s = 7200.0
 
     @classmethod

@@ -31,17 +31,12 @@ def num_forms(design: Design) -> int:
 
 
 def make_design(edits: Sequence[Edit], wanted: int) -> Design:
-    """Returns a design with at least `wanted` forms, or with as many as the changes allow. Prefers
-    changes that come first, and several values to several results of one."""
+    """Returns a design of the first changes: of so many that it has `wanted` forms, or of all."""
     values: dict[int, list[Edit]] = {}
     for edit in edits:
-        values.setdefault(edit.start, []).append(edit)
-    design: Design = [[] for _ in values]
-    for rounds in itertools.zip_longest(*values.values()):
-        for results, edit in zip(design, rounds, strict=True):
-            if edit is not None and num_forms(design) < wanted:
-                results.append(edit)
-    return [results for results in design if results]
+        if num_forms(list(values.values())) < wanted:
+            values.setdefault(edit.start, []).append(edit)
+    return list(values.values())
 
 
 def altered_forms(design: Design) -> list[Form]:

@@ -329,7 +329,9 @@ def test_forms_of_a_test_stand_side_by_side_and_run_under_their_names(tmp_path):
     ],
 )
 def test_expected_literals_of_other_languages(line, other):
-    altered = alter_text(f"one();\n{line}\ntwo(3);", random.Random(1)).split("\n")
+    source = f"one();\n{line}\ntwo(3);"
+    assert alter_text(source, random.Random(1), [0, 2]) == source
+    altered = alter_text(source, random.Random(1), [1]).split("\n")
     assert altered[0] == "one();" and altered[2] == "two(3);"
     assert altered[1] != line and re.fullmatch(other, altered[1])
 
@@ -697,9 +699,9 @@ def test_mutants_that_the_reference_passes_are_not_used():
 PERL = "is(one(1), 10, 'one');\nis(two(2), 20, 'two');\nis(old(3), 30, 'old');\n"
 
 
-@pytest.mark.parametrize(("to_fix", "number"), [(("one", "two"), 1), (("one",), 2)])
-def test_other_languages_are_altered_in_part_too(monkeypatch, to_fix, number):
-    """A single test is altered in one of two runs that are judged together."""
+@pytest.mark.parametrize("to_fix", [("one", "two"), ("one",)])
+def test_in_other_languages_each_test_is_altered_in_one_of_two_runs(to_fix):
+    """So a patch that forges a test is wrong in half of the runs, whichever it chose."""
     patch = git_diff({}, {"t/a.t": PERL})
     instance = dataclasses.replace(
         INSTANCE,
@@ -716,13 +718,37 @@ def test_other_languages_are_altered_in_part_too(monkeypatch, to_fix, number):
         }
         return seen(statuses)
 
-    monkeypatch.setattr(audit.secrets, "randbits", lambda bits: 5)
-    controls = asyncio.run(draw_texts(instance, Files({}, {"t/a.t": PERL}), run))
-    assert len(controls) == number
-    assert any(each.must_fail & {*to_fix} for each in controls)
-    assert any(each.must_pass & {*to_fix} for each in controls)
-    for each in controls:
-        assert not each.must_fail & each.must_pass
+    one, two = asyncio.run(draw_texts(instance, Files({}, {"t/a.t": PERL}), run))
+    assert one.must_pass ^ two.must_pass == {*to_fix}
+    for control in (one, two):
+        assert control.must_fail and not control.must_fail & control.must_pass
+        assert control.must_fail & {*to_fix} == {*to_fix} - control.must_pass
+
+
+async def test_where_one_test_has_several_lines_some_tests_are_altered():
+    """Half of its lines are enough to fail it, so it is altered in both halves."""
+    lines = [f"is({name}({k}), {k}0, '{name}');" for k in range(6) for name in ("one", "two")]
+    patch = git_diff({}, {"t/a.t": "\n".join(lines) + "\n"})
+    instance = dataclasses.replace(
+        INSTANCE,
+        test_patch=patch,
+        fail_to_pass=("one", "two", "three"),
+        pass_to_pass=(),
+        eval_script=INSTANCE.eval_script.replace(PATCH, patch),
+    )
+
+    async def run(of, patch):
+        statuses = {
+            name: "PASSED"
+            if all(f"+is({name}({k}), {k}0," in of.eval_script for k in range(6))
+            else "FAILED"
+            for name in ("one", "two")
+        }
+        return seen(statuses | {"three": "PASSED"})
+
+    files = Files({}, {"t/a.t": "\n".join(lines) + "\n"})
+    (control,) = await draw_texts(instance, files, run)
+    assert control.must_fail == {"one", "two"} and control.must_pass == {"three"}
 
 
 # --- the principle, without an engine -----------------------------------------------------------
