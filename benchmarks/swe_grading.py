@@ -11,14 +11,16 @@ Each line is an arm with medians over the rounds: seconds per grading (from the 
 creating the container to removing it), seconds of the whole call, gradings per hour, the ratio to
 the official command in the same round, and CPU seconds per grading. The gradings per hour of every
 round stand at the end of the line. CPU seconds include the command, the engine and all containers,
-and vary less with other work on the machine than the times do. A grading with its control run
-counts once. The trial runs that a control run needs once per instance are made for every copy here;
-a training run makes them once per instance.
+and vary less with other work on the machine than the times do. A grading with its control runs
+counts once. The trials that control runs need once per instance and process are made for every copy
+in the arm `with control`. In the arm `in training`, one process grades each instance `--copies`
+times, as it does a group of rollouts, and makes the trials once per instance.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import math
@@ -36,6 +38,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl_swebench.dataset import load_instances
+from agentrl_swebench.grade import Verdict, grade
 
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - ", re.MULTILINE)
 _TIMEOUT_S = 3600
@@ -147,6 +150,7 @@ def measure(command: Sequence[str]) -> Measured:
         done = subprocess.run(
             command,
             cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -171,7 +175,9 @@ def copied(dataset: Path, copies: int, out: Path) -> int:
     return len(lines)
 
 
-def _commands(dataset: str, workers: str) -> dict[str, list[str]]:
+def _commands(
+    dataset: str, workers: str, original: str = "", copies: str = ""
+) -> dict[str, list[str]]:
     official = [
         *(str(Path(sys.executable).with_name("swebench")), "eval", dataset, "--gold"),
         *("--run-id", "bench", "-j", workers, "-t", "300"),
@@ -181,7 +187,34 @@ def _commands(dataset: str, workers: str) -> dict[str, list[str]]:
         *("--predictions", "gold", "--run-id", "bench", "--max-workers", workers),
         *("--timeout", "300"),
     ]
-    return {"official": official, "agentrl": ours, "with control": [*ours, "--audit"]}
+    grade_all = "import sys, swe_grading; swe_grading.grade_as_in_training(*sys.argv[1:])"
+    training = [sys.executable, "-c", grade_all, original, workers, copies]
+    return {
+        "official": official,
+        "agentrl": ours,
+        "with control": [*ours, "--audit"],
+        "in training": training,
+    }
+
+
+def grade_as_in_training(dataset: str, workers: str, copies: str) -> None:
+    """Grades every reference solution `copies` times in this process, with control runs.
+
+    Raises:
+        SystemExit: one was not rewarded.
+    """
+    os.environ["AGENTRL_GRADING_WORKERS"] = workers
+
+    async def grade_all() -> list[Verdict]:
+        calls = (
+            grade(each, each.patch, policy="official", run_id="bench", timeout_s=300, audit=True)
+            for _ in range(int(copies))
+            for each in load_instances(dataset)
+        )
+        return await asyncio.gather(*calls)
+
+    if any(verdict.reward != 1.0 for verdict in asyncio.run(grade_all())):
+        raise SystemExit("a reference solution was not rewarded")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -214,7 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{number} gradings per call, {given.rounds} rounds", flush=True)
             print(f"{'workers':>7} {'arm':14} grading, s  call, s  per hour  ratio  CPU s  rounds")
             for workers in given.workers:
-                commands = _commands(str(dataset), str(workers))
+                commands = _commands(
+                    str(dataset), str(workers), str(given.dataset.resolve()), str(given.copies)
+                )
                 rounds = [
                     {
                         arm: measure(commands[arm])
@@ -235,9 +270,10 @@ def _line(arm: str, rounds: Sequence[dict[str, Measured]], number: int) -> str:
     median = statistics.median
     each, calls, processor = zip(*(measured[arm] for measured in rounds), strict=True)
     hourly = [3600 * number / call for call in calls]
+    seconds = median(median(times) if times else math.nan for times in each)
     ratios = [measured["official"][1] / measured[arm][1] for measured in rounds]
     return (
-        f"{arm:14} {median(map(median, each)):10.1f} {median(calls):8.1f} {median(hourly):9.0f} "
+        f"{arm:14} {seconds:10.1f} {median(calls):8.1f} {median(hourly):9.0f} "
         f"{median(ratios):6.2f} {median(processor) / number:6.2f}  "
         + " ".join(f"{figure:.0f}" for figure in hourly)
     )
