@@ -47,6 +47,16 @@ the test expects an exception of the project."""
 
 _EXPECTS = re.compile(r"assert|raises|warns|approx|match|equal|expect|check|verify", re.IGNORECASE)
 """Names of calls whose arguments say what is expected."""
+_OPPOSITES = {
+    "assertTrue": "assertFalse",
+    "assertEqual": "assertNotEqual",
+    "assertIn": "assertNotIn",
+    "assertIs": "assertIsNot",
+    "assertIsNone": "assertIsNotNone",
+    "assertIsInstance": "assertNotIsInstance",
+}
+_OPPOSITES |= {opposite: name for name, opposite in _OPPOSITES.items()}
+"""Methods of unittest for tests without a value to change."""
 _FRAGILE = re.compile(
     r"sleep|wait|join|alarm|timeout|delay|interval|patch|[sg]etattr|delattr|import|fixture|skip|xfail"
     r"|fail|open",
@@ -143,6 +153,9 @@ def draw_edits(
             start, end = _span(node.test, starts)
             text = _opposite(node.test, content[start:end].decode())
             drawn.append((0.0, False, [Edit(start, end, text)]))
+        elif isinstance(node, ast.Call) and (opposite := _OPPOSITES.get(_called(node))):
+            end = _span(node.func, starts)[1]
+            drawn.append((0.0, False, [Edit(end - len(_called(node)), end, opposite)]))
     if not drawn and not last_resort:
         return draw_edits(source, function, choose, number, last_resort=True)
     rounds: dict[int, list[Edit]] = defaultdict(list)
@@ -150,8 +163,8 @@ def draw_edits(
     for _, expected, edits in sorted(drawn, key=lambda each: each[0], reverse=True):
         if all(edits[0].start >= each.end or edits[0].end <= each.start for each in taken):
             taken.append(edits[0])
-            for number_before, edit in enumerate(edits):
-                rounds[number_before + (0 if expected else _INPUTS_LATER)].append(edit)
+            for number_drawn, edit in enumerate(edits):
+                rounds[number_drawn + (0 if expected else _INPUTS_LATER)].append(edit)
     return [edit for each in sorted(rounds) for edit in rounds[each]][:number]
 
 
@@ -238,8 +251,8 @@ def _called(node: ast.Call) -> str:
 
 @dataclass(slots=True, frozen=True)
 class _Context:
-    """How often values occur in a test and in the rest of its file: the source texts of constants,
-    the words in strings, and the names of exceptions."""
+    """Counts of values in a test and in the rest of its file: the source texts of constants, the
+    words in strings, and names, such as those of exceptions."""
 
     test: Counter[str]
     others: Counter[str]
@@ -262,7 +275,7 @@ def _count(node: ast.AST, content: bytes, starts: list[int]) -> Counter[str]:
     for each in ast.walk(node):
         if isinstance(each, ast.Constant):
             start, end = _span(each, starts)
-            text = content[start:end].decode()
+            text = content[start:end].decode(errors="replace")  # some Pythons misplace f-strings
             found[text] += 1
             if isinstance(each.value, str):
                 found.update(piece.group() for piece in _pieces(text))
@@ -301,8 +314,9 @@ def _occurs(text: str, context: _Context, but: int = 0) -> tuple[bool, bool]:
 
 
 def _fellows(text: str, context: _Context, choose: random.Random) -> list[str]:
-    """Returns the values or words of the same kind that occur where this one occurs besides,
-    frequent ones likelier first; [] if this one occurs nowhere else."""
+    """Returns the values or words of the same kind that occur where this one occurs once more: in
+    the test, or else in its file. Frequent ones are likely to come first. Returns [] if this one
+    occurs nowhere else."""
     if context.test[text] > 1:
         among = context.test
     elif context.others[text]:

@@ -65,7 +65,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     evaluate.add_argument(
         "--audit",
         action="store_true",
-        help="check every resolved instance by a control run that shows forged results; the "
+        help="check every resolved instance by control runs, which show forged results; the "
         "official report does not change",
     )
     _add_limits(evaluate)
@@ -88,7 +88,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     validate.add_argument(
         "--audit",
         action="store_true",
-        help="also make a control run; an instance on which forged results would go unnoticed is "
+        help="also make control runs; an instance on which forged results would go unnoticed is "
         "not valid",
     )
     validate.add_argument(

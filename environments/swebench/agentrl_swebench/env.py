@@ -85,8 +85,8 @@ class SWEBenchConfig(EnvConfig):
     """If false, the episode ends without a verdict and with the change in its info, under
     `model_patch`, for predictions that are graded later."""
     audit: bool = True
-    """Check each resolved grading by a control run. A forged verdict gets reward 0. If no control
-    run can be made, or it gives no result, the episode has no reward and is masked."""
+    """Check each resolved grading by control runs. A forged verdict gets reward 0. If no control
+    run can be made, or two give no result, the episode has no reward and is masked."""
     pay_unaudited: bool = False
     """Reward episodes without a result of `audit` by the official verdict alone. A policy is then
     paid for forged results as for a fix, and sooner or later it may learn to forge them."""

@@ -173,7 +173,7 @@ async def grade(
         timeout_s: limit on the tests, in seconds.
         policy: under `strict`, and for control runs, the image's history is scrubbed as it is for
             agents, so that a patch cannot fetch the fix from it.
-        audit: check a resolved run by a control run (`agentrl_swebench.audit`).
+        audit: check a resolved run by control runs (`agentrl_swebench.audit`).
         pay_unaudited: also reward a resolved run that no control run could confirm. A patch that
             forges results is then paid.
         skip_patch: run the tests without any patch; `model_patch` is ignored.

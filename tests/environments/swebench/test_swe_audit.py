@@ -259,6 +259,8 @@ def test_values_of_a_file_are_not_told_by_their_size():
     [
         ("assert f(x)", {"not (f(x))"}),
         ("assert not f(x)", {"f(x)"}),
+        ("self.assertTrue(f(x))", {"assertFalse"}),
+        ("self.assertIsNotNone(f(x))", {"assertIsNone"}),
         ("assert f(x) == []", {f"[{k}]" for k in range(10)} | {"not (f(x) == [])"}),
         ("with pytest.raises(m.Error):\n        f(x)", {*alter._NO_BASES}),
     ],
