@@ -340,16 +340,14 @@ async def draw(
         copies = bool(found) or is_one or attempt < MAX_DRAWS // 2
         designs: dict[Where, list[Design]] = {}
         for where in (each for each in wheres if not _is_enough(found.get(each, []), wanted)):
-            source, function = files.after[where[0]], tests.functions[where]
-            drawn = []
-            for _ in range(2):
-                edits = draw_edits(
-                    source, function, choose, 64, last_resort=attempt > 1 and where not in found
-                )
-                # Other results of the values that were of use are likely to be of use, too.
-                useful = {edit.start for each in found.get(where, []) for edit in chain(*each)}
-                edits = [edit for edit in edits if edit.start in useful or not useful]
-                drawn.append(make_design(edits, wanted if copies else 2))
+            drawn = _two_designs(
+                files.after[where[0]],
+                tests.functions[where],
+                choose,
+                wanted if copies else 2,
+                found=found.get(where, []),
+                last_resort=attempt > 1 and where not in found,
+            )
             made = {frozenset(altered_forms(each)): each for each in drawn if each}
             if copies:
                 designs[where] = [each for forms, each in made.items() if forms not in tried]
@@ -390,6 +388,25 @@ async def draw(
             break
     best = {where: _best(its) for where, its in found.items()}
     return Drawn(best, copies, keeps) if best else None
+
+
+def _two_designs(
+    source: str,
+    function: Function,
+    choose: random.Random,
+    wanted: int,
+    *,
+    found: Sequence[Design],
+    last_resort: bool,
+) -> list[Design]:
+    """Draws designs of a test. After some were `found` that the reference solution fails, draws
+    other results of the same values, because it is likely to fail those, too."""
+    useful = {edit.start for design in found for edit in chain(*design)}
+    drawn = (draw_edits(source, function, choose, 64, last_resort=last_resort) for _ in range(2))
+    return [
+        make_design([edit for edit in edits if edit.start in useful or not useful], wanted)
+        for edits in drawn
+    ]
 
 
 def _usable(designs: Sequence[Design], ends: dict[Form, str]) -> list[Design]:
