@@ -45,8 +45,18 @@ _NO_BASES = ("BufferError", "TabError", "FloatingPointError", "ChildProcessError
 """Exceptions from which no project derives its own, so that no solution raises one of them where
 the test expects an exception of the project."""
 
-_EXPECTS = re.compile(r"assert|raises|warns|approx|match|equal|expect|check|verify", re.IGNORECASE)
+_EXPECTS = re.compile(r"assert\w*|raises|warns|approx|isclose|allclose", re.IGNORECASE)
 """Names of calls whose arguments say what is expected."""
+_MAY_EXPECT = re.compile(r"match|equal|expect|check|verify")
+"""Names of helpers whose arguments may say so."""
+_BUILDS = re.compile(r"[A-Z]\w*|set|frozenset|list|tuple|dict|array|sorted")
+"""Names of calls that build a value from their arguments."""
+_EXPECTED = re.compile(r"expect|want|desired|correct|answer|result|output|^(exp|ref|out)$")
+"""Names of variables and parameters that hold what is expected."""
+_EXPECTED_VALUE, _PERHAPS, _INPUT = 0, 1, 2
+"""Ranks of values. A correct solution fails a test with another expected value, because it gives
+the same result as before; with another input it may pass. So inputs are changed only in tests
+without other values."""
 _OPPOSITES = {
     "assertTrue": "assertFalse",
     "assertEqual": "assertNotEqual",
@@ -64,9 +74,6 @@ _FRAGILE = re.compile(
 )
 """Names of calls and keywords whose arguments, if changed, delay the test or break it for every
 solution."""
-_INPUTS_LATER = 2
-"""Number of results of each expected value that are drawn before inputs are changed, because a
-solution may well pass a test with another input."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -136,8 +143,8 @@ def draw_edits(
     content = source.encode()
     starts = _line_starts(content)
     context = _context(source, function)
-    drawn: list[tuple[float, bool, list[Edit]]] = []
-    for node, expected in _values(function):
+    drawn: list[tuple[int, float, list[Edit]]] = []
+    for node, rank in _values(function):
         start, end = _span(node, starts)
         old = content[start:end].decode()
         others: list[str | None] = [*_plausible(node, old, context, choose)]
@@ -147,24 +154,26 @@ def draw_edits(
         if texts:
             in_test, in_file = _occurs(old, context, but=1)
             key = choose.random() ** (1.0 if in_test else 5.0 if in_file else 20.0)
-            drawn.append((key, expected, [Edit(start, end, text) for text in texts]))
+            drawn.append((rank, -key, [Edit(start, end, text) for text in texts]))
     for node in ast.walk(function) if last_resort else ():
         if isinstance(node, ast.Assert):
             start, end = _span(node.test, starts)
             text = _opposite(node.test, content[start:end].decode())
-            drawn.append((0.0, False, [Edit(start, end, text)]))
+            drawn.append((_INPUT + 1, 0.0, [Edit(start, end, text)]))
         elif isinstance(node, ast.Call) and (opposite := _OPPOSITES.get(_called(node))):
             end = _span(node.func, starts)[1]
-            drawn.append((0.0, False, [Edit(end - len(_called(node)), end, opposite)]))
+            drawn.append((_INPUT + 1, 0.0, [Edit(end - len(_called(node)), end, opposite)]))
     if not drawn and not last_resort:
         return draw_edits(source, function, choose, number, last_resort=True)
-    rounds: dict[int, list[Edit]] = defaultdict(list)
+    if not last_resort and any(rank < _INPUT for rank, _, _ in drawn):
+        drawn = [each for each in drawn if each[0] < _INPUT]
     taken: list[Edit] = []
-    for _, expected, edits in sorted(drawn, key=lambda each: each[0], reverse=True):
+    rounds: dict[tuple[int, int], list[Edit]] = defaultdict(list)
+    for rank, _, edits in sorted(drawn):
         if all(edits[0].start >= each.end or edits[0].end <= each.start for each in taken):
             taken.append(edits[0])
             for number_drawn, edit in enumerate(edits):
-                rounds[number_drawn + (0 if expected else _INPUTS_LATER)].append(edit)
+                rounds[rank, number_drawn].append(edit)
     return [edit for each in sorted(rounds) for edit in rounds[each]][:number]
 
 
@@ -207,19 +216,37 @@ def _span(node: ast.expr | ast.stmt, starts: list[int]) -> tuple[int, int]:
     return starts[node.lineno - 1] + node.col_offset, starts[end_line - 1] + end_column
 
 
-def _values(function: Function) -> Iterator[tuple[ast.expr, bool]]:
-    """Yields the values in a test that may be changed; true for expected values and parameters,
-    false for inputs."""
+def _values(function: Function) -> Iterator[tuple[ast.expr, int]]:
+    """Yields the values in a test that may be changed, each with its rank."""
     for decorator in function.decorator_list:
-        # The first argument names the parameters. Other decorators decide whether a test runs.
+        # Other decorators decide whether a test runs.
         if isinstance(decorator, ast.Call) and _called(decorator) == "parametrize":
-            for argument in decorator.args[1:]:
-                yield from _values_below(argument, True)
+            yield from _parameters(decorator)
     for statement in function.body:
-        yield from _values_below(statement, False)
+        yield from _values_below(statement, _INPUT)
 
 
-def _values_below(node: ast.AST, expected: bool) -> Iterator[tuple[ast.expr, bool]]:
+def _parameters(decorator: ast.Call) -> Iterator[tuple[ast.expr, int]]:
+    """Yields the values of a test's parameters; the first argument names the parameters."""
+    if len(decorator.args) < 2:
+        return
+    texts = [n.value for n in ast.walk(decorator.args[0]) if isinstance(n, ast.Constant)]
+    names = [name.strip() for text in texts if isinstance(text, str) for name in text.split(",")]
+    expects = [bool(_EXPECTED.search(name)) for name in names]
+    ranks = [
+        (_EXPECTED_VALUE if each else _INPUT) if any(expects) else _PERHAPS for each in expects
+    ]
+    rows = decorator.args[1]
+    for row in rows.elts if isinstance(rows, ast.List | ast.Tuple) else ():
+        values = row.args if isinstance(row, ast.Call) else getattr(row, "elts", [])
+        if len(ranks) == 1 or len(values) != len(ranks):
+            yield from _values_below(row, ranks[0] if len(ranks) == 1 else _PERHAPS)
+        else:
+            for value, rank in zip(values, ranks, strict=True):
+                yield from _values_below(value, rank)
+
+
+def _values_below(node: ast.AST, rank: int) -> Iterator[tuple[ast.expr, int]]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     if isinstance(node, ast.JoinedStr | ast.ImportFrom):
@@ -227,21 +254,50 @@ def _values_below(node: ast.AST, expected: bool) -> Iterator[tuple[ast.expr, boo
     if isinstance(node, ast.keyword) and _FRAGILE.search(node.arg or ""):
         return
     if isinstance(node, ast.Assert):
-        yield from _values_below(node.test, True)
+        yield from _values_below(node.test, _EXPECTED_VALUE)
         return  # the assertion's message affects nothing
+    if isinstance(node, ast.Assign):
+        names = [each.id for each in node.targets if isinstance(each, ast.Name)]
+        if any(_EXPECTED.search(name) for name in names):
+            rank = _EXPECTED_VALUE
+    if isinstance(node, ast.Subscript):
+        yield from _values_below(node.value, rank)
+        yield from _values_below(node.slice, _INPUT)
+        return
     if isinstance(node, ast.Call):
-        name = _called(node)
-        if _FRAGILE.search(name):
-            return
-        expected = expected or bool(_EXPECTS.search(name))
-        if node.args and re.fullmatch(r"raises|warns|assert(?:Raises|Warns)\w*", name):
-            yield node.args[0], expected
-    if isinstance(node, ast.Constant) and (node.value is not None or expected):
-        yield node, expected
+        yield from _values_of_call(node, rank)
+        return
+    if isinstance(node, ast.Constant) and (node.value is not None or rank < _INPUT):
+        yield node, rank
     if isinstance(node, ast.List | ast.Tuple | ast.Dict):
-        yield node, expected
+        yield node, rank
     for child in ast.iter_child_nodes(node):
-        yield from _values_below(child, expected)
+        yield from _values_below(child, rank)
+
+
+def _values_of_call(node: ast.Call, rank: int) -> Iterator[tuple[ast.expr, int]]:
+    name = _called(node)
+    if _FRAGILE.search(name):
+        return
+    yield from _values_below(node.func, rank)
+    if re.fullmatch(r"raises|warns|assert(?:Raises|Warns)\w*", name):
+        if node.args:
+            yield node.args[0], _EXPECTED_VALUE
+        for argument in node.args[1:]:
+            yield from _values_below(argument, _INPUT)
+        for keyword in node.keywords:
+            yield from _values_below(keyword, _EXPECTED_VALUE)
+        return
+    if _EXPECTS.fullmatch(name):
+        rank = _EXPECTED_VALUE
+    elif _MAY_EXPECT.search(name):
+        rank = _PERHAPS
+    elif _BUILDS.fullmatch(name):
+        rank = max(rank, _PERHAPS)
+    else:
+        rank = _INPUT
+    for child in (*node.args, *node.keywords):
+        yield from _values_below(child, rank)
 
 
 def _called(node: ast.Call) -> str:
@@ -392,7 +448,7 @@ def _other_exceptions(name: str) -> list[str]:
 
 
 def _another_number(text: str, choose: random.Random) -> str:
-    """Returns a number with one digit a little higher or lower."""
+    """Returns a number with one digit higher or lower, most often a little."""
     digits = [k for k, letter in enumerate(text) if letter.isdigit()]
     # Another digit than 0 first, so that a round number stays round.
     at = choose.choice([k for k in digits if text[k] != "0"] or digits)
@@ -420,7 +476,9 @@ def _pieces(text: str) -> list[re.Match[str]]:
 
 
 def _another_digit(digit: str, choose: random.Random) -> str:
-    return str(choose.choice([k for k in range(1, 10) if 0 < abs(k - int(digit)) < 3]))
+    others = [k for k in range(1, 10) if k != int(digit)]
+    near = [1 / (k - int(digit)) ** 2 for k in others]
+    return str(choose.choices(others, near)[0])
 
 
 def _another_letter(letter: str, choose: random.Random) -> str:

@@ -39,7 +39,7 @@ from agentrl_swebench.testfiles import TestFiles as Files
 from agentrl_swebench.testfiles import git_diff, script_with
 
 TESTS = "from m import f\n\n\ndef test_old():\n    assert f(1) == 2\n"
-NEW = TESTS + "\n\ndef test_new():\n    assert f(2) == 3\n\n\ndef test_other():\n    assert f(0)\n"
+NEW = TESTS + "\n\ndef test_new():\n    assert f(2) == 36\n\n\ndef test_other():\n    assert f(0)\n"
 PATCH = git_diff({"tests/test_m.py": TESTS}, {"tests/test_m.py": NEW})
 FILES = Files({"tests/test_m.py": TESTS}, {"tests/test_m.py": NEW})
 INSTANCE = Instance(
@@ -382,7 +382,7 @@ def test_the_original_is_among_its_copies_under_any_name():
         name = as_it_was.split("::")[1]
         text = control.instance.eval_script
         assert (
-            f"+def {name}():\n+    assert f(2) == 3\n" in text and text.count("def test_new") == 4
+            f"+def {name}():\n+    assert f(2) == 36\n" in text and text.count("def test_new") == 4
         )
         assert control.keeps == {OLD_TEST, OTHER_TEST}
         homes.add(as_it_was == NEW_TEST)
@@ -480,9 +480,9 @@ def test_other_files_of_the_hidden_tests_stay_as_they_are_written():
         eval_script=INSTANCE.eval_script.replace(PATCH, other + PATCH),
     )
     files = Files({**FILES.before, "z.txt": "1\n"}, {**FILES.after, "z.txt": "2\n"})
-    script = script_with(instance, files, {"tests/test_m.py": NEW.replace("3", "4")})
+    script = script_with(instance, files, {"tests/test_m.py": NEW.replace("36", "47")})
     text = script.split("<<'EOF_1'\n")[1].split("EOF_1")[0]
-    assert text.startswith(other) and "assert f(2) == 4" in text and "== 3" not in text
+    assert text.startswith(other) and "assert f(2) == 47" in text and "== 36" not in text
 
 
 FAILS = "tests/test_m.py::test_new"
@@ -545,7 +545,7 @@ def audited(monkeypatch, official, *runs, instance=INSTANCE, early=False):
         text = of.eval_script
         statuses = dict(PASSED.statuses)
         for name, body in re.findall(r"\+def (test_new\w*)\(\):\n\+    (.*)\n", text):
-            status = "PASSED" if body == "assert f(2) == 3" else "FAILED"
+            status = "PASSED" if body == "assert f(2) == 36" else "FAILED"
             statuses[f"tests/test_m.py::{name}"] = status
         return seen(statuses)
 
@@ -568,7 +568,7 @@ NOTHING = seen(error_kind="timeout", report=None)
 @pytest.mark.parametrize(
     "body",
     [
-        "assert f(2) == 3",
+        "assert f(2) == 36",
         "assert f(2, 4, 'ab') == 3",
         "assert f(x) == 3",  # a single value
         "assert f(x) is True",  # a single value that has two others
@@ -580,7 +580,7 @@ async def test_a_patch_that_sees_the_copies_and_guesses_is_paid_less_than_one_ti
 ):
     """It passes exactly one form of the only test to fix, as a forger would who tells a control run
     from the graded run."""
-    new = NEW.replace("assert f(2) == 3", body)
+    new = NEW.replace("assert f(2) == 36", body)
     patch = git_diff({"tests/test_m.py": TESTS}, {"tests/test_m.py": new})
     instance = dataclasses.replace(
         INSTANCE, test_patch=patch, eval_script=INSTANCE.eval_script.replace(PATCH, patch)
@@ -669,7 +669,7 @@ def test_mutants_that_the_reference_passes_are_not_used():
         statuses = dict(PASSED.statuses)
         for name, body in re.findall(r"\+def (test_new\w*)\(\):\n\+    (.*)\n", text):
             if name == "test_new":
-                statuses[NEW_TEST] = "PASSED" if "== 3" in body else "FAILED"
+                statuses[NEW_TEST] = "PASSED" if "== 36" in body else "FAILED"
         return seen(statuses)
 
     async def lenient(of, patch):
@@ -677,7 +677,7 @@ def test_mutants_that_the_reference_passes_are_not_used():
         return seen(
             PASSED.statuses
             | {
-                f"tests/test_m.py::{name}": "PASSED" if "== 3" in body else "FAILED"
+                f"tests/test_m.py::{name}": "PASSED" if "== 36" in body else "FAILED"
                 for name, body in bodies
             }
         )
@@ -686,9 +686,9 @@ def test_mutants_that_the_reference_passes_are_not_used():
     assert asyncio.run(draw(INSTANCE, FILES, tests, only_here)) is None  # there is but one test
     drawn = asyncio.run(draw(INSTANCE, FILES, tests, lenient))
     ((design, _),) = drawn.designs.values()
-    at = NEW.encode().index(b"3")
+    at = NEW.encode().index(b"36")
     assert drawn.copies and all(
-        each.start == at and each.text != "3" for (*its,) in design for each in its
+        each.start == at and each.text != "36" for (*its,) in design for each in its
     )
 
     async def disturbed(of, patch):
