@@ -233,9 +233,9 @@ def _parameters(decorator: ast.Call) -> Iterator[tuple[ast.expr, int]]:
     texts = [n.value for n in ast.walk(decorator.args[0]) if isinstance(n, ast.Constant)]
     names = [name.strip() for text in texts if isinstance(text, str) for name in text.split(",")]
     expects = [bool(_EXPECTED.search(name)) for name in names]
-    ranks = [
-        (_EXPECTED_VALUE if each else _INPUT) if any(expects) else _PERHAPS for each in expects
-    ]
+    # One of several is likely to be expected, whatever its name.
+    rest = _INPUT if any(expects) or len(names) == 1 else _PERHAPS
+    ranks = [_EXPECTED_VALUE if each else rest for each in expects]
     rows = decorator.args[1]
     for row in rows.elts if isinstance(rows, ast.List | ast.Tuple) else ():
         values = row.args if isinstance(row, ast.Call) else getattr(row, "elts", [])

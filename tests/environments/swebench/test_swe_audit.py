@@ -225,8 +225,8 @@ def test_old():
 
 
 def test_a():
-    assert f("mass", 30, 30) == 12 and f("mass", "mile", 55) != 12
-    assert f("mass", 30, 41) in (12, "mile")
+    assert f(x) == ["mass", 30, 30, 12] and f(y) != ["mass", "mile", 55, 12]
+    assert g(x) in ["mass", 30, 41, 12, "mile"]
 """
 
 
@@ -235,7 +235,11 @@ def test_another_value_occurs_where_the_original_does(seed):
     """So an author's value is not the one that occurs more often."""
     function = python_tests(AMONG_OTHERS)[Name("", "test_a")]
     rest, in_test = (re.findall(r"\w+", each) for each in AMONG_OTHERS.split("\n\n\n", 1))
-    for edit in draw_edits(AMONG_OTHERS, function, random.Random(seed), 12):
+    first = {}
+    for edit in draw_edits(AMONG_OTHERS, function, random.Random(seed), 99):
+        first.setdefault(edit.start, edit)
+    assert len(first) > 1
+    for edit in first.values():
         old, new = (each.strip('"') for each in (AMONG_OTHERS[edit.start : edit.end], edit.text))
         assert (in_test.count(old) > 1) == (new in in_test), (old, new)
         assert in_test.count(old) > 1 or (old in rest) == (new in rest), (old, new)
@@ -274,12 +278,58 @@ def test_what_stands_out_is_altered_where_nothing_else_can_be(body, texts):
 
 
 def test_changes_are_spread_over_values():
-    source = "def test_a(x):\n    assert f(12, 34, 56) == 78\n"
+    source = "def test_a(x):\n    assert f(x) == [12, 34, 56, 78]\n"
     (function,) = python_tests(source).values()
     edits = draw_edits(source, function, random.Random(3), 8)
     starts = [edit.start for edit in edits]
     assert sorted(starts[:4]) == sorted(starts[4:]) and len({*starts}) == 4
     assert len({*edits}) == 8
+
+
+@pytest.mark.parametrize(
+    ("test", "altered"),
+    [
+        ("def test_a(x):\n    assert f(12, x=[34]) == 56", {"56"}),
+        ("def test_a(x):\n    assert f(12).get(34) == [56, (78,)]", {"56", "78"}),
+        ("def test_a(x):\n    assert f(12)['34'] == 56", {"56"}),
+        ("def test_a(x):\n    assert f(12) == pytest.approx(56)", {"56"}),
+        ("def test_a(x):\n    assert f(12) == Point(34, y=56)", {"34", "56"}),
+        (
+            "def test_a(x):\n    y = 12\n    expected = f(34), 56\n    assert f(y) == expected",
+            {"56"},
+        ),
+        ("def test_a(self):\n    self.assertEqual(f(12), 34)", {"34"}),
+        ("def test_a(self):\n    self.assertRaises(ValueError, f, 12)", {"ValueError"}),
+        ("def test_a(x):\n    check(x, 12)", {"12"}),
+        (
+            "def test_a(x):\n    with pytest.raises(KeyError, match='34'):\n        f(12)",
+            {"KeyError", "'34'"},
+        ),
+        (
+            "@mark.parametrize('a, expected', [(12, 34)])\ndef test_a(a, expected):\n    f(a)",
+            {"34"},
+        ),
+        (
+            "@mark.parametrize(['a', 'b'], [param(12, 34)])\ndef test_a(a, b):\n    f(a)",
+            {"12", "34"},
+        ),
+        (
+            "@mark.parametrize('a', [12, 34])\ndef test_a(a):\n    assert f(a) == 56",
+            {"56"},
+        ),
+        # There is nothing else.
+        ("def test_a(x):\n    assert f(12)", {"12"}),
+        ("def test_a(x):\n    f(12)", {"12"}),
+    ],
+)
+def test_expected_values_are_altered_and_inputs_only_where_there_are_none(test, altered):
+    """An honest solution may take another input than the reference's as the test wants it."""
+    (function,) = python_tests(test).values()
+    found = set()
+    for seed in range(9):
+        edits = draw_edits(test, function, random.Random(seed), 99)
+        found |= {test.encode()[edit.start : edit.end].decode() for edit in edits}
+    assert found == altered
 
 
 @pytest.mark.parametrize(
@@ -376,13 +426,13 @@ def test_the_original_is_among_its_copies_under_any_name():
     homes = set()
     for seed in range(12):
         control = control_of(seed=seed)
-        assert len(control.must_fail) == 3 and len(control.must_pass) == 1
+        assert len(control.must_fail) == 2 and len(control.must_pass) == 1
         assert not control.must_fail & control.must_pass
         (as_it_was,) = control.must_pass
         name = as_it_was.split("::")[1]
         text = control.instance.eval_script
         assert (
-            f"+def {name}():\n+    assert f(2) == 36\n" in text and text.count("def test_new") == 4
+            f"+def {name}():\n+    assert f(2) == 36\n" in text and text.count("def test_new") == 3
         )
         assert control.keeps == {OLD_TEST, OTHER_TEST}
         homes.add(as_it_was == NEW_TEST)
