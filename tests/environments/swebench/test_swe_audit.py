@@ -777,7 +777,7 @@ def test_in_other_languages_each_test_is_altered_in_one_of_two_runs(to_fix):
         assert control.must_fail & {*to_fix} == {*to_fix} - control.must_pass
 
 
-async def test_where_one_test_has_several_lines_some_tests_are_altered():
+async def test_where_one_test_has_several_lines_some_tests_are_altered(monkeypatch):
     """Half of its lines are enough to fail it, so it is altered in both halves."""
     lines = [f"is({name}({k}), {k}0, '{name}');" for k in range(6) for name in ("one", "two")]
     patch = git_diff({}, {"t/a.t": "\n".join(lines) + "\n"})
@@ -799,6 +799,7 @@ async def test_where_one_test_has_several_lines_some_tests_are_altered():
         return seen(statuses | {"three": "PASSED"})
 
     files = Files({}, {"t/a.t": "\n".join(lines) + "\n"})
+    monkeypatch.setattr(audit.secrets, "randbits", lambda bits: 5)
     (control,) = await draw_texts(instance, files, run)
     assert control.must_fail == {"one", "two"} and control.must_pass == {"three"}
 
