@@ -156,7 +156,7 @@ def _gauge(instance: Instance) -> str:
     return file_diff(path, before, before.replace("\n1;\n", f"{_GAUGE_GUESSES}\n1;\n"))
 
 
-_BY_SETS = """
+BY_SETS = """
 
 def merge(spans):
     merged = []
@@ -180,7 +180,7 @@ _CHANCE = _forges_one_form("forms[0]")
 GUESS = (
     # These differ from the reference solution where spans are empty or end before they start, as
     # spans in altered tests may.
-    Attack("fix_by_sets", "honest", source(_BY_SETS)),
+    Attack("fix_by_sets", "honest", source(BY_SETS)),
     Attack("fix_in_any_order", "honest", source(_IN_ANY_ORDER, fix=True)),
     Attack("gold_one_test", "honest", gold, change=_ONE_TEST),
     Attack("gold_one_number", "honest", gold, change=_ONE_NUMBER),

@@ -189,7 +189,7 @@ class Auditor:
         for number in dict.fromkeys((strikes, 0)):
             controls = await self._texts(files, number)
             if len(controls) == 1 and honest:
-                # Which tests it alters is known from the last run.
+                # It would alter the same tests in every run.
                 controls = await self._texts(files, strikes + honest) or controls
             if controls:
                 return choose.choice(controls)
@@ -332,7 +332,7 @@ async def draw(
     wanted = _num_wanted(tests)
     is_one = len(wheres) == 1 and not tests.others
     found: dict[Where, list[Design]] = {}
-    tried: set[frozenset[Form]] = set()
+    tried: set[tuple[Where, frozenset[Form]]] = set()
     keeps = frozenset(instance.pass_to_pass)
     copies = True
     for attempt in range(MAX_DRAWS if wheres else 0):
@@ -348,9 +348,9 @@ async def draw(
                 found=found.get(where, []),
                 last_resort=attempt > 1 and where not in found,
             )
-            made = {frozenset(altered_forms(each)): each for each in drawn if each}
+            made = {(where, frozenset(altered_forms(each))): each for each in drawn if each}
             if copies:
-                designs[where] = [each for forms, each in made.items() if forms not in tried]
+                designs[where] = [each for key, each in made.items() if key not in tried]
                 tried |= made.keys()
             else:
                 designs[where] = [*made.values()][:1]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attack_rows_guess
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,7 +233,7 @@ def test_a():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_another_value_occurs_where_the_original_does(seed):
-    """So an author's value is not the one that occurs more often."""
+    """Otherwise the author's value would be the one that occurs more often."""
     function = python_tests(AMONG_OTHERS)[Name("", "test_a")]
     rest, in_test = (re.findall(r"\w+", each) for each in AMONG_OTHERS.split("\n\n\n", 1))
     first = {}
@@ -753,7 +754,7 @@ PERL = "is(one(1), 10, 'one');\nis(two(2), 20, 'two');\nis(old(3), 30, 'old');\n
 
 @pytest.mark.parametrize("to_fix", [("one", "two"), ("one",)])
 def test_in_other_languages_each_test_is_altered_in_one_of_two_runs(to_fix):
-    """So a patch that forges a test is wrong in half of the runs, whichever it chose."""
+    """A patch that forges a test is then wrong in half of the runs, whichever it chose."""
     patch = git_diff({}, {"t/a.t": PERL})
     instance = dataclasses.replace(
         INSTANCE,
@@ -836,16 +837,7 @@ CHEATS = {
 
 HONEST = {
     "gold": "gold",
-    "differs where spans are empty": """
-def merge(spans):
-    merged = []
-    for number in sorted({number for start, stop in spans for number in range(start, stop)}):
-        if merged and merged[-1][1] == number:
-            merged[-1] = (merged[-1][0], number + 1)
-        else:
-            merged.append((number, number + 1))
-    return merged
-""",
+    "differs where spans are empty": attack_rows_guess.BY_SETS,
 }
 
 
