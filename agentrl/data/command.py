@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.hub import DATA_SETS, DataSet, load_bfcl, load_hub
+from agentrl.data.hub import DATA_SETS, DataSet, load_hub
 from agentrl.errors import ConfigError, DataError
 
 SUMS = "SHA256SUMS"
@@ -52,16 +52,14 @@ def get(
     wanted = list(splits) or list(data_set.splits)
     if unknown := sorted(set(wanted) - set(data_set.splits)):
         has = ", ".join(data_set.splits)
-        why = f". {data_set.left_out}" if data_set.left_out else ""
-        raise ConfigError(f"{name} has no split {', '.join(unknown)}; it has: {has}{why}")
+        raise ConfigError(f"{name} has no split {', '.join(unknown)}; it has: {has}")
     written = _read_sums(out)
     holds = {split: _holds(data_set, split, limit) for split in wanted}
     missing = [split for split in wanted if not _is_there(out, split, holds[split], written)]
     loaded: Mapping[str, Any] = {}
     if missing:
         out.mkdir(parents=True, exist_ok=True)
-        load = load_bfcl if data_set.environment == "bfcl" else load_hub
-        loaded = load(data_set.hub, data_set.subset, mirror=mirror)
+        loaded = load_hub(data_set.hub, data_set.subset, mirror=mirror)
     for split in missing:
         rows = islice(_split_of(loaded, data_set.splits[split], name), limit)
         path = out / f"{split}.jsonl"
@@ -170,8 +168,8 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
     command = subcommands.add_parser(
         "get",
         help="write a data set as JSONL",
-        description="Load a data set from the Hugging Face Hub or from a local copy (bfcl from its "
-        "package) and write the columns that its environment reads, one file per split, with "
+        description="Load a data set from the Hugging Face Hub or from a local copy and write the "
+        "columns that its environment reads, one file per split, with "
         f"checksums in {SUMS}. A repeated call writes only what is missing. `agentrl data list` "
         "lists the data sets.",
     )
@@ -195,7 +193,7 @@ def add_data_commands(commands: argparse._SubParsersAction) -> None:
         type=Path,
         metavar="DIR",
         help="local copy of the data set's repository, or a folder with one file per split, to use "
-        "instead of the hub; for bfcl, the folder `data` of its package",
+        "instead of the hub",
     )
     command.set_defaults(handler=_get)
     listing = subcommands.add_parser(

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ class DataSet:
     environment: str
     """Id of the environment that uses the rows."""
     hub: str
-    """Repository on the hub, `owner/name`; for `bfcl`, the name of a package on PyPI."""
+    """Repository on the hub, `owner/name`."""
     subset: str | None = None
     """Configuration on the hub; None if there is only one."""
     splits: dict[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
@@ -42,8 +41,6 @@ class DataSet:
     as one JSON object, in text form."""
     function: str | None = None
     """Reward function with the official rule, if the environment's own reward differs from it."""
-    left_out: str = ""
-    """A sentence on which splits are omitted and why."""
 
     def keys(self, source: Path) -> list[str]:
         """Returns command-line arguments that select the written rows in a run."""
@@ -75,12 +72,6 @@ def _constraints(hub: str, function: str) -> DataSet:
     )
 
 
-_CALLS = ("simple", "multiple", "parallel", "parallel_multiple")
-_BFCL = ("simple_python", *_CALLS[1:], "irrelevance", *(f"live_{each}" for each in _CALLS))
-_BFCL += ("live_irrelevance", "live_relevance")
-"""Categories of BFCL whose calls are judged without running them."""
-
-
 def _swe(hub: str, **splits: str) -> DataSet:
     return DataSet(environment="swebench", hub=hub, splits=splits)
 
@@ -107,13 +98,6 @@ DATA_SETS: dict[str, DataSet] = {
     ),
     "ifeval": _constraints("google/IFEval", "ifeval"),
     "ifbench": _constraints("allenai/IFBench_test", "ifbench"),
-    "bfcl": DataSet(
-        environment="bfcl",
-        hub="bfcl-eval",
-        splits={name: name for name in _BFCL},
-        left_out="Rows of Java and JavaScript are judged by parsers of these languages, and those "
-        "of several turns by running them, which is not done here",
-    ),
     "dapo-math": DataSet(
         environment="math",
         hub="open-r1/DAPO-Math-17k-Processed",
@@ -240,46 +224,6 @@ def _load_mirror(datasets: Any, mirror: Path, subset: str | None) -> Mapping[str
         return datasets.load_dataset(str(mirror), subset, streaming=True)
     except (OSError, ValueError) as error:
         raise DataError(f"folder {mirror} cannot be read: {_in_a_line(error)}") from error
-
-
-def load_bfcl(
-    package: str, subset: str | None = None, *, mirror: Path | None = None
-) -> Mapping[str, Iterable[dict[str, Any]]]:
-    """Loads BFCL; returns category -> iterable of rows with their `ground_truth`.
-
-    `ground_truth` is the list of acceptable calls; it is empty if no function fits, and None if any
-    call is right.
-
-    Args:
-        package: name of the package on PyPI that contains the rows; none of its code is run.
-        mirror: a folder with the package's data files, to use instead of the installed package.
-
-    Raises:
-        DataError: the files are missing or not valid.
-    """
-    if mirror is None:
-        found = importlib.util.find_spec(package.replace("-", "_"))
-        mirror = Path(*found.submodule_search_locations or ()) / "data" if found else None
-    if mirror is None:
-        raise DataError(
-            f"the rows are in the package {package}: pip install --no-deps {package}; or unpack "
-            f"the result of pip download --no-deps {package}, and add --from DIR/bfcl_eval/data"
-        )
-    return {category: _bfcl_rows(mirror, category) for category in _BFCL}
-
-
-def _bfcl_rows(folder: Path, category: str) -> Iterator[dict[str, Any]]:
-    name = f"BFCL_v4_{category}.json"
-    wanted: Any = [] if category.endswith("irrelevance") else None
-    answers: dict[str, Any] = {}
-    try:
-        if not category.endswith("relevance"):
-            lines = (folder / "possible_answer" / name).read_bytes().splitlines()
-            answers = {each["id"]: each["ground_truth"] for each in map(json.loads, lines)}
-        for row in map(json.loads, (folder / name).read_bytes().splitlines()):
-            yield row | {"ground_truth": answers[row["id"]] if answers else wanted}
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"folder {folder} cannot be read as rows of BFCL: {error!r}") from error
 
 
 def _endpoint() -> str:

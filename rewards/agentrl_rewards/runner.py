@@ -44,7 +44,6 @@ REWARDS = {
     "gpqa": "agentrl_rewards.choice:gpqa",
     "ifeval": "agentrl_rewards.instructions:ifeval",
     "ifbench": "agentrl_rewards.ifbench:ifbench",
-    "bfcl": "agentrl_rewards.bfcl:bfcl",
     "format": "agentrl_rewards.style:format",
     "length": "agentrl_rewards.style:length",
     "repetition": "agentrl_rewards.style:repetition",

@@ -2,7 +2,6 @@
 
     gymnasium_env.py     a Gymnasium environment with a text or discrete interface
     reasoning_gym_env.py procedural tasks, graded by their own dataset
-    bfcl_env.py          rows of the Berkeley Function Calling Leaderboard
     mcp_env.py           the tools of an MCP server, with tasks from a file
     mcp_server.py        an agentrl environment served as an MCP server
     openenv_env.py       an OpenEnv server
