@@ -13,6 +13,8 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentrl_rewards.inputs import without_reasoning
+
 
 @dataclass(slots=True, frozen=True)
 class ShuffledChoices:
@@ -72,8 +74,7 @@ def extract_choice(text: str, num_choices: int = 4) -> str | None:
     the last line counts if it consists of a single letter. Reasoning up to `</think>` is ignored.
     Returns None for a letter beyond the options.
     """
-    text = text[text.rfind("</think>") + 8 :] if "</think>" in text else text
-    text = text.split("<think>", 1)[0].strip()
+    text = without_reasoning(text).strip()
     letter = None
     for match in _MARKED.finditer(text):
         letter = match[match.lastgroup or 0]

@@ -45,6 +45,7 @@ from agentrl.errors import GraderError
 from agentrl.processes import kill_group, start_group
 from agentrl.python_source import parse_python
 from agentrl.types import JSON
+from agentrl_rewards.inputs import without_reasoning
 
 SANDBOX_FILE = Path(__file__).with_name("code_sandbox.py")
 GRACE_S = 5.0
@@ -83,7 +84,7 @@ def extract_code(text: str) -> str | None:
 
     Only blocks fenced as Python or without a language count; a Python block is preferred.
     """
-    text = text[text.rfind("</think>") + 8 :] if "</think>" in text else text
+    text = without_reasoning(text)
     python = other = None
     language, lines = None, []
     for line in text.split("\n"):

@@ -24,6 +24,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from agentrl.errors import GraderError
+from agentrl_rewards.inputs import without_reasoning
 from agentrl_rewards.math_numbers import (
     MAX_ANSWER_CHARS,
     parse_number,
@@ -157,17 +158,12 @@ def extract_answer(text: str) -> str | None:
     missing. Because `#### Verification` below another marker is a heading, words after `####` count
     only if nothing else is marked.
     """
-    answer = _last_marked(_after_reasoning(text))
+    answer = _last_marked(without_reasoning(text)[-MAX_TEXT_CHARS:])
     for _ in range(8):
         if (inner := _last_marked(answer or "")) is None:
             break
         answer = inner
     return answer.strip() or None if answer is not None else None
-
-
-def _after_reasoning(text: str) -> str:
-    text = text[text.rfind("</think>") + 8 :] if "</think>" in text else text
-    return text.split("<think>", 1)[0][-MAX_TEXT_CHARS:]
 
 
 def _last_marked(text: str) -> str | None:
@@ -244,8 +240,12 @@ def _grade_in_process(
             f"{MAX_REFERENCE_CHARS}"
         )
     found = extract_answer(text)
-    if found is None and not require_marker and _last_marked(_after_reasoning(text)) is None:
-        found = _after_reasoning(text).strip() or None
+    if (
+        found is None
+        and not require_marker
+        and _last_marked(without_reasoning(text)[-MAX_TEXT_CHARS:]) is None
+    ):
+        found = without_reasoning(text)[-MAX_TEXT_CHARS:].strip() or None
     if found is None:
         return Grade(0.0, None, "no_answer")
     shown = found[:MAX_ANSWER_CHARS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from agentrl.errors import DataError
+from agentrl_rewards.inputs import without_reasoning
 from agentrl_rewards.math import grade, math_reward_async
 from agentrl_rewards.style import length
 
@@ -45,6 +46,7 @@ async def dapo(
     max_length: int = 20_480,
     buffer: int = 4_096,
     deadline_s: float = 2.0,
+    whole_text: str = "",
 ) -> dict[str, float]:
     """Returns +1 for a right final answer, else -1, plus a soft penalty for overlong texts.
 
@@ -67,14 +69,18 @@ async def dapo(
         GraderError: the comparison failed; such answers are never scored as wrong.
     """
     # computed first, so that wrong settings fail before the expensive comparison
-    penalty = length(text, max_length=max_length, buffer=buffer, num_tokens=num_tokens)
-    stated = re.findall(r"(?i)answer\s*:\s*([^\n]+)", text.rpartition("</think>")[2][-300:])
+    penalty = length(
+        whole_text or text, max_length=max_length, buffer=buffer, num_tokens=num_tokens
+    )
+    stated = re.findall(r"(?i)answer\s*:\s*([^\n]+)", without_reasoning(text)[-300:])
     answer = f"<answer>{stated[-1]}</answer>" if stated else text
     right = await math_reward_async(answer, reference, deadline_s=deadline_s)
     return {"score": 2 * right - 1 + penalty, "accuracy": right, "overlong": penalty}
 
 
-async def deepscaler(text: str, reference: str, *, deadline_s: float = 2.0) -> float:
+async def deepscaler(
+    text: str, reference: str, *, deadline_s: float = 2.0, whole_text: str = ""
+) -> float:
     """Returns 1.0 for a right final answer after `</think>`, else 0.0.
 
     Unlike with `math`, a text whose reasoning is not closed always scores 0 (Luo et al. 2025,
@@ -83,7 +89,7 @@ async def deepscaler(text: str, reference: str, *, deadline_s: float = 2.0) -> f
     Raises:
         GraderError: the comparison failed; such answers are never scored 0.
     """
-    head, tag, answer = text.rpartition("</think>")
+    head, tag, answer = (whole_text or text).rpartition("</think>")
     if not tag or not head.strip():
         return 0.0
     return await math_reward_async(answer, reference, deadline_s=deadline_s)

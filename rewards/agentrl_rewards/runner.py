@@ -5,11 +5,13 @@
     result.reward, result.components          # 1.2, {"math": 1.0, "my_pkg.mod:fn": 1.0}
 
 A reward function is `fn(text, reference, **options)`, plain or async. It returns a number, or a
-dictionary of numbers whose `score` is the reward and whose other entries are logged. If it has
-parameters named `prompt`, `num_tokens`, `metadata` or `turns`, it is passed those fields of the
-input. It may also return a list with one number or dictionary per turn of the answer. A function
-whose first parameter is named `samples` is a group reward: it gets the inputs of all answers to one
-prompt, `async def fn(samples, **options)`, and returns a list with one such result per answer.
+dictionary of numbers whose `score` is the reward and whose other entries are logged. `text` is the
+final answer, without the reasoning. If the function has parameters named `prompt`, `num_tokens`,
+`metadata`, `turns` or `whole_text` (the text with its reasoning), it is passed those fields of the
+input. A function that asks for `turns` may return a list with one number or dictionary per turn. A
+function whose first parameter is named `samples` is a group reward: it gets the inputs of all
+answers to one prompt, `async def fn(samples, **options)`, and returns a list with one such result
+per answer. Functions of other trainers are called in their own form (`agentrl_rewards.foreign`).
 
 If a function raises, or returns something other than finite numbers, the result is a `GraderError`
 and the answer has no reward. If more than 1% of recent calls fail, one error is logged.
@@ -29,7 +31,8 @@ from typing import Any
 
 from agentrl import user_modules
 from agentrl.errors import ConfigError, GraderError
-from agentrl.types import JSON, Message
+from agentrl_rewards.foreign import recognise
+from agentrl_rewards.inputs import RewardInput
 
 logger = logging.getLogger("agentrl.rewards")
 
@@ -62,28 +65,10 @@ WINDOW = 1000
 """Number of recent calls that the alarm considers."""
 MIN_WINDOW = 100
 """With fewer calls, the fraction is taken of this many, so that one failure raises no alarm."""
-_FROM_INPUT = ("prompt", "num_tokens", "metadata", "turns")
+_FROM_INPUT = ("prompt", "num_tokens", "metadata", "turns", "whole_text")
 
 RewardFunction = Callable[..., Any]
 """A reward function or a group reward; see the module's docstring."""
-
-
-@dataclass(slots=True, frozen=True)
-class RewardInput:
-    """One answer to be scored."""
-
-    text: str
-    """The policy's text."""
-    reference: JSON = None
-    """The task's gold answer, in the format that the function expects."""
-    prompt: str | list[Message] = ""
-    """The prompt that the policy answered: a string, or messages."""
-    num_tokens: int | None = None
-    """Number of tokens that the policy sampled in all turns; None if unknown."""
-    metadata: dict[str, JSON] = field(default_factory=dict)
-    """The task's metadata."""
-    turns: Sequence[list[Message]] = ()
-    """One list per turn: the policy's message, then the messages it got in reply."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,11 +112,16 @@ class _Resolved:
     name: str
     function: RewardFunction
     weight: float
-    options: Mapping[str, Any]
-    from_input: tuple[str, ...]
+    arguments: Callable[[Sequence[RewardInput]], tuple[tuple[Any, ...], dict[str, Any]]]
+    """Returns the positional and keyword arguments for the answers of one call."""
     is_group: bool
+    by_turn: bool
+    """Whether a list that it returns for an answer holds one result per turn."""
+    is_foreign: bool
+    """Whether other trainers' results are allowed: None for an answer that the function does not
+    judge, entries of a dictionary that are no numbers, arrays."""
     needs_reference: bool
-    """Whether it has a `reference` parameter without a default."""
+    """Whether it has a parameter for the reference without a default."""
     on_thread: bool
     """Whether to call it on a thread: a user's plain function may block the event loop."""
 
@@ -235,17 +225,21 @@ class RewardRunner:
     ) -> RewardResult | GraderError:
         turns = [TurnReward() for _ in answer.turns or [None]]
         total: dict[str, float] = {}
+        num_judged = 0
         for function, outcome in zip(self._functions, outcomes, strict=True):
             if isinstance(outcome, GraderError):
                 return outcome
+            num_judged += outcome != {}
             scored = turns if isinstance(outcome, list) else turns[-1:]
             each = outcome if isinstance(outcome, list) else [outcome]
             for turn, scores in zip(scored, each, strict=True):
-                turn.reward += function.weight * scores["score"]
+                turn.reward += function.weight * scores.get("score", 0.0)
                 for entry, value in scores.items():
                     name = function.name if entry == "score" else f"{function.name}/{entry}"
                     turn.components[name] = value
                     total[name] = total.get(name, 0.0) + value
+        if not num_judged:
+            return GraderError("every reward function returned None for this answer")
         reward = sum(turn.reward for turn in turns)
         return RewardResult(reward, total, turns if answer.turns else ())
 
@@ -255,17 +249,18 @@ class RewardRunner:
         return list(await asyncio.gather(*(self._call_one(function, a) for a in answers)))
 
     async def _call_one(self, function: _Resolved, answer: RewardInput) -> Scores | GraderError:
-        given = {name: getattr(answer, name) for name in function.from_input}
-        outcome = await self._guarded(function, (answer.text, answer.reference), given)
+        outcome = await self._guarded(function, [answer])
         if not isinstance(outcome, GraderError):
-            outcome = _read_outcome(function.name, outcome, len(answer.turns))
+            outcome = _read_outcome(function, outcome, len(answer.turns))
         self._count(function.name, outcome)
         return outcome
 
     async def _call_group(
         self, function: _Resolved, answers: Sequence[RewardInput]
     ) -> list[Scores | GraderError]:
-        values = await self._guarded(function, (list(answers),), {})
+        values = await self._guarded(function, answers)
+        if function.is_foreign and hasattr(values, "tolist"):
+            values = values.tolist()
         outcomes: list[Scores | GraderError]
         if isinstance(values, GraderError):
             outcomes = [values] * len(answers)
@@ -281,21 +276,19 @@ class RewardRunner:
             outcomes = [error] * len(answers)
         else:
             outcomes = [
-                _read_outcome(function.name, value, len(answer.turns))
+                _read_outcome(function, value, len(answer.turns))
                 for value, answer in zip(values, answers, strict=True)
             ]
         for outcome in outcomes:
             self._count(function.name, outcome)
         return outcomes
 
-    async def _guarded(
-        self, function: _Resolved, positional: tuple[Any, ...], given: Mapping[str, Any]
-    ) -> Any:
+    async def _guarded(self, function: _Resolved, answers: Sequence[RewardInput]) -> Any:
         """Calls the function within its limits; returns its result, or its failure as an error."""
-        arguments = {**given, **function.options}
         async with self._free:
             limit = asyncio.timeout(self.deadline_s)  # its clock starts here
             try:
+                positional, arguments = function.arguments(answers)
                 if function.on_thread:
                     call = _on_thread(function.function, positional, arguments)
                 else:
@@ -373,8 +366,24 @@ def _prepare(
         name, function = function, resolve(function)
     else:
         name = getattr(function, "__name__", type(function).__name__)
-    parameters = inspect.signature(function).parameters
     chosen = options.get(name, {})
+    module = getattr(function, "__module__", "") or ""
+    on_thread = not (inspect.iscoroutinefunction(function) or module.startswith("agentrl_rewards."))
+    if (form := recognise(function, name, chosen)) is not None:
+        often = "group" if form.is_group else "answer"
+        logger.info("reward %s: in %s's form, called once per %s", name, form.trainer, often)
+        return _Resolved(
+            name,
+            function,
+            weight,
+            lambda answers: ((), form.arguments(answers)),
+            is_group=form.is_group,
+            by_turn=False,
+            is_foreign=True,
+            needs_reference=form.needs_reference,
+            on_thread=on_thread,
+        )
+    parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := set(chosen) - set(parameters)):
         raise ConfigError(f"reward function {name!r} has no option {', '.join(sorted(unknown))}")
@@ -383,9 +392,6 @@ def _prepare(
     positional = [
         p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    needs_reference = (
-        not is_group and len(positional) > 1 and (positional[1].default is inspect.Parameter.empty)
-    )
     missing = [
         p.name
         for p in parameters.values()
@@ -396,17 +402,43 @@ def _prepare(
     ]
     if missing:
         raise ConfigError(f"reward function {name!r} needs the option {', '.join(missing)}")
-    module = getattr(function, "__module__", "") or ""
-    on_thread = not (inspect.iscoroutinefunction(function) or module.startswith("agentrl_rewards."))
+
+    def arguments(answers: Sequence[RewardInput]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_group:
+            return (list(answers),), dict(chosen)
+        (answer,) = answers
+        given = {each: getattr(answer, each) for each in from_input}
+        return (answer.text, answer.reference), given | dict(chosen)
+
     return _Resolved(
-        name, function, weight, chosen, from_input, is_group, needs_reference, on_thread
+        name,
+        function,
+        weight,
+        arguments,
+        is_group=is_group,
+        by_turn=is_group or "turns" in from_input,
+        is_foreign=False,
+        needs_reference=not is_group
+        and len(positional) > 1
+        and positional[1].default is inspect.Parameter.empty,
+        on_thread=on_thread,
     )
 
 
-def _read_outcome(name: str, value: Any, num_turns: int) -> Scores | GraderError:
+def _read_outcome(function: _Resolved, value: Any, num_turns: int) -> Scores | GraderError:
     """Validates a function's result for one answer: scores of the whole answer or of each turn."""
+    name = function.name
+    if function.is_foreign and value is None:
+        return {}
+    if function.is_foreign and isinstance(value, Mapping):
+        value = {k: v for k, v in value.items() if k == "score" or isinstance(v, int | float)}
     if not isinstance(value, list | tuple):
         return _read_scores(name, value)
+    if not function.by_turn:
+        return GraderError(
+            f"reward function {name!r} returned a list for one answer; return a number, or, to "
+            "reward each turn, name a parameter `turns` and return one number per entry of it"
+        )
     if len(value) != num_turns:
         return GraderError(
             f"reward function {name!r} returned {len(value)} rewards for {num_turns} turns; return "

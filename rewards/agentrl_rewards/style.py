@@ -1,4 +1,7 @@
-"""Rewards for a text's form: tags, length, repetition, gibberish. All take linear time."""
+"""Rewards for a text's form: tags, length, repetition, gibberish. All take linear time.
+
+They judge the reasoning too: `whole_text`, which the runner passes, takes the place of `text`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ FormatName = Literal["think_answer", "search"]
 _TAGS = re.compile(r"<(/?)(think|search|information|answer)>")
 
 
-def format(text: str, reference: JSON = None, *, style: FormatName = "think_answer") -> float:
+def format(
+    text: str,
+    reference: JSON = None,
+    *,
+    style: FormatName = "think_answer",
+    whole_text: str = "",
+) -> float:
     """Returns 1.0 if the text is well formed in the given style, else 0.0.
 
     `think_answer`: one `<think>...</think>` followed by one `<answer>...</answer>`, neither empty,
@@ -24,7 +33,7 @@ def format(text: str, reference: JSON = None, *, style: FormatName = "think_answ
     `<think>`, `<search>` and `<information>`, then `<think>` and `<answer>`, with nothing but white
     space between the blocks. Only `<information>` may be empty.
     """
-    blocks = _read_blocks(text, optional_first=style == "think_answer")
+    blocks = _read_blocks(whole_text or text, optional_first=style == "think_answer")
     if blocks is None or not all(content for name, content in blocks if name != "information"):
         return 0.0
     names = " ".join(name for name, _ in blocks)
@@ -67,6 +76,7 @@ def length(
     max_length: int,
     buffer: int = 0,
     num_tokens: int | None = None,
+    whole_text: str = "",
 ) -> float:
     """Penalises length: 0 up to `max_length - buffer`, then falling linearly to -1.
 
@@ -82,13 +92,13 @@ def length(
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer is {buffer}; it must be between 0 and max_length = {max_length}")
-    size = len(text.split()) if num_tokens is None else num_tokens
+    size = len((whole_text or text).split()) if num_tokens is None else num_tokens
     if size <= max_length - buffer:
         return 0.0
     return -1.0 if size > max_length or not buffer else (max_length - buffer - size) / buffer
 
 
-def repetition(text: str, reference: JSON = None, *, n: int = 4) -> float:
+def repetition(text: str, reference: JSON = None, *, n: int = 4, whole_text: str = "") -> float:
     """Returns minus the fraction of word n-grams that repeat an earlier one, -1 to 0.
 
     0 means that no sequence of `n` words occurs twice.
@@ -98,7 +108,7 @@ def repetition(text: str, reference: JSON = None, *, n: int = 4) -> float:
     """
     if n < 1:
         raise ValueError(f"n is {n}; an n-gram has at least 1 word")
-    words = text.lower().split()
+    words = (whole_text or text).lower().split()
     num_grams = len(words) - n + 1
     if num_grams <= 1:
         return 0.0
@@ -110,7 +120,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 _RUN = re.compile(r"(\S)\1{9,}")
 
 
-def gibberish(text: str, reference: JSON = None) -> float:
+def gibberish(text: str, reference: JSON = None, *, whole_text: str = "") -> float:
     """Penalises gibberish: -1 for text that is all gibberish, 0 if there is no sign of it.
 
     Returns minus the largest of four measures, which are 0 for prose, code and mathematics: the
@@ -119,6 +129,7 @@ def gibberish(text: str, reference: JSON = None) -> float:
     of at least 50 characters, how far the entropy of the characters falls below 2 bits. A heuristic
     that detects a collapsed policy; it does not judge quality.
     """
+    text = whole_text or text
     if not text.strip():
         return 0.0
     size = len(text)

@@ -82,6 +82,10 @@ def wrong_length(text, reference, *, turns):
     return [1.0] * (len(turns) + 1)
 
 
+def turns_and_a_text(text, reference, *, turns):
+    return [1.0, "x"]
+
+
 TURNS = [
     [{"role": "assistant", "content": "ab"}, {"role": "user", "content": "go on"}],
     [{"role": "assistant", "content": "abc"}],
@@ -108,13 +112,32 @@ async def test_a_group_reward_may_reward_every_turn():
     ("function", "turns", "message"),
     [
         (wrong_length, TURNS, "returned 3 rewards for 2 turns"),
-        (always([1.0]), (), "returned 1 rewards for 0 turns"),
-        (always([1.0, "x"]), TURNS, "not a finite number"),
+        (turns_and_a_text, TURNS, "not a finite number"),
+        (always([1.0]), TURNS[:1], "`turns`"),
+        (always([1.0, 2.0]), TURNS, "`turns`"),
     ],
 )
 async def test_a_list_that_does_not_fit_the_turns_is_a_grader_error(function, turns, message):
     with pytest.raises(GraderError, match=message):
         await RewardRunner([function]).score(RewardInput("x", turns=turns))
+
+
+async def test_functions_get_the_final_answer_and_may_ask_for_the_whole_text():
+    got = {}
+
+    def both(text, reference, *, whole_text):
+        got.update(text=text, whole_text=whole_text)
+        return 0.0
+
+    whole = "<think>Paris?</think>\n\nRome"
+    await RewardRunner([both]).score(RewardInput(whole))
+    assert got == {"text": "Rome", "whole_text": whole}
+    runner = RewardRunner(["math", "format", "deepscaler"])
+    result = await runner.score(RewardInput("<think>Paris</think><answer>7</answer>", "7"))
+    assert result.components == {"math": 1.0, "format": 1.0, "deepscaler": 1.0}
+    paris = await RewardRunner(["substring"]).score(RewardInput("<think>Paris</think>no", "Paris"))
+    unfinished = await RewardRunner(["em"]).score(RewardInput("<think>Paris", "Paris"))
+    assert (paris.reward, unfinished.reward) == (0.0, 0.0)
 
 
 async def always_short_list(samples):

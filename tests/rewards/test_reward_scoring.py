@@ -146,7 +146,7 @@ def test_a_function_may_reward_every_turn(added):
 
 
 def test_a_list_of_another_length_than_the_turns_is_an_error_of_that_trajectory():
-    def steps(text, reference):
+    def steps(text, reference, *, turns):
         return [1.0, 2.0]
 
     [trajectory], _ = play(lambda *_: "end", GroupScorer([steps]))
