@@ -1,4 +1,4 @@
-from agentrl.cli import main
+from agentrl.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

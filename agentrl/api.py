@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import CHANGEABLE, RunConfig, load_config
-from agentrl.evaluate import Progress, play
-from agentrl.rollout.episodes import Shard
-from agentrl.rollout.evaluation import summarise
+from agentrl.evaluate.episodes import Shard
+from agentrl.evaluate.measure import summarise
+from agentrl.evaluate.statistics import EvalStatistics
 from agentrl.rollout.log import read_trajectories
 from agentrl.rollout.metrics import error_codes, rollout_metrics
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.signals import read_signals
-from agentrl.statistics import EvalStatistics
-from agentrl.tracking import METRICS_FILE, MetricsWriter, read_metrics
+from agentrl.train.evaluate import Progress, play
 from agentrl.types import JSON, Group, Trajectory
+from agentrl.view.tracking import METRICS_FILE, MetricsWriter, read_metrics
 
 if TYPE_CHECKING:
     from agentrl.train.callbacks import Callback

@@ -25,15 +25,15 @@ from agentrl.api import Evaluation
 from agentrl.atif import write_atif
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError, DataError
-from agentrl.images import IMAGES_FOLDER, ImageStore, content_parts, content_text, count_images
-from agentrl.rollout.episodes import (
+from agentrl.evaluate.episodes import (
     CONFIG_FILE,
     EpisodeLog,
     by_group,
     open_episodes,
     read_evaluation,
 )
-from agentrl.rollout.evaluation import summarise
+from agentrl.evaluate.measure import summarise
+from agentrl.images import IMAGES_FOLDER, ImageStore, content_parts, content_text, count_images
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.types import (
     JSON,

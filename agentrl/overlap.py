@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl import event_loop
-from agentrl.compare import mean_rewards, saturated
+from agentrl import runtime
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient, connect
 from agentrl.errors import ConfigError
+from agentrl.evaluate.compare import mean_rewards, saturated
+from agentrl.evaluate.episodes import read_evaluation
 from agentrl.images import content_text
-from agentrl.rollout.episodes import read_evaluation
 from agentrl.rollout.setup import split_size
 from agentrl.types import Content, Message
 
@@ -171,7 +171,7 @@ def tasks_command(
     if not 0 < threshold <= 1:
         raise ConfigError(f"--threshold {threshold:g} is not a share: give one above 0, up to 1")
     played = [t for folder in folders for t in read_evaluation(folder)[1]]
-    train, test = event_loop.run(_read(config, most))
+    train, test = runtime.run(_read(config, most))
     found = overlap(train, test, threshold=threshold)
     means = mean_rewards(played)
     counted, all_solve, none_solves = saturated(played, config.eval.success_threshold)

@@ -240,7 +240,7 @@ class ShownImage:
     """Place behind the last of them."""
     pixels: dict[str, np.ndarray]
     """`pixel_values` and what else the family's tower takes, of this image alone; empty where it
-    was read from the trajectory log (`agentrl.rollout.processor.restore_pixels`)."""
+    was read from the trajectory log (`agentrl.model.text.processor.restore_pixels`)."""
     pixels_sha256: str = ""
     """A hash of the pixels, which stands in the log beside the row."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from agentrl.api import load_config, train
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart" / "run.toml"
 AGENT = """

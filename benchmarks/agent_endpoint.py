@@ -21,12 +21,12 @@ import sys
 import time
 from pathlib import Path
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.inference.base import Generation
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.types import Message, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -130,7 +130,7 @@ def main() -> None:
             for play in best:
                 renderer = Renderer(make_tokenizer())  # it keeps prompts, so each has its own
                 policy = TokenPolicy(AtOnce(renderer), renderer, 64, 1_000_000)
-                seconds, rows[play] = event_loop.run(play(policy, first, arguments.turns))
+                seconds, rows[play] = runtime.run(play(policy, first, arguments.turns))
                 best[play] = min(best[play], seconds)
         assert rows[by_driver] == rows[by_endpoint], "the same row, bit for bit"
         num_calls = arguments.turns * arguments.episodes

@@ -38,11 +38,11 @@ import torch
 from agentrl.config import load_config
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.program import ServerSettings
+from agentrl.inference.weights.plugin import write_plugin
 from agentrl.rollout import read_trajectories
-from agentrl.sync.plugin import write_plugin
-from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
 from agentrl.types import Action, StepResult
+from agentrl.view.tracking import read_metrics
 from agentrl_math.env import MathConfig, MathEnvironment
 
 ROOT = Path(__file__).parents[1]

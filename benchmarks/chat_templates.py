@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.render import Renderer
+from agentrl.model.text.renderer import Renderer
 from agentrl.types import Message, ToolSpec
 
 SPECIAL = re.compile(

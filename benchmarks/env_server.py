@@ -82,7 +82,7 @@ def serve_agentrl(style: str) -> None:
 
 
 def serve_bare() -> None:
-    from agentrl import event_loop
+    from agentrl import runtime
     from agentrl.env.server.serve import running
 
     async def app(scope, receive, send):
@@ -98,7 +98,7 @@ def serve_bare() -> None:
             print(url, flush=True)
             await asyncio.Event().wait()
 
-    event_loop.run(main())
+    runtime.run(main())
 
 
 # The clients

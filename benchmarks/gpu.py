@@ -26,13 +26,13 @@ from train_step import make_batch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import TrainSection
-from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-from agentrl.train.compiled import compile_layers
-from agentrl.train.logprobs import decoder_of, sample_logprobs
+from agentrl.model.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
+from agentrl.model.compile import compile_layers
+from agentrl.model.load import set_gradient_checkpointing
+from agentrl.model.logprobs import decoder_of, sample_logprobs
+from agentrl.model.rows import pack
 from agentrl.train.memory import kept_bytes
-from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import pack
 from agentrl.train.update import own_share
 from agentrl.types import Sample
 

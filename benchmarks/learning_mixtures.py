@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from learning_rows import ROOT, settings
 
-from agentrl.statistics import mean_estimate
-from agentrl.tracking import read_metrics
+from agentrl.evaluate.statistics import mean_estimate
+from agentrl.view.tracking import read_metrics
 
 NUM_STEPS = {"mixed": 60, "difficulty": 40}
 EVERY = 10

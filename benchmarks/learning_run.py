@@ -12,8 +12,8 @@ import resource
 from pathlib import Path
 
 from agentrl.config import load_config
-from agentrl.tracking import MetricsWriter, read_metrics
 from agentrl.train.loop import train
+from agentrl.view.tracking import MetricsWriter, read_metrics
 
 
 def main() -> None:

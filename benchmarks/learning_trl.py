@@ -37,8 +37,8 @@ from agentrl.api import evaluate
 from agentrl.config import RunConfig, load_config
 from agentrl.env.registry import resolve
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
 from agentrl.types import Sample, samples_of
+from agentrl.view.tracking import read_metrics
 from agentrl_adapters.trl_factory import episode_reward, make_trl_factory, make_trl_rows
 from agentrl_math.calculator import calculate, show
 from agentrl_math.tasks import Arithmetic

@@ -54,10 +54,10 @@ from agentrl.inference.embedded_sampling import (
     sample,
     share_weights,
 )
-from agentrl.train.logprobs import packing_of, sample_logprobs
-from agentrl.train.lora import add_adapter
-from agentrl.train.model import auto_class, load_model, set_gradient_checkpointing, without_dropout
-from agentrl.train.plan import pack
+from agentrl.model.load import auto_class, load_model, set_gradient_checkpointing, without_dropout
+from agentrl.model.logprobs import packing_of, sample_logprobs
+from agentrl.model.lora import add_adapter
+from agentrl.model.rows import pack
 from agentrl.types import Sample
 
 THRESHOLD = 40

@@ -204,7 +204,7 @@ if "pytest" in sys.modules and "STRINGS" in os.environ:
 
 
 def vllm_turns(strings: Path) -> dict[str, list[tuple[Any, Turn]]]:
-    from agentrl.rollout.dialects.table import DIALECTS
+    from agentrl.model.text.table import DIALECTS
 
     families: dict[str, list[tuple[Any, Turn]]] = defaultdict(list)
     seen, unread = set(), Counter()
@@ -287,7 +287,7 @@ def llama_cpp_turns(folder: Path) -> dict[str, list[tuple[Any, Turn]]]:
     from jinja2.exceptions import TemplateError
 
     from agentrl.errors import ConfigError
-    from agentrl.rollout.render import Renderer
+    from agentrl.model.text.renderer import Renderer
 
     source = (folder / "tests" / "test-chat.cpp").read_text()
     tools = {}

@@ -23,8 +23,8 @@ import numpy as np
 
 from agentrl.algo import PRESETS
 from agentrl.config import load_config
-from agentrl.tracking import NUM_NON_FINITE, read_metrics
 from agentrl.train.loop import train
+from agentrl.view.tracking import NUM_NON_FINITE, read_metrics
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart" / "run.toml"
 TEACHER_STEPS = 60

@@ -34,14 +34,15 @@ from pathlib import Path
 
 from aiohttp import web
 
-from agentrl import cli, event_loop
+from agentrl import runtime
+from agentrl.cli.main import main as cli
 from agentrl.env import Environment, Task, register, tool
 from agentrl.env.client import connect
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.vllm import VLLMEngine
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.types import Action, ToolCall
 
@@ -193,7 +194,7 @@ async def _cpu_of(work: Callable[[int], Awaitable[None]], num: int, concurrent: 
 def driver_alone(url: str, env_url: str | None, num: int, concurrent: int) -> float:
     """CPU seconds per trajectory of one of several processes."""
     renderer = Renderer(make_tokenizer())
-    return event_loop.run(driver_cpu(url, env_url, renderer, num, concurrent))[0]
+    return runtime.run(driver_cpu(url, env_url, renderer, num, concurrent))[0]
 
 
 def free_port() -> int:
@@ -247,10 +248,10 @@ def main() -> None:
         num = max(args.trajectories, concurrent)
         whole, engine, environment = [], [], []
         for _ in range(args.repeats):
-            seconds, prompts = event_loop.run(driver_cpu(url, env_url, renderer, num, concurrent))
+            seconds, prompts = runtime.run(driver_cpu(url, env_url, renderer, num, concurrent))
             whole.append(seconds * 1e3)
-            engine.append(event_loop.run(engine_cpu(url, renderer, prompts, num, concurrent)) * 1e3)
-            environment.append(event_loop.run(environment_cpu(env_url, num, concurrent)) * 1e3)
+            engine.append(runtime.run(engine_cpu(url, renderer, prompts, num, concurrent)) * 1e3)
+            environment.append(runtime.run(environment_cpu(env_url, num, concurrent)) * 1e3)
         ours, calls, sessions = min(whole), min(engine), min(environment)
         print(
             f"{concurrent:11d} {ours:7.2f} {calls:14.2f} {sessions:13.2f} "

@@ -268,7 +268,7 @@ async def play_oracle(url: str, squad: Path, num_questions: int, num_sessions: i
 
 
 def serve_and_play(squad: Path, num_questions: int, num_sessions: int) -> None:
-    code = "import sys; from agentrl.cli import main; sys.exit(main())"
+    code = "import sys; from agentrl.cli.main import main; sys.exit(main())"
     target = "agentrl_search.env:SearchEnvironment"
     command = [sys.executable, "-c", code, "env", "serve", target, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -162,7 +162,7 @@ def make_sample(
 
 def products(samples: list[Sample], token_budget: int, config: Qwen3Config, *, share: bool) -> int:
     """Multiplications of matrices in a forward and a backward pass of all packed rows."""
-    from agentrl.train.plan import pack
+    from agentrl.model.rows import pack
     from agentrl.train.update import own_share
 
     queries = config.num_attention_heads * config.head_dim
@@ -194,8 +194,8 @@ def packed_losses(
 ) -> Losses:
     import torch
 
-    from agentrl.train.logprobs import backbone_hidden, sample_logprobs
-    from agentrl.train.plan import pack
+    from agentrl.model.logprobs import backbone_hidden, sample_logprobs
+    from agentrl.model.rows import pack
     from agentrl.train.update import own_share
 
     num_trained = sum(sample.num_trained for sample in samples)
@@ -256,9 +256,9 @@ def run_variant(args: argparse.Namespace) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-    from agentrl.train.compiled import compile_layers
-    from agentrl.train.logprobs import sample_logprobs
+    from agentrl.model.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
+    from agentrl.model.compile import compile_layers
+    from agentrl.model.logprobs import sample_logprobs
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

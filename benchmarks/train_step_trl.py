@@ -16,7 +16,7 @@ import trl.trainer.utils
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from trl.experimental.async_grpo.packing import TreeRow
 
-from agentrl.train.attention import SegmentMask, packed_attention
+from agentrl.model.attention import SegmentMask, packed_attention
 from agentrl.types import Sample
 
 trl.trainer.utils._use_triton = lambda device: True

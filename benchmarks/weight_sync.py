@@ -33,13 +33,13 @@ from transformers.utils import logging as transformers_logging
 from agentrl.inference.http import make_client
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.program import ServerSettings
-from agentrl.sync.control import OnUpdate, VLLMControl
-from agentrl.sync.plugin import write_plugin
-from agentrl.sync.probe import probe, trainer_logprobs
-from agentrl.sync.push import ServerWeightSync
-from agentrl.sync.transfer import FileTransfer
-from agentrl.train.logprobs import recomputed_logprobs
-from agentrl.train.model import load_model
+from agentrl.inference.weights.control import OnUpdate, VLLMControl
+from agentrl.inference.weights.plugin import write_plugin
+from agentrl.inference.weights.probe import probe, trainer_logprobs
+from agentrl.inference.weights.push import ServerWeightSync
+from agentrl.inference.weights.transfer import FileTransfer
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import recomputed_logprobs
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 PROBE_IDS = list(range(10, 74))

@@ -18,10 +18,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl.cli import _parser
+from agentrl.cli.main import _parser
 from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
-from agentrl.glossary import METRICS
+from agentrl.view.glossary import METRICS
 
 HERE = Path(__file__).parent
 _NOTE = "<!-- made by docs/generate.py; change what it is made from -->\n"

@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import threading
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.env.server import serve
 from agentrl.env.server.app import make_app
 
@@ -25,7 +25,7 @@ def running(environments, **options):
 
     def run():
         try:
-            event_loop.run(main())
+            runtime.run(main())
         except BaseException as error:
             if started.done():
                 raise

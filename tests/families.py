@@ -17,9 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-from agentrl.train.logprobs import decoder_of
-from agentrl.train.model import load_model
+from agentrl.model.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import decoder_of
 
 # Those a family's configuration knows; small, and with as many kinds of layers as it has.
 SHAPE = dict(
@@ -316,7 +316,7 @@ def tiny_model(model_type: str, **changes) -> PreTrainedModel:
 
 
 def save_tiny_model(directory: Path, model_type: str, *, wide: bool = False, **changes) -> str:
-    """A directory as `agentrl.train.model.load_model` wants it, with a chat template."""
+    """A directory as `agentrl.model.load.load_model` wants it, with a chat template."""
     model = tiny_model(model_type, **(WIDE if wide else {}), **changes)
     model.save_pretrained(directory)
     words = {f"w{index}": index for index in range(128)}

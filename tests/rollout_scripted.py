@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Callable
 
 from agentrl.inference.base import Generation, SamplingParams
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 
 LIMITS = Limits(max_turns=6, turn_timeout_s=20, step_timeout_s=20, episode_timeout_s=60)

@@ -14,7 +14,7 @@ import pytest
 from agentrl.api import evaluate, load_config, read_metrics, read_trajectories, rollout, train
 from agentrl.config import with_change
 from agentrl.errors import ConfigError
-from agentrl.tracking import read_status
+from agentrl.view.tracking import read_status
 
 ROOT = Path(__file__).parents[1]
 MODEL = str(ROOT / "examples" / "quickstart" / "model")

@@ -26,32 +26,38 @@ SOURCES = {
     for package in (["agentrl"] if root == ROOT else [p.name for p in root.glob("agentrl_*")])
     for path in sorted((root / package).rglob("*.py"))
 }
-FOUNDATION = {
-    "caller",
-    "errors",
-    "event_loop",
-    "images",
-    "processes",
-    "python_source",
-    "retry",
-    "types",
-    "user_modules",
-}
+FOUNDATION = {"caller", "errors", "images", "runtime", "types", "user_modules"}
 """Rooms of agentrl that all others may import from."""
 ALLOWED = {
-    "data": set(),
     "env": set(),
-    "inference": set(),
     "algo": set(),
-    "sync": {"inference"},
-    "rollout": {"agentrl_rewards", "config", "env", "inference", "statistics"},
-    "view": {"env", "glossary", "rollout", "tracking"},
-    "train": {"algo", "config", "env", "inference", "rollout", "sync", "tracking", "view"},
+    "config": {"algo"},
+    "model": {"config"},
+    "inference": {"model"},
+    "rollout": {"agentrl_rewards", "config", "env", "inference", "model"},
+    "evaluate": {"config", "env", "rollout"},
+    "view": {"env", "evaluate", "rollout"},
+    "train": {
+        "algo",
+        "config",
+        "env",
+        "evaluate",
+        "inference",
+        "model",
+        "rollout",
+        "view",
+    },
 }
 """Package of agentrl -> the rooms that it may import from besides."""
-PLUGIN = "agentrl.sync.vllm_plugin"
+PLUGIN = "agentrl.inference.weights.vllm_plugin"
 TORCH_MODULES = {"torch", "safetensors"}
-TORCH_ALLOWED = ("agentrl.algo.", "agentrl.train.", "agentrl.sync.", "agentrl.inference.embedded")
+TORCH_ALLOWED = (
+    "agentrl.algo.",
+    "agentrl.inference.embedded",
+    "agentrl.inference.weights.",
+    "agentrl.model.",
+    "agentrl.train.",
+)
 
 
 def imported_names(tree: ast.Module, *, at_once: bool = False) -> Iterator[str]:
@@ -148,10 +154,10 @@ def test_packages_know_only_what_they_stand_on(package):
 
 @pytest.mark.parametrize("module", [m for m in SOURCES if room_of(m).startswith("agentrl_")])
 def test_environments_and_rewards_stand_on_the_platform_alone(module):
-    allowed = {"env", "data", "agentrl_rewards", *FOUNDATION, room_of(module)}
+    allowed = {"env", "agentrl_rewards", *FOUNDATION, room_of(module)}
     # `agentrl swebench eval` reads the episodes that `agentrl eval` kept.
     if module == "agentrl_swebench.dataset":
-        allowed.add("rollout")
+        allowed |= {"rollout", "evaluate"}
     assert {room_of(name) for name in graph_of_files()[module]} <= allowed
 
 
@@ -190,8 +196,8 @@ def test_nothing_is_unpickled_or_evaluated(module):
         ("agentrl, agentrl.env; agentrl.env.Environment, agentrl.env.make", SERVERS),
         ("agentrl.env.pytest_plugin", SERVERS | {"agentrl.env.check", "agentrl.env.base"}),
         ("agentrl.algo.cli; agentrl.algo.describe(agentrl.algo.PRESETS['dapo'])", SERVERS),
-        ("agentrl.config, agentrl.statistics", set()),
-        ("agentrl.cli", set()),
+        ("agentrl.config, agentrl.evaluate.statistics", set()),
+        ("agentrl.cli.main", set()),
         ("agentrl_math, agentrl_rewards.math", {"sympy", "math_verify"}),
     ],
 )

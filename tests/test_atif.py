@@ -10,13 +10,13 @@ from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
 from agentrl.atif import to_atif
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import load_config
+from agentrl.evaluate.episodes import EpisodeLog, read_evaluation
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder
-from agentrl.rollout.episodes import EpisodeLog, read_evaluation
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 
 VENV = Path(os.environ.get("AGENTRL_HARBOR_VENV", "~/.cache/agentrl/harbor/venv")).expanduser()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env import connect
 from agentrl.env.base import Episode
 from agentrl.images import content_images

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import valid_keys
-from agentrl.glossary import METRICS, meaning
+from agentrl.view.glossary import METRICS, meaning
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from agentrl.algo.objective import deep_merge
 from agentrl.api import load_config, train
-from agentrl.cli import _parser
+from agentrl.cli.main import _parser
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 

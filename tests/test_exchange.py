@@ -13,11 +13,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import load_config
+from agentrl.evaluate.episodes import EpisodeLog, read_evaluation
 from agentrl.exchange import _evaluation as evaluation_of
 from agentrl.exchange import read_inspect, read_lm_eval, write_inspect
-from agentrl.rollout.episodes import EpisodeLog, read_evaluation
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 
 THEIRS = os.environ.get("AGENTRL_EVAL_FORMATS_PYTHON", "")

@@ -28,6 +28,7 @@ from agentrl.images import (
     join_contents,
     read_image,
 )
+from agentrl.model.text.prompt_tools import with_prompted_tools
 from agentrl.overlap import _text, overlap
 from agentrl.rollout.agent.command import AgentTask, agent_variables
 from agentrl.rollout.agent.recorder import identity
@@ -35,7 +36,6 @@ from agentrl.rollout.agent.roles import system_of
 from agentrl.rollout.agent.server import _characters
 from agentrl.rollout.agent.wire import Call
 from agentrl.rollout.chat import _wire_message
-from agentrl.rollout.prompt_tools import with_prompted_tools
 from agentrl.train.batch import turn_states
 from agentrl.types import StopReason, TokenRow, Trajectory, Turn
 from agentrl_rewards.judge import _question

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import main
-from agentrl.tracking import read_metrics
+from agentrl.cli.main import main
+from agentrl.view.tracking import read_metrics
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "images"
 

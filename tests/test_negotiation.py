@@ -11,7 +11,7 @@ from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.config import load_config
-from agentrl.rollout.render import Renderer
+from agentrl.model.text.renderer import Renderer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "negotiation"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import RunConfig, load_config
 from agentrl.config.load import apply_overrides
 from agentrl.errors import ConfigError

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.overlap import overlap
 
 RUN = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,9 +12,9 @@ import pytest
 from model_shapes import PARAMETERS, SHAPES, config_of, save_config
 from tokenizers_for_tests import make_tokenizer
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import RunConfig, load_config
-from agentrl.data.hub import DATA_SETS
+from agentrl.env.data_sets import DATA_SETS
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))

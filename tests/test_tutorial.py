@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from docs_blocks import blocks_of
 
-from agentrl.tracking import read_metrics
 from agentrl.view.diagnosis import diagnose
 from agentrl.view.runs import RunFiles
+from agentrl.view.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 
 RUN = str(Path(__file__).parents[1] / "examples" / "quickstart" / "run.toml")
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_a_line(folder, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("agentrl.examples.copy_examples", full)
+    monkeypatch.setattr("agentrl.cli.examples.copy_examples", full)
     assert "No space left on device" in refused(["examples", "--out", "out"], folder, capsys)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from agentrl.train.model import stills_only
+from agentrl.model.load import stills_only
 from agentrl.types import ShownImage
 from tests.tokenizers_for_tests import make_tokenizer
 

@@ -39,7 +39,7 @@ from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.sync import Blocking, BlockingOwner, blocking, blocking_then
 from agentrl.env.transport import CONNECT_S, Http, InProcess, Transport
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable
-from agentrl.retry import retry
+from agentrl.runtime import retry
 from agentrl.types import JSON, Action, Message, StepResult, Task, ToolSpec
 
 logger = logging.getLogger("agentrl.env")

@@ -38,8 +38,8 @@ from transformers import (
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, SamplingParams
-from agentrl.inference.embedded_images import require_exact_images
 from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
+from agentrl.model.towers import require_exact_images
 from agentrl.types import ShownImage
 
 

@@ -26,10 +26,10 @@ from transformers import (
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams, request_seed
-from agentrl.inference.embedded_cache import grouping_heads, make_cache
-from agentrl.inference.embedded_images import Towers, padded, reading
-from agentrl.inference.embedded_lengths import within_reach
-from agentrl.inference.embedded_routes import last_recorded, recording
+from agentrl.model.cache import grouping_heads, make_cache, plain_attention
+from agentrl.model.lengths import within_reach
+from agentrl.model.routes import last_recorded, recording
+from agentrl.model.towers import Towers, padded, reading
 from agentrl.types import FinishReason, ShownImage
 
 # cuDNN's attention is left out: it plans again for every number of tokens in the cache. On an H200
@@ -74,12 +74,6 @@ class SampledTurn:
     finish_reason: FinishReason
     kept_ids: list[np.ndarray] | None = None
     routes: np.ndarray | None = None
-
-
-def plain_attention(model: PreTrainedModel) -> str:
-    """Returns the fastest of transformers' attentions that computes the same as `eager`."""
-    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
 def share_weights(

@@ -34,8 +34,7 @@ from agentrl.inference.program import (
     share_of_devices,
 )
 from agentrl.inference.vllm_command import VLLM
-from agentrl.processes import kill_group, start_group
-from agentrl.retry import retry
+from agentrl.runtime import kill_group, retry, start_group
 
 logger = logging.getLogger(__name__)
 

@@ -37,12 +37,12 @@ class ServerSettings:
     """Largest number of tokens of a prompt and its reply; None takes the model's limit."""
     plugin_dir: Path | None = None
     """vLLM: directory with the weight-transfer plugin and its entry point
-    (`agentrl.sync.plugin`)."""
+    (`agentrl.inference.weights.plugin`)."""
     transfer_backend: str = "agentrl"
     """vLLM, with the plugin: the backend that receives new weights, `agentrl` or one of vLLM's."""
     align_rounding: bool = True
     """vLLM, with the plugin, in bfloat16 and on a CPU: the server rounds where the trainer's model
-    does (`agentrl.sync.vllm_plugin.rounding`) and does not compile."""
+    does (`agentrl.inference.weights.vllm_plugin.rounding`) and does not compile."""
     adapter: Path | None = None
     """vLLM: folder of a low-rank adapter to serve as `served_model_name`. The bare model is served
     under that name with `-base` appended."""

@@ -80,7 +80,7 @@ from agentrl.inference.vllm_images import (
     normalises_itself,
     render_request,
 )
-from agentrl.retry import retry
+from agentrl.runtime import retry
 from agentrl.types import ShownImage
 
 LABEL_TIMEOUT_S = 20.0

@@ -14,7 +14,7 @@ import msgspec
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import request_seed
-from agentrl.rollout.dialects.table import Dialect
+from agentrl.model.text.table import Dialect
 from agentrl.types import (
     Action,
     Message,

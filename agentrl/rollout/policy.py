@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from agentrl.errors import InferenceError
 from agentrl.inference.base import Generation, InferenceEngine, SamplingParams
-from agentrl.rollout.render import Renderer
+from agentrl.model.text.renderer import Renderer
 from agentrl.types import (
     Action,
     Message,

@@ -8,9 +8,9 @@ from typing import Any
 
 from agentrl.errors import DataError
 from agentrl.images import IMAGES_FOLDER, ImageStore
+from agentrl.model.text.processor import Processor, restore_pixels
 from agentrl.rollout.log import read_trajectories, step_file
 from agentrl.rollout.mixture import Mixture, Quotas
-from agentrl.rollout.processor import Processor, restore_pixels
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.types import JSON, Group, Trajectory, environment_of
 

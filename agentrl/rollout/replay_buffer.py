@@ -14,7 +14,7 @@ import numpy as np
 
 from agentrl.config import RolloutSection
 from agentrl.errors import DataError
-from agentrl.rollout.processor import Processor
+from agentrl.model.text.processor import Processor
 from agentrl.rollout.recorded import recorded_batch, recorded_step
 from agentrl.types import JSON, Group
 

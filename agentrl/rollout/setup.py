@@ -11,10 +11,10 @@ from agentrl.env.client import EnvClient, connect
 from agentrl.errors import ConfigError, DataError
 from agentrl.images import count_images
 from agentrl.inference.base import InferenceEngine, SamplingParams
-from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
+from agentrl.model.text.renderer import Renderer
+from agentrl.model.text.template import HIDDEN_TOOLS
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import Policy, TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, Room, Score, TaskSource, stable_seed
 
 if TYPE_CHECKING:

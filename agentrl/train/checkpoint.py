@@ -48,9 +48,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.sync.adapter import WEIGHTS_FILE
-from agentrl.train import ranks
-from agentrl.train.model import require_empty
+from agentrl.model import ranks
+from agentrl.model.adapter_files import WEIGHTS_FILE
+from agentrl.model.load import require_empty
 from agentrl.train.state import (
     STATE_FILE,
     Trained,

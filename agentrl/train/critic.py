@@ -14,12 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.algo import Batch, Objective
 from agentrl.algo.aggregate import trained_mask
 from agentrl.config import RunConfig
-from agentrl.train import context, sharding
-from agentrl.train.compiled import compile_layers
-from agentrl.train.logprobs import backbone_hidden, decoder_of
-from agentrl.train.model import set_gradient_checkpointing
+from agentrl.model import context, sharding
+from agentrl.model.compile import compile_layers
+from agentrl.model.load import set_gradient_checkpointing
+from agentrl.model.logprobs import backbone_hidden, decoder_of
+from agentrl.model.rows import MicroBatch
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import MicroBatch
 from agentrl.train.teacher import require_same_tokenizer
 
 

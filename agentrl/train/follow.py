@@ -24,14 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
-from agentrl.sync.probe import trainer_logprobs
-from agentrl.sync.shards import copy_trained, take_part
-from agentrl.train import checkpoint, ranks
+from agentrl.inference.weights.probe import trainer_logprobs
+from agentrl.model import ranks
+from agentrl.model.load import load_tokenizer
+from agentrl.model.tensors import copy_trained, take_part
+from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Saver
-from agentrl.train.model import load_tokenizer
 from agentrl.train.profile import Profiler, span
 from agentrl.train.trainer import Trainer, make_trainer
 from agentrl.types import JSON, Sample
@@ -58,7 +59,7 @@ def follow(config: RunConfig) -> None:
         with ranks.working(word):
             if word == "start":
                 tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
-                trainer = event_loop.run(make_trainer(config, tokenizer, Path(content)))
+                trainer = runtime.run(make_trainer(config, tokenizer, Path(content)))
                 saver = Saver(trainer.run_dir, in_background=config.run.async_save)
             else:
                 assert trainer is not None and saver is not None

@@ -12,9 +12,9 @@ from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.env.client import EnvClient
+from agentrl.evaluate.measure import evaluate, evaluation_metrics
 from agentrl.inference.base import SamplingParams
 from agentrl.rollout.agent.runner import Agents
-from agentrl.rollout.evaluation import evaluate, evaluation_metrics
 from agentrl.rollout.mixture import Mixture
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.setup import split_size

@@ -28,19 +28,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.config import RunConfig
+from agentrl.model import ranks
+from agentrl.model.logprobs import packing_of
 from agentrl.rollout.metrics import rollout_metrics, staleness_metrics
 from agentrl.rollout.mixture import Part, environment_metrics, merged
 from agentrl.rollout.scheduler import RolloutBatch, mark_dropped
 from agentrl.rollout.setup import connected, running_agents
-from agentrl.train import ranks
 from agentrl.train.batch import trainable_samples, turn_states
 from agentrl.train.callbacks import Callback, StepEnd
 from agentrl.train.checkpoint import latest_checkpoint
 from agentrl.train.follow import follow, packed
 from agentrl.train.guards import check_rollouts, mismatch_warning, require_no_gap
-from agentrl.train.logprobs import packing_of
 from agentrl.train.profile import span
 from agentrl.train.run import (
     Outputs,
@@ -83,7 +83,7 @@ def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), quiet: bool 
             follow(config)
             ranks.leave()
             return Path()
-        run_dir = event_loop.run(_train(_after_restart(config), callbacks, quiet=quiet))
+        run_dir = runtime.run(_train(_after_restart(config), callbacks, quiet=quiet))
         ranks.tell("stop")
     ranks.leave()
     return run_dir

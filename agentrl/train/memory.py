@@ -37,11 +37,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.config import RunConfig
-from agentrl.train.attention import ATTENTION_NAME, packed_segments
-from agentrl.train.head import default_chunk_tokens, default_keep_bytes
-from agentrl.train.logprobs import decoder_of, head_of
-from agentrl.train.model import auto_class
-from agentrl.train.quantised import BYTES_OF_A_WEIGHT
+from agentrl.model.attention import ATTENTION_NAME, packed_segments
+from agentrl.model.head import default_chunk_tokens, default_keep_bytes
+from agentrl.model.load import auto_class
+from agentrl.model.logprobs import decoder_of, head_of
+from agentrl.model.quantised import BYTES_OF_A_WEIGHT
 
 logger = logging.getLogger(__name__)
 

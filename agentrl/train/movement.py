@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentrl.train import ranks
+from agentrl.model import ranks
 
 SAMPLE = 2**18
 """Number of evenly spaced entries of a tensor that are read, about: reading all would cost time."""

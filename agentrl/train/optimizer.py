@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config import TrainSection
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.train import ranks
+from agentrl.model import ranks
 from agentrl.train.movement import relative_update
 from agentrl.types import JSON
 

@@ -16,7 +16,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from agentrl.train import ranks
+from agentrl.model import ranks
 
 span = record_function
 """`with span("update"):` names a section of the trace being recorded, if any."""

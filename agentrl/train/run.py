@@ -27,13 +27,15 @@ from agentrl.config import (
 from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
+from agentrl.model import ranks
+from agentrl.model.load import load_processor, load_tokenizer
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
 from agentrl.rollout.metrics import error_codes
 from agentrl.rollout.mixture import Capacity, Mixture, Part, Quotas
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.recorded import RecordedMixture
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.replay_buffer import ReplayBuffer
 from agentrl.rollout.sampler import Sampler, make_sampler
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource, stable_seed
@@ -46,12 +48,10 @@ from agentrl.rollout.setup import (
     token_policy,
 )
 from agentrl.rollout.signals import SignalLog
-from agentrl.tracking import MetricsWriter, RunStatus, read_metrics
-from agentrl.train import checkpoint, ranks
+from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Saver
 from agentrl.train.filters import filters_of
 from agentrl.train.held_out import HeldOut, default_interval
-from agentrl.train.model import load_processor, load_tokenizer
 from agentrl.train.optimizer import require_optimizer
 from agentrl.train.preflight import FirstRewards, correction_of_rounding, rate_is_unusual
 from agentrl.train.profile import Profiler
@@ -63,6 +63,7 @@ from agentrl.train.turns import leave_device
 from agentrl.types import JSON
 from agentrl.view.curves import REWARD, series
 from agentrl.view.display import Display
+from agentrl.view.tracking import MetricsWriter, RunStatus, read_metrics
 
 logger = logging.getLogger(__name__)
 

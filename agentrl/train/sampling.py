@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from agentrl.config import EvalSection, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.inference.base import SamplingParams
-from agentrl.train.lora import base_of, is_adapter
+from agentrl.model.lora import base_of, is_adapter
 
 FILE = "generation_config.json"
 _OF_MODEL = {"max_tokens": "max_new_tokens"} | {

@@ -2,7 +2,7 @@
 
 `embedded` samples in this process from the trainer's own weights, so nothing is sent. `vllm` and
 `sglang` are servers at `inference.urls`, or started and supervised by this run; after every
-training step `agentrl.sync` sends them the weights in a file, in requests or by NCCL.
+training step `agentrl.inference.weights` sends them the weights in a file, in requests or by NCCL.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.backends import BACKENDS
 from agentrl.inference.base import InferenceEngine
 from agentrl.inference.embedded import EmbeddedEngine
-from agentrl.inference.embedded_routes import make_replayable, routers_of
 from agentrl.inference.embedded_sampling import require_exact_cache, share_weights
 from agentrl.inference.http import EngineSession
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.program import ServerSettings
 from agentrl.inference.sglang import workers_of
 from agentrl.inference.vllm_images import NORMALISED
-from agentrl.sync.adapter import ADAPTER_FOLDER, has_adapter, write_adapter
-from agentrl.sync.control import SGLangControl, VLLMControl
-from agentrl.sync.nccl import Library, NCCLTransfer
-from agentrl.sync.plugin import write_plugin
-from agentrl.sync.push import ServerWeightSync
-from agentrl.sync.sglang import FolderTransfer, TensorTransfer, TorchTransfer
-from agentrl.sync.shards import computing_dtype, copy_trained, is_sharded
-from agentrl.sync.transfer import FileTransfer, Transfer, in_thread
-from agentrl.train import ranks
-from agentrl.train.logprobs import computing_device
-from agentrl.train.lora import add_adapter, base_of, is_adapter
+from agentrl.inference.weights.control import SGLangControl, VLLMControl
+from agentrl.inference.weights.nccl import Library, NCCLTransfer
+from agentrl.inference.weights.plugin import write_plugin
+from agentrl.inference.weights.push import ServerWeightSync
+from agentrl.inference.weights.sglang import FolderTransfer, TensorTransfer, TorchTransfer
+from agentrl.inference.weights.transfer import FileTransfer, Transfer, in_thread
+from agentrl.model import ranks
+from agentrl.model.adapter_files import ADAPTER_FOLDER, has_adapter, write_adapter
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import computing_device
+from agentrl.model.lora import add_adapter, base_of, is_adapter
+from agentrl.model.routes import make_replayable, routers_of
+from agentrl.model.tensors import computing_dtype, copy_trained, is_sharded
 from agentrl.train.memory import (
     device_memory,
     share_for_servers,
     share_in_arguments,
 )
-from agentrl.train.model import load_model
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.train.checkpoint import latest_checkpoint
@@ -167,7 +167,7 @@ def interruptible() -> Iterator[asyncio.Event]:
             loop.add_signal_handler(number, first)
     except (RuntimeError, ValueError, NotImplementedError):
         # This runs in a thread beside a notebook's loop, or the platform has no signals.
-        with event_loop.stopped_by(lambda: loop.call_soon_threadsafe(requested.set)):
+        with runtime.stopped_by(lambda: loop.call_soon_threadsafe(requested.set)):
             yield requested
         return
     try:

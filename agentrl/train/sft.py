@@ -20,13 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agentrl.config import LoraSection, TrainSection, load_config
 from agentrl.errors import ConfigError, DataError
 from agentrl.images import IMAGES_FOLDER, ImageStore
-from agentrl.rollout.dialects.choose import HIDDEN_TOOLS
-from agentrl.rollout.processor import restore_pixels
-from agentrl.rollout.recorded import best_trajectories
-from agentrl.rollout.render import Renderer
-from agentrl.train.logprobs import sample_logprobs
-from agentrl.train.lora import add_adapter
-from agentrl.train.model import (
+from agentrl.model.load import (
     load_model,
     load_processor,
     load_tokenizer,
@@ -34,8 +28,14 @@ from agentrl.train.model import (
     require_empty,
     save_model,
 )
+from agentrl.model.logprobs import sample_logprobs
+from agentrl.model.lora import add_adapter
+from agentrl.model.rows import pack, plan_micro_batches
+from agentrl.model.text.processor import restore_pixels
+from agentrl.model.text.renderer import Renderer
+from agentrl.model.text.template import HIDDEN_TOOLS
+from agentrl.rollout.recorded import best_trajectories
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import pack, plan_micro_batches
 from agentrl.train.setup import resolve_device, resolve_dtype
 from agentrl.types import Message, Sample, TokenRow, ToolSpec, samples_of
 

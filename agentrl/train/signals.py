@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agentrl.algo import Batch, Objective
 from agentrl.algo.aggregate import trained_mask
+from agentrl.model import ranks
 from agentrl.rollout.signals import RowSignals
-from agentrl.train import ranks
 from agentrl.types import Sample
 
 

@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from agentrl.errors import CheckpointError
-from agentrl.sync.adapter import (
+from agentrl.model import ranks
+from agentrl.model.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     adapter_config,
     adapter_tensors,
     has_adapter,
 )
-from agentrl.train import ranks
 from agentrl.types import JSON
 
 logger = logging.getLogger(__name__)

@@ -33,10 +33,10 @@ from agentrl.inference.token_api import (
     read_tokens,
     request_body,
 )
-from agentrl.retry import retry
-from agentrl.train import ranks
-from agentrl.train.model import load_tokenizer
-from agentrl.train.sharding import load_frozen
+from agentrl.model import ranks
+from agentrl.model.load import load_tokenizer
+from agentrl.model.sharding import load_frozen
+from agentrl.runtime import retry
 from agentrl.types import Sample
 
 MAX_ATTEMPTS = 5

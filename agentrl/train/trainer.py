@@ -15,24 +15,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentrl.algo import Batch, KLController
 from agentrl.config import RunConfig, with_change
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.inference.embedded_routes import make_replayable
-from agentrl.rollout.scheduler import stable_seed
-from agentrl.train import ranks, sharding
-from agentrl.train.batch import all_kept_are_known, make_batch, require_components
-from agentrl.train.compiled import compile_layers
-from agentrl.train.critic import Critic, make_critic
-from agentrl.train.logprobs import decoder_of, packing_of, sample_logprobs
-from agentrl.train.lora import add_adapter
-from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
-from agentrl.train.model import (
+from agentrl.model import ranks, sharding
+from agentrl.model.compile import compile_layers
+from agentrl.model.load import (
     freeze_named,
     load_model,
     set_gradient_checkpointing,
     train_tower,
 )
+from agentrl.model.logprobs import decoder_of, packing_of, sample_logprobs
+from agentrl.model.lora import add_adapter
+from agentrl.model.quantised import quantise, require_quantisation
+from agentrl.model.routers import freeze_routers, require_aux_loss
+from agentrl.model.routes import make_replayable
+from agentrl.rollout.scheduler import stable_seed
+from agentrl.train.batch import all_kept_are_known, make_batch, require_components
+from agentrl.train.critic import Critic, make_critic
+from agentrl.train.memory import chooses_token_budget, fitting_token_budget, with_token_budget
 from agentrl.train.optimizer import Learner
-from agentrl.train.quantised import quantise, require_quantisation
-from agentrl.train.routers import freeze_routers, require_aux_loss
 from agentrl.train.setup import resolve_device, resolve_dtype, seed_everything
 from agentrl.train.signals import StepSignals
 from agentrl.train.state import TrainState, capture_state

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from agentrl.train.logprobs import computing_device
+from agentrl.model.logprobs import computing_device
 from agentrl.train.optimizer import Learner
 from agentrl.train.trainer import Trainer
 

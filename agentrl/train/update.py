@@ -10,7 +10,7 @@ neither the gradient nor a metric depends on `train.token_budget`.
 
 Every rank has the whole batch. Each rank computes its own share of the micro-batches; gradients,
 metrics and evaluated values are summed over all ranks. Ranks that hold slices of the same rows
-(`agentrl.train.context`) compute the same loss, which is counted once.
+(`agentrl.model.context`) compute the same loss, which is counted once.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from agentrl.algo import (
     value_targets,
 )
 from agentrl.config import TrainSection
-from agentrl.train import context, ranks
-from agentrl.train.critic import Critic, explained_variance
-from agentrl.train.logprobs import (
+from agentrl.model import context, ranks
+from agentrl.model.logprobs import (
     computing_device,
     sample_logprobs,
     shares_prefixes,
     trained_matrix,
 )
-from agentrl.train.lora import without_adapter
+from agentrl.model.lora import without_adapter
+from agentrl.model.routers import aux_loss
+from agentrl.model.rows import MicroBatch, bundles, cost, deal, pack, share_of
+from agentrl.train.critic import Critic, explained_variance
 from agentrl.train.optimizer import Learner, Update
-from agentrl.train.plan import MicroBatch, bundles, cost, deal, pack, share_of
-from agentrl.train.routers import aux_loss
 from agentrl.train.signals import StepSignals
 from agentrl.train.teacher import TeacherServer
 from agentrl.types import Sample

@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl import glossary
 from agentrl.errors import DataError
-from agentrl.rollout.episodes import SUITE_FILE
+from agentrl.evaluate.episodes import SUITE_FILE
 from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
-from agentrl.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
+from agentrl.view import glossary
 from agentrl.view.curves import REWARD, binned, number, series
 from agentrl.view.notes import Notes, read_notes
+from agentrl.view.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included."""

@@ -24,7 +24,7 @@ import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.env.server.access import names_loopback
 from agentrl.env.server.serve import is_loopback, running
 from agentrl.errors import ConfigError, DataError
@@ -222,7 +222,7 @@ def view_command(paths: Sequence[Path], *, host: str, port: int, token: str | No
             print(f"{url}/{asked}  (Ctrl-C stops it)", flush=True)
             await stop.wait()
 
-    event_loop.run(main())
+    runtime.run(main())
     return 0
 
 

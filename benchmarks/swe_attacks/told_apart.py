@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.python_source import parse_python
+from agentrl.runtime import parse_python
 from agentrl_swebench.alter import Edit, Function, draw_edits, python_tests
 from agentrl_swebench.forms import Form, altered_forms, make_design
 

@@ -30,7 +30,7 @@ from shapes import COLOURS, Colour, Zoom, quarter  # noqa: E402
 from tiny_model import Language, Lesson, make_model  # noqa: E402
 
 from agentrl.env.tools import tools_of  # noqa: E402
-from agentrl.train.model import stills_only  # noqa: E402
+from agentrl.model.load import stills_only  # noqa: E402
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
 # ChatML, with tools listed by signature: a small model needs a short prompt.

@@ -42,8 +42,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from agentrl.errors import GraderError
-from agentrl.processes import kill_group, start_group
-from agentrl.python_source import parse_python
+from agentrl.runtime import kill_group, parse_python, start_group
 from agentrl.types import JSON
 from agentrl_rewards.inputs import without_reasoning
 

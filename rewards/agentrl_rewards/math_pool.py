@@ -39,7 +39,7 @@ from typing import cast
 
 from agentrl.caller import caller
 from agentrl.errors import GraderError
-from agentrl.processes import kill_group, start_group
+from agentrl.runtime import kill_group, start_group
 
 WORKER_FILE = Path(__file__).with_name("math_worker.py")
 START_TIMEOUT_S = 60.0

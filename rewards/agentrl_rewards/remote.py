@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 
 from agentrl.errors import GraderError
-from agentrl.retry import retry
+from agentrl.runtime import retry
 from agentrl.types import JSON
 
 MAX_REPLY_BYTES = 8 << 20

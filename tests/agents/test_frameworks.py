@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 from agent_play import LIMITS, TASKS, Recording, play, require_trained_alike
 
-from agentrl.agent_check import check
+from agentrl.cli.agent_check import check
 from agentrl.config import AgentRole, AgentSection
 from agentrl.inference.embedded import EmbeddedEngine
+from agentrl.model.load import load_model, load_tokenizer
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents, CallableRunner, make_agents
 from agentrl.rollout.agent.server import AgentServer
-from agentrl.rollout.render import Renderer
-from agentrl.train.model import load_model, load_tokenizer
 from agentrl.train.setup import resolve_dtype
 
 HERE = Path(__file__).parent

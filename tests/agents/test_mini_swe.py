@@ -12,7 +12,7 @@ pytest.importorskip("minisweagent", reason="see `make test-docker-slow`")
 from agentrl.env.container.engine import connect
 from agentrl.errors import AgentRLError
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

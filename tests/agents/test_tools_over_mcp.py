@@ -12,7 +12,7 @@ from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.env import Environment, Task, register, tool
-from agentrl.rollout.render import Renderer
+from agentrl.model.text.renderer import Renderer
 from agentrl.types import StopReason
 
 

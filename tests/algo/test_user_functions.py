@@ -11,7 +11,7 @@ import torch
 
 from agentrl.algo import Batch, Objective, compute_advantages, policy_loss, prepare
 from agentrl.algo.split_check import check_user_functions
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 

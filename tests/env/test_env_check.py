@@ -21,7 +21,7 @@ from broken_envs import (
     ToolLosesItsBackend,
 )
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env import Environment
 from agentrl.env.check import (
     CHECKS,

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 
 WORDS = f"{Path(__file__).parents[2] / 'examples' / 'smollm2' / 'words.py'}:WordProblems"
 WRONG = """

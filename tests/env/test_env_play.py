@@ -9,7 +9,7 @@ import pytest
 import sample_envs
 from rich.console import Console
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env.play import kind_of, play, read_value
 
 ENVIRONMENTS = sample_envs.__file__

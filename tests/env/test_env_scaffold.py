@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env import make, resolve
 from agentrl.env.scaffold import make_project, templates
 from agentrl.errors import ConfigError

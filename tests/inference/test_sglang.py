@@ -18,17 +18,17 @@ from agentrl.errors import InferenceError, WeightSyncError
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.http import make_client
 from agentrl.inference.sglang import SGLangEngine
-from agentrl.sync.control import SGLangControl
-from agentrl.sync.push import ServerWeightSync
-from agentrl.sync.sglang import (
+from agentrl.inference.weights.control import SGLangControl
+from agentrl.inference.weights.push import ServerWeightSync
+from agentrl.inference.weights.sglang import (
     FolderTransfer,
     TensorTransfer,
     TorchTransfer,
     _buckets,
     _pickled,
 )
-from agentrl.train.logprobs import recomputed_logprobs
-from agentrl.train.model import load_model
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import recomputed_logprobs
 from agentrl.train.teacher import TeacherServer
 
 PROMPT = [(7 * i) % 300 + 5 for i in range(24)]

@@ -8,7 +8,7 @@ from test_sglang import PARITY, PROMPT, client, perturb, syncing, toy_model, wor
 
 from agentrl.errors import InferenceError, WeightSyncError
 from agentrl.inference.base import SamplingParams
-from agentrl.sync.sglang import FolderTransfer
+from agentrl.inference.weights.sglang import FolderTransfer
 
 SAMPLING = SamplingParams(4, 0.6)
 

@@ -25,7 +25,7 @@ from vllm_fixture import tree
 from agentrl.errors import InferenceError
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.launcher import ServerLauncher
-from agentrl.sync.sglang import FolderTransfer, TensorTransfer, _pickled
+from agentrl.inference.weights.sglang import FolderTransfer, TensorTransfer, _pickled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -21,14 +21,14 @@ from agentrl.images import image_part
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.vllm import VLLMEngine
 from agentrl.inference.vllm_images import NORMALISED
+from agentrl.inference.weights.plugin import write_plugin
+from agentrl.inference.weights.push import ServerWeightSync
+from agentrl.inference.weights.transfer import FileTransfer
+from agentrl.model.load import load_model, load_processor, load_tokenizer
+from agentrl.model.logprobs import sample_logprobs
+from agentrl.model.rows import pack
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
-from agentrl.sync.plugin import write_plugin
-from agentrl.sync.push import ServerWeightSync
-from agentrl.sync.transfer import FileTransfer
-from agentrl.train.logprobs import sample_logprobs
-from agentrl.train.model import load_model, load_processor, load_tokenizer
-from agentrl.train.plan import pack
 from agentrl.types import Message, Trajectory, samples_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]

@@ -20,15 +20,15 @@ from contract_server import ContractServer, make_model, running
 from test_launcher import server_pid
 from vllm_fixture import ROOT, TOY_MODEL, differences, running_vllm, sample_many, vllm_python
 
-from agentrl.doctor import doctor
+from agentrl.cli.doctor import doctor
 from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.http import make_client
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.vllm import VLLMEngine
+from agentrl.inference.weights.plugin import write_plugin
+from agentrl.model.load import load_model, load_tokenizer
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout import read_trajectories
-from agentrl.rollout.render import Renderer
-from agentrl.sync.plugin import write_plugin
-from agentrl.train.model import load_model, load_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

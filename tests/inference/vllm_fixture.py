@@ -17,7 +17,7 @@ from agentrl.inference.base import Generation, SamplingParams
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.program import ServerSettings
 from agentrl.inference.vllm import VLLMEngine
-from agentrl.train.logprobs import recomputed_logprobs
+from agentrl.model.logprobs import recomputed_logprobs
 
 ROOT = Path(__file__).parents[2]
 TOY_MODEL = ROOT / "examples" / "quickstart" / "model"

@@ -8,7 +8,7 @@ if "PRETENDED_GPUS" not in os.environ:
 else:
     import pretended
 
-    from agentrl.train import logprobs
+    from agentrl.model import logprobs
 
     pretended.install()
     measured = logprobs._measured_logit_shape

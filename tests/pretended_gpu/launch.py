@@ -88,7 +88,7 @@ def _fork(work: Callable[[], int | None], log: Path, rank: int, num_ranks: int, 
 
 def agentrl(*arguments: object) -> Callable[[], int]:
     """The command, for `ends_well`."""
-    from agentrl.cli import main
+    from agentrl.cli.main import main
 
     return lambda: main([str(argument) for argument in arguments])
 

@@ -25,16 +25,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.config import RunConfig
-from agentrl.sync.shards import CheckpointTensors
-from agentrl.train import attention, context, logprobs, optimizer, sharding
-from agentrl.train.attention import SHARED_ATTENTION_NAME
+from agentrl.model import attention, context, logprobs, sharding
+from agentrl.model.attention import SHARED_ATTENTION_NAME
+from agentrl.model.head import _TrainedLogprobs
+from agentrl.model.load import set_gradient_checkpointing
+from agentrl.model.logprobs import decoder_of, sample_logprobs
+from agentrl.model.lora import add_adapter, without_adapter
+from agentrl.model.rows import MicroBatch, pack
+from agentrl.model.tensors import CheckpointTensors
+from agentrl.train import optimizer
 from agentrl.train.critic import Critic
-from agentrl.train.head import _TrainedLogprobs
-from agentrl.train.logprobs import decoder_of, sample_logprobs
-from agentrl.train.lora import add_adapter, without_adapter
-from agentrl.train.model import set_gradient_checkpointing
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import MicroBatch, pack
 from agentrl.types import Sample
 
 GPU = torch.device("cuda", 0)

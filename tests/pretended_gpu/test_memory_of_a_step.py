@@ -10,7 +10,7 @@ from model_shapes import config_of
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from agentrl.config import RunConfig
-from agentrl.train.attention import SegmentMask
+from agentrl.model.attention import SegmentMask
 from agentrl.train.memory import estimate
 
 KEPT = {"gradient_checkpointing": False}

@@ -16,10 +16,10 @@ from pretended import waits_counted
 import agentrl.train.loop
 import agentrl.train.sft  # noqa: F401
 from agentrl.algo.presets import PRESET_DATA
-from agentrl.sync import nccl
-from agentrl.tracking import read_metrics
+from agentrl.inference.weights import nccl
+from agentrl.model.load import load_model
 from agentrl.train import signals, update
-from agentrl.train.model import load_model
+from agentrl.view.tracking import read_metrics
 
 MODEL = QUICKSTART / "model"
 BFLOAT16 = ("--model.dtype", "bfloat16")

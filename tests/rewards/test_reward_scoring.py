@@ -13,9 +13,9 @@ from agentrl.config import RewardSection
 from agentrl.env import Environment, Task, register
 from agentrl.env.client import connect
 from agentrl.errors import ConfigError, GraderError
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource
 from agentrl.types import StopReason, Trajectory, TrajectoryError, samples_of
 from agentrl_rewards.scoring import GroupScorer

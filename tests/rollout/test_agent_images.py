@@ -22,14 +22,14 @@ from agentrl.images import (
     image_part,
     read_image,
 )
+from agentrl.model.load import load_processor, load_tokenizer
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.agent.wire import ChatCompletions, RequestRefused
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
 from agentrl.rollout.agent.wire_responses import Responses
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
-from agentrl.train.model import load_processor, load_tokenizer
 from agentrl.types import Message, Trajectory
 from tests.agent_play import play as play_agent
 from tests.rollout_scripted import NumberedEngine

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder, identity
 from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, read_messages
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.types import Trajectory
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

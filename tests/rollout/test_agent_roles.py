@@ -12,12 +12,12 @@ from test_agent_server import ASK, LOOK, post, scripted
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.config import AgentRole
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.roles import Asked, asked_by, served_turns
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.agent.wire import Call
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.types import StopReason, Trajectory, samples_of
 
 

@@ -21,13 +21,13 @@ from tokenizers_for_tests import make_tokenizer
 from agentrl.config import AgentSection
 from agentrl.env import Environment, Task, register, tool
 from agentrl.errors import ConfigError, HistoryError, InferenceError
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent import server as server_module
 from agentrl.rollout.agent.command import AgentTask, CommandRunner, filled
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.types import StopReason, Trajectory
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -130,7 +130,7 @@ async def solve_quickstart(task, base_url, api_key):
 def test_episodes_on_one_path_give_the_rows_of_the_driver_bit_for_bit():
     """Sampled by the real engine with the quickstart's model."""
     from agentrl.inference.embedded import EmbeddedEngine
-    from agentrl.train.model import load_model, load_tokenizer
+    from agentrl.model.load import load_model, load_tokenizer
     from agentrl.train.setup import resolve_dtype
 
     renderer = Renderer(load_tokenizer(str(MODEL)))

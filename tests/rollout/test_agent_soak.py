@@ -17,10 +17,10 @@ from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.env.client import connect
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents, CallableRunner, CommandRunner
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.types import StopReason
 

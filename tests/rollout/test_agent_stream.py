@@ -11,10 +11,10 @@ from tokenizers_for_tests import make_tokenizer
 
 from agentrl.env import Environment, Task, register
 from agentrl.env.client import connect
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents, CallableRunner
 from agentrl.rollout.agent.server import AgentServer
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import TaskSource
 from agentrl.rollout.stream import GroupStream
 

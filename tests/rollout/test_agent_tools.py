@@ -12,7 +12,7 @@ from tokenizers_for_tests import make_tokenizer
 
 from agentrl.env import Environment, Task, register, reward, tool
 from agentrl.errors import EnvError
-from agentrl.rollout.render import Renderer
+from agentrl.model.text.renderer import Renderer
 from agentrl.types import StopReason
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "question"}]}

@@ -6,8 +6,8 @@ from aiohttp import web
 from openai import AsyncOpenAI
 from web_servers import listening
 
+from agentrl.model.text.table import DIALECTS
 from agentrl.rollout.chat import ChatPolicy
-from agentrl.rollout.dialects.table import DIALECTS
 from agentrl.types import Trajectory
 
 CALL = {"name": "look", "arguments": '{"word": "fox"}'}

@@ -17,10 +17,10 @@ from agentrl.env import Environment, Task, register, reward, tool
 from agentrl.env.client import connect
 from agentrl.env.protocol import make_error
 from agentrl.errors import GraderError
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import MAX_RESTARTS, Episode, play
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.types import StopReason, samples_of
 
 CALL = '<tool_call>{"name": "look", "arguments": {"word": "w"}}</tool_call>'

@@ -20,10 +20,10 @@ from rollout_scripted import ScriptedEngine
 from tokenizers_for_tests import make_tokenizer
 
 from agentrl.env import client
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.log import read_trajectories
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.types import StopReason
 

@@ -7,10 +7,10 @@ from tokenizers_for_tests import CHATML, make_tokenizer
 from agentrl.env import Environment, Task, register
 from agentrl.env.client import connect
 from agentrl.errors import HistoryError
-from agentrl.rollout import render
+from agentrl.model.text import renderer as render
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Episode, Limits, play
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 
 LOOP = "{% for message in messages %}"
 CONTENT = "{{ message.content }}"

@@ -19,12 +19,12 @@ from vllm_fixture import TOY_MODEL, running_vllm
 
 from agentrl.env.client import connect
 from agentrl.inference.vllm import VLLMEngine
+from agentrl.model.load import load_tokenizer
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.rollout.stream import GroupStream
-from agentrl.train.model import load_tokenizer
 
 ENVIRONMENT = f"{Path(__file__).with_name('soak_env.py')}:SoakEnvironment"
 GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS = 10, 10, 20

@@ -1,7 +1,7 @@
 import pytest
 
-from agentrl.glossary import meaning
-from agentrl.tracking import MetricsWriter
+from agentrl.view.glossary import meaning
+from agentrl.view.tracking import MetricsWriter
 
 
 @pytest.fixture(autouse=True)
@@ -15,4 +15,4 @@ def every_metric_of_a_run_has_a_meaning(monkeypatch):
 
     monkeypatch.setattr(MetricsWriter, "write", checked)
     yield
-    assert not unknown, "agentrl/glossary.py says nothing of these"
+    assert not unknown, "agentrl/view/glossary.py says nothing of these"

@@ -13,10 +13,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import ParallelSection
-from agentrl.sync.files import write_weights
-from agentrl.sync.shards import take_part
-from agentrl.train import ranks
-from agentrl.train.sharding import shard
+from agentrl.inference.weights.files import write_weights
+from agentrl.model import ranks
+from agentrl.model.sharding import shard
+from agentrl.model.tensors import take_part
 
 
 def kib(name: str) -> int:

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from agentrl.config import RunConfig
-from agentrl.train import ranks
+from agentrl.model import ranks
+from agentrl.model.load import load_tokenizer
 from agentrl.train.follow import unpacked
-from agentrl.train.model import load_tokenizer
 from agentrl.train.trainer import Trainer, make_trainer
 
 

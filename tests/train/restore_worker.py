@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import RunConfig
-from agentrl.train import checkpoint, ranks
-from agentrl.train.model import load_tokenizer
+from agentrl.model import ranks
+from agentrl.model.load import load_tokenizer
+from agentrl.train import checkpoint
 from agentrl.train.trainer import Trainer, make_trainer
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"

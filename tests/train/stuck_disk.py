@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 
 if os.environ["RANK"] == "1":
     force_to_disk, number = os.fsync, itertools.count()

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from test_ranks_runs import train
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.rollout.log import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SOLVE = """

@@ -1,7 +1,7 @@
 """The loop with rollouts that go on while it trains.
 
 The servers are stood in for by an engine in this process on a copy of the weights, which a sync
-copies anew; tests/inference and tests/sync hold the real servers to the same contract.
+copies anew; tests/inference and tests/inference/weights hold the real servers to the same contract.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.errors import WeightSyncError
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
 from agentrl.train import run as run_parts
 from agentrl.train.loop import train
 from agentrl.train.serving import Serving
+from agentrl.view.tracking import read_metrics
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 SMALL = [

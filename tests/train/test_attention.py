@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.train import attention
-from agentrl.train.attention import (
+from agentrl.model import attention
+from agentrl.model.attention import (
     ATTENTION_NAME,
     BLOCK_SIZE,
     SegmentMask,

@@ -16,14 +16,14 @@ from agentrl.config import LoraSection
 from agentrl.errors import ConfigError
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
-from agentrl.tracking import read_metrics
-from agentrl.train import compiled
-from agentrl.train.attention import SHARED_ATTENTION_NAME
-from agentrl.train.compiled import compile_layers
-from agentrl.train.logprobs import decoder_of, sample_logprobs
-from agentrl.train.lora import add_adapter
-from agentrl.train.model import load_model, set_gradient_checkpointing
-from agentrl.train.plan import pack
+from agentrl.model import compile as compiled
+from agentrl.model.attention import SHARED_ATTENTION_NAME
+from agentrl.model.compile import compile_layers
+from agentrl.model.load import load_model, set_gradient_checkpointing
+from agentrl.model.logprobs import decoder_of, sample_logprobs
+from agentrl.model.lora import add_adapter
+from agentrl.model.rows import pack
+from agentrl.view.tracking import read_metrics
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,11 +20,11 @@ from torch.distributed import TCPStore
 
 from agentrl.config import ParallelSection, RunConfig
 from agentrl.errors import ConfigError
-from agentrl.train import context, ranks
-from agentrl.train.context import Context, attend_by_heads, own_part
-from agentrl.train.logprobs import sample_logprobs, shares_prefixes
-from agentrl.train.model import load_model
-from agentrl.train.plan import KeptIds, pack
+from agentrl.model import context, ranks
+from agentrl.model.context import Context, attend_by_heads, own_part
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import sample_logprobs, shares_prefixes
+from agentrl.model.rows import KeptIds, pack
 
 OTHERS: Any = "a group that nothing is asked of"
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from agentrl.algo import Batch, Objective
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.model.load import load_model
+from agentrl.model.rows import pack
 from agentrl.train.critic import Critic, explained_variance, make_critic
-from agentrl.train.model import load_model
-from agentrl.train.plan import pack
 from agentrl.types import Sample
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

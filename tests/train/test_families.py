@@ -29,10 +29,10 @@ from agentrl.inference.embedded_sampling import (
     sample,
     share_weights,
 )
-from agentrl.rollout.dialects.table import DIALECTS
-from agentrl.train.logprobs import decoder_of, recomputed_logprobs, sample_logprobs
-from agentrl.train.model import load_model
-from agentrl.train.plan import pack
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import decoder_of, recomputed_logprobs, sample_logprobs
+from agentrl.model.rows import pack
+from agentrl.model.text.table import DIALECTS
 from agentrl.types import Sample
 
 # One of each kind: windows and caps, sinks, chunks, MLA, recurrent layers, dropout, a vision tower.

@@ -8,9 +8,9 @@ from agentrl.config import RolloutSection, load_config
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.rollout import read_trajectories
 from agentrl.rollout.index import TrajectoryIndex
-from agentrl.tracking import read_metrics
 from agentrl.train.filters import filters_of
 from agentrl.train.loop import train
+from agentrl.view.tracking import read_metrics
 
 FILTERS = """
 def even(group):

@@ -8,12 +8,12 @@ import torch
 from families import save_tiny_model
 from model_shapes import save_config
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.model.load import load_model
 from agentrl.train import memory
 from agentrl.train.guards import mismatch_warning
-from agentrl.train.model import load_model
 from agentrl.train.preflight import correction_of_rounding
 from agentrl.train.serving import start_serving
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.train.head import trained_logprobs
+from agentrl.model.head import trained_logprobs
 
 
 def plain(hidden, weight, targets, bias=None, temperature=1.0):

@@ -9,10 +9,10 @@ from test_loop import QUICKSTART, untimed
 from agentrl.config import load_config
 from agentrl.env.client import connect
 from agentrl.errors import ConfigError
-from agentrl.tracking import read_metrics
 from agentrl.train.checkpoint import load_checkpoint
 from agentrl.train.held_out import HeldOut, default_interval
 from agentrl.train.loop import train
+from agentrl.view.tracking import read_metrics
 
 SMALL = [
     *("--rollout.groups_per_step", "2", "--rollout.group_size", "2", "--eval.num_tasks", "4"),

@@ -23,20 +23,20 @@ from agentrl.images import ImageStore, content_images, image_part
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.inference.vllm_images import features_of
-from agentrl.rollout import TrajectoryLog, read_trajectories
-from agentrl.rollout.policy import TokenPolicy, _before_other_images
-from agentrl.rollout.processor import pixels_sha256, restore_pixels
-from agentrl.rollout.render import Renderer
-from agentrl.rollout.setup import require_shown_images
-from agentrl.train.logprobs import sample_logprobs
-from agentrl.train.model import (
+from agentrl.model.load import (
     load_model,
     load_processor,
     load_tokenizer,
     save_model,
     stills_only,
 )
-from agentrl.train.plan import pack
+from agentrl.model.logprobs import sample_logprobs
+from agentrl.model.rows import pack
+from agentrl.model.text.processor import pixels_sha256, restore_pixels
+from agentrl.model.text.renderer import Renderer
+from agentrl.rollout import TrajectoryLog, read_trajectories
+from agentrl.rollout.policy import TokenPolicy, _before_other_images
+from agentrl.rollout.setup import require_shown_images
 from agentrl.train.sft import dialogue_to_sample, sft
 from agentrl.train.state import _config_files
 from agentrl.train.teacher import TeacherServer

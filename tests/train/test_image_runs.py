@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from test_loop import contents, untimed
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
+from agentrl.view.tracking import read_metrics
 from tests.vision_models import save_with_processor
 
 SHOWS = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_loop import QUICKSTART, contents, untimed
 
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 NUM_STEPS = 60
 OVERRIDES = [

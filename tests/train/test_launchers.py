@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from test_loop import QUICKSTART, contents, untimed
 
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 START = [sys.executable, "-m", "agentrl", "launch"]
 SMALL = [

@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config import load_config
 from agentrl.errors import CheckpointError, ConfigError, TrainingError
+from agentrl.model.load import load_model, load_tokenizer
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics, read_status
 from agentrl.train import loop
 from agentrl.train.batch import _warn_of_unknown_ids
 from agentrl.train.loop import train
-from agentrl.train.model import load_model, load_tokenizer
 from agentrl.train.serving import _other_gpus
 from agentrl.train.update import update_policy
 from agentrl.view.display import Display
+from agentrl.view.tracking import read_metrics, read_status
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 SMALL = [

@@ -11,16 +11,16 @@ from families import tiny_model
 from samples_for_tests import sample_of
 from transformers import AutoModelForCausalLM
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import LoraSection, TrainSection
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.sync.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
+from agentrl.model.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
+from agentrl.model.load import freeze_all_but_text, load_model
+from agentrl.model.logprobs import probe_rows, require_exact, sample_logprobs
+from agentrl.model.lora import add_adapter, without_adapter
+from agentrl.model.rows import pack
 from agentrl.train import checkpoint
-from agentrl.train.logprobs import probe_rows, require_exact, sample_logprobs
-from agentrl.train.lora import add_adapter, without_adapter
-from agentrl.train.model import freeze_all_but_text, load_model
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import pack
 from agentrl.train.serving import servable
 from agentrl.train.state import capture_state
 
@@ -144,7 +144,7 @@ def test_what_is_saved_is_what_peft_loads(model, tmp_path, how):
 
 
 def save(model, tmp_path):
-    from agentrl.train.model import load_tokenizer
+    from agentrl.model.load import load_tokenizer
 
     learner = Learner(model, TrainSection(), total_updates=1)
     state = capture_state(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl import doctor
 from agentrl.api import train
+from agentrl.cli import doctor
 from agentrl.config import load_config
+from agentrl.model.load import auto_class
 from agentrl.train import memory, trainer
 from agentrl.train.memory import (
     BUDGET_STEP,
@@ -26,7 +27,6 @@ from agentrl.train.memory import (
     remedies,
     with_token_budget,
 )
-from agentrl.train.model import auto_class
 
 NUM_TOKENS = 2048
 SHAPE = dict(
@@ -46,11 +46,11 @@ MEASURE = f"""
 import gc, json, sys
 import numpy as np, torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from agentrl.train.attention import ATTENTION_NAME
-from agentrl.train.head import trained_logprobs
-from agentrl.train.logprobs import (backbone_hidden)
-from agentrl.train.model import (set_gradient_checkpointing)
-from agentrl.train.plan import pack
+from agentrl.model.attention import ATTENTION_NAME
+from agentrl.model.head import trained_logprobs
+from agentrl.model.logprobs import (backbone_hidden)
+from agentrl.model.load import (set_gradient_checkpointing)
+from agentrl.model.rows import pack
 from agentrl.types import Sample
 
 torch.set_num_threads(1)
@@ -175,7 +175,7 @@ MEASURE_TOWER = """
 import gc, sys
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
-from agentrl.train.attention import ATTENTION_NAME
+from agentrl.model.attention import ATTENTION_NAME
 
 def resident():
     lines = open("/proc/self/status").read().splitlines()

@@ -8,8 +8,8 @@ from test_loop import contents, untimed
 
 from agentrl.config import load_config
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
+from agentrl.view.tracking import read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mixture" / "run.toml"
 SMALL = [

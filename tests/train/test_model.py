@@ -13,9 +13,9 @@ from tokenizers_for_tests import CHATML
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.dialects.choose import RAW
-from agentrl.train.attention import SHARED_ATTENTION_NAME
-from agentrl.train.logprobs import (
+from agentrl.model.attention import SHARED_ATTENTION_NAME
+from agentrl.model.load import freeze_named, load_model, load_tokenizer, set_gradient_checkpointing
+from agentrl.model.logprobs import (
     backbone_hidden,
     logit_shape,
     packing_of,
@@ -23,8 +23,8 @@ from agentrl.train.logprobs import (
     sample_logprobs,
     trained_matrix,
 )
-from agentrl.train.model import freeze_named, load_model, load_tokenizer, set_gradient_checkpointing
-from agentrl.train.plan import pack
+from agentrl.model.rows import pack
+from agentrl.model.text.template import RAW
 from agentrl.types import Sample
 
 SHAPE = dict(

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples_for_tests import forked_samples, sample_of
 
-from agentrl.train.plan import (
+from agentrl.model.rows import (
     MicroBatch,
     SortedRows,
     bundles,

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from samples_for_tests import VOCAB_SIZE, forked_samples, sample_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.train.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
-from agentrl.train.logprobs import sample_logprobs
-from agentrl.train.model import set_gradient_checkpointing
-from agentrl.train.plan import pack
+from agentrl.model.attention import ATTENTION_NAME, SHARED_ATTENTION_NAME
+from agentrl.model.load import set_gradient_checkpointing
+from agentrl.model.logprobs import sample_logprobs
+from agentrl.model.rows import pack
 from agentrl.train.update import own_share
 from agentrl.types import Sample
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from samples_for_tests import trajectory_of
 
-from agentrl.cli import main
+from agentrl.cli.doctor import doctor
+from agentrl.cli.doctor_play import play_findings
+from agentrl.cli.main import main
 from agentrl.config import RunConfig, load_config
-from agentrl.doctor import doctor
-from agentrl.doctor.play import play_findings
 from agentrl.errors import TrainingError
 from agentrl.train import preflight
 from agentrl.train.loop import train
@@ -197,7 +197,7 @@ def test_doctor_plays_a_run_file_with_something_to_train():
     ],
 )
 def test_doctor_measures_sampler_against_trainer(planted, dtype, finding, capsys, monkeypatch):
-    from agentrl.doctor import play
+    from agentrl.cli import doctor_play as play
 
     def changed(trajectory):
         samples = play_samples(trajectory)

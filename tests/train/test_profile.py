@@ -6,9 +6,9 @@ import json
 import pytest
 from test_loop import QUICKSTART, untimed
 
-from agentrl.cli import main
-from agentrl.tracking import read_metrics
+from agentrl.cli.main import main
 from agentrl.train.profile import Profiler
+from agentrl.view.tracking import read_metrics
 
 SMALL = [
     *("--rollout.groups_per_step", "1", "--rollout.group_size", "2"),

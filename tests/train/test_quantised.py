@@ -11,8 +11,8 @@ from test_loop import run
 from torch import nn
 
 from agentrl.config import RunConfig
+from agentrl.model.quantised import QuantisedLinear
 from agentrl.train import memory
-from agentrl.train.quantised import QuantisedLinear
 
 # Not importorskip: each worker imports every test file, and bitsandbytes takes over a second.
 pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs agentrl-gym[8bit]")

@@ -15,8 +15,8 @@ from samples_for_tests import sample_of
 
 from agentrl.inference.base import SamplingParams
 from agentrl.inference.embedded_sampling import SampleRequest, sample, share_weights
+from agentrl.model.load import load_model
 from agentrl.train.follow import packed
-from agentrl.train.model import load_model
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "examples/quickstart/model"

@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_loop import QUICKSTART, contents, untimed
 
+from agentrl.model.load import load_model, load_tokenizer
 from agentrl.rollout import read_signals, read_trajectories
-from agentrl.tracking import read_metrics
-from agentrl.train.model import load_model, load_tokenizer
+from agentrl.view.tracking import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 NUM_KILLS = int(os.environ.get("AGENTRL_RANK_KILLS", "3"))

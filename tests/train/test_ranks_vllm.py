@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 from test_vllm_training import RUN, groups_trained, server_processes
 from vllm_fixture import running_vllm, vllm_python
 
+from agentrl.inference.weights.plugin import write_plugin
 from agentrl.rollout import read_trajectories
-from agentrl.sync.plugin import write_plugin
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 NUM_STEPS = int(os.environ.get("AGENTRL_RANKS_VLLM_STEPS", "12"))
 """60 show the whole curve of the quickstart."""

@@ -8,14 +8,14 @@ from samples_for_tests import group_of
 from test_loop import QUICKSTART, SMALL, untimed
 from transformers import AutoModelForCausalLM
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import RolloutSection, load_config
 from agentrl.errors import ConfigError, DataError
 from agentrl.rollout import read_trajectories
 from agentrl.rollout.recorded import best_trajectories
 from agentrl.rollout.replay_buffer import ReplayBuffer
-from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
+from agentrl.view.tracking import read_metrics
 
 EXAMPLE = QUICKSTART.parents[1] / "mixture" / "run.toml"
 

@@ -7,12 +7,12 @@ from samples_for_tests import sample_of
 from agentrl.algo import PRESETS
 from agentrl.config import TrainSection
 from agentrl.errors import ConfigError
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import require_exact, sample_logprobs
+from agentrl.model.routers import aux_loss, freeze_routers, require_aux_loss
+from agentrl.model.rows import pack
 from agentrl.train.batch import make_batch
-from agentrl.train.logprobs import require_exact, sample_logprobs
-from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import pack
-from agentrl.train.routers import aux_loss, freeze_routers, require_aux_loss
 from agentrl.train.update import UpdateOptions, update_policy
 from agentrl.types import Sample
 

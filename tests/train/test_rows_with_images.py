@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from agentrl.errors import ConfigError
-from agentrl.train.logprobs import require_exact, sample_logprobs, shares_prefixes
-from agentrl.train.model import freeze_all_but_text, train_tower
-from agentrl.train.plan import pack
+from agentrl.model.load import freeze_all_but_text, train_tower
+from agentrl.model.logprobs import require_exact, sample_logprobs, shares_prefixes
+from agentrl.model.rows import pack
 from agentrl.types import Sample
 from tests.vision_models import FAMILIES, IMAGE_TOKEN, row_with_images, tiny_vision_model
 

@@ -7,7 +7,7 @@ import pytest
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.inference.base import SamplingParams
-from agentrl.sync.adapter import CONFIG_FILE
+from agentrl.model.adapter_files import CONFIG_FILE
 from agentrl.train.sampling import evaluation_sampling, training_sampling
 
 AUTHORS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 99, "min_p": 0.0}

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from agentrl.config import load_config
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
 from agentrl.train.loop import train
+from agentrl.view.tracking import read_metrics
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 NUM_STEPS = 30

@@ -5,10 +5,10 @@ import pytest
 from tokenizers_for_tests import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.errors import ConfigError, DataError
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout import read_trajectories
-from agentrl.rollout.render import Renderer
 from agentrl.train.sft import dialogue_to_sample, read_demonstrations, sft
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 from sglang_fixture import sglang_python
 
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 RUN = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 SMALL = [

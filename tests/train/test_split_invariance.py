@@ -6,10 +6,10 @@ import torch
 from samples_for_tests import sample_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.train.attention import ATTENTION_NAME
-from agentrl.train.logprobs import sample_logprobs, trained_matrix
-from agentrl.train.model import set_gradient_checkpointing
-from agentrl.train.plan import MicroBatch, pack, plan_micro_batches
+from agentrl.model.attention import ATTENTION_NAME
+from agentrl.model.load import set_gradient_checkpointing
+from agentrl.model.logprobs import sample_logprobs, trained_matrix
+from agentrl.model.rows import MicroBatch, pack, plan_micro_batches
 from agentrl.types import Sample
 
 VOCAB_SIZE = 97

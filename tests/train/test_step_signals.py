@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from agentrl.algo import loss_weights
 from agentrl.config import load_config
 from agentrl.rollout import read_signals, read_trajectories
-from agentrl.tracking import read_metrics, read_status
 from agentrl.train.batch import make_batch
 from agentrl.train.loop import train
 from agentrl.types import Trajectory, samples_of
+from agentrl.view.tracking import read_metrics, read_status
 
 STEPS = 3
 

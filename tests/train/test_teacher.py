@@ -20,9 +20,9 @@ from web_servers import in_thread, listening
 from agentrl.config import RunConfig, TeacherSection
 from agentrl.errors import ConfigError, InferenceError
 from agentrl.inference.token_api import COMPLETIONS
-from agentrl.train.logprobs import sample_logprobs
-from agentrl.train.model import load_model
-from agentrl.train.plan import pack
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import sample_logprobs
+from agentrl.model.rows import pack
 from agentrl.train.teacher import TeacherServer, make_teacher
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

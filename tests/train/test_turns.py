@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from agentrl.config import RunConfig, load_config
+from agentrl.model.load import load_tokenizer
 from agentrl.train import run, turns
-from agentrl.train.model import load_tokenizer
 from agentrl.train.trainer import Trainer, make_trainer
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"

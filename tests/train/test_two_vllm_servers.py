@@ -28,14 +28,14 @@ from agentrl.inference import remote as engine_module
 from agentrl.inference.http import EngineSession
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.vllm import GENERATE
+from agentrl.inference.weights.control import VLLMControl
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import recomputed_logprobs
 from agentrl.rollout import read_trajectories
-from agentrl.sync.control import VLLMControl
-from agentrl.tracking import read_metrics
 from agentrl.train import serving as serving_module
-from agentrl.train.logprobs import recomputed_logprobs
 from agentrl.train.loop import train
-from agentrl.train.model import load_model
 from agentrl.train.serving import Serving
+from agentrl.view.tracking import read_metrics
 
 RUN = ROOT / "examples" / "vllm_cpu" / "run.toml"
 GROUPS, MEMBERS = 4, 4

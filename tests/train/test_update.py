@@ -13,6 +13,9 @@ from samples_for_tests import sample_of
 from agentrl.algo import PRESETS, Objective
 from agentrl.config import RunConfig, TrainSection, load_config
 from agentrl.errors import ConfigError
+from agentrl.model.load import load_model
+from agentrl.model.logprobs import backbone_hidden
+from agentrl.model.rows import pack
 from agentrl.rollout.log import read_trajectories
 from agentrl.train.batch import (
     make_batch,
@@ -22,11 +25,8 @@ from agentrl.train.batch import (
     zero_variance,
 )
 from agentrl.train.critic import Critic
-from agentrl.train.logprobs import backbone_hidden
 from agentrl.train.loop import train
-from agentrl.train.model import load_model
 from agentrl.train.optimizer import Learner
-from agentrl.train.plan import pack
 from agentrl.train.update import UpdateOptions, update_policy
 from agentrl.types import Group, Sample, TokenRow, Trajectory, Turn
 

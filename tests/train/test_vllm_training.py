@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 from vllm_fixture import tree, vllm_python
 
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples" / "vllm_cpu" / "run.toml"

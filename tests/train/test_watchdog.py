@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from agentrl.train import watchdog
-from agentrl.train.watchdog import Standing, verdict
+from agentrl.model import watchdog
+from agentrl.model.watchdog import Standing, verdict
 
 WAITS = Standing("a, process 1", "learn: torch/distributed/x.py:1 in wait", True)
 WORKS = Standing("b, process 2", "learn: agentrl/train/loop.py:7 in f", False)
@@ -32,7 +32,7 @@ def test_the_verdict_names_whom_the_others_wait_for(standings, said):
 HANGS = """
 import sys, time
 from torch.distributed import HashStore
-from agentrl.train import watchdog
+from agentrl.model import watchdog
 
 def never_returns():
     time.sleep(600)
@@ -83,7 +83,7 @@ WAITS_FOR_EVER = """
 import sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from agentrl.train import watchdog
+from agentrl.model import watchdog
 
 watchdog.SILENT_S, watchdog.LOOK_S, watchdog.ANSWER_S = 3.0, 0.1, 1.0
 rank, port = int(sys.argv[1]), int(sys.argv[2])

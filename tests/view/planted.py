@@ -14,8 +14,8 @@ from agentrl.rollout import TrajectoryLog
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.signals import RowSignals, SignalLog
-from agentrl.tracking import MetricsWriter, RunStatus
 from agentrl.types import Group, StopReason, TokenRow, Trajectory, TrajectoryError, Turn
+from agentrl.view.tracking import MetricsWriter, RunStatus
 
 STEPS = 24
 GROUPS, MEMBERS = 4, 4

@@ -20,14 +20,14 @@ from test_evaluations import REWARDS, evaluation
 from test_pictures import shown_run
 from test_report import hostile
 
+from agentrl.evaluate.episodes import SUITE_FILE
 from agentrl.rollout import TrajectoryLog
-from agentrl.rollout.episodes import SUITE_FILE
 from agentrl.rollout.signals import RowSignals, SignalLog
-from agentrl.tracking import read_metrics
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 from agentrl.view.notes import read_notes
 from agentrl.view.report import report_run
 from agentrl.view.runs import RunFiles
+from agentrl.view.tracking import read_metrics
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

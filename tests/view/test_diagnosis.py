@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 from planted import FAULTS, HEALTHY, STEPS, plant
 
-from agentrl.tracking import MetricsWriter
 from agentrl.view.changes import fall
 from agentrl.view.diagnosis import RULES, Evidence, Finding, diagnose
 from agentrl.view.groups import Query, find_groups
 from agentrl.view.runs import RunFiles
+from agentrl.view.tracking import MetricsWriter
 
 
 def found(run_dir: Path) -> dict[str, dict]:

@@ -5,8 +5,8 @@ import pytest
 from test_server import Client
 
 from agentrl.config import load_config
+from agentrl.evaluate.episodes import SUITE_FILE, EpisodeLog
 from agentrl.exchange import _evaluation as evaluation_of
-from agentrl.rollout.episodes import SUITE_FILE, EpisodeLog
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 from agentrl.view.evaluations import list_evaluations
 from agentrl.view.runs import RunFiles

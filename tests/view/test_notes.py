@@ -5,8 +5,8 @@ from planted import plant
 from test_server import Client
 
 from agentrl.errors import DataError
-from agentrl.tracking import METRICS_FILE
 from agentrl.view.notes import NOTES_FILE, Notes, read_notes, write_notes
+from agentrl.view.tracking import METRICS_FILE
 
 JSON = {"content-type": "application/json"}
 

@@ -10,13 +10,13 @@ import pytest
 from attacks import ATTACKS
 from planted import plant
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.errors import DataError
 from agentrl.rollout import TrajectoryLog
-from agentrl.tracking import MetricsWriter
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 from agentrl.view.report import first_sentence, report_run
 from agentrl.view.runs import RunFiles
+from agentrl.view.tracking import MetricsWriter
 
 
 class Tags(HTMLParser):

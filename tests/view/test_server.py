@@ -16,11 +16,11 @@ import pytest
 from planted import FAULTS, GROUPS, MEMBERS, STEPS, plant
 
 from agentrl.rollout import TrajectoryLog, read_signals, read_trajectories
-from agentrl.tracking import MetricsWriter, read_metrics
 from agentrl.types import StopReason, TokenRow, Trajectory, Turn
 from agentrl.view.curves import text_plot
 from agentrl.view.runs import RunFiles
 from agentrl.view.server import make_app
+from agentrl.view.tracking import MetricsWriter, read_metrics
 
 
 class Client:
@@ -386,7 +386,7 @@ def test_a_token_of_any_script_opens(planted):
 TRAINER = """
 import sys, time
 from pathlib import Path
-from agentrl.tracking import MetricsWriter, RunStatus
+from agentrl.view.tracking import MetricsWriter, RunStatus
 run_dir = Path(sys.argv[1])
 with RunStatus(run_dir, num_steps=100), MetricsWriter(run_dir) as writer:
     writer.write(1, {"reward/mean": 0.5})

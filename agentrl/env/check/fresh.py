@@ -22,7 +22,7 @@ from agentrl import user_modules
 from agentrl.env import protocol
 from agentrl.env.check.subject import Event, Subject, load_subject
 from agentrl.errors import AgentRLError
-from agentrl.processes import signal_group
+from agentrl.runtime import signal_group
 from agentrl.types import JSON
 
 TIMEOUT_S = 20.0

@@ -33,7 +33,7 @@ from agentrl.env.check import (
     timeout_of,
 )
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.processes import how_ended, signal_group
+from agentrl.runtime import how_ended, signal_group
 
 ALIVE_S = 1.0
 """Seconds between two messages of the process that say that its event loop runs."""

@@ -21,7 +21,7 @@ from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
-from agentrl import event_loop
+from agentrl import runtime
 from agentrl.env import protocol
 from agentrl.env.server.access import is_loopback, usable_token
 from agentrl.env.sessions.manager import SessionManager
@@ -88,7 +88,7 @@ def serve(
         for task in tasks:
             task.cancel()
 
-    event_loop.run(main())
+    runtime.run(main())
     # granian's threads end when their connections do. One that calls into Python while the
     # interpreter shuts down would abort the process.
     time.sleep(0.2)

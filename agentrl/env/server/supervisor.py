@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 
 from agentrl.errors import ConfigError
-from agentrl.processes import die_with_parent
+from agentrl.runtime import die_with_parent
 
 logger = logging.getLogger("agentrl.env")
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from agentrl import event_loop, user_modules
+from agentrl import runtime, user_modules
 from agentrl.config import AgentSection
 from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError, ConfigError
@@ -203,7 +203,7 @@ class CallableRunner:
     def __init__(self, solve: Callable[[AgentTask, str, str], Any]) -> None:
         self._solve = solve
         self._is_async = inspect.iscoroutinefunction(solve)
-        self._loop = event_loop.new_event_loop()
+        self._loop = runtime.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="agentrl-agents", daemon=True
         )

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from agentrl.data.rows import read_rows
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.registry import register
+from agentrl.env.rows import read_rows
 from agentrl.env.secret import Secret
 from agentrl.errors import ConfigError, DataError, EnvUnavailable, SessionLost
 from agentrl.images import content_of_parts, read_image

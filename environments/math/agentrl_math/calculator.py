@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from agentrl.python_source import parse_expression
+from agentrl.runtime import parse_expression
 
 MAX_CHARS = 300
 MAX_DEPTH = 40

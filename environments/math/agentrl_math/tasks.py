@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentrl.data.hub import DATA_SETS, how_to_get, load_hub
-from agentrl.data.rows import ROW_SUFFIXES, metadata_of, read_rows
+from agentrl.env.data_sets import DATA_SETS, how_to_get, load_hub
+from agentrl.env.rows import ROW_SUFFIXES, metadata_of, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Task
 from agentrl_rewards.math import MAX_REFERENCE_CHARS, extract_answer

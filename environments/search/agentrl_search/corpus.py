@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.data.rows import ROW_SUFFIXES, read_rows
+from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import DataError
 
 logger = logging.getLogger("agentrl.search")

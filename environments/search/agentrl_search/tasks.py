@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.hub import how_to_get
-from agentrl.data.rows import ROW_SUFFIXES, metadata_of, read_rows
+from agentrl.env.data_sets import how_to_get
+from agentrl.env.rows import ROW_SUFFIXES, metadata_of, read_rows
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import JSON, Message, Task
 from agentrl_search.corpus import squad_paragraphs

@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from agentrl.python_source import parse_python
+from agentrl.runtime import parse_python
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

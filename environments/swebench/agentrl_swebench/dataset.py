@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.hub import DATA_SETS, load_hub
-from agentrl.data.rows import ROW_SUFFIXES, read_rows
+from agentrl.env.data_sets import DATA_SETS, load_hub
+from agentrl.env.rows import ROW_SUFFIXES, read_rows
 from agentrl.errors import DataError
 from agentrl_swebench.adapters import ADAPTERS, REFUSED, kind_of, unpacked
 
@@ -299,7 +299,7 @@ def load_predictions(path: str | Path, instances: Sequence[Instance]) -> list[Pr
 
 def _played(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields a prediction for each episode of an evaluation that ended with a submission."""
-    from agentrl.rollout.episodes import read_evaluation
+    from agentrl.evaluate.episodes import read_evaluation
 
     for episode in read_evaluation(folder)[1]:
         if "model_patch" in episode.info:

@@ -16,8 +16,8 @@ from tokenizers_for_tests import make_tokenizer
 from agentrl.config import AgentSection
 from agentrl.env import Environment, Task, register, tool
 from agentrl.errors import ConfigError
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.container import ContainerRunner
-from agentrl.rollout.render import Renderer
 
 pytestmark = pytest.mark.docker
 

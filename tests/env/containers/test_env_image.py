@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env.base import Environment
 from agentrl.env.check.container import try_image
 from agentrl.env.client import connect

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
 

@@ -13,7 +13,7 @@ import harbor_tasks
 import pytest
 from swe_fixtures.build import build
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl_harbor.attack import play
 from agentrl_harbor.env import HarborConfig, HarborEnvironment
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from env_servers import running
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env import client as env_client
 from agentrl.env import make
 from agentrl.env.registry import resolve

@@ -87,7 +87,7 @@ def test_the_run_file_and_every_question_s_answer(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_reward_rises(tmp_path):
-    from agentrl.tracking import read_metrics
+    from agentrl.view.tracking import read_metrics
 
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "agentrl", "train", "examples/search/run.toml"]

@@ -421,7 +421,7 @@ def test_a_disk_without_room_is_one_line_not_a_traceback(tmp_path, limit):
     corpus.write_text("".join(rows))
     script = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "from agentrl.cli import main\n"
+        "from agentrl.cli.main import main\n"
         f"sys.exit(main(['search', 'index', {str(corpus)!r}, '--out', {str(tmp_path / 'i')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -11,9 +11,9 @@ from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
 from agentrl.env.client import connect
 from agentrl.inference.base import Generation
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.types import Trajectory, samples_of
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from patches import file_diff
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.errors import DataError
 from agentrl_swebench.adapters import MOVED_REPOSITORY, kind_of
 from agentrl_swebench.dataset import load_instances, parse_row, to_official

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_swe_dataset import ROW
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError, DataError
 from agentrl_swebench.cli import add_subcommands

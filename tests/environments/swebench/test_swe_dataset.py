@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.config import load_config
 from agentrl.errors import DataError
-from agentrl.rollout.episodes import EpisodeLog
+from agentrl.evaluate.episodes import EpisodeLog
 from agentrl.types import StopReason, Trajectory, TrajectoryError
 from agentrl_swebench.dataset import (
     NEW_COLUMNS,

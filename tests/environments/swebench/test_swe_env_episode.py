@@ -12,9 +12,9 @@ from tokenizers_for_tests import make_tokenizer
 from agentrl.algo import Objective, compute_advantages
 from agentrl.env.client import connect
 from agentrl.errors import EnvError, GraderError
+from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.driver import Limits
 from agentrl.rollout.policy import TokenPolicy
-from agentrl.rollout.render import Renderer
 from agentrl.rollout.scheduler import GroupScheduler, TaskSource
 from agentrl.train.batch import make_batch, trainable_samples
 from agentrl.types import Action, ToolCall

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.config import RunConfig
 from agentrl.rollout import read_trajectories
-from agentrl.tracking import read_metrics
+from agentrl.view.tracking import read_metrics
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "swebench"
@@ -28,7 +28,7 @@ def test_the_run_file_for_one_gpu_is_valid(capsys):
 def test_the_example_acts_and_is_graded(fixture_dir, engine, tmp_path):
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "swebench").symlink_to(fixture_dir)
-    code = "import sys, agentrl_swebench.env; from agentrl.cli import main; sys.exit(main())"
+    code = "import sys, agentrl_swebench.env; from agentrl.cli.main import main; sys.exit(main())"
     run_file = EXAMPLE / "run.toml"
     arguments = ["--run.dir", str(tmp_path / "run"), "--run.num_steps", "2"]
     done = subprocess.run(
@@ -75,7 +75,7 @@ def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):
     del run["train"]["parallel"]
     run_file = tmp_path / "run.toml"
     run_file.write_text(RunConfig.model_validate(run).to_toml())
-    code = "import sys, agentrl_swebench.env; from agentrl.cli import main; sys.exit(main())"
+    code = "import sys, agentrl_swebench.env; from agentrl.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "train", str(run_file)],
         env=os.environ | {"AGENTRL_STATE_DIR": str(tmp_path)},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from swe_fixtures.build import FIXTURES, make_row
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl_harbor.task import load_tasks
 
 pytestmark = pytest.mark.slow  # importing the harness takes seconds

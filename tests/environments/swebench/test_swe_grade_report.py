@@ -11,7 +11,7 @@ from attack_rows import STATED
 from patches import file_diff
 from swe_grading import harness_seconds
 
-from agentrl.cli import main
+from agentrl.cli.main import main
 from agentrl.errors import DataError
 from agentrl_swebench import evaluate as evaluation
 from agentrl_swebench.cli import add_swebench_commands

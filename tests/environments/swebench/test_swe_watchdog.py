@@ -38,7 +38,7 @@ asyncio.run(main(*sys.argv[1:]))
 SERVER = """
 import sys
 import agentrl_swebench.env
-from agentrl.cli import main
+from agentrl.cli.main import main
 sys.exit(main(["env", "serve", "swebench", "--host", "127.0.0.1", "--port", sys.argv[1]]))
 """
 

@@ -1,0 +1,1 @@
+"""The command `agentrl`, a module per group of commands."""

@@ -1,0 +1,408 @@
+"""`agentrl agent check`: reports how an agent's calls would be recorded, before a model is trained.
+
+The agent plays scripted episodes against the real endpoint: nobody samples, the policy says what a
+script has it say. An agent that sends back what it was told is one row of tokens per dialogue;
+each further row is explained by the first message that came back as another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from agentrl.cli.examples import copy_examples
+from agentrl.config import AgentSection
+from agentrl.env import Environment, Task
+from agentrl.env.client import connect
+from agentrl.inference.base import Generation, SamplingParams
+from agentrl.model.text.renderer import Renderer
+from agentrl.rollout.agent.command import AgentTask
+from agentrl.rollout.agent.recorder import identity
+from agentrl.rollout.agent.runner import Agents, Result, Runner, make_agents
+from agentrl.rollout.driver import Episode, Limits, play_agent
+from agentrl.rollout.policy import Prompt, TokenPolicy
+from agentrl.types import JSON, Message, ToolSpec, Trajectory
+
+ANSWER = "The answer is 42."
+_LAST = (ANSWER, "", 0)
+SCRIPTS: dict[str, Sequence[tuple[str, str, int]]] = {
+    "answers at once": (_LAST,),
+    "calls a tool three times": (
+        ("Let me look.", "First I look.", 1),
+        ("", "", 1),
+        ("  Once more: \n", "", 1),
+        _LAST,
+    ),
+    "calls two tools at once": (("Both.", "Two at once.", 2), ("", "", 2), _LAST),
+}
+"""What the policy says in the turns of a dialogue: text, reasoning, and number of calls. Where the
+agent offers no tools, it answers."""
+MAX_TURNS = 64
+SHOWN_CHARS = 30
+
+
+class OneTask(Environment):
+    """An environment with the check's prompt as its only task; no answer has a reward."""
+
+    class Config(BaseModel):
+        prompt: str
+
+    def splits(self):
+        return {"check": 1}
+
+    def get(self, split: str, index: int) -> Task:
+        return Task("check", self.config.prompt)
+
+    async def on_text(self, text: str) -> None:
+        self.finish(reward=0.0)
+
+
+@dataclass(slots=True)
+class Played:
+    """The result of one script."""
+
+    script: str
+    trajectory: Trajectory
+    answer: Any
+    """The agent's answer, if it came so far."""
+    notes: list[str]
+    """The endpoint's log: refusals, tools left out, parameters that are not used."""
+    new_rows: list[str]
+    """Why each row but those of the first call and of sub-agents began."""
+    num_dialogues: int
+
+    @property
+    def is_clean(self) -> bool:
+        refused = self.trajectory.info.get("refused_calls")
+        return self.trajectory.error is None and not self.new_rows and not refused
+
+
+@dataclass(slots=True)
+class _Script:
+    """An engine that answers with the turns of a script."""
+
+    renderer: Renderer
+    turns: Sequence[tuple[str, str, int]]
+    asked: dict[bytes, tuple[list[Message], list[ToolSpec], bool]] = field(default_factory=dict)
+    """By the prompt's ids: its messages, the tools, and whether those are others than before."""
+    policy_version: int = 0
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams
+    ) -> Generation:
+        messages, tools, _ = self.asked[_key(prompt_ids)]
+        taken = sum(message["role"] == "assistant" for message in messages)
+        text, reasoning, num_calls = self.turns[min(taken, len(self.turns) - 1)]
+        if num_calls and not tools:
+            text, reasoning, num_calls = _LAST
+        message: Message = {"role": "assistant", "content": text}
+        if reasoning:
+            message["reasoning"] = reasoning
+        if num_calls:
+            message["tool_calls"] = [
+                _call(tools[number % len(tools)], f"call{taken:03d}{number:02d}")
+                for number in range(num_calls)
+            ]
+        ids = self.renderer.assistant_turn(message)[: sampling.max_tokens]
+        stopped = ids[-1] in self.renderer.stop_token_ids
+        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
+
+    def reserve(self, num_episodes: int) -> None:
+        """Does nothing: a script never waits."""
+
+    def release(self, num_episodes: int = 1) -> None:
+        """Does nothing: a script never waits."""
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+
+class _Policy(TokenPolicy):
+    """Tells its engine, a script, the text of each prompt."""
+
+    def prompt(
+        self,
+        trajectory: Trajectory,
+        parent: int | None,
+        observation: list[Message],
+        tools: list[ToolSpec],
+        *,
+        tools_changed: bool = False,
+    ) -> Prompt:
+        prompt = super().prompt(trajectory, parent, observation, tools, tools_changed=tools_changed)
+        assert isinstance(self.engine, _Script)
+        self.engine.asked[_key(prompt.token_ids)] = (prompt.messages, tools, tools_changed)
+        return prompt
+
+
+class _Watched:
+    """A runner that keeps the answer of its agent."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.answer: Result = None
+
+    async def run(self, task: AgentTask, base_url: str, api_key: str) -> Result:
+        self.answer = await self._runner.run(task, base_url, api_key)
+        return self.answer
+
+    async def aclose(self) -> None:
+        await self._runner.aclose()
+
+
+async def check(
+    agents: Agents, renderer: Renderer, *, prompt: str, timeout_s: float
+) -> list[Played]:
+    """Plays every script, one after the other."""
+    notes = _Notes()
+    logger = logging.getLogger("agentrl.rollout")
+    logger.addHandler(notes)
+    propagates, logger.propagate = logger.propagate, False
+    env = connect()
+    config: dict[str, JSON] = {"prompt": prompt}
+    limits = Limits(MAX_TURNS, timeout_s, timeout_s, timeout_s)
+    played = []
+    agents.runner = runner = _Watched(agents.runner)
+    try:
+        await agents.start()
+        for number, (name, turns) in enumerate(SCRIPTS.items()):
+            script = _Script(renderer, turns)
+            ended: list[Trajectory] = []
+            await play_agent(
+                Episode(
+                    *(f"check-{number}", "check", f"{__name__}:OneTask"),
+                    *("check", 0, 0, config),
+                ),
+                agents,
+                _Policy(script, renderer, 4096, 1 << 20),
+                env,
+                limits,
+                ended.append,
+            )
+            new_rows, num_dialogues = explained(ended[0], script)
+            answer, runner.answer = runner.answer, None
+            played.append(Played(name, ended[0], answer, notes.take(), new_rows, num_dialogues))
+    finally:
+        logger.removeHandler(notes)
+        logger.propagate = propagates
+        await agents.aclose()
+        await env.aclose()
+    return played
+
+
+def explained(trajectory: Trajectory, script: _Script) -> tuple[list[str], int]:
+    """Returns the reasons for rows that should not have begun, and the number of dialogues."""
+    lines, num_dialogues = [], 0
+    begun: set[int] = set()
+    histories: list[list[Message]] = []
+    for number, turn in enumerate(trajectory.turns):
+        row = trajectory.branches[turn.branch]
+        messages = row.messages[: turn.message]
+        if turn.branch not in begun:
+            begun.add(turn.branch)
+            _, _, tools_changed = script.asked[_key(row.token_ids[: turn.start])]
+            why = None
+            if turn.parent is not None and tools_changed:
+                why = "its tools differ from the previous call's, or their order does"
+            elif turn.parent is not None and turn.parent < number - 1:
+                why = f"it goes on behind call {turn.parent + 1} a second time"
+            elif turn.parent is not None:
+                why = "the chat template writes earlier turns otherwise"
+            elif histories:
+                why = _first_difference(messages, histories)
+            if why is None:
+                num_dialogues += 1
+            else:
+                lines.append(f"call {number + 1} begins a new row: {why}")
+        histories.append(row.messages[: turn.message + 1])
+    return lines, num_dialogues
+
+
+def _first_difference(messages: list[Message], histories: list[list[Message]]) -> str | None:
+    """Returns where a history departs from the most similar one before it; None if it is another
+    dialogue."""
+    known = [identity(message) for message in messages]
+
+    def num_common(history: list[Message]) -> int:
+        pairs = zip(known, map(identity, history), strict=False)
+        shorter = min(len(known), len(history))
+        return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+
+    before = max(histories, key=num_common)
+    at = num_common(before)
+    if not any(message["role"] == "assistant" for message in messages):
+        return "it asks for its first turn again" if at == len(messages) else None
+    if at == len(messages):
+        return f"it sends only the first {at} messages of an earlier history"
+    if at == len(before):
+        return f"behind message {at - 1} it goes on after a turn that was not the newest"
+    sent, had = messages[at], before[at]
+    texts = _text(had), _text(sent)
+    if at == 0 and SequenceMatcher(None, *texts, autojunk=False).quick_ratio() < 0.9:
+        return None
+    where = f"message {at} ({had['role']})"
+    if sent["role"] != had["role"]:
+        return f"{where} came back as one of {sent['role']}"
+    if texts[0] != texts[1]:
+        return f"{where} came back with another text: {_shown(*texts)}"
+    calls = [str(identity(each)[2]) for each in (had, sent)]
+    return f"{where} came back with other calls: {_shown(*calls)}"
+
+
+def _text(message: Message) -> str:
+    return str(identity(message)[1])
+
+
+def _shown(had: str, sent: str) -> str:
+    pairs = zip(had, sent, strict=False)
+    at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(had), len(sent)))
+    window = slice(max(0, at - SHOWN_CHARS // 2), at + SHOWN_CHARS)
+    return f"{had[window]!r} is {sent[window]!r} at character {at}"
+
+
+def report(played: Sequence[Played], section: AgentSection) -> str:
+    """Returns the lines to print."""
+    lines = []
+    for each in played:
+        trajectory = each.trajectory
+        calls, rows = len(trajectory.turns), len(trajectory.branches)
+        lines.append(f"{each.script}: {calls} calls, {rows} rows, {each.num_dialogues} dialogues")
+        lines += [f"  {line}" for line in each.new_rows]
+        if trajectory.error is not None:
+            lines.append(f"  it failed: {trajectory.error.message}")
+        refused: Any = trajectory.info.get("refused_calls", {})
+        lines += [f"  refused {count} times: {told}" for told, count in refused.items()]
+        served: Any = trajectory.info.get("served_turns")
+        if served:
+            lines.append(f"  served and not trained: {len(served)} calls")
+        if trajectory.error is None and each.answer is not None:
+            lines.append(f"  it answers {str(each.answer)[:60]!r}")
+    notes = dict.fromkeys(note for each in played for note in each.notes)
+    advice = dict.fromkeys(_advice(played, section))
+    if notes:
+        lines += ["", "The endpoint says:", *(f"  {note}" for note in notes)]
+    if advice:
+        lines += ["", "What to set or change:", *(f"  {each}" for each in advice)]
+    clean = all(each.is_clean for each in played)
+    lines += ["", "one row per dialogue, nothing refused" if clean else "see above"]
+    return "\n".join(lines)
+
+
+def _advice(played: Sequence[Played], section: AgentSection) -> list[str]:
+    advice = []
+    for each in played:
+        trajectory = each.trajectory
+        text = " ".join(each.new_rows)
+        if "(system)" in text or "(user)" in text:
+            advice.append(
+                "keep the messages in front of the first turn as they are: a time or an id in them "
+                "makes each call a row of its own, which costs its whole prompt"
+            )
+        if "(assistant)" in text:
+            advice.append("send the policy's messages back as they came")
+        if "(tool)" in text:
+            advice.append("send a tool's answer in the same words in every call")
+        if "its tools differ" in text:
+            advice.append("offer the same tools in the same order in every call of a dialogue")
+        if "first" in text and "messages of an earlier" in text:
+            advice.append("a turn that is asked for again is a row of its own: retry less")
+        if trajectory.info.get("served_turns"):
+            advice.append("to train calls that are served, give them a rule in [[agent.roles]]")
+        graded_line = bool(section.command) and section.answer == "last_line"
+        if graded_line and trajectory.error is None and each.answer != ANSWER:
+            advice.append(
+                "the last line that the command prints is not what the policy said: set "
+                'agent.answer = "policy"'
+            )
+        if any("is left out" in note for note in each.notes):
+            advice.append(
+                "switch off the tools that are left out, or give the agent functions in their place"
+            )
+        if trajectory.error is not None and not trajectory.turns:
+            advice.append(
+                "the agent has to call the URL and the key that it is given (OPENAI_BASE_URL, "
+                "OPENAI_API_KEY; {base_url} and {api_key} in a command)"
+            )
+    if played and all(not _called(each.trajectory) for each in played):
+        advice.append(
+            "no call of a tool came back: the agent offers none, so what it does beyond text was "
+            "not tried"
+        )
+    return advice
+
+
+def _called(trajectory: Trajectory) -> bool:
+    return any(m.get("tool_calls") for row in trajectory.branches for m in row.messages)
+
+
+def _call(tool: ToolSpec, call_id: str) -> Any:
+    function: Any = tool["function"]
+    arguments = {
+        name: _value(schema)
+        for name, schema in (function.get("parameters", {}).get("properties") or {}).items()
+    }
+    told = {"name": function["name"], "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": told}
+
+
+def _value(schema: Any) -> Any:
+    """Returns a valid example value for a parameter."""
+    if not isinstance(schema, dict):
+        return "x"
+    if isinstance(schema.get("enum"), list) and schema["enum"]:
+        return schema["enum"][0]
+    known = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+    return known.get(str(schema.get("type")), "x")
+
+
+def _key(ids: list[int]) -> bytes:
+    return repr(ids).encode()
+
+
+class _Notes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        lines, self._lines = self._lines, []
+        return lines
+
+
+def section_of(what: Sequence[str], **keys: Any) -> AgentSection:
+    """Returns the agent's configuration for a function's import path or else a command."""
+    if len(what) == 1 and re.fullmatch(r"[\w./-]+(\.py)?:\w+", what[0]):
+        return AgentSection(run=what[0])
+    return AgentSection(command=list(what), **keys)
+
+
+def check_command(
+    what: Sequence[str], *, model: str | None, prompt: str, timeout_s: float, keys: dict[str, Any]
+) -> int:
+    """Prints the report. Returns 0 if each dialogue is one row and no call was refused."""
+    from agentrl.model.load import load_tokenizer  # takes seconds
+
+    section = section_of(what, **keys)
+    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as folder:
+        beside = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
+        if model is None and beside.is_dir():
+            model = str(beside)
+        elif model is None:
+            model = str(copy_examples(Path(folder) / "examples") / "quickstart" / "model")
+        renderer = Renderer(load_tokenizer(model))
+    agents = make_agents(section, max_concurrent=1)
+    played = asyncio.run(check(agents, renderer, prompt=prompt, timeout_s=timeout_s))
+    print(report(played, section))
+    return 0 if all(each.is_clean for each in played) else 1

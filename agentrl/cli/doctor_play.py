@@ -1,0 +1,282 @@
+"""`agentrl doctor RUN.toml --play N`: plays a few episodes as the run would and tries a step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from agentrl.cli.doctor_servers import Status
+from agentrl.config import RunConfig
+from agentrl.env.client import EnvClient, connect
+from agentrl.evaluate.measure import evaluate
+from agentrl.evaluate.statistics import proportion_estimate
+from agentrl.model.text.template import HIDDEN_TOOLS
+from agentrl.rollout.policy import TokenPolicy
+from agentrl.rollout.setup import running_agents, split_size
+from agentrl.train.evaluate import policy_of
+from agentrl.types import Sample, Trajectory, samples_of
+
+Finding = tuple[Status, str, str]
+COMPARED = 16
+"""Number of training tasks and of test tasks whose prompts are compared."""
+
+
+@dataclass(slots=True)
+class Played:
+    trajectories: list[Trajectory]
+    prompt: str
+    """The first prompt, as the model sees it."""
+    tools: list[str]
+    """Names of the tools that the environment offers."""
+    hides_tools: bool
+    seconds: float
+    common: int
+    """Number of prompts that the first COMPARED tasks of both splits have in common."""
+
+
+def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
+    """Plays episodes, trains on them once and yields what it finds.
+
+    Args:
+        num_episodes: number of episodes, two per task, to see whether rewards differ within a
+            group.
+    """
+    from agentrl.train.preflight import causes_of_failure, mismatch_is_large, rate_is_unusual
+
+    if config.inference.backend == "openai":
+        yield "fix", "playing", "a chat server cannot be trained; set another inference.backend"
+        return
+    played = asyncio.run(_play(config, max(num_episodes // 2, 1)))
+    yield from _prompt(played)
+    scored = [t for t in played.trajectories if t.trainable]
+    failed = [t.error for t in played.trajectories if t.error is not None]
+    if failed:
+        said = f"{len(failed)} of {len(played.trajectories)} failed, first: {failed[0].message}"
+        yield "fix", "episodes", said
+    if scored:
+        yield _rewards(scored, config)
+    for cause in causes_of_failure(played.trajectories, config):
+        yield "fix", "episodes", cause
+    calls = sum(t.metrics.get("tool_calls", 0.0) for t in scored)
+    if played.tools and not calls:
+        yield (
+            "note",
+            "tools",
+            f"none was called in {len(scored)} episodes; look at the model's texts, check "
+            "rollout.dialect, or train on demonstrations first (agentrl env demonstrate, "
+            "agentrl sft)",
+        )
+    if played.common > COMPARED // 2:
+        yield (
+            "fix",
+            "test tasks",
+            f"{played.common} of the first {COMPARED} tasks of split {config.eval.split!r} are "
+            f"also in {config.env.split!r}, so memorised answers would look like progress; hold "
+            "out other tasks",
+        )
+    samples = [sample for t in scored for sample in samples_of(t)]
+    if samples:
+        gap, largest, seconds, num_parameters = _train_once(config, samples)
+        said = f"differ by {gap:.2g} nats per token in {config.model.dtype}, {largest:.2g} at most"
+        if config.model.quantization:
+            yield "note", "sampler and trainer", f"{said}; computed here without 4-bit weights"
+        else:
+            wrong = mismatch_is_large(gap, config)
+            yield ("fix" if wrong else "ok"), "sampler and trainer", wrong or said
+        yield _speed(config, played, samples, seconds)
+        yield from _memory_of_such_a_step(config, samples, len(played.trajectories))
+        if wrong := rate_is_unusual(config, num_parameters):
+            yield "note", "learning rate", wrong
+
+
+async def _play(config: RunConfig, num_tasks: int) -> Played:
+    """Plays the first tasks of the training split, with the sampling of training."""
+    from agentrl.train.sampling import training_sampling
+
+    rollout = config.rollout
+    keys: dict[str, Any] = {
+        "split": config.env.split,
+        "num_tasks": num_tasks,
+        "samples_per_task": 2,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
+        "repetition_penalty": 1.0,
+        "sets": {},
+        "max_tokens": rollout.max_turn_tokens,
+    }
+    as_training = config.model_copy(update={"eval": config.eval.model_copy(update=keys)})
+    async with AsyncExitStack() as stack:
+        env = await stack.enter_async_context(
+            aclosing(connect(config.env.url or None, token=config.env.token))
+        )
+        agents = await stack.enter_async_context(running_agents(config))
+        policy = await policy_of(as_training, None, stack, for_agents=config.plays_by_agent)
+        assert isinstance(policy, TokenPolicy)
+        # Evaluation does not request the kept ids; routes need a model prepared to replay them.
+        sampling = replace(training_sampling(config), report_routes=False)
+        policy = replace(policy, sampling=sampling)
+        started = time.perf_counter()
+        batch = await evaluate(as_training, policy, env, agents=agents)
+        seconds = time.perf_counter() - started
+        renderer = policy.renderer
+        first = next((t.branches[0] for t in batch.trajectories if t.branches), None)
+        ids = [] if first is None else first.token_ids[: _prompt_length(first.loss_mask)]
+        info = await env.info(config.env.id, config.env.config)
+        specs: Any = info.tools
+        return Played(
+            trajectories=batch.trajectories,
+            prompt=renderer.tokenizer.decode(ids, skip_special_tokens=False),
+            tools=[spec["function"]["name"] for spec in specs],
+            hides_tools=rollout.tools == "template" and renderer.template.hides_tools,
+            seconds=seconds,
+            common=await _in_both_splits(env, config),
+        )
+
+
+def _prompt_length(loss_mask: Sequence[int]) -> int:
+    return next((place for place, sampled in enumerate(loss_mask) if sampled), len(loss_mask))
+
+
+async def _in_both_splits(env: EnvClient, config: RunConfig) -> int:
+    splits = (await env.info(config.env.id, config.env.config)).splits
+    if config.eval.split == config.env.split or config.eval.split not in splits:
+        return 0
+    prompts = []
+    for split in (config.env.split, config.eval.split):
+        size = await split_size(env, config, split)
+        found = set()
+        for index in range(COMPARED if size is None else min(COMPARED, size)):
+            session = await env.session(
+                config.env.id, split=split, index=index, seed=0, config=config.env.config
+            )
+            found.add(repr([message["content"] for message in session.messages]))
+            await session.close()
+        prompts.append(found)
+    return len(prompts[0] & prompts[1])
+
+
+def _prompt(played: Played) -> Iterator[Finding]:
+    shown = played.prompt if len(played.prompt) <= 2000 else f"{played.prompt[:2000]} ..."
+    yield "ok", "the first prompt", f"\n{shown}"
+    if not played.tools:
+        return
+    missing = [name for name in played.tools if name not in played.prompt]
+    if played.hides_tools:
+        yield "fix", "tools", HIDDEN_TOOLS
+    elif missing:
+        yield "note", "tools", f"the prompt does not name {', '.join(missing)}"
+    else:
+        yield "ok", "tools", f"the prompt names {', '.join(played.tools)}"
+
+
+def _rewards(scored: list[Trajectory], config: RunConfig) -> Finding:
+    tasks: dict[str, list[float]] = {}
+    for trajectory in scored:
+        tasks.setdefault(trajectory.group_id, []).append(trajectory.reward)
+    rewards = [t.reward for t in scored]
+    passed = {
+        task: [reward >= config.eval.success_threshold for reward in each]
+        for task, each in tasks.items()
+    }
+    rate = proportion_estimate(np.array([np.mean(each) for each in passed.values()]), len(scored))
+    within = "" if rate.low is None else f" [{rate.low:.2f}, {rate.high:.2f}]"
+    differ = sum(len(set(each)) > 1 for each in tasks.values())
+    cut = sum(t.truncated for t in scored)
+    turns = sum(len(t.turns) for t in scored)
+    malformed = sum(turn.parse_status == "malformed" for t in scored for turn in t.turns)
+    said = (
+        f"{len(scored)} episodes pass {rate.value:.2f}{within}, mean reward "
+        f"{np.mean(rewards):.3f}; rewards differ within {differ} of {len(tasks)} tasks; "
+        f"{cut} were cut, {malformed} of {turns} turns malformed"
+    )
+    if len(set(rewards)) > 1:
+        return "ok", "episodes", said
+    what = "easier tasks, or demonstrations first (agentrl sft)"
+    if rewards[0] > 0:
+        what = "harder tasks, if this is so in more episodes"
+    return "note", "episodes", f"{said}; all rewards are equal: {what}"
+
+
+def _train_once(config: RunConfig, samples: list[Sample]) -> tuple[float, float, float, int]:
+    """Runs one forward and backward pass over all samples.
+
+    Returns:
+        The mean and the largest difference between the sampler's and the trainer's
+        log-probabilities, the seconds it took, and the number of trainable parameters.
+    """
+    from agentrl.model.load import load_model, set_gradient_checkpointing
+    from agentrl.model.logprobs import sample_logprobs
+    from agentrl.model.lora import add_adapter
+    from agentrl.model.rows import pack, plan_micro_batches
+    from agentrl.train.setup import resolve_device, resolve_dtype
+
+    model = load_model(
+        config.model.path,
+        dtype=resolve_dtype(config.model.dtype),
+        device=resolve_device(config.model.device),
+        max_tokens=config.rollout.max_context_tokens,
+    )
+    if config.model.lora.rank:
+        add_adapter(model, config.model.lora, path=config.model.path)
+    set_gradient_checkpointing(model, config.model.gradient_checkpointing)
+    started, gaps = time.perf_counter(), []
+    for rows in plan_micro_batches([len(s) for s in samples], config.train.token_budget):
+        logprobs, _ = sample_logprobs(
+            model, pack(samples, rows), temperature=config.rollout.temperature
+        )
+        logprobs.sum().backward()
+        told = np.concatenate(
+            [samples[row].rollout_logprobs[samples[row].loss_mask.astype(bool)] for row in rows]
+        )
+        gaps.append(np.abs(logprobs.detach().float().cpu().numpy() - told))
+    seconds = time.perf_counter() - started
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything = np.concatenate(gaps)
+    return float(everything.mean()), float(everything.max()), seconds, learning
+
+
+def _speed(config: RunConfig, played: Played, samples: list[Sample], seconds: float) -> Finding:
+    sampled = sum(t.num_sampled_tokens for t in played.trajectories)
+    tokens = sum(map(len, samples))
+    episodes = config.rollout.groups_per_step * config.rollout.group_size
+    times = episodes / len(played.trajectories)
+    return (
+        "ok",
+        "speed",
+        f"{sampled / played.seconds:.0f} tokens sampled and {tokens / seconds:.0f} trained per "
+        f"second; a step of {episodes} such episodes has {tokens * times:.0f} tokens and takes at "
+        f"most about {played.seconds * times:.0f} s of rollout and {seconds * times:.0f} s of "
+        "training (larger batches are faster, and shared prompts are computed once)",
+    )
+
+
+def _memory_of_such_a_step(
+    config: RunConfig, samples: list[Sample], num_played: int
+) -> Iterator[Finding]:
+    """Estimates the memory of a step with episodes of this length.
+
+    Yields nothing if such a step fills a micro-batch, which `doctor` has already estimated.
+    """
+    from agentrl.train import memory
+    from agentrl.train.setup import resolve_device
+
+    episodes = config.rollout.groups_per_step * config.rollout.group_size
+    tokens = sum(map(len, samples)) * episodes // num_played
+    if tokens >= config.train.token_budget:
+        return
+    longest = min(config.rollout.max_context_tokens, tokens)
+    rollout = config.rollout.model_copy(update={"max_context_tokens": longest})
+    such = memory.with_token_budget(config.model_copy(update={"rollout": rollout}), tokens)
+    try:
+        needed = memory.estimate(such, device_type=resolve_device(config.model.device).type)
+    except (OSError, ValueError, NotImplementedError, RuntimeError):
+        return  # reported by the check for a full micro-batch
+    yield "ok", "memory of such a step", f"{needed}, for its {tokens} tokens"

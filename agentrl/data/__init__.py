@@ -1,1 +1,0 @@
-"""Public data sets: a list of known ones, readers for their rows, and `agentrl data`."""

@@ -1,0 +1,103 @@
+"""Reads the rows of JSONL and parquet files one at a time, so that files may be large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from agentrl.env.data_sets import how_to_get
+from agentrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from agentrl.types import JSON
+
+ROW_SUFFIXES = (".jsonl", ".parquet")
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields `(place, row)` for each row of a `.jsonl` or `.parquet` file.
+
+    The place is a text for error messages, such as `FILE, line 3`.
+
+    Raises:
+        ConfigError: it is a parquet file, but pyarrow is not installed.
+        DataError: the file or one of its rows cannot be read.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"file {path} does not exist; the path is relative to {Path.cwd()}{how_to_get(path)}"
+        )
+    if path.suffix == ".jsonl":
+        yield from _jsonl_rows(path)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    else:
+        raise DataError(f"file {path} is neither .jsonl nor .parquet; convert or rename it")
+
+
+def metadata_of(row: dict[str, Any], metadata_key: str | None, where: str) -> dict[str, JSON]:
+    """Returns the object in a row's metadata column, which may also be JSON text.
+
+    Args:
+        metadata_key: name of the column; None returns {}.
+        where: place of the row, for error messages.
+
+    Raises:
+        DataError: the column is missing or is not an object.
+    """
+    if metadata_key is None:
+        return {}
+    if metadata_key not in row:
+        raise DataError(
+            f"{where}: there is no column '{metadata_key}'; set metadata_key to one of: "
+            f"{', '.join(row) or 'none'}"
+        )
+    metadata = row[metadata_key]
+    if isinstance(metadata, str):
+        try:
+            metadata = orjson.loads(metadata)
+        except orjson.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: column '{metadata_key}' is a string but not valid JSON ({error})"
+            ) from error
+    if not isinstance(metadata, dict):
+        raise DataError(f"{where}: column '{metadata_key}' has to be an object or its JSON text")
+    return metadata
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not JSON ({error}); every line has to be a JSON object"
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}, line {number}: a {type(row).__name__}; every line has to be a JSON "
+                    "object"
+                )
+            yield f"{path}, line {number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError("parquet files need pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (ValueError, OSError) as error:  # pyarrow's own errors derive from these
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error

@@ -1,0 +1,1 @@
+"""Measures policies: evaluations, their statistics and comparisons."""

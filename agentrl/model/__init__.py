@@ -1,0 +1,1 @@
+"""The network and its text: loading, attention, log-probabilities, adapters, ranks."""

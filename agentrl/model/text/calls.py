@@ -1,0 +1,371 @@
+"""Readers of tool calls: the text between a dialect's delimiters -> the calls in it.
+
+Every reader reads all of its text or refuses it: anything but white space between two calls is a
+reason to refuse. The message of `Unreadable` is written for the policy to learn from.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from agentrl.runtime import parse_python
+from agentrl.types import JSON, ToolSpec
+
+
+class Unreadable(Exception):
+    """Why a call cannot be read."""
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, JSON]
+    id: str | None = None
+    """As the policy wrote it; None in dialects whose calls carry none."""
+
+
+MAX_DEPTH = 100
+"""The most elements inside each other."""
+_FIRST_OBJECT = json.JSONDecoder()
+_PYTHON_TYPES = {
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+}
+"""Python's names of types, which schemas made by hand use in place of JSON Schema's."""
+_LITERALS = {"true": True, "false": False, "null": None}
+
+
+def json_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
+    """Reads `{"name": ..., "arguments": {...}}`, or a list of them. `parameters` is another name
+    for `arguments`, and an id is kept. Cohere says `tool_name` and `tool_call_id`."""
+    value = _json(text)
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise Unreadable("an empty list of calls")
+    return [_call_of_json(item) for item in items]
+
+
+def keyed_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
+    """Reads Apertus' calls: a JSON list of `{name: {argument: value}}`."""
+    items = _json(text)
+    if not isinstance(items, list) or not items:
+        raise Unreadable("not a JSON list of calls")
+    calls = []
+    for item in items:
+        if not isinstance(item, dict) or len(item) != 1:
+            raise Unreadable("a call is written {name: {argument: value}}")
+        ((name, arguments),) = item.items()
+        calls.append(Call(_name(name), _object(arguments, "the arguments are not an object")))
+    return calls
+
+
+def json_sequence(text: str, tools: list[ToolSpec]) -> list[Call]:
+    """Reads Llama's calls: objects as in `json_calls`, with `;` or white space between them."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    calls = []
+    while text:
+        try:
+            _, end = _FIRST_OBJECT.raw_decode(text)
+        except (ValueError, RecursionError):
+            end = len(text)  # the reader below says what is wrong with it
+        calls += json_calls(text[:end], tools)
+        text = text[end:].lstrip("; \n\t")
+    if not calls:
+        raise Unreadable("no call behind <|python_tag|>")
+    return calls
+
+
+def framed_calls(text: str, tools: list[ToolSpec], *, pattern: re.Pattern[str]) -> list[Call]:
+    """Reads a name and JSON arguments in a frame of markers. The pattern's groups are `name`,
+    `arguments` and, where the frame carries it, `id`."""
+    return [
+        Call(
+            match["name"].strip(),
+            _object(_json(match["arguments"]), "the arguments are not a JSON object"),
+            match.groupdict().get("id"),
+        )
+        for match in _all(pattern, text)
+    ]
+
+
+def xml_calls(
+    text: str,
+    tools: list[ToolSpec],
+    *,
+    pattern: re.Pattern[str],
+    parameter: re.Pattern[str],
+    openers: tuple[str, ...],
+    trim_newlines: bool = False,
+    escaped: bool = False,
+) -> list[Call]:
+    """Reads parameters written as tags whose text has no type; the tool's schema gives it.
+
+    A value that does not fit the declared type stays a text, which the environment rejects.
+    `pattern` has the groups `name` and `parameters`; `parameter` has `key` and `value`, and
+    `string` where the tag itself says whether the value is a string (`true`, or `string` as its
+    type).
+
+    Args:
+        openers: what opens a call or a parameter. Inside a key or a value it says that the one
+            before was never closed, and its value would be another's.
+        trim_newlines: a value stands on lines of its own.
+        escaped: `&` and `"` stand escaped in names and keys.
+    """
+
+    def named(text: str) -> str:
+        return text.replace("&quot;", '"').replace("&amp;", "&") if escaped else text.strip()
+
+    calls = []
+    for match in _all(pattern, text):
+        name, arguments = named(match["name"]), {}
+        properties = _properties(name, tools)
+        for found in _all(parameter, match["parameters"], may_be_empty=True):
+            key, value = named(found["key"]), found["value"]
+            if opened := next((each for each in openers if each in key or each in value), None):
+                raise Unreadable(f"parameter {key[:60]!r} was not closed before {opened!r}")
+            if key in arguments:
+                raise Unreadable(f"parameter {key!r} is given twice")
+            if trim_newlines and len(value) > 1 and value[0] == value[-1] == "\n":
+                value = value[1:-1]
+            schema = properties.get(key)
+            if (said := found.groupdict().get("string")) is not None:
+                schema = {"type": "string"} if said in ("true", "string") else {}
+            arguments[key] = _typed(value, schema if isinstance(schema, dict) else {})
+        calls.append(Call(name, arguments))
+    return calls
+
+
+_Element = tuple[str, list[Any], str]
+"""Name, children and text."""
+
+
+def element_calls(
+    text: str, tools: list[ToolSpec], *, pattern: re.Pattern[str], mark: str
+) -> list[Call]:
+    """Reads MiniMax M3's calls: each tag is behind a mark, a parameter is an element of its name,
+    an object has elements inside, and a list has elements `item`. Texts take the schema's type."""
+    calls = []
+    for match in _all(pattern, text):
+        properties: Any = {"type": "object", "properties": _properties(match["name"], tools)}
+        arguments = _of_element(_element(match["parameters"], mark), properties, depth=0)
+        calls.append(Call(match["name"].strip(), _object(arguments, "no parameters")))
+    return calls
+
+
+def _element(text: str, mark: str) -> _Element:
+    before, *pieces = text.split(mark)
+    _require_space(before)
+    open_ones: list[_Element] = [("", [], "")]
+    for piece in pieces:
+        tag = re.match(r"<(/?)([^<>/]+)>", piece)
+        if not tag:
+            raise Unreadable(f"{piece[:60]!r} is not a tag")
+        behind = piece[tag.end() :]
+        if not tag[1]:
+            open_ones.append((tag[2], [], behind))
+            continue
+        name, children, said = open_ones.pop()
+        if name != tag[2] or not open_ones:
+            raise Unreadable(f"</{tag[2]}> closes nothing")
+        _require_space(behind)
+        if children:
+            _require_space(said)
+        open_ones[-1][1].append((name, children, said))
+    if len(open_ones) > 1:
+        raise Unreadable(f"parameter {open_ones[-1][0][:60]!r} was not closed")
+    return open_ones[0]
+
+
+def _of_element(element: _Element, schema: dict[str, Any], depth: int) -> JSON:
+    _, children, said = element
+    types = _types(schema)
+    if depth > MAX_DEPTH:
+        raise Unreadable(f"elements inside {MAX_DEPTH} others")
+    is_empty = said == "" and types & {"array", "object"} and "string" not in types
+    if not children and depth and not is_empty:
+        return _typed(said, schema)
+    items = all(child[0] == "item" for child in children)
+    if items and ("array" in types or (children and not types)):
+        of_items = schema.get("items")
+        of_items = of_items if isinstance(of_items, dict) else {}
+        return [_of_element(child, of_items, depth + 1) for child in children]
+    properties, value = schema.get("properties"), {}
+    for child in children:
+        if child[0] in value:
+            raise Unreadable(f"parameter {child[0]!r} is given twice")
+        known = properties.get(child[0]) if isinstance(properties, dict) else None
+        known = known if isinstance(known, dict) else {}
+        value[child[0]] = _of_element(child, known, depth + 1)
+    return value
+
+
+def pythonic_calls(text: str, tools: list[ToolSpec]) -> list[Call]:
+    """Reads Python calls with keyword arguments: `[a(x=1), b()]`, or one call a line. Values are
+    literals, of Python or of JSON."""
+    text = text.strip()
+    text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a policy's odd escapes are its own
+            lines = parse_python(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unreadable(f"not a Python call ({error})") from None
+    values = [line.value if isinstance(line, ast.Expr) else None for line in lines]
+    if len(values) == 1 and isinstance(values[0], ast.List):
+        values = list(values[0].elts)
+    if not values:
+        raise Unreadable("no call")
+    return [_call_of_python(value) for value in values]
+
+
+def gemma_calls(text: str, tools: list[ToolSpec], *, quote: str = '<|"|>') -> list[Call]:
+    """Reads Gemma's `call:name{key:value}`: JSON with bare keys and a mark for quotes."""
+    name, brace, body = text.strip().removeprefix("call:").partition("{")
+    if not brace or not text.strip().startswith("call:"):
+        raise Unreadable("a call is written call:name{key:value}")
+
+    def quoted(match: re.Match[str]) -> str:
+        return json.dumps(match[2] if match[1] is None else match[1])
+
+    mark = re.escape(quote)
+    pattern = rf"{mark}(.*?){mark}|([A-Za-z_][\w.-]*)(?=\s*:)"
+    arguments = _json(brace + re.sub(pattern, quoted, body, flags=re.DOTALL))
+    return [Call(_name(name.strip()), _object(arguments, "the arguments are not an object"))]
+
+
+def _json(text: str) -> JSON:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise Unreadable(f"not valid JSON ({error})") from None
+
+
+def _call_of_json(value: JSON) -> Call:
+    call = _object(value, "not a JSON object")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    call_id = call.get("id", call.get("tool_call_id"))
+    return Call(
+        _name(call.get("name", call.get("tool_name"))),
+        _object(arguments, '"arguments" is not a JSON object'),
+        call_id if isinstance(call_id, str) else None,
+    )
+
+
+def _call_of_python(node: ast.expr | None) -> Call:
+    if not isinstance(node, ast.Call):
+        raise Unreadable("not a Python call")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise Unreadable("arguments are given by name: tool(key=value)")
+    return Call(ast.unparse(node.func), {str(k.arg): _literal(k.value) for k in node.keywords})
+
+
+def _literal(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(id=name) if name in _LITERALS:
+            return _LITERALS[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [None if key is None else _literal(key) for key in keys]
+            if not all(isinstance(name, str) for name in names):
+                raise Unreadable("a key is not a string")
+            return dict(zip(names, map(_literal, values), strict=True))
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, RecursionError):
+        raise Unreadable(f"{ast.unparse(node)} is not a literal value") from None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise Unreadable(f"{ast.unparse(node)} is not a JSON value")
+
+
+def _all(
+    pattern: re.Pattern[str], text: str, *, may_be_empty: bool = False
+) -> Iterator[re.Match[str]]:
+    """Yields the matches that fill the text, with only white space between them."""
+    position, found = 0, False
+    for match in pattern.finditer(text):
+        _require_space(text[position : match.start()])
+        found, position = True, match.end()
+        yield match
+    _require_space(text[position:])
+    if not (found or may_be_empty):
+        raise Unreadable("no call between the markers")
+
+
+def _require_space(text: str) -> None:
+    if text := text.strip():
+        raise Unreadable(f"{text[:60]!r} is not part of a call")
+
+
+def _name(value: JSON) -> str:
+    if not isinstance(value, str) or not value:
+        raise Unreadable('no "name"')
+    return value
+
+
+def _object(value: JSON, reason: str) -> dict[str, JSON]:
+    if not isinstance(value, dict):
+        raise Unreadable(reason)
+    return value
+
+
+def _properties(name: str, tools: list[ToolSpec]) -> dict[str, Any]:
+    """Returns the JSON schemas of a tool's parameters; {} where it has none."""
+    for tool in tools:
+        match tool.get("function"):
+            case {"name": str(known), "parameters": {"properties": dict(properties)}} if (
+                known == name
+            ):
+                return properties
+    return {}
+
+
+def _typed(text: str, schema: dict[str, Any]) -> JSON:
+    """Converts the text to the schema's type. Without a schema, returns the JSON value that it
+    spells, else the text."""
+    types = _types(schema)
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return text
+    if isinstance(value, str) or (types and not any(_is_a(value, each) for each in types)):
+        return text  # a string is written as it is, quotes and all
+    return value
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    declared = schema.get("type", [])
+    types = {declared} if isinstance(declared, str) else set(declared)
+    types = {_PYTHON_TYPES.get(each, each) for each in types}
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(choice)
+    return types
+
+
+def _is_a(value: JSON, kind: str) -> bool:
+    match kind:
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "boolean":
+            return isinstance(value, bool)
+        case "array":
+            return isinstance(value, list)
+        case "object":
+            return isinstance(value, dict)
+        case "null":
+            return value is None
+    return isinstance(value, str)
