@@ -16,6 +16,9 @@ strings, lists, ...), so an answer gains nothing by rebinding builtins, returnin
 everything, or skipping lines of the tests (`agentrl_rewards.code_calls` has the rules). Tests that
 subclass one of the answer's classes cannot run that way and raise `GraderError`.
 
+Printed words are compared as text, and as numbers within FLOAT_TOLERANCE where the expected one has
+a decimal point; so are the floats in a function's result.
+
 A program that reads standard input may exit as usual: its threads are joined, its exit handlers
 run, and `os._exit(0)` counts as a normal exit.
 
@@ -30,7 +33,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -50,6 +55,9 @@ SANDBOX_FILE = Path(__file__).with_name("code_sandbox.py")
 GRACE_S = 5.0
 """A sandbox exits at its deadline; if it is still running this much later, it is killed."""
 MAX_CODE_CHARS = 100_000
+FLOAT_TOLERANCE = {"stdin": 1e-6, "function": 1e-5}
+"""Kind of test -> largest absolute or relative error of a number that the expected output writes
+with a decimal point or an exponent. Codeforces' problems state the one, LeetCode's the other."""
 
 CaseStatus = Literal[
     "passed", "wrong", "error", "exited", "timeout", "memory", "output_limit", "not_run"
@@ -264,15 +272,52 @@ def _expected(tests: _Tests, index: int, output: str) -> bool:
         return True
     expected = tests.outputs[index]
     if tests.kind == "function":
-        with suppress(ValueError, RecursionError):
-            return bool(json.loads(output) == expected)
+        with suppress(ValueError, RecursionError, OverflowError):
+            return _same_value(json.loads(output), expected)
         return False
     assert isinstance(expected, str)
-    return _lines(output) == _lines(expected)
+    lines, wanted = _lines(output), _lines(expected)
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
 
 def _lines(output: str) -> list[str]:
     return [line.rstrip() for line in output.strip().splitlines()]
+
+
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
+
+
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
+        return True
+    words, wanted = line.split(), expected.split()
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(word: str, expected: str) -> bool:
+    """Returns whether two words are equal, or numbers of which the expected one is a decimal."""
+    if word == expected:
+        return True
+    if not re.search("[.eE]", expected) or not _DECIMAL.fullmatch(expected):
+        return False
+    return bool(_DECIMAL.fullmatch(word)) and _is_close(float(word), float(expected), "stdin")
+
+
+def _same_value(value: JSON, expected: JSON) -> bool:
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return value == expected or _is_close(float(value), expected, "function")
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(map(_same_value, value, expected))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return value.keys() == expected.keys() and all(
+            _same_value(value[key], expected[key]) for key in expected
+        )
+    return bool(value == expected)
+
+
+def _is_close(number: float, expected: float, kind: str) -> bool:
+    tolerance = FLOAT_TOLERANCE[kind]
+    return math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _as_positions(texts: list[str]) -> tuple[list[JSON], bytes]:

@@ -285,13 +285,13 @@ def run_case(
     builtins.exit = builtins.quit = sys.exit  # as without -S
     os.environ["TMPDIR"] = "/work"
     atexit._clear()
+    sys.set_int_max_str_digits(0)
     kind = request["kind"]
     if result_fd is not None:
         os.write(result_fd, token.encode() + b"\n")  # before the code has had a chance to write
     try:
         names, failure = run_code(request["code"], "__main__" if kind == "stdin" else "answer")
         if calls is not None:
-            sys.set_int_max_str_digits(0)
             code_calls.Peer(*calls, names, failure).serve()
             os._exit(0)
         if failure is not None and not (

@@ -141,6 +141,61 @@ def test_verdicts(program, tests, score):
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    ("printed", "expected", "score"),
+    [
+        ("0.30000000000000004", "0.3", 1),
+        ("0.333333", "0.333333333333", 1),
+        ("0.5 1", "0.50 1", 1),
+        ("-0.0", "0.0", 1),
+        ("2", "2.0", 1),
+        ("123456789012.5", "123456789012.50001", 1),
+        ("inf", "inf", 1),
+        ("nan", "3.0", 0),
+        ("0.34", "0.333333333333", 0),
+        ("0.5 1 2", "0.50 1", 0),
+        ("0.5\n1", "0.50 1", 0),
+        ("1000001", "1000000", 0),
+        ("1.0000001", "1", 0),
+        ("1_0.0", "10.0", 0),
+        ("0x1.0", "1.0", 0),
+        ("1.2.3", "1.2.30", 0),
+        ("yes", "YES", 0),
+        ("1" + "0" * 5000, "1" + "0" * 5000, 1),
+    ],
+)
+def test_printed_decimals_have_a_tolerance_and_nothing_else(printed, expected, score):
+    assert run(f"print({printed!r})", {"inputs": [""], "outputs": [expected]}).score == score
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("result", "expected", "score"),
+    [
+        ("0.1 + 0.2", 0.3, 1),
+        ("[[1 / 3, 1]]", [[0.33333, 1]], 1),
+        ("{'a': 0.5000001}", {"a": 0.5}, 1),
+        ("2", 2.0, 1),
+        ("0.334", 0.33333, 0),
+        ("1.000001", 1, 0),
+        ("[0.5]", [0.5, 0.5], 0),
+        ("'0.5'", 0.5, 0),
+        ("float('nan')", 1.5, 0),
+        ("10**400", 1.5, 0),
+    ],
+)
+def test_floats_of_a_result_have_a_tolerance(result, expected, score):
+    tests = {"inputs": [[]], "outputs": [expected], "fn_name": "f"}
+    assert run(f"def f():\n    return {result}", tests).score == score
+
+
+@needs_sandbox
+def test_programs_may_read_and_print_integers_of_any_length():
+    tests = {"inputs": ["1" + "0" * 4999 + "7"], "outputs": ["1" + "0" * 4999 + "8"]}
+    assert run("print(int(input()) + 1)", tests).score == 1
+
+
+@needs_sandbox
 def test_partial_credit_and_statuses():
     tests = ["assert f(1) == 1", "assert f(1) == 2", "assert f(2) == 4", "assert f(2) == 5"]
     grade = run(SQUARE, tests, partial=True)
