@@ -37,13 +37,15 @@ export PIP_NO_COMPILE := 0
 JOBS ?= 4
 # Of the long ones, which compute more.
 LONG_JOBS ?= 3
+PROMISE_JOBS ?= 2
 # Of those with vLLM: a server takes 2 GB.
 VLLM_JOBS ?= 2
 # The files that have tests with this mark: to collect all others takes longer than some of those.
 # In pytest's order: an event loop that one file leaves running fails another's tests.
 marked = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 FAST := "not slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
-LONG := "slow and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
+PROMISES := "promise and not docker"
+LONG := "slow and not promise and not docker and not vllm and not sglang and not browser and not gpu and not network and not cluster"
 # These need all cores to themselves: an engine that is given no time is taken for a hung one.
 TWO_SERVERS := tests/train/test_two_vllm_servers.py
 # A real server starts many times in these: minutes on a quiet machine, an hour on a busy one.
@@ -54,12 +56,11 @@ APART := benchmarks/gpu.py benchmarks/train_step_trl.py benchmarks/env_server_cl
 HARBOR_TESTS := $(addprefix tests/environments/harbor/test_harbor_,parity.py providers.py)
 ADAPTERS_TESTS := pytest pytest-timeout hypothesis httpx
 
-# On a busy machine a race is lost now and then: what fails gets a second try, visibly.
-RETRY = echo "=== once more, those that failed:"
-# Of the fast tests at most two: more than that is no lost race.
-FEW_FAILED = $(BIN)/python tests/few_failed.py 2
+# On a busy machine a race is lost now and then: in the long tests what fails gets a second try,
+# listed by its name as RERUN. The required ones get none.
+RETRY := --reruns 1 -rsR
 
-.PHONY: quickstart test test-slow test-gpu test-pretended-gpu test-vllm test-vllm-one-server test-vllm-two-servers test-sglang test-sglang-faults test-docker test-docker-slow test-harbor test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
+.PHONY: quickstart test test-promises test-slow test-gpu test-pretended-gpu test-vllm test-vllm-one-server test-vllm-two-servers test-sglang test-sglang-faults test-docker test-docker-slow test-harbor test-adapters test-browser test-agents test-agents-nightly test-package test-cluster package vllm sglang types docs benchmarks learning model clean help
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -72,16 +73,18 @@ quickstart: $(VENV)/.train
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -f .pytest_cache/v/cache/lastfailed
-	export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -n $(JOBS) --dist loadfile -m $(FAST) || \
-		{ $(FEW_FAILED) && $(RETRY) && $(BIN)/pytest -m $(FAST) --last-failed; }
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m $(FAST)
 
-## make test-slow    the long tests: kill and resume, attacks, quickstart on three seeds, GSM8K
+## make test-promises  the promises that take long to check: kill and resume, exactly once, split
+##                     invariance, the sandbox, the golden run, one step with vLLM
+test-promises: $(VENV)/.dev $(VLLM_VENV)/.vllm
+	export OMP_NUM_THREADS=1 AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
+	$(BIN)/pytest -n $(PROMISE_JOBS) --dist worksteal -m $(PROMISES) $(call marked,promise)
+
+## make test-slow    the other long tests: attacks, quickstart on three seeds, GSM8K, faults
 test-slow: $(VENV)/.dev
-	export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest -n $(LONG_JOBS) --dist worksteal -m $(LONG) $(call marked,slow) || \
-		{ $(RETRY); $(BIN)/pytest -m $(LONG) --last-failed $(call marked,slow); }
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(LONG_JOBS) --dist worksteal -m $(LONG) $(RETRY) \
+		$(call marked,slow)
 
 ## make test-gpu     what needs a GPU: CUDA's attention, head and NCCL; on a machine that has one
 test-gpu: $(VENV)/.dev
@@ -93,9 +96,8 @@ test-gpu: $(VENV)/.dev
 test-pretended-gpu: $(VENV)/.dev $(PRETENDED_GPU_VENV)/.stubs
 	export PRETENDED_GPUS=2 OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		TORCH_COMPILE_DISABLE=1 TORCH_DISABLE_NATIVE_JIT=1; \
-	tests="env LD_PRELOAD=$(abspath $(PRETENDED_GPU_VENV))/pretended.so \
-		$(PRETENDED_GPU_VENV)/bin/python -m pytest tests/pretended_gpu"; \
-	$$tests || { $(RETRY); $$tests --last-failed; }
+	env LD_PRELOAD=$(abspath $(PRETENDED_GPU_VENV))/pretended.so \
+		$(PRETENDED_GPU_VENV)/bin/python -m pytest tests/pretended_gpu $(RETRY)
 
 ## make vllm         install vLLM's CPU build into .venv-vllm (3.5 GB)
 vllm: $(VLLM_VENV)/.vllm
@@ -104,14 +106,13 @@ vllm: $(VLLM_VENV)/.vllm
 test-vllm: test-vllm-one-server test-vllm-two-servers
 
 test-vllm-one-server: $(VENV)/.dev $(VLLM_VENV)/.vllm
-	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
-	tests="-m vllm $(filter-out $(TWO_SERVERS),$(call marked,vllm))"; \
-	$(BIN)/pytest -n $(VLLM_JOBS) --dist loadfile $$tests || \
-		{ $(RETRY); $(BIN)/pytest $$tests --last-failed; }
+	AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+		$(BIN)/pytest -n $(VLLM_JOBS) --dist loadfile -m "vllm and not promise" $(RETRY) \
+		$(filter-out $(TWO_SERVERS),$(call marked,vllm))
 
 test-vllm-two-servers: $(VENV)/.dev $(VLLM_VENV)/.vllm
-	export AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python; \
-	$(BIN)/pytest $(TWO_SERVERS) || { $(RETRY); $(BIN)/pytest $(TWO_SERVERS) --last-failed; }
+	AGENTRL_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+		$(BIN)/pytest $(RETRY) $(TWO_SERVERS)
 
 ## make sglang       install SGLang's CPU build into .venv-sglang (1.75 GB; x86-64)
 sglang: $(SGLANG_VENV)/.sglang
@@ -119,8 +120,7 @@ sglang: $(SGLANG_VENV)/.sglang
 ## make test-sglang  install SGLang, then the tests of its contract against a real server
 test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.sglang
 	export AGENTRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1; \
-	tests="$(BIN)/pytest -m sglang $(filter-out $(SGLANG_FAULTS),$(call marked,sglang))"; \
-	$$tests || { $(RETRY); $$tests --last-failed; }
+	$(BIN)/pytest -m sglang $(filter-out $(SGLANG_FAULTS),$(call marked,sglang)) $(RETRY)
 
 ## make test-sglang-faults  real SGLang servers killed, hung and behind a router, and whole runs
 test-sglang-faults: $(VENV)/.dev $(SGLANG_VENV)/.sglang
@@ -129,9 +129,7 @@ test-sglang-faults: $(VENV)/.dev $(SGLANG_VENV)/.sglang
 
 ## make test-docker  the tests that need a Docker engine, and fail without one
 test-docker: $(VENV)/.dev
-	export AGENTRL_REQUIRE_DOCKER=1; \
-	$(BIN)/pytest -m "docker and not slow" $(call marked,docker) || \
-		{ $(RETRY); $(BIN)/pytest -m "docker and not slow" --last-failed $(call marked,docker); }
+	AGENTRL_REQUIRE_DOCKER=1 $(BIN)/pytest -m "docker and not slow" $(RETRY) $(call marked,docker)
 
 ## make test-docker-slow  attacks, faults of the engine itself, speed, mini-swe-agent trained; needs
 ##                        root
@@ -144,14 +142,12 @@ test-docker-slow: $(VENV)/.dev $(AGENTS_VENV)/.agents
 test-harbor: $(VENV)/.dev $(HARBOR_VENV)/bin/harbor
 	export AGENTRL_REQUIRE_DOCKER=1 OMP_NUM_THREADS=1 \
 		AGENTRL_HARBOR_PYTHON=$(abspath $(HARBOR_VENV))/bin/python; \
-	tests="$(BIN)/pytest -rs $(HARBOR_TESTS)"; \
-	$$tests || { $(RETRY); $$tests --last-failed; }
+	$(BIN)/pytest -rs $(HARBOR_TESTS) $(RETRY)
 
 ## make test-adapters  the adapters, and the files of inspect_ai and lm-eval, against the real
 ##                     packages, in environments of their own
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
-	tests="$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters"; \
-	$$tests || { $(RETRY); $$tests --last-failed; }
+	$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters $(RETRY)
 	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
 	AGENTRL_EVAL_FORMATS_PYTHON=$(abspath $(ADAPTERS_VENV))/evaluations/bin/python \
@@ -159,15 +155,12 @@ test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 
 ## make test-browser  the pages of `agentrl view` in Chromium (Debian: apt install chromium)
 test-browser: $(VENV)/.dev
-	export OMP_NUM_THREADS=1; \
-	tests="$(BIN)/pytest -m browser -s $(call marked,browser)"; \
-	$$tests || { $(RETRY); $$tests --last-failed; }
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m browser -s $(call marked,browser) $(RETRY)
 
 ## make test-agents  agents of other frameworks against the endpoint, in an environment of their own
 test-agents: $(AGENTS_VENV)/.frameworks
-	export OMP_NUM_THREADS=1; agents="$(AGENTS_VENV)/bin/python -m pytest -s tests/agents"; \
-	$$agents -m "not docker and not slow" || \
-		{ $(RETRY); $$agents -m "not docker and not slow" --last-failed; }
+	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest -s tests/agents \
+		-m "not docker and not slow" $(RETRY)
 	OMP_NUM_THREADS=1 $(AGENTS_VENV)/bin/python -m pytest tests/test_recipes.py -k "agent and trains"
 
 ## make test-agents-nightly  those that are slow to install or to import (a quarter of an hour)
@@ -180,8 +173,7 @@ test-agents-nightly: $(AGENTS_VENV)/.long_tail
 test-cluster: $(CLUSTER_VENV)/.cluster
 	export OMP_NUM_THREADS=1; \
 	export PATH="$(abspath $(BIN)):$$PATH"; \
-	tests="$(CLUSTER_VENV)/bin/python -m pytest -s -rs -m cluster tests/train/test_launchers.py"; \
-	$$tests || { $(RETRY); $$tests --last-failed; }
+	$(CLUSTER_VENV)/bin/python -m pytest -s -rs -m cluster tests/train/test_launchers.py $(RETRY)
 
 ## make types        pyright on the library
 types: $(VENV)/.dev

@@ -1,0 +1,125 @@
+"""Which stages a change needs, and that none is left out in silence."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TABLE = tomllib.loads((ROOT / ".ci" / "paths.toml").read_text())
+sys.path.insert(0, str(ROOT / ".ci"))
+
+from stages import matches, stages_of  # noqa: E402
+
+
+def git(*arguments: str, cwd: Path = ROOT) -> str:
+    identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=cwd, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def stages(checkout: Path, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, ".ci/stages.py"],
+        cwd=checkout,
+        env={**os.environ, "CI_ALL": "", **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()
+
+
+def commit(checkout: Path, *paths: str) -> str:
+    for path in paths:
+        (checkout / path).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / path).write_text(path + str(os.urandom(4)))
+    git("add", "--all", cwd=checkout)
+    git("commit", "--quiet", "--message", "change", cwd=checkout)
+    return git("rev-parse", "HEAD", cwd=checkout)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    git("init", "--quiet", cwd=tmp_path)
+    (tmp_path / ".ci").mkdir()
+    for name in ("stages.py", "paths.toml"):
+        shutil.copy(ROOT / ".ci" / name, tmp_path / ".ci")
+    return tmp_path
+
+
+def test_every_path_says_what_it_needs():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    known = {*TABLE["stages"], "all"}
+    assert all(set(row["stages"]) <= known for row in TABLE["row"])
+    for path in git("ls-files", "-z").rstrip("\0").split("\0"):
+        stages_of(path)
+    with pytest.raises(LookupError, match=r"a/new/place: no row"):
+        stages_of("a/new/place")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("*.md", "README.md", True),
+        ("*.md", "docs/README.md", False),
+        ("docs/**", "docs/a/b.md", True),
+        ("docs/**", "docs.md", False),
+        ("benchmarks/swe_*/**", "benchmarks/swe_attacks/a/b.py", True),
+        (".*", ".gitignore", True),
+        (".*", "gitignore", False),
+    ],
+)
+def test_patterns(pattern, path, expected):
+    assert matches(path, pattern) is expected
+
+
+def test_stages_are_known_to_the_program():
+    program = (ROOT / ".ci" / "run").read_text()
+    started = [
+        line.split()[1] for line in program.splitlines() if line.lstrip().startswith("stage ")
+    ]
+    assert sorted(started) == sorted(TABLE["stages"])
+    required = [line.split()[1] for line in program.splitlines() if line.startswith("required ")]
+    assert required == TABLE["required"]
+
+
+def test_only_what_changed_since_everything_passed(checkout):
+    first = commit(checkout, "README.md")
+    assert stages(checkout) == TABLE["stages"], "nothing has passed yet"
+    (checkout / ".ci" / "passed").write_text(first)
+    commit(checkout)
+    assert stages(checkout) == []
+    commit(checkout, "docs/page.md", "agentrl/view/pages.py")
+    assert stages(checkout) == ["docs", "browser"]
+    assert stages(checkout, CI_ALL="1") == TABLE["stages"]
+    git("mv", "agentrl/view/pages.py", "agentrl/algo.py", cwd=checkout)
+    commit(checkout)
+    assert stages(checkout) == TABLE["stages"], "both names of a moved file count"
+
+
+@pytest.mark.parametrize("named", ["", "main", "0" * 40])
+def test_an_unknown_commit_is_none(checkout, named):
+    commit(checkout, "README.md")
+    (checkout / ".ci" / "passed").write_text(named)
+    commit(checkout)
+    assert stages(checkout) == TABLE["stages"]
+
+
+def test_a_stage_left_out_for_lack_of_time_fails():
+    done = subprocess.run(
+        ["bash", ".ci/run"],
+        cwd=ROOT,
+        env={**os.environ, "CI_MINUTES": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "=== fast FAILED: takes" in done.stdout
