@@ -7,10 +7,12 @@ are trained, each with its closing token.
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,10 +36,13 @@ from agentrl.model.rows import pack, plan_micro_batches
 from agentrl.model.text.processor import restore_pixels
 from agentrl.model.text.renderer import Renderer
 from agentrl.model.text.template import HIDDEN_TOOLS
+from agentrl.rollout.messages import RequestRefused, read_messages, read_tools
 from agentrl.rollout.recorded import best_trajectories
 from agentrl.train.optimizer import Learner
 from agentrl.train.setup import resolve_device, resolve_dtype
 from agentrl.types import Message, Sample, TokenRow, ToolSpec, samples_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -180,7 +185,7 @@ def sft(
 
 def _of_demonstrations(
     demonstrations: Path,
-    dialogues: list[tuple[list[Message], list[ToolSpec]]],
+    dialogues: list[Dialogue],
     renderer: Renderer,
     tools: str,
 ) -> list[Sample]:
@@ -189,12 +194,12 @@ def _of_demonstrations(
     Raises:
         ConfigError: a dialogue offers tools that the prompt would not show.
     """
-    has_tools = any(offered for _, offered in dialogues)
+    has_tools = any(dialogue.tools for dialogue in dialogues)
     if has_tools and tools == "template" and renderer.template.hides_tools:
         raise ConfigError(f"{demonstrations} offers tools, and {HIDDEN_TOOLS} (in sft: --tools)")
     return [
-        dialogue_to_sample(renderer, messages, offered, f"dialogue-{number}")
-        for number, (messages, offered) in enumerate(dialogues, 1)
+        dialogue_to_sample(renderer, dialogue, f"dialogue-{number}")
+        for number, dialogue in enumerate(dialogues, 1)
     ]
 
 
@@ -213,12 +218,19 @@ def _require_same_tokens(model_path: str, recorded: str) -> None:
             )
 
 
-def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]]:
-    """Reads the dialogues of a JSONL file, each `{"messages": [...], "tools": [...]}` (tools are
-    optional).
+@dataclass(slots=True, frozen=True)
+class Dialogue:
+    """One demonstration, as templates read it."""
 
-    Returns:
-        The messages and tools of each dialogue.
+    messages: list[Message]
+    tools: list[ToolSpec]
+    untrained: frozenset[int] = frozenset()
+    """Indices of assistant messages that are read and not trained (`weight: 0`)."""
+
+
+def read_demonstrations(path: Path) -> list[Dialogue]:
+    """Reads the dialogues of a JSONL file, each `{"messages": [...], "tools": [...]}` in OpenAI's
+    form (tools are optional, and may be JSON text).
 
     Raises:
         DataError: the file is missing or empty, or a line is not a dialogue; names the line.
@@ -227,36 +239,96 @@ def read_demonstrations(path: Path) -> list[tuple[list[Message], list[ToolSpec]]
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
+    unread: set[str] = set()
     dialogues = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
-            raise DataError(f"{path}:{number}: not valid JSON: {error}") from None
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f'{path}:{number}: no "messages"; a line is {{"messages": [...]}}')
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise DataError(f'{path}:{number}: every message needs "role" and "content"')
-        if messages[0]["role"] == "assistant" or not any(
-            message["role"] == "assistant" for message in messages
-        ):
-            raise DataError(
-                f"{path}:{number}: a dialogue must start with another role and hold at least one "
-                "assistant message"
-            )
-        dialogues.append((messages, row.get("tools") or []))
+        if line.strip():
+            try:
+                dialogues.append(_read_dialogue(line, unread))
+            except (RequestRefused, DataError) as error:
+                raise DataError(f"{path}:{number}: {error}") from None
     if not dialogues:
         raise DataError(f"{path}: the file is empty")
+    if unread:
+        logger.warning(
+            "%s: these keys of messages are not read: %s", path, ", ".join(sorted(unread))
+        )
     return dialogues
 
 
-def dialogue_to_sample(
-    renderer: Renderer, messages: list[Message], tools: list[ToolSpec], name: str
-) -> Sample:
+def _read_dialogue(line: bytes, unread: set[str]) -> Dialogue:
+    """Reads one row.
+
+    Raises:
+        DataError, RequestRefused: the row is not a dialogue.
+    """
+    try:
+        row = msgspec.json.decode(line)
+        given = row.get("messages") if isinstance(row, dict) else None
+        offered = row.get("tools") if isinstance(row, dict) else None
+        offered = msgspec.json.decode(offered) if isinstance(offered, str) else offered
+    except msgspec.DecodeError as error:
+        raise DataError(f"not valid JSON: {error}") from None
+    if not isinstance(given, list) or not given:
+        raise DataError('no "messages"; a line is {"messages": [...]}')
+    if offered is not None and not isinstance(offered, list):
+        raise DataError(f'"tools" is a list of functions, not {type(offered).__name__}')
+    # A column of a table has one type, so files made of tables fill what a row lacks with nulls.
+    tools, others = read_tools(_without_nulls(offered))
+    if others:
+        raise DataError(f"the tools {', '.join(others)} are not functions")
+    messages = read_messages(given, unread)
+    untrained = set()
+    for index, (message, raw) in enumerate(zip(messages, given, strict=True)):
+        if message["role"] == "assistant":
+            if (weight := raw.get("weight", 1)) not in (0, 1, None):
+                raise DataError(f"messages[{index}]: weight is 0 or 1, not {weight!r}")
+            if weight == 0:
+                untrained.add(index)
+            if not message["content"] and not message.get("tool_calls"):
+                raise DataError(f"messages[{index}]: the assistant says nothing and calls no tool")
+            for call in message.get("tool_calls", ()):
+                _drop_padding(call["function"], tools)
+    roles = [message["role"] for message in messages]
+    if roles[0] == "assistant" or roles.count("assistant") == len(untrained):
+        raise DataError(
+            "a dialogue must start with another role and hold at least one assistant message to "
+            "train"
+        )
+    return Dialogue(messages, tools, frozenset(untrained))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the keys that hold null, at every depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _drop_padding(function: dict[str, Any], tools: list[ToolSpec]) -> None:
+    """Removes null arguments of a call, unless its tool has such a parameter that may be null."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    properties = schemas.get(function["name"], {}).get("properties", {})
+    function["arguments"] = {
+        key: value
+        for key, value in function["arguments"].items()
+        if value is not None or _may_be_null(properties.get(key))
+    }
+
+
+def _may_be_null(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kinds, alternatives = schema.get("type"), [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return (
+        bool(schema.get("nullable"))
+        or "null" in (kinds if isinstance(kinds, list) else [kinds])
+        or None in schema.get("enum", ())
+        or any(map(_may_be_null, alternatives))
+    )
+
+
+def dialogue_to_sample(renderer: Renderer, dialogue: Dialogue, name: str) -> Sample:
     """Makes a dialogue a token row, in which only assistant turns have a loss mask of 1.
 
     Messages after the last assistant turn are left out, because they would not be trained.
@@ -264,14 +336,18 @@ def dialogue_to_sample(
     Args:
         name: trajectory id and group id of the sample.
     """
+    messages = dialogue.messages
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     row = TokenRow()
     first = messages[: turns[0]]
-    prompt, row.images = renderer.show(renderer.prompt(first, tools), first)
+    prompt, row.images = renderer.show(renderer.prompt(first, dialogue.tools), first)
     row.append_context(prompt, 0)
     for turn_id, index in enumerate(turns):
         ids = renderer.assistant_turn(messages[index])
-        row.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn_id)
+        if index in dialogue.untrained:
+            row.append_context(ids, turn_id)
+        else:
+            row.append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn_id)
         if turn_id + 1 < len(turns):
             observation = messages[index + 1 : turns[turn_id + 1]]
             suffix = renderer.suffix(observation, closed_by=ids[-1])

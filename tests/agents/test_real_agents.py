@@ -89,6 +89,27 @@ async def openai_agents_responses(task, base_url, api_key):
         return run.final_output
 
 
+async def anthropic_tool_runner(task, base_url, api_key):
+    """The SDK's own loop, which continues a thread by the id of its last answer."""
+    from anthropic import AsyncAnthropic, beta_async_tool
+
+    @beta_async_tool
+    async def calculator(expression: str) -> str:
+        """Evaluates an expression."""
+        return calculated(expression)
+
+    async with AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+        runner = client.beta.messages.tool_runner(
+            model="policy",
+            max_tokens=100,
+            max_iterations=NUM_TURNS,
+            tools=[calculator],
+            messages=[{"role": "user", "content": task.prompt}],
+        )
+        reply = await runner.until_done()
+        return "".join(block.text for block in reply.content if block.type == "text")
+
+
 async def anthropic_sdk(task, base_url, api_key):
     """A loop over Anthropic's messages; every other call is streamed."""
     from anthropic import AsyncAnthropic
@@ -212,7 +233,7 @@ AGENTS = {
     each.__name__: each
     for each in (
         *(openai_sdk, openai_agents, openai_agents_streamed, openai_agents_responses),
-        *(anthropic_sdk, langgraph, pydantic_ai, mini_swe_agent, smolagents),
+        *(anthropic_sdk, anthropic_tool_runner, langgraph, pydantic_ai, mini_swe_agent, smolagents),
     )
 }
 

@@ -26,9 +26,10 @@ from agentrl.model.load import load_processor, load_tokenizer
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder
 from agentrl.rollout.agent.server import AgentServer
-from agentrl.rollout.agent.wire import ChatCompletions, RequestRefused
+from agentrl.rollout.agent.wire import ChatCompletions
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
 from agentrl.rollout.agent.wire_responses import Responses
+from agentrl.rollout.messages import RequestRefused
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.types import Message, Trajectory
 from tests.agent_play import play as play_agent

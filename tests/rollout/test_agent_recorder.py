@@ -14,7 +14,8 @@ from tokenizers_for_tests import CHATML, DROPS_THINKING, make_tokenizer
 
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.recorder import Recorder, identity
-from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, read_messages
+from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions
+from agentrl.rollout.messages import read_messages
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.types import Trajectory
 

@@ -6,9 +6,10 @@ import json
 import pytest
 
 from agentrl.rollout.agent.recorder import identity
-from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, RequestRefused
+from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
 from agentrl.rollout.agent.wire_responses import Responses
+from agentrl.rollout.messages import RequestRefused
 from agentrl.types import Action, ToolCall, assistant_message
 
 ACTIONS = (
@@ -22,6 +23,8 @@ TEXT = [{"type": "text", "text": "in two"}, {"type": "text", "text": " parts"}]
 
 
 ASK = {"messages": [{"role": "user", "content": "q"}]}
+BEGUN = {"role": "assistant", "content": "So", "prefix": True}
+FOUND = {"type": "function_call_output", "call_id": "c", "output": "found"}
 NO_OBJECT = {"id": "1", "function": {"name": "f", "arguments": "[1]"}}
 
 
@@ -140,6 +143,13 @@ def test_a_turn_cut_by_its_limit_says_so_on_every_wire():
             {"messages": [{"role": "assistant", "tool_calls": [NO_OBJECT]}]},
             "no JSON object",
         ),
+        (ChatCompletions(), {**ASK, "continue_final_message": True}, "is not served"),
+        (ChatCompletions(), {"messages": [*ASK["messages"], BEGUN]}, "begun by the agent"),
+        (ChatCompletions(), {"messages": [{"role": "tool", "content": "x"}]}, "whole history"),
+        (Responses(), {"input": [FOUND]}, "whole history"),
+        (AnthropicMessages(), {**ASK, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
+        (AnthropicMessages(), {**ASK, "context_management": {"edits": []}}, "context_management"),
+        (AnthropicMessages(), {"messages": [*ASK["messages"], BEGUN]}, "the last message is"),
         (AnthropicMessages(), {"messages": []}, "at least one"),
         (
             AnthropicMessages(),
@@ -251,6 +261,52 @@ def test_what_was_answered_may_be_named_instead_of_sent(by):
         Responses().read(body)
 
 
+def test_a_thread_is_continued_by_the_id_of_its_last_answer():
+    wire, action = AnthropicMessages(), ACTIONS[2]
+    tools = [{"name": "look", "input_schema": {"type": "object"}}]
+    body = {"system": "be brief", "messages": [user("q")], "tools": tools}
+    first = wire.read({**body, "thread": {"type": "create"}})
+    told = wire.reply(first, answer(action))
+    result = {"type": "tool_result", "tool_use_id": "t0000c000", "content": "found"}
+    newest = {"messages": [{"role": "user", "content": [{**result, "is_error": True}]}]}
+    continued = {"type": "continue", "previous_message_id": told["id"]}
+    second = wire.read({**newest, "thread": continued})
+    whole = [user("q"), {"role": "assistant", "content": told["content"]}, *newest["messages"]]
+    same = AnthropicMessages().read({**body, "messages": whole})
+    assert (second.messages, second.tools) == (same.messages, same.tools)
+    assert second.unenforced == same.unenforced == ("tool_result.is_error",)
+    assert len(second.messages) == 4 and second.messages[:2] == first.messages
+    told = wire.reply(second, Answer("y", Action("done"), False, 7, 3))
+    again = {"type": "continue", "previous_message_id": told["id"]}
+    third = wire.read({"messages": [user("and?")], "tools": [], "thread": again})
+    assert [each["content"] for each in third.messages] == [
+        "be brief", "q", "Let me see.", "found", "done", "and?",
+    ]  # fmt: skip
+    assert third.tools == []
+    with pytest.raises(RequestRefused, match="whole history") as refused:
+        AnthropicMessages().read({**newest, "thread": again})
+    assert refused.value.status == 404
+    assert wire.error(refused.value)["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+def test_a_call_of_older_logs_is_a_tool_call():
+    function = {"name": "look", "arguments": '{"word": "w"}'}
+    messages = [
+        user("q"),
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "look", "content": "found"},
+    ]
+    _, said, found = ChatCompletions().read({"messages": messages}).messages
+    (call,) = said["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": {"word": "w"}}
+    assert (found["role"], found["name"], found["content"]) == ("tool", "look", "found")
+
+
+def test_keys_of_messages_without_a_meaning_are_known():
+    messages = [{**user("q"), "mood": "good", "cache_control": {"type": "ephemeral"}}]
+    assert ChatCompletions().read({"messages": messages}).unread == ("mood",)
+
+
 def test_a_response_that_is_not_stored_cannot_be_named():
     wire = Responses()
     _, told = played_responses(wire, {"input": "q", "store": False}, ACTIONS[0])
@@ -334,6 +390,14 @@ def test_tools_that_are_no_functions_are_left_out_by_name(wire, body, left_out):
     [
         (ChatCompletions(), {"response_format": {"type": "json_object"}}, ("response_format",)),
         (ChatCompletions(), {"response_format": {"type": "text"}}, ()),
+        (ChatCompletions(), {"parallel_tool_calls": False}, ("parallel_tool_calls",)),
+        (ChatCompletions(), {"parallel_tool_calls": True}, ()),
+        (Responses(), {"parallel_tool_calls": False}, ("parallel_tool_calls",)),
+        (
+            AnthropicMessages(),
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            ("tool_choice.disable_parallel_tool_use",),
+        ),
         (Responses(), {"text": {"format": {"type": "json_schema"}}}, ("text.format",)),
         (Responses(), {"text": {"format": {"type": "text"}, "verbosity": "low"}}, ()),
         (AnthropicMessages(), {"output_config": {"format": {}, "effort": "low"}}, ()),

@@ -37,7 +37,7 @@ from agentrl.model.text.renderer import Renderer
 from agentrl.rollout import TrajectoryLog, read_trajectories
 from agentrl.rollout.policy import TokenPolicy, _before_other_images
 from agentrl.rollout.setup import require_shown_images
-from agentrl.train.sft import dialogue_to_sample, sft
+from agentrl.train.sft import Dialogue, dialogue_to_sample, sft
 from agentrl.train.state import _config_files
 from agentrl.train.teacher import TeacherServer
 from agentrl.types import Message, ShownImage, StopReason, Trajectory, samples_of
@@ -153,7 +153,7 @@ def test_a_demonstration_with_images_is_what_a_rollout_of_it_would_be(
 ) -> None:
     renderer = make_renderer(folder)
     (row,) = played(renderer).branches
-    sample = dialogue_to_sample(renderer, row.messages, [], "d")
+    sample = dialogue_to_sample(renderer, Dialogue(row.messages, []), "d")
     assert sample.token_ids.tolist() == row.token_ids
     assert sample.loss_mask.tolist() == row.loss_mask
     places = [(image.sha256, image.start, image.end) for image in sample.images]

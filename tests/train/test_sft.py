@@ -9,7 +9,7 @@ from agentrl.cli.main import main
 from agentrl.errors import ConfigError, DataError
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout import read_trajectories
-from agentrl.train.sft import dialogue_to_sample, read_demonstrations, sft
+from agentrl.train.sft import Dialogue, dialogue_to_sample, read_demonstrations, sft
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")
 LOOK = {"name": "look", "arguments": {"word": "w"}}
@@ -25,7 +25,7 @@ DIALOGUE = [
 
 def test_only_assistant_turns_are_trained_and_their_ids_are_a_rollouts():
     renderer = Renderer(make_tokenizer())
-    sample = dialogue_to_sample(renderer, DIALOGUE, [], "d")
+    sample = dialogue_to_sample(renderer, Dialogue(DIALOGUE, []), "d")
     tokenizer = renderer.tokenizer
     trained = tokenizer.decode(
         sample.token_ids[sample.loss_mask == 1].tolist(), skip_special_tokens=False
@@ -51,7 +51,7 @@ def test_a_demonstration_of_what_was_played_has_the_rollouts_ids(tmp_path):
             continue
         calculator = {"name": "calculator", "parameters": {"properties": {"expression": {}}}}
         tools = [{"type": "function", "function": calculator}]
-        sample = dialogue_to_sample(renderer, trajectory.messages, tools, "d")
+        sample = dialogue_to_sample(renderer, Dialogue(trajectory.messages, tools), "d")
         (row,) = trajectory.branches
         assert sample.token_ids.tolist() == row.token_ids
         assert sample.loss_mask.tolist() == row.loss_mask
@@ -85,7 +85,8 @@ def test_tuning_lowers_the_loss_and_the_result_loads(tmp_path):
         ("", "the file is empty"),
         ("{nope", r"demos.jsonl:1: not valid JSON"),
         ('{"prompt": "x"}', r'demos.jsonl:1: no "messages"'),
-        ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
+        ('{"messages": [{"content": "x"}]}', r"messages\[0\]: a role is one of"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": {}}', '"tools" is a list'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "at least one assistant"),
     ],
 )
@@ -96,6 +97,96 @@ def test_bad_demonstrations_name_file_and_line(tmp_path, text, message):
         read_demonstrations(path)
     with pytest.raises(DataError, match="no such file"):
         read_demonstrations(tmp_path / "none.jsonl")
+
+
+USER = {"role": "user", "content": "go"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "word": {"type": "string"},
+        "city": {"type": ["string", "null"]},
+        "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "day": {"type": "string", "nullable": True},
+        "hour": {"enum": ["noon", None]},
+        "size": {"enum": ["big"]},
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+
+
+def assistant(**message):
+    return {"role": "assistant", **message}
+
+
+def calls(arguments):
+    return [{"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}]
+
+
+def trained_texts(tmp_path, messages, tools=TOOLS):
+    path = tmp_path / "demos.jsonl"
+    path.write_text(json.dumps({"messages": messages, "tools": tools}) + "\n")
+    renderer = Renderer(make_tokenizer())
+    (dialogue,) = read_demonstrations(path)
+    sample = dialogue_to_sample(renderer, dialogue, "d")
+    ids = sample.token_ids[sample.loss_mask == 1].tolist()
+    return renderer.tokenizer.decode(ids, skip_special_tokens=False).split("<|im_end|>")[:-1]
+
+
+LOOKED = '<tool_call>\n{"name": "look", "arguments": {"word": "w"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (assistant(content=None, tool_calls=calls('{"word": "w"}')), LOOKED),
+        (assistant(content=None, tool_calls=calls({"word": "w"})), LOOKED),
+        (assistant(tool_calls=calls({"word": "w", "size": None, "town": None})), LOOKED),
+        (assistant(function_call={"name": "look", "arguments": '{"word": "w"}'}), LOOKED),
+        (assistant(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "ab"),
+        (assistant(content=None, refusal="I cannot"), "I cannot"),
+        (assistant(content="yes", tool_calls=None, name=None), "yes"),
+    ],
+)
+def test_rows_in_the_form_of_openai_are_trained_as_they_mean(tmp_path, message, expected):
+    assert trained_texts(tmp_path, [USER, message]) == [expected]
+    assert trained_texts(tmp_path, [USER, message], json.dumps(TOOLS)) == [expected], "as text"
+
+
+@pytest.mark.parametrize("name", ["city", "unit", "day", "hour"])
+def test_an_argument_that_may_be_null_stays(tmp_path, name):
+    (text,) = trained_texts(tmp_path, [USER, assistant(tool_calls=calls({name: None}))])
+    assert json.loads(text.splitlines()[1])["arguments"] == {name: None}
+
+
+def test_an_answer_of_weight_0_is_read_and_not_trained(tmp_path):
+    messages = [USER, assistant(content="bad", weight=0), USER, assistant(content="good", weight=1)]
+    assert trained_texts(tmp_path, messages) == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": None, "content": "x"}, "a role is one of"),
+        ({"role": "human", "content": "x"}, "a role is one of"),
+        (assistant(content=None), "says nothing"),
+        (assistant(content="x", weight=0.5), "weight is 0 or 1"),
+        (assistant(content={"text": "x"}), "a list of parts, not dict"),
+        (assistant(tool_calls=calls("[1]")), "no JSON object"),
+        (assistant(tool_calls=[{"name": "look"}]), "a function with a name"),
+        ({"role": "tool", "content": "x"}, "no message before it calls one"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_line(tmp_path, message, expected):
+    with pytest.raises(DataError, match=f"demos.jsonl:1: .*{expected}"):
+        trained_texts(tmp_path, [USER, message, assistant(content="y")])
+
+
+def test_keys_without_a_meaning_are_reported_once(tmp_path, caplog):
+    messages = [USER | {"mood": "good"}, assistant(content="y", score=1), USER | {"mood": None}]
+    trained_texts(tmp_path, messages)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "these keys of messages are not read: mood, score"
+    ]
 
 
 def test_dialogues_that_are_all_too_long_are_an_error(tmp_path):

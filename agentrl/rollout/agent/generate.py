@@ -28,7 +28,8 @@ from agentrl.rollout.agent.roles import asked_by
 from agentrl.rollout.agent.runner import Agents, Result, checked_result
 from agentrl.rollout.agent.server import AgentServer, Live
 from agentrl.rollout.agent.tools import EnvTools
-from agentrl.rollout.agent.wire import Call, RequestRefused, read_messages
+from agentrl.rollout.agent.wire import Call
+from agentrl.rollout.messages import RequestRefused, read_messages
 from agentrl.types import JSON, Action, Message, StepResult, TokenRow, ToolSpec, Trajectory, Turn
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from agentrl.images import content_parts, mcp_blocks
 from agentrl.rollout.agent.tools import EnvTools
-from agentrl.rollout.agent.wire import RequestRefused
+from agentrl.rollout.messages import RequestRefused
 
 
 async def answer(request: web.Request, tools: EnvTools) -> web.Response:

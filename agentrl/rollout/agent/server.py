@@ -45,9 +45,10 @@ from agentrl.rollout.agent import mcp_tools
 from agentrl.rollout.agent.recorder import Place, Recorder
 from agentrl.rollout.agent.roles import Asked, OtherServers, asked_by
 from agentrl.rollout.agent.tools import EnvTools
-from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, RequestRefused, Wire
+from agentrl.rollout.agent.wire import Answer, Call, ChatCompletions, Wire
 from agentrl.rollout.agent.wire_anthropic import AnthropicMessages
 from agentrl.rollout.agent.wire_responses import Responses
+from agentrl.rollout.messages import RequestRefused
 from agentrl.types import StopReason
 
 logger = logging.getLogger("agentrl.rollout")
@@ -555,6 +556,11 @@ class AgentServer:
             self._say(
                 f"an agent asks for a form of the answer by {name}, which is not enforced: the "
                 "policy knows of it only what the messages say (said once)"
+            )
+        for name in call.unread:
+            self._say(
+                f"an agent's messages have the key {name!r}, which the policy does not read (said "
+                "once)"
             )
         for name in call.left_out:
             self._say(

@@ -15,7 +15,7 @@ from typing import Any
 from agentrl.env.client import EnvSession
 from agentrl.errors import AgentError
 from agentrl.images import content_text, join_contents
-from agentrl.rollout.agent.wire import RequestRefused
+from agentrl.rollout.messages import RequestRefused
 from agentrl.types import JSON, Action, Content, StepResult, ToolCall, ToolSpec, Trajectory
 
 MAX_NOTED_CHARS = 2000

@@ -1,4 +1,8 @@
-"""Anthropic's messages: `POST /v1/messages`."""
+"""Anthropic's messages: `POST /v1/messages`.
+
+A thread of the episode may be continued by the id of its last answer (`thread`), instead of sending
+its messages again.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,21 @@ from typing_extensions import TypedDict
 from agentrl.rollout.agent.wire import (
     Answer,
     Call,
-    RequestRefused,
     event,
     read_limit,
-    read_messages,
-    read_tools,
     require_shape,
     to_json,
 )
+from agentrl.rollout.messages import RequestRefused, read_messages, read_tools
 
 _READ = {
     *("model", "messages", "system", "tools", "tool_choice", "stream", "metadata", "betas"),
-    *("max_tokens", "stop_sequences", "output_config", "output_format"),
+    *("max_tokens", "stop_sequences", "output_config", "output_format", "thread"),
 }
+_NOT_SERVED = ("context_management", "mcp_servers", "container", "compaction")
+"""Keys by which a provider changes what the model reads."""
+_KEPT = ("system", "tools")
+"""What a thread keeps beside its messages, unless a request sends it again."""
 
 
 class _Body(TypedDict, total=False):
@@ -34,12 +40,23 @@ class _Body(TypedDict, total=False):
     max_tokens: int | None
     stop_sequences: list[str] | None
     output_config: dict[str, Any] | None
+    thread: dict[str, Any] | None
 
 
 class AnthropicMessages:
+    def __init__(self) -> None:
+        self._threads: dict[str, dict[str, Any]] = {}
+        """By the id of its last answer: the thread's messages, system text and tools."""
+
     def read(self, body: Mapping[str, Any]) -> Call:
         require_shape(body, _Body)
-        chosen = (body.get("tool_choice") or {}).get("type", "auto")
+        for key in _NOT_SERVED:
+            if body.get(key):
+                raise RequestRefused(f"{key} is not served: the agent sends what the policy reads")
+        if thread := body.get("thread"):
+            body = self._continued(body, thread)
+        choice = body.get("tool_choice") or {}
+        chosen = choice.get("type", "auto")
         replaced = [key for key in sorted(set(body) - _READ) if body[key] is not None]
         forms = {
             "output_format": body.get("output_format"),
@@ -49,6 +66,16 @@ class AnthropicMessages:
         messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         for index, message in enumerate(body.get("messages") or ()):
             messages += _as_chat(message, f"messages[{index}]")
+        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+            raise RequestRefused(
+                "the last message is the assistant's: beginning the policy's answer is not served"
+            )
+        forms |= {
+            "tool_choice.disable_parallel_tool_use": choice.get("disable_parallel_tool_use"),
+            "tool_result.is_error": any(
+                isinstance(message, dict) and message.pop("is_error", None) for message in messages
+            ),
+        }
         return Call(
             messages=read_messages(messages),
             tools=tools if chosen != "none" else [],
@@ -59,11 +86,32 @@ class AnthropicMessages:
             left_out=left_out,
             max_tokens=read_limit(body, "max_tokens"),
             stop=tuple(each for each in body.get("stop_sequences") or () if each),
+            source=body if thread else None,
         )
+
+    def _continued(self, body: Mapping[str, Any], thread: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a request with all that its thread holds.
+
+        Raises:
+            RequestRefused: this episode has no such thread; a client then sends the whole history.
+        """
+        if thread.get("type") == "create":
+            return dict(body)
+        previous = thread.get("previous_message_id")
+        if previous not in self._threads:
+            raise RequestRefused(
+                f"thread: this episode has no thread that ends in {previous!r}; send the whole "
+                'history with {"type": "create"}',
+                status=404,
+                code="thread_not_found",
+            )
+        kept = self._threads[previous]
+        messages = [*kept["messages"], *(body.get("messages") or ())]
+        return {**kept, **body, "messages": messages}
 
     def reply(self, call: Call, answer: Answer) -> dict[str, Any]:
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens}
-        return {
+        told = {
             "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
@@ -73,6 +121,11 @@ class AnthropicMessages:
             "stop_sequence": None,
             "usage": usage,
         }
+        if call.source is not None:
+            messages = [*call.source["messages"], {"role": "assistant", "content": told["content"]}]
+            kept = {key: call.source[key] for key in _KEPT if key in call.source}
+            self._threads[told["id"]] = {**kept, "messages": messages}
+        return told
 
     def events(self, call: Call, answer: Answer) -> Iterator[bytes]:
         def told(kind: str, **data: Any) -> bytes:
@@ -99,7 +152,8 @@ class AnthropicMessages:
     def error(self, refused: RequestRefused) -> dict[str, Any]:
         kinds = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
         kind = kinds.get(refused.status, "invalid_request_error")
-        told = {"type": kind, "message": str(refused), "code": refused.code}
+        details = {"error_code": refused.code}  # by which the client's own library knows it
+        told = {"type": kind, "message": str(refused), "code": refused.code, "details": details}
         return {"type": "error", "error": told}
 
     def _blocks(self, answer: Answer) -> list[dict[str, Any]]:
@@ -150,6 +204,7 @@ def _as_chat(message: Any, where: str) -> list[dict[str, Any]]:
                 spoken.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result"}:
                 told = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+                told |= {"is_error": block.get("is_error")}
                 answers.append({**told, "content": block.get("content")})
             case _:
                 kind = block.get("type") if isinstance(block, dict) else type(block).__name__

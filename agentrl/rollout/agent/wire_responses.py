@@ -16,14 +16,12 @@ from agentrl.rollout.agent.wire import (
     Answer,
     Call,
     ChatCompletions,
-    RequestRefused,
     event,
     read_limit,
-    read_messages,
-    read_tools,
     require_shape,
     to_json,
 )
+from agentrl.rollout.messages import RequestRefused, read_messages, read_tools
 
 _READ = {
     *("input", "instructions", "model", "tools", "tool_choice", "stream", "store", "include"),
@@ -107,7 +105,10 @@ class Responses:
             model=str(body.get("model") or "policy"),
             stream=bool(body.get("stream")),
             replaced=tuple(replaced),
-            unenforced=() if is_text else ("text.format",),
+            unenforced=(
+                *(() if is_text else ("text.format",)),
+                *(("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()),
+            ),
             left_out=left_out,
             max_tokens=read_limit(body, "max_output_tokens"),
             source=_Source(items, names, stored=body.get("store") is not False),
