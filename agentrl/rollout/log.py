@@ -2,9 +2,9 @@
 
 `run_dir/trajectories/step_000012.msgpack.zst` holds one record per trajectory: a little-endian
 header of two uint32 (length and CRC-32 of the payload), then a zstd frame of MessagePack. A file
-cut by a kill loses at most its last record. Arrays are stored as raw little-endian bytes, so
-that they come back bit for bit. Images of messages lie in `run_dir/images/`, each once; a record
-has their hashes.
+cut by a kill loses at most its last record. Everything comes back as it was: arrays are stored as
+raw little-endian bytes, integers beyond 64 bits as an extension. Images of messages lie in
+`run_dir/images/`, each once; a record has their hashes.
 
 `run_dir/trajectories/index.jsonl` has one `TrajectoryEntry` per line, appended after the record, so
 that a hundred thousand trajectories can be listed and searched without reading them
@@ -41,6 +41,8 @@ from agentrl.types import (
 INDEX_FILE = "index.jsonl"
 PREVIEW_CHARS = 160
 _HEADER = struct.Struct("<II")
+_INTEGER, _TEXT = 1, 2
+"""Codes of MessagePack extensions: a signed little-endian integer, and UTF-8 with surrogates."""
 _DTYPES = {
     "token_ids": "<i4",
     "loss_mask": "|u1",
@@ -113,10 +115,14 @@ def entry_of(trajectory: Trajectory, *, step: int, offset: int, length: int) -> 
         oldest_version=min((version for _, version in sampled), default=None),
         newest_version=max((version for _, version in sampled), default=None),
         lowest_logprob=min((logprob for logprob, _ in sampled), default=None),
-        preview=next((text for text in said if text.strip()), "")[:PREVIEW_CHARS],
+        preview=_utf8(next((text for text in said if text.strip()), "")[:PREVIEW_CHARS]),
         env_id=trajectory.env_id,
         dropped=str(trajectory.info.get("dropped", "")),
     )
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 class TrajectoryLog:
@@ -154,7 +160,7 @@ class TrajectoryLog:
         known: dict[str, str] = {}
         trajectories = [self._with_hashes(trajectory, known) for trajectory in trajectories]
         frames = [
-            frame(self._compressor.compress(msgspec.msgpack.encode(_to_record(trajectory))))
+            frame(self._compressor.compress(_encode(_to_record(trajectory))))
             for trajectory in trajectories
         ]
         with open(step_file(self.directory, step), "ab") as file:
@@ -245,7 +251,9 @@ def _records(path: Path, start: int) -> Iterator[tuple[int, int, dict[str, Any]]
         file.seek(start)
         while (payload := read_frame(file, path)) is not None:
             length = _HEADER.size + len(payload)
-            record = msgspec.msgpack.decode(decompressor.decompress(payload))
+            record = msgspec.msgpack.decode(
+                decompressor.decompress(payload), ext_hook=_read_extension
+            )
             yield file.tell() - length, length, record
 
 
@@ -315,6 +323,35 @@ def _to_record(trajectory: Trajectory) -> dict[str, Any]:
         for row in trajectory.branches
     ]
     return record
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(record)
+    except (OverflowError, UnicodeEncodeError):
+        return msgspec.msgpack.encode(_with_extensions(record))
+
+
+def _with_extensions(value: Any) -> Any:
+    """Replaces what MessagePack has no form for: integers beyond 64 bits, and texts with half of a
+    surrogate pair."""
+    match value:
+        case dict():
+            return {_with_extensions(k): _with_extensions(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_with_extensions(each) for each in value]
+        case int() if not -(2**63) <= value < 2**64:
+            size = value.bit_length() // 8 + 1
+            return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(size, "little", signed=True))
+        case str() if any("\ud800" <= char <= "\udfff" for char in value):
+            return msgspec.msgpack.Ext(_TEXT, value.encode("utf-8", "surrogatepass"))
+    return value
+
+
+def _read_extension(code: int, data: memoryview) -> object:
+    if code == _INTEGER:
+        return int.from_bytes(data, "little", signed=True)
+    return bytes(data).decode("utf-8", "surrogatepass")
 
 
 def _with_messages_in_rows(record: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,11 @@ from agentrl.rollout import TrajectoryLog, read_trajectories
 from agentrl.rollout.log import _to_record
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
 FLOAT32 = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False, width=32)
 
 
@@ -39,7 +44,7 @@ def trajectories(draw):
         reward=draw(st.floats(allow_nan=False)),
         stop_reason=draw(st.sampled_from(list(StopReason))),
         error=draw(st.none() | st.just(TrajectoryError("step", "env_error", "it broke"))),
-        info={"nested": [1, {"a": None}]},
+        info={"nested": draw(JSON), "wide": draw(st.integers(-(2**20000), 2**20000))},
     )
 
 
