@@ -61,6 +61,7 @@ from agentrl.inference.servers import (
 from agentrl.inference.token_api import (
     COMPLETIONS,
     GENERATE,
+    LARGEST_VOCABULARY,
     Endpoint,
     NotJSON,
     Sampled,
@@ -125,6 +126,9 @@ class ServerEngine:
     """Model families whose images can be sent to the server."""
 
     resync: Callable[[str], Awaitable[None]] | None = None
+    sent_version: int | None = None
+    """Newest version that is being sent to the servers, or was. Their labels must not be newer.
+    None if nothing is sent: whatever trained them before, its labels are right."""
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class ServerEngine:
         stop_token_ids: Sequence[int] = (),
         request_timeout_s: float = 600.0,
         retry_for_s: float = 120.0,
+        vocab_size: int = LARGEST_VOCABULARY,
     ) -> None:
         """
         Args:
@@ -147,6 +152,7 @@ class ServerEngine:
             stop_token_ids: ids that end every turn, besides each request's own.
             request_timeout_s: limit of one attempt, from connecting to the last byte.
             retry_for_s: time for which a call keeps trying while servers are unreachable or full.
+            vocab_size: number of ids that the model knows; no answer may have others.
 
         Raises:
             ConfigError: an address or the token is malformed.
@@ -166,6 +172,7 @@ class ServerEngine:
         self._seed = seed
         self._stop_token_ids = frozenset(stop_token_ids)
         self._request_timeout_s = request_timeout_s
+        self._vocab_size = vocab_size
         self._newest_version: OrderedDict[str, int] = OrderedDict()  # by trajectory
 
     async def start(self) -> None:
@@ -364,7 +371,14 @@ class ServerEngine:
                 f"{sampling.max_tokens}) was refused with {answer.status}: "
                 f"{error_message(answer.body)}"
             )
-        sampled = read_sampled(endpoint, server.url, answer.body, prompt_ids, sampling.max_tokens)
+        sampled = read_sampled(
+            endpoint,
+            server.url,
+            answer.body,
+            prompt_ids,
+            sampling.max_tokens,
+            self._vocab_size,
+        )
         if endpoint != COMPLETIONS:
             versions = self._versions(server, sampled, expected_version)
         else:
@@ -522,7 +536,7 @@ class ServerEngine:
 
         Raises:
             OldWeights: the tokens may come from weights older than `expected_version`.
-            InferenceError: the spans do not cover the tokens.
+            InferenceError: the spans do not cover the tokens, or are newer than `sent_version`.
         """
         spans, num_tokens = sampled.spans, len(sampled.token_ids)
         labels = [version_number(span.version) for span in spans]
@@ -544,6 +558,13 @@ class ServerEngine:
                 f"{num_tokens} tokens"
             )
         server.labels_versions = True
+        newest = max(versions, default=expected_version)
+        if self.sent_version is not None and newest > self.sent_version:
+            raise InferenceError(
+                f"{server.url}: it samples from weights of version {newest}, but the newest that "
+                f"this run sent is {self.sent_version}: a second trainer sends its own weights "
+                "there; give each run servers of its own (inference.urls)"
+            )
         oldest = min(versions, default=expected_version)
         if oldest < expected_version:
             raise OldWeights(

@@ -32,6 +32,9 @@ NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-probability that is NaN, minus infinity or missing. SGLang sends an
 even lower number for minus infinity."""
 
+LARGEST_VOCABULARY = 2**31
+"""Token ids are kept in 32 bits."""
+
 
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Every sampling parameter. All are sent, because servers have different defaults."""
@@ -268,7 +271,12 @@ def request_body(
 
 
 def read_sampled(
-    endpoint: Endpoint, url: str, body: bytes, prompt_ids: list[int], max_tokens: int
+    endpoint: Endpoint,
+    url: str,
+    body: bytes,
+    prompt_ids: list[int],
+    max_tokens: int,
+    vocab_size: int = LARGEST_VOCABULARY,
 ) -> Sampled:
     """Reads and checks the answer to a request for one continuation.
 
@@ -276,11 +284,13 @@ def read_sampled(
         url: the server's, for the messages.
         prompt_ids: the request's prompt.
         max_tokens: the request's limit.
+        vocab_size: number of ids that the model knows.
 
     Raises:
         NotJSON: see its docstring.
         InferenceError: the answer does not have the endpoint's form, is for another prompt, has too
-            many tokens or none, or has missing or non-finite log-probabilities.
+            many tokens or none, ids outside the vocabulary, or missing or non-finite
+            log-probabilities.
     """
     if endpoint == SGLANG:
         sampled = _read_sglang(url, _decode(_sglang_decoder, url, body))
@@ -290,7 +300,7 @@ def read_sampled(
     else:
         choice = _only_choice(url, _decode(_completion_decoder, url, body).choices)
         sampled = _read_completion(url, choice, prompt_ids)
-    _check(url, sampled, max_tokens)
+    _check(url, sampled, max_tokens, vocab_size)
     return sampled
 
 
@@ -475,8 +485,15 @@ def _finish_reason(url: str, reason: str | None) -> FinishReason:
     return known
 
 
-def _check(url: str, sampled: Sampled, max_tokens: int) -> None:
+def _check(url: str, sampled: Sampled, max_tokens: int, vocab_size: int) -> None:
     num_tokens, logprobs = len(sampled.token_ids), sampled.logprobs
+    for ids in (sampled.token_ids, *(sampled.kept_ids or ())):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            strange = next(each for each in ids if not 0 <= each < vocab_size)
+            raise InferenceError(
+                f"{url}: token id {strange} is not one of the model's {vocab_size}; does the "
+                "server have the model at model.path?"
+            )
     if len(logprobs) != num_tokens:
         raise InferenceError(
             f"{url}: {num_tokens} tokens came with {len(logprobs)} log-probabilities"

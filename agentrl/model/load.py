@@ -91,13 +91,18 @@ def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def model_config(path: str) -> PretrainedConfig:
+    """Reads the configuration of a model, or of the base model of an adapter."""
+    return AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
+
+
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
     """Loads the processor that turns images into tokens and pixels for a model.
 
     Returns None for a model that only reads text, and, with a warning, for a model whose processor
     cannot be loaded.
     """
-    config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
+    config = model_config(path)
     if config.model_type not in EXACT_FAMILIES:
         return None
     try:
@@ -208,7 +213,7 @@ def _processor_files(model: PreTrainedModel, path: str) -> dict[str, str]:
 def empty_model(path: str, max_tokens: int | None = None) -> PreTrainedModel:
     """Builds the modules of `load_model` in float32 without loading weights. Their memory is not
     used until it is written to."""
-    config = AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
+    config = model_config(path)
     without_dropout(config)
     with no_init_weights():
         model: PreTrainedModel = auto_class(config).from_config(

@@ -154,6 +154,7 @@ async def _engine(
 ) -> InferenceEngine:
     if config.inference.has_servers:
         from agentrl.inference.backends import BACKENDS
+        from agentrl.model.load import model_config
 
         urls = config.inference.urls
         if not urls:
@@ -175,6 +176,7 @@ async def _engine(
             model=config.inference.model,
             token=config.inference.token,
             retry_for_s=config.inference.retry_for_s,
+            vocab_size=model_config(path).get_text_config().vocab_size,
         )
         return await stack.enter_async_context(aclosing(engine))
     from agentrl.model.load import load_model

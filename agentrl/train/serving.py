@@ -29,6 +29,7 @@ from agentrl.inference.embedded_sampling import require_exact_cache, share_weigh
 from agentrl.inference.http import EngineSession
 from agentrl.inference.launcher import ServerLauncher
 from agentrl.inference.program import ServerSettings
+from agentrl.inference.remote import ServerEngine
 from agentrl.inference.sglang import workers_of
 from agentrl.inference.vllm_images import NORMALISED
 from agentrl.inference.weights.control import SGLangControl, VLLMControl
@@ -102,6 +103,8 @@ class Serving:
                     copy_trained(model, own_model)
 
             await in_thread(copy)
+        if isinstance(self.engine, ServerEngine):
+            self.engine.sent_version = version
         metrics = {} if self.sync is None else await self.sync.push(model, version)
         if self.launcher is not None:
             metrics["sync/server_restarts"] = self.launcher.restarts
@@ -219,6 +222,7 @@ async def start_serving(
             print(f"starting {name} takes half a minute or more; its log is in {run_dir / 'logs'}")
         await launcher.start()
     urls = inference.urls or (launcher.urls if launcher else [])
+    vocab_size = model.config.get_text_config().vocab_size
     engine = backend.engine(
         urls,
         model=inference.model,
@@ -229,9 +233,9 @@ async def start_serving(
         request_timeout_s=config.rollout.turn_timeout_s,
         # If one of our servers dies, requests wait until it has had time to start again.
         retry_for_s=max(inference.retry_for_s, inference.startup_timeout_s if launcher else 0),
+        vocab_size=vocab_size,
     )
     tolerance = TOLERANCE[inference.quantization or config.model.dtype]
-    vocab_size = model.config.get_text_config().vocab_size
     probe = np.random.default_rng(0).integers(vocab_size, size=PROBE_TOKENS)
     sync = ServerWeightSync(
         await _workers(config, urls),

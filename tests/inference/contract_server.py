@@ -196,6 +196,8 @@ class ContractServer:
             shown = shown[:-1]
         if fault == "reason":
             reason = "error"
+        if fault is not None and fault.startswith("id"):  # id7: the first token is this one
+            tokens = [int(fault.removeprefix("id")), *tokens[1:]]
         choice: dict = {"index": 0, "token_ids": tokens, "finish_reason": reason}
         if path == "/v1/completions":
             choice["logprobs"] = {

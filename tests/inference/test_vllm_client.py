@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
-from contract_server import ContractServer, make_model, reference_logprobs, running
+from contract_server import VOCAB_SIZE, ContractServer, make_model, reference_logprobs, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +145,36 @@ async def test_an_answer_that_breaks_the_contract_is_an_error_that_names_the_ser
     server = ContractServer(make_model(), scale_out=scale_out, faults=[fault] * 6)
     with pytest.raises(InferenceError, match=rf"http://127.0.0.1:\d+.*({reason})"):
         await generate_one(server)
+
+
+@both_endpoints
+@pytest.mark.parametrize("strange", [-1, VOCAB_SIZE, 5000, 2**31, 2**40, 2**70])
+async def test_an_id_outside_the_vocabulary_is_an_error(scale_out, strange):
+    server = ContractServer(make_model(), scale_out=scale_out, faults=[f"id{strange}"])
+    with pytest.raises(InferenceError, match=r"id -?[0-9]+ is not|another shape"):
+        await generate_one(server, vocab_size=VOCAB_SIZE)
+
+
+async def test_the_last_id_of_the_vocabulary_is_none():
+    last = ContractServer(make_model(), faults=[f"id{VOCAB_SIZE - 1}"])
+    assert (await generate_one(last, vocab_size=VOCAB_SIZE)).token_ids[0] == VOCAB_SIZE - 1
+    kept = SamplingParams(6, top_k=5, report_kept=True)
+    with pytest.raises(InferenceError, match=f"id {VOCAB_SIZE} is not"):
+        server = ContractServer(make_model(), keeps_beside=[VOCAB_SIZE])
+        await generate_one(server, kept, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("sent", "refused"), [(3, True), (4, False), (None, False)])
+async def test_weights_that_this_run_did_not_send_are_another_trainers(sent, refused):
+    """A label may be one ahead during an update, and any if nothing is sent: an evaluation."""
+    server = ContractServer(make_model(), weight_version="4")
+    async with client(server) as engine:
+        engine.policy_version, engine.sent_version = 3, sent
+        if not refused:
+            assert (await engine.generate("g-m0", PROMPT, SAMPLING)).versions == [4] * 6
+            return
+        with pytest.raises(InferenceError, match=r"version 4.*second trainer"):
+            await engine.generate("g-m0", PROMPT, SAMPLING)
 
 
 async def test_an_answer_to_another_prompt_is_an_error():
