@@ -19,6 +19,12 @@ from agentrl.view.display import Display
 
 FAR_APART = 10
 """A mismatch this many times what rounding explains has another cause."""
+TURN_APART, TOKEN_APART, MANY_FAR = 0.5, 3.0, 0.01
+"""The same for the mean of a turn and for a token, in nats, whatever rounds, and for the share of
+tokens that are far off."""
+MOVED_FAR = 1.0
+"""Mean in nats over all tokens, those of older policies included. An update moves a policy by
+hundredths."""
 
 
 def check_rollouts(run: Run, rollouts: RolloutBatch, step: int, display: Display) -> None:
@@ -42,23 +48,37 @@ def check_rollouts(run: Run, rollouts: RolloutBatch, step: int, display: Display
 def mismatch_warning(metrics: Mapping[str, float], config: RunConfig) -> str | None:
     """Returns a warning if sampler and trainer differ in a step by more than rounding explains.
 
-    If the step may train on samples of older policies, the difference includes how far the policy
-    has moved since, so the threshold is higher and nothing is raised.
+    Turns of the newest policy are judged apart (`update.agreement`). The rest of the difference
+    includes how far the policy has moved since, so its limit is higher. Recorded episodes
+    (`run.replay`) may be of any policy, so for them nothing is raised.
 
     Raises:
-        TrainingError: sampler and trainer are two different policies although nothing is stale.
+        TrainingError: sampler and trainer are two different policies.
     """
-    gap = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
-    warning = mismatch_is_large(gap, config)
-    rollout = config.rollout
-    if rollout.max_staleness or rollout.replay_share or config.run.replay is not None:
-        return None if gap < max(MISMATCH["bfloat16"], explained_mismatch(config)) else warning
-    if gap >= FAR_APART * explained_mismatch(config):
+    explained = explained_mismatch(config)
+    of_all = metrics.get("policy/rollout_train_logprob_diff_mean", 0.0)
+    fresh = metrics.get("policy/fresh_diff_mean", 0.0)
+    found = {
+        f"{fresh:.2g} nats per token": fresh >= FAR_APART * explained,
+        f"{of_all:.2g} nats per token over all": of_all >= MOVED_FAR,
+    }
+    for key, limit, what in (
+        ("turn_max", max(TURN_APART, 20 * explained), "nats per token of a turn"),
+        ("max", max(TOKEN_APART, 200 * explained), "nats at a token"),
+        ("far", MANY_FAR, "of the tokens by more than 2 nats"),
+    ):
+        value = metrics.get(f"policy/fresh_diff_{key}", 0.0)
+        found[f"{value:.2g} {what}"] = value >= limit
+    causes = [what for what, is_too_far in found.items() if is_too_far]
+    if causes and config.run.replay is None:
         raise TrainingError(
-            f"{warning}; rounding cannot explain this: the sampler has other weights, another "
-            "sampling distribution, or other tokens than the trainer"
+            f"sampler and trainer differ by {', '.join(causes)}; rounding cannot explain this: the "
+            "sampler has other weights, another sampling distribution, or other tokens than the "
+            "trainer"
         )
-    return warning
+    if of_all >= max(MISMATCH["bfloat16"], explained):
+        return mismatch_is_large(of_all, config)
+    return mismatch_is_large(fresh, config)
 
 
 def require_own_rewards(groups: Sequence[Group]) -> None:

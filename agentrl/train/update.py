@@ -56,6 +56,12 @@ from agentrl.train.signals import StepSignals
 from agentrl.train.teacher import TeacherServer
 from agentrl.types import Sample
 
+FAR_OFF = 2.0
+"""Nats beyond which `agreement` counts a token's difference: rounding does so to one in thousands,
+even in 8 bits."""
+SHORT_TURN = 8
+"""Tokens by which `agreement` divides at least, for the mean of a turn."""
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UpdateOptions:
@@ -313,6 +319,7 @@ def learn(
     objective, critic, device = options.objective, options.critic, computing_device(learner.model)
     learned = Learned()
     num_done, num_in_all = 0, sum(len(mini.micro_batches) for mini in minibatches)
+    has_moved = learner.num_updates > 0
     for mini in minibatches:
         step = prepare(objective, batch.select(mini.rows), kl_coef=options.kl_coef)
         place = {row: index for index, row in enumerate(mini.rows)}
@@ -332,7 +339,7 @@ def learn(
                     portion=micro.num_tokens / num_tokens,
                 )
                 if counts:
-                    learned.metrics.append(output.metrics)
+                    learned.metrics.extend((output.metrics, agreement(part, logprobs, has_moved)))
                     measure = functools.partial(_policy_metrics, options, part, logprobs, entropy)
                     learned.metrics.extend(_by_environment(batch, rows, measure))
                     if options.signals is not None:
@@ -450,6 +457,47 @@ def _policy_metrics(
     return policy_loss(
         options.objective, part.select(index), logprobs[index], of_rows, kl_coef=options.kl_coef
     ).metrics
+
+
+@torch.no_grad()
+def agreement(part: Batch, logprobs: Tensor, has_moved: bool) -> dict[str, Metric]:
+    """Compares sampler and trainer over turns that the policy before this update sampled whole, so
+    that nothing but rounding explains a difference.
+
+    Args:
+        part: rows of a batch.
+        logprobs: (B, T) live log-probs.
+        has_moved: whether the run has updated the policy before. If not, every turn counts, since
+            there has been no other policy.
+
+    Returns:
+        The mean and the largest difference of a token and the largest mean of a turn, in nats, and
+        the share of the tokens that differ by more than `FAR_OFF` nats.
+    """
+    turn_ids, turn_rewards, mask = part.turn_ids, part.turn_rewards, part.loss_mask
+    assert turn_ids is not None and turn_rewards is not None
+
+    def by_turn(values: Tensor) -> Tensor:
+        empty = values.new_zeros(len(values), turn_rewards.shape[1])
+        return empty.scatter_add_(1, turn_ids, values)
+
+    if has_moved and part.policy_versions is not None:
+        stale = by_turn((mask & (part.policy_versions != part.current_version)).float())
+        mask = mask & (stale.gather(1, turn_ids) == 0)
+    old = logprobs if part.old_logprobs is None else part.old_logprobs
+    gap = torch.where(mask, (old - part.rollout_logprobs).abs(), 0).float()
+    of_turn = by_turn(gap) / by_turn(mask.float()).clamp(min=SHORT_TURN)
+    total = mask.sum().double()
+
+    def largest(values: Tensor) -> Metric:
+        return Metric("max", (torch.cat([values.flatten(), gap.new_zeros(1)]).amax(),))
+
+    return {
+        "policy/fresh_diff_mean": Metric("mean", (gap.double().sum(), total)),
+        "policy/fresh_diff_max": largest(gap),
+        "policy/fresh_diff_turn_max": largest(of_turn),
+        "policy/fresh_diff_far": Metric("mean", ((gap > FAR_OFF).double().sum(), total)),
+    }
 
 
 def _of_all_ranks(metrics: Mapping[str, Metric]) -> list[dict[str, Metric]]:

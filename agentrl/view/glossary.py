@@ -87,6 +87,12 @@ METRICS: dict[str, str] = {
     "the sampler reported and the trainer's own of the policy before the update. Without staleness "
     "it is the disagreement of engine and trainer: about 1e-5 in float32, some 0.05 in bfloat16.",
     "policy/rollout_train_logprob_diff_mean": "Mean of the same.",
+    "policy/fresh_diff_mean": "The same mean over turns that the newest policy sampled whole, and "
+    "over all turns of the first update: what no staleness explains. The run stops on it, as on "
+    "the next three (docs/precision.md).",
+    "policy/fresh_diff_max": "Largest difference of a token of those turns.",
+    "policy/fresh_diff_turn_max": "Largest mean difference of one of those turns.",
+    "policy/fresh_diff_far": "Share of their tokens that differ by more than 2 nats.",
     "policy/ess": "Effective sample size of the importance weights between trainer and sampler, as "
     "a fraction of the tokens; 1 where both agree.",
     "policy/update_logprob_diff_max": "How far a trained token's log-probability has moved since "

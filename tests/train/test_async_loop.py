@@ -10,13 +10,14 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.errors import WeightSyncError
+from agentrl.errors import TrainingError, WeightSyncError
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.rollout import read_trajectories
 from agentrl.train import run as run_parts
@@ -96,6 +97,39 @@ def test_every_trained_token_is_within_the_bound_and_no_task_is_lost(
         assert all(row["policy/rollout_train_logprob_diff_max"] < 1e-4 for row in metrics)
     else:
         assert metrics[-1]["rollout/staleness_max"] > 0
+
+
+def swapped(answers, number):
+    """Every third call gets the answer to another prompt."""
+    return answers[number - 1] if number % 3 == 2 else answers[number]
+
+
+def wrong_ids(answers, number):
+    """One token in ten is another than the one that was sampled."""
+    ids = [(each + 7) % 300 if at % 10 == 0 else each
+           for at, each in enumerate(answers[number].token_ids)]  # fmt: skip
+    return replace(answers[number], token_ids=ids)
+
+
+@pytest.mark.parametrize("wrong", [swapped, wrong_ids])
+@pytest.mark.parametrize("from_step", [1, 3])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_wrong_answers_of_an_engine_end_the_run(
+    tmp_path, syncs, monkeypatch, wrong, from_step, max_staleness
+):
+    generate, answers = EmbeddedEngine.generate, []
+
+    async def spoilt(self, request_id, *arguments):
+        answer = await generate(self, request_id, *arguments)
+        if self.policy_version < from_step - 1:
+            return answer
+        answers.append(answer)
+        given = wrong(answers, len(answers) - 1)
+        return replace(given, versions=[answer.versions[0]] * len(given.token_ids))
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", spoilt)
+    with pytest.raises(TrainingError, match="sampler and trainer differ"):
+        run(tmp_path / "run", "--rollout.max_staleness", str(max_staleness))
 
 
 def test_a_resumed_run_plays_again_what_no_step_trained_on(tmp_path, syncs):

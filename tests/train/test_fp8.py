@@ -78,7 +78,7 @@ def test_rounding_is_corrected_unless_the_run_file_chooses(objective, level, anc
 
 def test_the_mismatch_has_a_limit_of_its_own():
     def told(gap, run):
-        return mismatch_warning({"policy/rollout_train_logprob_diff_mean": gap}, run)
+        return mismatch_warning({"policy/fresh_diff_mean": gap}, run)
 
     plain = RunConfig.model_validate({"model": {"path": "m", "dtype": "bfloat16"}})
     assert told(0.07, plain) is not None and told(0.07, config()) is None

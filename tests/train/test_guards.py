@@ -31,23 +31,56 @@ def config(**sections) -> RunConfig:
 
 
 def apart(gap: float) -> dict[str, float]:
-    return {"policy/rollout_train_logprob_diff_mean": gap}
+    return {"policy/fresh_diff_mean": gap, "policy/rollout_train_logprob_diff_mean": gap}
 
 
 def test_two_policies_end_a_run_and_a_smaller_difference_warns():
     assert mismatch_warning({}, config()) is None
     assert mismatch_warning(apart(0.004), config()) is None
     assert "differ by 0.02 nats" in (mismatch_warning(apart(0.02), config()) or "")
-    with pytest.raises(TrainingError, match="rounding cannot explain this"):
+    with pytest.raises(TrainingError):
         mismatch_warning(apart(0.06), config())
+
+
+@pytest.mark.parametrize("sections", [{}, *STALE.values()], ids=["synchronous", *STALE])
+def test_turns_of_the_newest_policy_are_judged_alike_in_every_run(sections):
+    """A few wrong turns or tokens hide in the mean of a step."""
+    run = config(**sections)
+    assert "0.02" in (mismatch_warning({"policy/fresh_diff_mean": 0.02}, run) or "")
+    for key, honest, wrong in (
+        ("mean", 0.049, 0.051),
+        ("turn_max", 0.4, 0.6),
+        ("max", 2.9, 3.1),
+        ("far", 0.009, 0.011),
+    ):
+        mismatch_warning({f"policy/fresh_diff_{key}": honest}, run)
+        if run.run.replay is not None:  # recorded by whatever policy
+            mismatch_warning({f"policy/fresh_diff_{key}": wrong}, run)
+            continue
+        with pytest.raises(TrainingError):
+            mismatch_warning({f"policy/fresh_diff_{key}": wrong}, run)
+
+
+@pytest.mark.parametrize(("dtype", "token"), [("float32", 3.5), ("bfloat16", 10.5)])
+def test_a_token_may_be_further_off_where_weights_are_rounded_more(dtype, token):
+    run = config(model={"path": "m", "dtype": dtype})
+    mismatch_warning({"policy/fresh_diff_max": token - 1}, run)
+    with pytest.raises(TrainingError):
+        mismatch_warning({"policy/fresh_diff_max": token}, run)
 
 
 @pytest.mark.parametrize("sections", STALE.values(), ids=STALE.keys())
 def test_a_policy_that_moved_since_it_sampled_is_not_taken_for_another(sections):
     stale = config(**sections)
-    assert mismatch_warning(apart(0.02), stale) is None
-    assert "differ by 0.06 nats" in (mismatch_warning(apart(0.06), stale) or "")
-    assert mismatch_warning(apart(9.0), stale) is not None, "told, and no end"
+    key = "policy/rollout_train_logprob_diff_mean"
+    assert mismatch_warning({key: 0.02}, stale) is None
+    assert "differ by 0.06 nats" in (mismatch_warning({key: 0.06}, stale) or "")
+    assert mismatch_warning({key: 0.5}, stale) is not None, "said, and no end"
+    if stale.run.replay is not None:
+        assert mismatch_warning({key: 9.0}, stale) is not None
+        return
+    with pytest.raises(TrainingError):
+        mismatch_warning({key: 1.1}, stale)
 
 
 def trajectory(group_id: str, member: int, reward: float, earned: float) -> Trajectory:

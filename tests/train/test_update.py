@@ -27,7 +27,7 @@ from agentrl.train.batch import (
 from agentrl.train.critic import Critic
 from agentrl.train.loop import train
 from agentrl.train.optimizer import Learner
-from agentrl.train.update import UpdateOptions, update_policy
+from agentrl.train.update import UpdateOptions, agreement, update_policy
 from agentrl.types import Group, Sample, TokenRow, Trajectory, Turn
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
@@ -388,3 +388,32 @@ def test_what_rows_share_counts_as_computed_once_and_every_epoch(played, models)
     num_tokens = sum(map(len, samples))
     assert computed[False, 1] == num_tokens and computed[False, 2] == 2 * num_tokens
     assert 0 < computed[True, 1] < num_tokens
+
+
+def test_sampler_and_trainer_are_compared_over_turns_that_the_newest_policy_sampled_whole():
+    def two_turns(versions, name):
+        return sample_of(
+            [1] * 21,
+            [0, *[1] * 20],
+            turn_ids=np.repeat(np.array([0, 1], np.int32), [11, 10]),
+            policy_versions=np.array([-1, *versions], np.int32),
+            turn_rewards=np.zeros(2, np.float32),
+            trajectory_id=name,
+        )
+
+    samples = [two_turns([3] * 20, "a"), two_turns([2] * 11 + [3] * 9, "b")]
+    batch = make_batch(samples, current_version=3)
+    live = torch.zeros(batch.loss_mask.shape)
+    live[0, 4], live[0, 10:20], live[1] = -2.5, -0.5, -9.0  # the second row's turns are both old
+    found = {key: metric.value() for key, metric in agreement(batch, live, True).items()}
+    assert found == {
+        "policy/fresh_diff_mean": pytest.approx(7.5 / 20),
+        "policy/fresh_diff_max": pytest.approx(2.5),
+        "policy/fresh_diff_turn_max": pytest.approx(0.5),
+        "policy/fresh_diff_far": pytest.approx(1 / 20),
+    }
+    # Before the first update there is no older policy, whatever a label says.
+    first = agreement(batch, live, False)
+    assert first["policy/fresh_diff_turn_max"].value() == pytest.approx(9.0)
+    batch.old_logprobs = torch.zeros_like(live)
+    assert agreement(batch, live, False)["policy/fresh_diff_max"].value() == 0
