@@ -24,9 +24,11 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from agentrl.errors import GraderError
+from agentrl_rewards.choice import extract_choice
 from agentrl_rewards.inputs import without_reasoning
 from agentrl_rewards.math_numbers import (
     MAX_ANSWER_CHARS,
+    TEXT_COMMAND,
     parse_number,
     plain,
     same_number,
@@ -35,6 +37,7 @@ from agentrl_rewards.math_numbers import (
     unwrapped,
 )
 from agentrl_rewards.math_pool import MathPool, default_pool
+from agentrl_rewards.math_spelling import spelled
 
 Equivalence = Literal["literal", "numeric", "symbolic"]
 """How an answer may express the reference's value.
@@ -205,7 +208,7 @@ def _last_marked(text: str) -> str | None:
 
 
 _BETWEEN_BOXES = re.compile(
-    r"(?:\s|\$|\\[()\[\],;: ]|\\q?quad|\\(?:text|mathrm)\s*\{\s*(?:and|or),?\s*\}|and|or|[,;])+"
+    r"(?:\s|\$|\\[()\[\],;: ]|\\q?quad|\\(?:text|mathrm)\s*\{\s*(?:and|or),?\s*\}|and|or|[,;])*"
     r"|[^\n.:;!?0-9]{0,40}\band\b[\s$\\(){}]*(?:[A-Za-z]\w*\s*=\s*)?"  # " papers and "
 )
 
@@ -213,13 +216,13 @@ _BETWEEN_BOXES = re.compile(
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> str:
     """Returns the last box joined with the boxes listed before it.
 
-    `\\boxed{1} and \\boxed{2}` states both.
+    `\\boxed{1} and \\boxed{2}` states both, and so does `\\boxed{1} \\boxed{2}`.
     """
     contents = [text[boxes[-1][1] : boxes[-1][2]]]
+    if not contents[0].strip():
+        return ""
     for (_, start, end), (following, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-        between = text[end + 1 : following]
-        is_list = _BETWEEN_BOXES.fullmatch(between) and re.search("[,;]|and|or", between)
-        if not is_list:
+        if not _BETWEEN_BOXES.fullmatch(text, end + 1, following):
             break
         if (content := text[start:end]) not in contents:
             contents.insert(0, content)
@@ -251,6 +254,11 @@ def _grade_in_process(
     shown = found[:MAX_ANSWER_CHARS]
     if len(found) > MAX_ANSWER_CHARS:
         return Grade(1.0, shown, "text") if found == gold else Grade(0.0, shown, "refused")
+    letter = plain(gold)
+    is_choice = re.fullmatch("[A-J]", letter) and letter in found  # "B) 17"
+    if is_choice and extract_choice(TEXT_COMMAND.sub(r" \1 ", found), 10) == letter:
+        return Grade(1.0, shown, "text")
+    found, gold = spelled(found), spelled(gold)
 
     answer_number, gold_number = parse_number(found), parse_number(gold)
     if answer_number is not None and gold_number is not None:

@@ -32,6 +32,8 @@ class Number:
     """The variable whose value this is, such as `x` in `x = 5`."""
     step: Fraction = Fraction(0)
     """Place value of the last digit, such as 1/100 for 3.14; 0 for fractions."""
+    is_product: bool = False
+    """The unit is a single letter that is not marked as text, so it may be a variable."""
 
 
 MIN_ROUNDED_DIGITS = 10
@@ -42,7 +44,7 @@ def same_number(answer: Number, gold: Number) -> bool:
     if answer.name and gold.name and answer.name.casefold() != gold.name.casefold():
         return False
     factor = unit_factor(answer.unit, gold.unit)
-    if factor is None:
+    if factor is None or (answer.is_product and not gold.unit):
         return False
     if answer.percent == gold.percent:
         value = answer.value * factor
@@ -103,7 +105,7 @@ _WRAPPERS = (
     re.compile(r"\((?P<inside>\s*[-+]?[0-9.]+\s*)\)"),
     re.compile(r"\\(?:text|math)(?:bf|rm|it)?\s*\{(?P<inside>[^{}]*)\}"),
 )
-_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 _REPLACEMENTS = (
     (re.compile("\u2212"), "-"),
     (
@@ -159,19 +161,21 @@ def plain(answer: str) -> str:
 
     White space between letters or digits is kept, so "1 2" does not become "12".
     """
-    answer = _TEXT_COMMAND.sub(r" \1 ", unwrapped(answer))
+    answer = TEXT_COMMAND.sub(r" \1 ", unwrapped(answer))
     for pattern, replacement in _REPLACEMENTS:
         answer = pattern.sub(replacement, answer)
     return answer
 
 
 _DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:\\overline\{{[0-9]+\}})?)"
+_DECIMAL = (
+    rf"(?:(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:\\overline\{{[0-9]+\}})?|\.\\overline\{{[0-9]+\}})"
+)
 _POWER = r"10(?:\^|\*\*)(?:\{(?P<power>[-+]?[0-9]+)\}|(?P<power1>[-+]?[0-9]+))"
 _NUMBER = re.compile(
     rf"""
     (?:(?P<name>[A-Za-z])(?:=|\\approx\ ?|\u2248))?            # x = 5
-    (?P<sign>[-+]?)(?P<currency>[$€£¥]?)(?P<sign2>[-+]?)
+    (?P<sign>[-+]?)(?P<currency>[$€£¥₹]?)(?P<sign2>[-+]?)
     (?:
         (?P<whole>{_DIGITS})?\ ?\\frac\ ?
         (?:\{{(?P<top>[-+]?{_DECIMAL})\}}|(?P<top1>[0-9]))\ ?
@@ -208,16 +212,17 @@ _UNIT_NAMES = """
     mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre
     |inch inches|ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound lbs|oz ounce
     |ml milliliter millilitre|l liter litre|gallon gal|s second sec secs|min minute mins
-    |h hour hr hrs|day|week|month|year yr yrs|dollar usd buck|cent|euro eur|yen yuan rmb|degree deg
+    |h hour hr hrs|day|week|month|year yr yrs|dollar usd buck|cent|euro eur|yen yuan rmb
+    |rupee|degree deg
     |tonne|radian rad|joule|kj kilojoule|newton|watt|kw kilowatt|volt|amp|ohm|mole mol|hz hertz
 """
 _UNITS: dict[str, str] = {}
 for _names in map(str.split, _UNIT_NAMES.split("|")):
-    _UNITS |= dict.fromkeys((*_names, *(f"{name}s" for name in _names)), _names[0])
+    _UNITS |= dict.fromkeys((*_names, *(f"{name}s" for name in _names if len(name) > 1)), _names[0])
 _ABBREVIATIONS = {"J": "joule", "N": "newton", "W": "watt", "V": "volt", "A": "amp"}
 _ABBREVIATIONS |= {"mph": "mile/hour", "mpg": "mile/gallon", "in": "inch"}
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "lb", "¥": "yen"}  # "pound" and "¥" are both
-_CURRENCIES |= {"¢": "cent"}
+_CURRENCIES |= {"¢": "cent", "₹": "rupee"}
 _CONVERSIONS = {
     name: (Fraction(number), basic)
     for basic, parts in (
@@ -255,6 +260,11 @@ _CHINESE_CHANGES = re.compile(
 """Words after a number that change its value."""
 
 
+_LETTER_AFTER = re.compile(
+    r".*[0-9.})](?:\s|~|\\[,;: ])*(?P<letter>[A-Za-z])(?P<power>\s*\^\s*\{?[-0-9]+\}?)?\s*",
+    re.DOTALL,
+)
+"""A letter after a number, such as `5 m`, `3 a^{2}`, but not `5\\text{ m}`."""
 _LIST = re.compile(r"[0-9],(?:\s|\\[ ;:,]|~)+[0-9]")
 """A list such as "32, 349", which is not the number 32,349."""
 
@@ -289,9 +299,11 @@ def parse_number(text: str) -> Number | None:
             return None
         value *= Fraction(10) ** int(power)
     unit: Unit = {_CURRENCIES[match["currency"]]: 1} if match["currency"] else {}
+    letter = None
     if match["rest"]:
         read = _read_unit(match["rest"])
-        if read is None:
+        letter = _LETTER_AFTER.fullmatch(unwrapped(text))
+        if read is None or (letter and letter["power"] and letter["letter"] != "m"):
             return None
         value, literal, unit = value * 10 ** read[0], literal and read[0] == 0, unit | read[1]
     step = Fraction(0)
@@ -305,6 +317,7 @@ def parse_number(text: str) -> Number | None:
         literal=literal,
         name=match["name"] or "",
         step=step,
+        is_product=letter is not None,
     )
 
 
@@ -331,7 +344,8 @@ def _read_unit(text: str) -> tuple[int, Unit] | None:
     words = match["words"]
     first = words.partition("^")[0].rstrip(".")
     words = words.replace(first, _ABBREVIATIONS.get(first, first), 1).lower()
-    for position, (word, over, digit) in enumerate(_UNIT_PART.findall(words)):
+    parts = _UNIT_PART.findall(words)
+    for position, (word, over, digit) in enumerate(parts):
         if digit and last:
             unit[last] = sign * int(digit.translate({ord("²"): "2", ord("³"): "3"}))
         elif over or word == "per":
@@ -343,7 +357,7 @@ def _read_unit(text: str) -> tuple[int, Unit] | None:
         elif word in _UNITS:
             last = _UNITS[word]
             unit[last], power = sign * power, 1
-        elif word and word not in _LINKS:
+        elif word and (word not in _LINKS or sum(bool(part[0]) for part in parts) == 1):
             # A short word, or letters attached to the number, are more likely variables than units.
             is_short = len(word) < 3 or not re.search("[aeiou]", word)
             if _CHANGES_THE_VALUE.fullmatch(word) or is_short or not match["gap"]:
@@ -377,7 +391,12 @@ _TRAILING_UNIT = re.compile(
 
 
 def split_unit(answer: str) -> tuple[str, Unit]:
-    """Splits a trailing unit off an expression, such as inches off `6\\sqrt{3}`."""
+    """Splits a trailing unit off an expression, such as inches off `6\\sqrt{3}`.
+
+    A single letter is a variable unless it is marked as text.
+    """
+    if _LETTER_AFTER.fullmatch(answer):
+        return answer, {}
     match = _TRAILING_UNIT.fullmatch(answer)
     read = _read_unit(" " + plain(match["unit"])) if match else None
     return (match["head"], read[1]) if match and read and read[0] == 0 else (answer, {})

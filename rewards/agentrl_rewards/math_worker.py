@@ -96,7 +96,7 @@ def is_comparable(answer: str, gold: str) -> bool:
     It ignores words, number bases and the kind of brackets, so pairs in which those matter are not
     comparable.
     """
-    if re.fullmatch(r"\(?[a-zA-Z]\)?", gold) or _BASE.search(answer) or _BASE.search(gold):
+    if re.fullmatch(r"\(?[a-df-hj-zA-Z]\)?", gold) or _BASE.search(answer) or _BASE.search(gold):
         return False
     answer_kind, gold_kind = list_brackets(answer), list_brackets(gold)
     if answer_kind and gold_kind and answer_kind != gold_kind:
@@ -166,15 +166,40 @@ def load_compare() -> Compare:
 
     import sympy
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, grader, parse, verify
 
     logging.disable(logging.CRITICAL)
-    one_sided = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
+    solve_and_compare, symbolic_eq = grader.sympy_solve_and_compare, grader.sympy_symbolic_eq
+    tolerance = sympy.Float(0)
     # The caller handles units; math-verify's own would strip the letters c, d, h, s and t.
     normalization = NormalizationConfig(units=False, malformed_operators=True, boxed="last")
     config = (LatexExtractionConfig(normalization_config=normalization),)
 
-    def parsed(latex: str) -> list:
+    def numbers_equal(gold: Any, answer: Any, *_: Any) -> bool:
+        """Takes the place of math-verify's comparison of numbers, which is absolute."""
+        if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+            pairs = zip(gold.flat(), answer.flat(), strict=False)
+            return gold.shape == answer.shape and all(expressions_equal(*each) for each in pairs)
+        return same_value(gold, answer, tolerance) is True
+
+    def expressions_equal(gold: Any, answer: Any) -> bool:
+        """Simplifies the difference only if values do not decide."""
+        same = same_value(gold, answer, tolerance)
+        return symbolic_eq(gold, answer) if same is None else same
+
+    def solutions_equal(gold: Any, answer: Any, *options: Any) -> bool:
+        """Compares what solves two relations; those without a solution are not all equal."""
+        if gold.lhs == answer.lhs and gold.lhs.is_Symbol and type(gold) is type(answer):
+            return False  # the other sides were compared
+        return bool(sympy.solve(gold, gold.free_symbols)) and solve_and_compare(
+            gold, answer, *options
+        )
+
+    grader.sympy_numeric_eq = numbers_equal
+    grader.sympy_symbolic_eq = expressions_equal
+    grader.sympy_solve_and_compare = solutions_equal
+
+    def parsed(latex: str) -> list[Any]:
         # Wrapped in one box, the text is parsed as a whole or not at all. The default would fall
         # back to the last number it finds, and "1, 2, 3" would equal 3. No timeout here:
         # math-verify's needs the main thread and cannot stop C code; the supervisor's SIGKILL can.
@@ -189,55 +214,147 @@ def load_compare() -> Compare:
             return parsed(latex.replace("\\pm", "+") + "," + latex.replace("\\pm", "-"))
         return found
 
-    def prepared(expression: sympy.Basic) -> sympy.Basic:
-        """Rewrites what math-verify does not: `i`, bases of logarithms, joined inequalities."""
-        symbols = expression.free_symbols
-        if any(str(symbol) == "i" for symbol in symbols):
-            real = {symbol: sympy.Symbol(str(symbol), real=True) for symbol in symbols}
-            expression = expression.subs({k: sympy.I if str(k) == "i" else real[k] for k in real})
-        is_chain = isinstance(expression, sympy.And)
-        parts = expression.args if is_chain or isinstance(expression, sympy.FiniteSet) else ()
-        inequalities = [each for each in parts if isinstance(each, one_sided)]
-        if parts and len(inequalities) == len(parts) and len(symbols) == 1:
-            join = sympy.Intersection if is_chain else sympy.Union
-            return join(*(each.as_set() for each in inequalities))
-        return expression.replace(
-            lambda each: isinstance(each, sympy.log) and len(each.args) == 2,
-            lambda each: sympy.log(each.args[0]) / sympy.log(each.args[1]),
-        )
-
     def compare(answer: str, reference: str) -> bool | None:
+        nonlocal tolerance
         if not is_comparable(answer, reference):
             return False
-        prediction = parsed(for_parser(answer))
-        if any(not is_cheap(expression) for expression in prediction):
-            return None
-        prediction: list[Any] = list(map(prepared, prediction))
-        gold: list[Any] = list(map(prepared, parsed(for_parser(reference))))
-        if not gold or not prediction:
+        tolerance = sympy.Float(rounding(answer + " " + reference))
+        is_complex = bool(_IMAGINARY.search(words_of(answer + " " + reference)))
+        gold = [prepared(each, is_complex) for each in parsed(for_parser(reference))]
+        # What cannot be read or prepared is not equal to anything: an answer must not escape a 0 by
+        # an exception. If the comparison itself raises, the answer has no reward, unless the two
+        # are not even of one kind.
+        try:
+            prediction = parsed(for_parser(answer))
+            if any(not is_cheap(expression) for expression in prediction):
+                return None
+            prediction = [prepared(each, is_complex) for each in prediction]
+        except MemoryError:
+            raise
+        except Exception:
             return False
-        # What cannot be compared is not equal: an answer must not escape a 0 by an exception.
-        if verify(gold, prediction, allow_set_relation_comp=True, timeout_seconds=None):
-            return True
-        return have_same_values(gold[0], prediction[0])
+        if not gold or not prediction or is_empty(gold[0]) or is_empty(prediction[0], gold[0]):
+            return False
+        try:
+            same = same_value(gold[0], prediction[0], tolerance)
+            if same is not None:
+                return same
+            return verify(
+                gold,
+                prediction,
+                allow_set_relation_comp=True,
+                timeout_seconds=None,
+                raise_on_error=True,
+            )
+        except Exception:
+            if kind_of(gold[0]) is kind_of(prediction[0]):
+                raise
+            return False
 
     compare(*FIRST_WARM_UP)
     return compare
 
 
-def have_same_values(gold: object, answer: object) -> bool:
-    """Returns whether two expressions have the same value at eight points, where both are real.
+_IMAGINARY = re.compile(r"(?<![a-zA-Z])[a-z]?i(?![a-zA-Z])")
 
-    At least three of the points have to be positive. sympy does not simplify identities that hold
-    only for positive numbers, such as sqrt(x^3) = x^(3/2).
+
+def rounding(text: str) -> float:
+    """Returns the relative error that decimals of at least ten digits allow; 0 without any."""
+    decimals = re.findall(r"[0-9]*\.[0-9]+", text)
+    digits = [len(each.replace(".", "").lstrip("0")) for each in decimals]
+    return 10.0 ** (1 - min((each for each in digits if each >= 10), default=400))
+
+
+def prepared(expression: Any, is_complex: bool) -> Any:
+    """Rewrites what math-verify does not, without evaluating relations, which might collapse.
+
+    Decimals become exact, `i` the imaginary unit, `log` of a base a quotient; joined inequalities
+    become a set, and `x = a \\pm b` becomes two equations.
+    """
+    import sympy
+    from latex2sympy2_extended.logic import And
+    from latex2sympy2_extended.sets import FiniteSet
+
+    def again(part: Any) -> Any:
+        return prepared(part, is_complex)
+
+    one_sided = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
+    if isinstance(expression, sympy.And | sympy.FiniteSet):
+        parts = [again(each) for each in getattr(expression, "_unsorted_args", expression.args)]
+        inequalities = [each for each in parts if isinstance(each, one_sided)]
+        if parts and len(inequalities) == len(parts) and len(expression.free_symbols) == 1:
+            join = sympy.Intersection if isinstance(expression, sympy.And) else sympy.Union
+            return join(*(each.as_set() for each in inequalities))
+        if isinstance(expression, sympy.And):
+            return And(*parts, evaluate=False)
+        return FiniteSet(*parts)
+    if isinstance(expression, sympy.Eq) and isinstance(expression.rhs, sympy.FiniteSet):
+        sides = [(expression.lhs, each) for each in expression.rhs.args]
+        return FiniteSet(*(sympy.Eq(*map(again, pair), evaluate=False) for pair in sides))
+    if isinstance(expression, sympy.Rel):
+        return expression.func(*map(again, expression.args), evaluate=False)
+    if isinstance(expression, sympy.Tuple):
+        return sympy.Tuple(*map(again, expression))
+    if isinstance(expression, sympy.MatrixBase):
+        return expression.applyfunc(again)
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    names = {symbol: str(symbol) for symbol in expression.free_symbols}
+    plain = {"real": None} if is_complex else {"real": True}
+    expression = expression.xreplace(
+        {
+            k: sympy.I if is_complex and v == "i" else sympy.Symbol(v, **plain)
+            for k, v in names.items()
+        }
+        | {each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)}
+    )
+    return expression.replace(
+        lambda each: isinstance(each, sympy.log) and len(each.args) == 2,
+        lambda each: sympy.log(each.args[0]) / sympy.log(each.args[1]),
+    )
+
+
+def is_empty(expression: Any, gold: Any = None) -> bool:
+    """Returns whether an expression is a truth value, the empty set, or a relation of numbers.
+
+    All of them are alike. But `2 + 3 = 5` is an answer where the reference is a number.
+    """
+    import sympy
+
+    if isinstance(expression, sympy.Rel) and not isinstance(gold, sympy.Expr):
+        return not expression.free_symbols
+    return expression in (sympy.true, sympy.false, sympy.S.EmptySet)
+
+
+def kind_of(expression: Any) -> type | None:
+    import sympy
+
+    kinds = (sympy.MatrixBase, sympy.logic.boolalg.Boolean, sympy.Set, sympy.Tuple, sympy.Expr)
+    return next((kind for kind in kinds if isinstance(expression, kind)), None)
+
+
+def same_value(gold: Any, answer: Any, tolerance: Any) -> bool | None:
+    """Returns whether two expressions have the same value; None if that is not decided.
+
+    Rationals are compared exactly, other numbers in 100 digits. Functions are compared at eight
+    points, at least three of which have to be positive: sympy does not simplify identities that
+    hold only for positive numbers, such as sqrt(x^3) = x^(3/2).
+
+    Args:
+        tolerance: relative error allowed, for decimals that stand for a number without an end.
     """
     import sympy
 
     if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
-        return False
-    symbols: list[Any] = sorted(gold.free_symbols, key=str)
-    if not symbols or len(symbols) > 5 or set(symbols) != answer.free_symbols:
-        return False
+        return None
+    gold, answer = gold.doit(), answer.doit()
+    symbols: list[Any] = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if gold == answer:
+        return True
+    if not symbols:
+        return same_number(gold, answer, tolerance)
+    if len(symbols) > 5 or gold.free_symbols != answer.free_symbols:
+        return None
     num_positive = 0
     for point in range(8):
         sign = -1 if point > 4 else 1
@@ -251,7 +368,23 @@ def have_same_values(gold: object, answer: object) -> bool:
         if abs(numbers[0] - numbers[1]) > abs(numbers[0]) * sympy.Float("1e-20"):
             return False
         num_positive += sign > 0
-    return num_positive >= 3
+    return True if num_positive >= 3 else None
+
+
+def same_number(gold: Any, answer: Any, tolerance: Any) -> bool | None:
+    import sympy
+
+    if tolerance == 0 and gold.is_Rational and answer.is_Rational:
+        return False  # they are in lowest terms
+    sizes = []
+    for number in (gold, answer, gold - answer):
+        parts = number.evalf(30).as_real_imag()
+        if not all(each.is_Float or each.is_Rational for each in parts):
+            return None
+        # where 100 digits cancel, sympy leaves a single bit
+        known = [0 if each.is_Float and each._prec == 1 else each for each in parts]
+        sizes.append(sympy.sqrt(sum(each**2 for each in known)))
+    return bool(sizes[2] <= max(sizes[:2]) * tolerance)
 
 
 MAX_BITS = 50_000

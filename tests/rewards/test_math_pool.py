@@ -20,9 +20,9 @@ from agentrl_rewards import math_pool
 from agentrl_rewards.math import grade, math_reward, math_reward_async
 from agentrl_rewards.math_pool import MathPool
 
-SLOW_ANSWER = r"(\sin x+\cos x)^{150}"
+SLOW_ANSWER = r"(\sin x+\cos x)^{150}=3"
 """Passes every guard and keeps the algebra system busy for minutes."""
-SLOW = (SLOW_ANSWER, "x+7")
+SLOW = (SLOW_ANSWER, "x=7")
 POLYNOMIAL = ("(x+1)^2", "x^2+2x+1")
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -300,7 +300,7 @@ async def test_from_asyncio_without_blocking_the_loop():
         math_reward_async("#### 18", "18"),
     )
     slow = asyncio.create_task(
-        math_reward_async(f"\\boxed{{{SLOW_ANSWER}}}", "x+7", deadline_s=0.5)
+        math_reward_async(f"\\boxed{{{SLOW_ANSWER}}}", "x=7", deadline_s=0.5)
     )
     num_turns = 0
     while not slow.done():
