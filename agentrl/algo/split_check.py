@@ -47,38 +47,53 @@ def _check_loss(reference: str, objective: Objective) -> None:
         {
             "loss": reference,
             "ratio": objective.ratio.model_dump(exclude={"mean_advantage"}),
-            "aggregate": {"kind": "token"},
+            "aggregate": objective.aggregate.model_dump(exclude={"denominator"}),
         }
     )
-    results = []
-    for split in SPLITS:
-        batch, logprobs, entropy = _step()
-        prepare(plain, batch)
-        live = logprobs.requires_grad_()
-        total = torch.zeros(())
-        for rows in split:
-            width = max(LENGTHS[row] for row in rows)
-            part = batch.select(rows, width)
-            index = list(rows)
-            output = policy_loss(plain, part, live[index, :width], entropy[index, :width])
-            if not output.loss.isfinite():
-                raise ConfigError(f"{name} returned a loss that is not finite")
-            total = total + output.loss
-        if not total.requires_grad:
+    # Under equal weights the losses of several tokens can make up for each other.
+    uneven = torch.rand(len(LENGTHS), max(LENGTHS), generator=torch.Generator().manual_seed(1))
+    for factors in (torch.ones_like(uneven), uneven):
+        whole, *parts = (_loss_of(name, plain, split, factors) for split in SPLITS)
+        if any(_differ(whole, other) for other in parts):
             raise ConfigError(
-                f"{name} has no gradient; compute it from 'logprobs' or 'ratio', without detach"
+                f"{name} depends on how a step is split into micro-batches, so its gradient would "
+                "change with memory settings: a token's loss may use its own row only; remove "
+                "statistics over other rows or over the width, such as a mean over the micro-batch "
+                "(objective.advantage sees the whole step)"
             )
-        (gradient,) = torch.autograd.grad(total, live)
-        if not gradient.isfinite().all():
-            raise ConfigError(f"{name} has a gradient that is not finite")
-        results.append(torch.cat([total.detach().view(1), gradient.flatten()]))
-    if any(_differ(results[0], other) for other in results[1:]):
+
+
+def _loss_of(
+    name: str, objective: Objective, split: tuple[tuple[int, ...], ...], factors: Tensor
+) -> Tensor:
+    """Returns the loss of the made-up step, followed by its gradient.
+
+    Args:
+        split: the rows of each micro-batch.
+        factors: (B, T), multiply the tokens' weights.
+    """
+    batch, logprobs, entropy = _step()
+    prepare(objective, batch)
+    assert batch.weights is not None
+    batch.weights = batch.weights * factors
+    live = logprobs.requires_grad_()
+    total = torch.zeros(())
+    for rows in split:
+        width = max(LENGTHS[row] for row in rows)
+        part = batch.select(rows, width)
+        index = list(rows)
+        output = policy_loss(objective, part, live[index, :width], entropy[index, :width])
+        if not output.loss.isfinite():
+            raise ConfigError(f"{name} returned a loss that is not finite")
+        total = total + output.loss
+    if not total.requires_grad:
         raise ConfigError(
-            f"{name} depends on how a step is split into micro-batches, so its gradient would "
-            "change with memory settings: a token's loss may use its own row only; remove "
-            "statistics over other rows or over the width, such as a mean over the micro-batch "
-            "(objective.advantage sees the whole step)"
+            f"{name} has no gradient; compute it from 'logprobs' or 'ratio', without detach"
         )
+    (gradient,) = torch.autograd.grad(total, live)
+    if not gradient.isfinite().all():
+        raise ConfigError(f"{name} has a gradient that is not finite")
+    return torch.cat([total.detach().view(1), gradient.flatten()])
 
 
 def _check_advantage(reference: str) -> None:

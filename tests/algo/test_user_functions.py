@@ -120,6 +120,52 @@ def test_what_would_go_wrong_later_is_refused_now(
     assert "\n" not in message
 
 
+AGGREGATES = [
+    *({"kind": kind} for kind in ("token", "sequence_token_mean", "sequence_token_sum", "prompt")),
+    {"kind": "constant", "max_tokens": 8},
+    {"kind": "local", "local_rows": 2},
+    {"kind": "trajectory", "count_empty": True},
+    {"kind": "token", "denominator": "kept"},
+    {"kind": "sum"},
+]
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES, ids=str)
+def test_a_loss_that_depends_on_the_split_hides_behind_no_aggregate(
+    aggregate: dict[str, object], tmp_path: Path
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import torch\n"
+        "def alone(ratio, advantages):\n"
+        "    return -ratio * advantages\n"
+        "def in_row(ratio, advantages, mask):\n"
+        "    x = torch.where(mask, ratio * advantages, 0)\n"
+        "    return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1) - x\n"
+        "def less_mean(ratio, advantages, mask):\n"
+        "    x = -ratio * advantages\n"
+        "    return x - (x * mask).sum() / mask.sum().clamp(min=1)\n"
+        "def less_mean_of_columns(ratio, advantages, mask):\n"
+        "    x = torch.where(mask, -ratio * advantages, 0)\n"
+        "    return x - x.sum(0) / mask.sum(0).clamp(min=1)\n"
+        "def exchanged(ratio, advantages, mask):\n"
+        "    x = torch.where(mask, -ratio * advantages, 0)\n"
+        "    return torch.where(mask, x.sum() / mask.sum().clamp(min=1), 0)\n"
+    )
+    trust = {"trust": [{"kind": "veto"}]} if "denominator" in aggregate else {}
+    for name in ("alone", "in_row"):
+        check_user_functions(
+            Objective.model_validate({"loss": f"{path}:{name}", "aggregate": aggregate, **trust})
+        )
+    for name in ("less_mean", "less_mean_of_columns", "exchanged"):
+        with pytest.raises(ConfigError, match="micro-batches"):
+            check_user_functions(
+                Objective.model_validate(
+                    {"loss": f"{path}:{name}", "aggregate": aggregate, **trust}
+                )
+            )
+
+
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
