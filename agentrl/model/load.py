@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import logging
 import re
 import shutil
@@ -94,6 +95,22 @@ def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def model_config(path: str) -> PretrainedConfig:
     """Reads the configuration of a model, or of the base model of an adapter."""
     return AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
+
+
+def identity_of(path: str) -> str:
+    """Returns a text that is equal for equal models, wherever they lie: a name on the hub as it is,
+    and for a directory a hash of its configuration and of the end of each file of weights."""
+    if not Path(path).is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix == ".safetensors" or file.name in ("config.json", CONFIG_FILE):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as opened:
+                opened.seek(max(0, size - 2**20))
+                digest.update(opened.read())
+    return f"sha256 {digest.hexdigest()[:16]}"
 
 
 def load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
@@ -403,7 +420,7 @@ def set_gradient_checkpointing(model: PreTrainedModel, layers: bool | float) -> 
 def _require_model_files(path: str) -> None:
     directory = Path(path)
     if directory.is_dir():
-        if not (directory / "config.json").is_file():
+        if not (directory / "config.json").is_file() and not is_adapter(path):
             raise ConfigError(f"model directory {path} has no config.json; is it a model?")
     elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ConfigError(

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from agentrl.config import LoraSection
 from agentrl.errors import ConfigError
-from agentrl.model.adapter_files import CONFIG_FILE, has_adapter
+from agentrl.model.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, has_adapter
 from agentrl.model.logprobs import decoder_of
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
 
     Raises:
         ConfigError: PEFT is not installed, no linear layer has a name in `targets`, `targets` names
-            the head, or `path` is itself an adapter.
+            the head or another module than a linear layer, or `path` is itself an adapter.
     """
     try:
         from peft import LoraConfig
@@ -57,15 +58,26 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=left_out or None,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(path).resolve()) if Path(path).is_dir() else path,
     )
     try:
         model.add_adapter(adapter)
     except ValueError as error:
         raise ConfigError(f"model.lora.targets = {targets!r}: {error}") from error
+    # transformers has set it to the path as it was given, which means nothing in another folder.
+    base = str(Path(path).resolve()) if Path(path).is_dir() else path
+    model.peft_config["default"].base_model_name_or_path = base  # pyright: ignore
     head: Any = model.get_output_embeddings()
     if any(p.requires_grad for p in head.parameters()):
         raise ConfigError("model.lora.targets names the language-model head; leave it out")
+    saved = {id(each) for each in adapter_tensors(model).values()}
+    unsaved = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in saved]
+    if unsaved:
+        names = sorted({re.sub(r"\.lora_.*", "", name) for name in unsaved})
+        raise ConfigError(
+            f"model.lora.targets names {', '.join(names[:3])}, which is no linear layer: servers "
+            "take no adapter of it, and of a tied embedding it would change the head too; leave "
+            "it out"
+        )
     model.eval()
 
 
@@ -144,14 +156,26 @@ def merged(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """Merges the adapter at `path` into the weights of its base model, and returns the model.
 
     Raises:
-        ConfigError: PEFT is not installed, or the adapter belongs to another model.
+        ConfigError: PEFT is not installed, or the adapter's tensors are not exactly those that its
+            configuration puts on this model.
     """
     try:
         from peft import PeftModel
     except ImportError:
         raise ConfigError(_MISSING) from None
     try:
-        whole = PeftModel.from_pretrained(model, path).merge_and_unload()
-    except (RuntimeError, ValueError) as error:
+        adapted = PeftModel.from_pretrained(model, path)
+        # PEFT starts what the file lacks anew, which merges as nothing, and ignores what is left.
+        names = (name for name, _ in adapted.named_parameters() if ".lora_" in name)
+        expected = {name.replace(f".{adapted.active_adapter}", "") for name in names}
+        with safe_open(Path(path) / WEIGHTS_FILE, framework="pt") as file:
+            found = {name for name in file.keys() if ".lora_" in name}  # noqa: SIM118
+        if different := sorted(expected ^ found):
+            raise ValueError(
+                f"{WEIGHTS_FILE} lacks {len(expected - found)} tensors and has "
+                f"{len(found - expected)} that nothing reads, such as {different[0]}"
+            )
+        whole = adapted.merge_and_unload()
+    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"the adapter at {path} does not fit its base model: {error}") from error
     return whole.requires_grad_(True)

@@ -28,7 +28,7 @@ from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
 from agentrl.model import ranks
-from agentrl.model.load import load_processor, load_tokenizer
+from agentrl.model.load import identity_of, load_processor, load_tokenizer
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
@@ -273,7 +273,7 @@ def _fingerprint(
     rollout, lora = config.rollout, config.model.lora
     return {
         "run.seed": config.run.seed,
-        "model.path": config.model.path,
+        "model.path": identity_of(config.model.path),
         "model.dtype": config.model.dtype,
         **({"model.quantization": config.model.quantization} if config.model.quantization else {}),
         "model.parameters": sum(p.numel() for p in model.parameters()),
@@ -293,7 +293,7 @@ def _fingerprint(
             mode="json", exclude={"statistics"} if config.objective.statistics == "batch" else set()
         ),
         "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,
-        "teacher.path": config.teacher.path,
+        "teacher.path": config.teacher.path and identity_of(config.teacher.path),
         # How an update is computed. Settings of memory and speed, such as token_budget, may differ.
         "train": config.train.model_dump(
             mode="json",

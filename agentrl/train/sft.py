@@ -176,7 +176,6 @@ def sft(
     if lora_rank:
         with TemporaryDirectory(prefix="agentrl-sft-") as folder:
             save_model(model, tokenizer, Path(folder) / "adapter", "float32")
-            model.config.save_pretrained(Path(folder) / "adapter")  # PEFT leaves it out
             merge_adapter(Path(folder) / "adapter", out, dtype=save_dtype)
     else:
         save_model(model, tokenizer, out, save_dtype)

@@ -242,7 +242,10 @@ def _named_tensors(trained: Weights) -> dict[str, Tensor]:
     """
     module, masters = trained.model, trained.masters
     if has_adapter(module):
-        return {name: masters.get(p, p) for name, p in adapter_tensors(module).items()}
+        adapter = adapter_tensors(module)
+        learning = {id(each) for each in module.parameters() if each.requires_grad}
+        assert learning == {id(each) for each in adapter.values()}, "add_adapter refuses others"
+        return {name: masters.get(p, p) for name, p in adapter.items()}
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -420,7 +423,8 @@ def _config_files(model: torch.nn.Module) -> dict[str, str]:
     configuration and processor files, by file name; of other models, nothing."""
     files = {}
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_json_string"):
+    # Beside an adapter, transformers would take the folder for a whole model.
+    if hasattr(config, "to_json_string") and not has_adapter(model):
         config = copy.deepcopy(config)
         # A model built from a config has neither of these set, but inference engines choose the
         # class by the first and the precision by the second. FSDP2 renames the class it wraps.

@@ -1,6 +1,7 @@
 """Low-rank adapters: what is trained, saved, left out and merged."""
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny_model
+from safetensors.torch import load_file, save_file
 from samples_for_tests import sample_of
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +17,7 @@ from agentrl.cli.main import main
 from agentrl.config import LoraSection, TrainSection
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.model.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
-from agentrl.model.load import freeze_all_but_text, load_model
+from agentrl.model.load import freeze_all_but_text, load_model, merge_adapter
 from agentrl.model.logprobs import probe_rows, require_exact, sample_logprobs
 from agentrl.model.lora import add_adapter, without_adapter
 from agentrl.model.rows import pack
@@ -230,6 +232,56 @@ def test_targets_are_checked(model):
         adapted(
             load_model(QUICKSTART, dtype=torch.float32, device="cpu"), targets=["lm_head", "q_proj"]
         )
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["embed_tokens", "q_proj"]])
+@pytest.mark.parametrize("model_type", ["qwen3", "jamba"])
+def test_what_servers_take_no_adapter_of_is_refused(model_type, targets):
+    """PEFT would train it, under a name that a checkpoint of the adapter leaves out."""
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets names .*embed_tokens"):
+        add_adapter(tiny_model(model_type), LoraSection(rank=2, targets=targets), path="x")
+
+
+@pytest.mark.parametrize("damage", ["lacks", "more", "other"])
+def test_an_adapter_whose_tensors_are_not_its_configurations_is_an_error(model, tmp_path, damage):
+    folder = save(perturb(adapted(model)), tmp_path)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    first = next(iter(tensors))
+    if damage != "more":
+        value = tensors.pop(first)
+    if damage != "lacks":
+        tensors[first.replace("layers.0", "layers.77")] = (
+            value if damage == "other" else torch.ones(2, 2)
+        )
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=re.escape(WEIGHTS_FILE)):
+        load_model(str(folder), dtype=torch.float32, device="cpu")
+    learner = Learner(adapted(fresh()), TrainSection(), total_updates=1)
+    with pytest.raises(CheckpointError):
+        checkpoint.resume(tmp_path, fingerprint={}, policy=learner)
+
+
+def fresh():
+    return load_model(QUICKSTART, dtype=torch.float32, device="cpu")
+
+
+def test_an_adapter_finds_its_base_from_any_folder_and_is_not_taken_for_a_model(
+    model, tmp_path, monkeypatch
+):
+    """Its base was given by a relative path."""
+    expected = logprobs(perturb(adapted(model))).detach()
+    folder = save(model, tmp_path / "saved")
+    assert not (folder / "config.json").exists()
+    monkeypatch.chdir(tmp_path)
+    merge_adapter(folder, tmp_path / "whole", dtype="float32")
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "whole"),
+        load_model(str(folder), dtype=torch.float32, device="cpu"),
+    ):
+        ids = torch.arange(5, 45)[None]
+        got = loaded(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        assert (got - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "nemotron_h", "qwen3_vl", "jamba"])
