@@ -106,7 +106,7 @@ def test_broken_and_missing_files(tmp_path):
         load_config(tmp_path / "none.toml", [])
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(_write(tmp_path, "[run"), [])
-    with pytest.raises(ConfigError, match=r"model: missing"):
+    with pytest.raises(ConfigError, match=r"model\.path: missing"):
         load_config(_write(tmp_path, "[run]\nseed = 1\n"), [])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +18,9 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.evaluate.episodes import Shard
 from agentrl.rollout.metrics import error_codes
+
+MAX_FAILED = 0.1
+"""The share of failed episodes up to which a command succeeds."""
 
 
 def evaluate_command(
@@ -43,12 +48,14 @@ def evaluate_command(
         evaluation = api.evaluate(
             config, checkpoint=checkpoint, on_progress=show, out=out, resume=resume, shard=part
         )
-    result = evaluation.to_json()
+    result: dict[str, Any] = evaluation.to_json()
     if as_json:
         print(json.dumps(result))
     else:
         _print_table(config, result)
-    return 0 if evaluation.statistics is not None else 1
+    if evaluation.statistics is None:
+        return 1
+    return _status(result["num_failed"], result["num_samples"])
 
 
 def rollout_command(config: RunConfig, *, checkpoint: str | None, out: Path, resume: bool) -> int:
@@ -78,7 +85,19 @@ def conclude(out: Path, played: api.Rollouts) -> int:
     if failed:
         print(f"failed: {dict(error_codes(played.trajectories))}; first: {failed[0].message}")
     print(f"trajectories, metrics and report: {report_run(out)}")
-    return 0 if len(failed) < len(played.trajectories) else 1
+    return _status(len(failed), len(played.trajectories))
+
+
+def _status(num_failed: int, num_played: int) -> int:
+    """Returns the exit status: 1 if so many episodes failed that the figures say little."""
+    if num_failed <= MAX_FAILED * num_played:
+        return 0
+    print(
+        f"{num_failed} of {num_played} episodes failed, more than {MAX_FAILED:.0%}: the figures "
+        "are those of the others alone (status 1; --resume plays what failed again)",
+        file=sys.stderr,
+    )
+    return 1
 
 
 @contextmanager

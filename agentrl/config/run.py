@@ -60,11 +60,11 @@ def weight_at(weight: float | list[tuple[int, float]], step: int) -> float:
 
 
 class RunConfig(Section):
-    """The configuration of a run. `model.path` is the only key without a default."""
+    """The configuration of a run. `model.path` is the only key that a run needs."""
 
     run: RunSection = Field(default_factory=RunSection)
     """`[run]`: name, directory, seed, number of steps, saving and resuming."""
-    model: ModelSection
+    model: ModelSection = Field(default_factory=ModelSection)
     """`[model]`: the model to train."""
     env: EnvSection = Field(default_factory=lambda: EnvSection.model_validate({}))
     """`[env]`: the environment to train in."""
@@ -131,6 +131,12 @@ class RunConfig(Section):
                 "reward": env.reward or self.reward,
             }
         )
+
+    @model_validator(mode="after")
+    def _check_model(self) -> RunConfig:
+        if not self.model.path and self.inference.backend != "openai":
+            raise ValueError("model.path: missing; this key has no default")
+        return self
 
     @model_validator(mode="after")
     def _check_environments(self) -> RunConfig:

@@ -141,8 +141,9 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    path: str
-    """Directory in Hugging Face layout, or the name of a model on the Hugging Face Hub."""
+    path: str = ""
+    """Directory in Hugging Face layout, or the name of a model on the Hugging Face Hub. Needed,
+    except with `inference.backend = "openai"`."""
     chat_template: str | None = None
     """File with a Jinja template to use instead of the model's own. `none` concatenates the texts
     of the messages, for base models (docs/models.md)."""
@@ -628,8 +629,11 @@ class InferenceSection(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> InferenceSection:
-        if self.backend == "openai" and not self.urls:
-            raise ValueError("backend 'openai' needs inference.urls")
+        if self.backend == "openai" and len(self.urls) != 1:
+            raise ValueError(
+                f"backend 'openai' takes one URL in inference.urls, not {len(self.urls)}; put a "
+                "router before several servers"
+            )
         if self.share == "sleep" and (not self.has_servers or self.urls or self.transfer == "nccl"):
             raise ValueError(
                 "inference.share = 'sleep' is for servers that this run starts on the trainer's "

@@ -213,6 +213,7 @@ def _chat_policy(config: RunConfig) -> Policy:
         base_url=base if base.endswith("/v1") else f"{base}/v1",
         api_key=config.inference.token or os.environ.get("OPENAI_API_KEY") or "none",
         timeout=config.rollout.turn_timeout_s,
+        max_retries=0,  # the policy itself retries, for `inference.retry_for_s`
     )
     sampling = {"max_tokens": config.rollout.max_turn_tokens} | config.eval.sampling()
     return ChatPolicy(
@@ -222,4 +223,6 @@ def _chat_policy(config: RunConfig) -> Policy:
         sampling.pop("temperature", None),
         named_dialect(config.rollout.dialect),
         sampling=sampling,
+        retry_for_s=config.inference.retry_for_s,
+        needs_usage=config.eval.max_total_tokens is not None,
     )

@@ -286,7 +286,8 @@ def _read_dialogue(line: bytes, unread: set[str]) -> Dialogue:
                 untrained.add(index)
             if not message["content"] and not message.get("tool_calls"):
                 raise DataError(f"messages[{index}]: the assistant says nothing and calls no tool")
-            for call in message.get("tool_calls", ()):
+            calls: list[Any] = message.get("tool_calls", [])
+            for call in calls:
                 _drop_padding(call["function"], tools)
     roles = [message["role"] for message in messages]
     if roles[0] == "assistant" or roles.count("assistant") == len(untrained):
@@ -306,7 +307,8 @@ def _without_nulls(value: Any) -> Any:
 
 def _drop_padding(function: dict[str, Any], tools: list[ToolSpec]) -> None:
     """Removes null arguments of a call, unless its tool has such a parameter that may be null."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    functions: list[Any] = [tool["function"] for tool in tools]
+    schemas = {each["name"]: each["parameters"] for each in functions}
     properties = schemas.get(function["name"], {}).get("properties", {})
     function["arguments"] = {
         key: value

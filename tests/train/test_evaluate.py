@@ -110,6 +110,7 @@ def test_evaluation_samples_as_the_models_authors_do_and_says_so(capsys, tmp_pat
 
 def test_a_server_that_is_not_there_fails_every_sample(capsys):
     arguments = ["--inference.backend", "openai", "--inference.urls", "http://127.0.0.1:9"]
+    arguments += ["--inference.retry_for_s", "0.5"]
     assert main(["eval", RUN, *arguments, "--eval.num_tasks", "1", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["num_failed"] == 1 and "127.0.0.1:9" in result["first_error"]

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 
+RETRY_S = 10.0
+"""How long a call is tried again at another server; the agent waits meanwhile."""
+
+
 @dataclass(slots=True, frozen=True)
 class Asked:
     """The parts of a turn's call that its role depends on."""
@@ -82,7 +86,7 @@ class OtherServers:
             from openai import AsyncOpenAI
 
             key = os.environ.get(rule.api_key_variable, "none")
-            self._clients[url] = AsyncOpenAI(base_url=url, api_key=key)
+            self._clients[url] = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
         own = policy.max_turn_tokens
         chat = ChatPolicy(
             client=self._clients[url],
@@ -90,6 +94,7 @@ class OtherServers:
             max_turn_tokens=min(own, call.max_tokens or own),
             temperature=None,
             dialect=policy.renderer.dialect,
+            retry_for_s=RETRY_S,
         )
         info = recorder.trajectory.info
         told: Any = info.setdefault("served_elsewhere", [])
