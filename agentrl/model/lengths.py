@@ -104,6 +104,18 @@ def _fix(module: Any, kind: str, layer: str | None, max_tokens: int | None) -> b
     return True
 
 
+def longest_row(config: PretrainedConfig) -> int | None:
+    """Returns the number of tokens that a model was made for; None if it has no limit."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    for table in _rope_tables(text):
+        if table.get("rope_type") in ("yarn", "linear"):
+            limit = max(limit, int(table.get("factor", 1) * table.get(_ORIGINAL, limit)))
+    return limit
+
+
 class _RowLimit:
     """A forward hook that refuses rows longer than the angles were chosen for."""
 

@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_file
 from agentrl.errors import ConfigError, first_line
 from agentrl.model import ranks
 from agentrl.model.adapter_files import CONFIG_FILE
-from agentrl.model.lengths import fix_angles
+from agentrl.model.lengths import fix_angles, longest_row
 from agentrl.model.logprobs import decoder_of, head_of, require_exact
 from agentrl.model.lora import base_of, is_adapter, merged
 from agentrl.model.text.processor import Processor
@@ -95,6 +95,20 @@ def _read_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def model_config(path: str) -> PretrainedConfig:
     """Reads the configuration of a model, or of the base model of an adapter."""
     return AutoConfig.from_pretrained(base_of(path) if is_adapter(path) else path)
+
+
+def require_context(path: str, max_tokens: int) -> None:
+    """Checks that a model was made for rows of this many tokens.
+
+    Raises:
+        ConfigError: it was made for fewer.
+    """
+    limit = longest_row(model_config(path))
+    if limit is not None and max_tokens > limit:
+        raise ConfigError(
+            f"rollout.max_context_tokens = {max_tokens}, but the model at {path} was made for "
+            f"{limit} tokens; set rollout.max_context_tokens to {limit} or less"
+        )
 
 
 def identity_of(path: str) -> str:

@@ -106,11 +106,12 @@ async def policy_of(
     """
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
-    from agentrl.model.load import load_processor, load_tokenizer
+    from agentrl.model.load import load_processor, load_tokenizer, require_context
     from agentrl.train.sampling import evaluation_sampling
 
     path = model_path(config, checkpoint)
     tokenizer = load_tokenizer(path, config.model.chat_template)
+    require_context(path, config.rollout.max_context_tokens)
     renderer = Renderer(
         tokenizer,
         history=config.rollout.history,

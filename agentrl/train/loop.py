@@ -54,6 +54,7 @@ from agentrl.train.run import (
     save_first,
     unless_interrupted,
     warn_about_learning_rate,
+    warn_if_nothing_was_learned,
 )
 from agentrl.train.sampling import training_sampling
 from agentrl.train.setup import interruptible, newest_run, resolve_device
@@ -132,6 +133,7 @@ async def _train(config: RunConfig, callbacks: Sequence[Callback], *, quiet: boo
                 finally:
                     run.profiler.stop()
                     await run.mixture.aclose()
+                warn_if_nothing_was_learned(run, last_step, outputs.display)
     report = report_run(run.run_dir)
     print(first_sentence(run.run_dir))
     print(f"run directory {run.run_dir}, report {report}")

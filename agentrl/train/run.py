@@ -28,7 +28,12 @@ from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
 from agentrl.model import ranks
-from agentrl.model.load import identity_of, load_processor, load_tokenizer
+from agentrl.model.load import (
+    identity_of,
+    load_processor,
+    load_tokenizer,
+    require_context,
+)
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
@@ -182,6 +187,7 @@ async def assemble(
             samplers[name] = make_sampler(alone.rollout, size, seed)
             scorer_of(alone)
     tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
+    require_context(config.model.path, rollout.max_context_tokens)
     renderer = Renderer(
         tokenizer,
         history=rollout.history,
@@ -565,7 +571,34 @@ def require_some_success(run: Run, rollouts: RolloutBatch, step: int, display: D
 
 
 def warn_about_learning_rate(run: Run, display: Display) -> None:
-    """Warns if the learning rate is far from the usual one for this number of weights."""
+    """Warns if the learning rate is far from the usual one for this number of weights, or is never
+    reached."""
     learning = (p.numel() for p in run.trainer.model.parameters() if p.requires_grad)
     if warning := rate_is_unusual(run.config, sum(learning)):
         display.note(warning)
+    warmup, total = run.config.train.warmup_steps, run.trainer.learner.total_updates
+    if warmup >= total:
+        display.note(
+            f"train.warmup_steps = {warmup}, and the run makes {total} updates: it never reaches "
+            "train.learning_rate; lower train.warmup_steps"
+        )
+
+
+def warn_if_nothing_was_learned(run: Run, last_step: int, display: Display) -> None:
+    """Warns if a run that ends has made no update.
+
+    Args:
+        last_step: the step after which it began or was resumed.
+    """
+    learner, num_steps = run.trainer.learner, run.config.run.num_steps
+    if last_step >= num_steps:
+        display.note(
+            f"nothing was trained: the run is at step {last_step}, and run.num_steps = "
+            f"{num_steps}; raise it"
+        )
+    elif learner.num_skipped and not learner.num_updates:
+        display.note(
+            f"nothing was learned: all {learner.num_skipped} updates were skipped, because their "
+            "gradients were not finite; lower train.learning_rate, or look for infinite rewards or "
+            "log-probabilities"
+        )

@@ -289,6 +289,16 @@ def _entropy(seen: Evidence) -> Verdict:
     return text
 
 
+def _uniform(seen: Evidence) -> Verdict:
+    before, now = seen.first("policy/entropy"), seen.last("policy/entropy")
+    if before is None or now is None:
+        return None
+    text = f"entropy went from {short_number(before)} to {short_number(now)} nats"
+    if now >= max(2 * before, before + UNIFORM_RISE):
+        return Finding(f"{text}: what it writes comes close to chance", {"sort": "newest"})
+    return text
+
+
 def _clipping(seen: Evidence) -> Verdict:
     share = seen.last("policy/clip_fraction_high", "policy/clip_fraction_low")
     if share is None:
@@ -493,6 +503,8 @@ FAR_BEFORE_A_FALL = 0.01
 FAR_FOR_ONE = 0.001
 """From here on one step that is far beyond the others is told."""
 ROUNDED_AWAY = 1e-7
+UNIFORM_RISE = 1.5
+"""Nats by which the entropy of a token rises where a policy falls apart into chance."""
 MISMATCH = {"float32": 0.005, "bfloat16": 0.05, "fp8": 0.1}
 """Mean difference of log-probabilities, in nats, above which rounding does not explain it: that of
 `model.dtype`, or of `inference.quantization`."""
@@ -571,6 +583,16 @@ RULES = [
         "an answer. The log has each reason once, a trajectory's info its own (docs/agents.md).",
         "rollout/refused_calls",
         _refused_calls,
+        of_policy=False,
+    ),
+    Rule(
+        "uniform",
+        "The policy keeps what it knew",
+        "lower train.learning_rate, and start anew from the model or a checkpoint before",
+        "Its tokens have become nearly random, so calls cannot be read and rewards are chance: "
+        "these are consequences. The updates were too large, or an entropy bonus too strong.",
+        "policy/entropy",
+        _uniform,
         of_policy=False,
     ),
     Rule(

@@ -41,6 +41,7 @@ FAULTS = {
     "errors": {"failed": 0.3},
     "mismatch": {"metrics": {"policy/rollout_train_logprob_diff_mean": 0.3}},
     "staleness": {"metrics": {"rollout/staleness_mean": 5.5, "policy/ess": 0.3}},
+    "uniform": {"entropy": lambda step: 0.5 + 0.2 * step, "malformed": 0.3},
     "entropy_collapse": {"entropy": lambda step: 1.5 * 0.7**step, "best": 0.2},
     "clipping": {"metrics": {"policy/clip_fraction_high": 0.31, "policy/clip_fraction_low": 0.12}},
     "dead_gradients": {"metrics": {"train/grad_norm": 0.0}},

@@ -28,6 +28,7 @@ def test_a_planted_fault_is_found_first_and_its_examples_show_it(tmp_path, rule)
     implied = {
         "never_rewarded": {"equal_rewards"},
         "one_environment": {"errors"},
+        "uniform": {"malformed_calls"},
         "too_far": {"reward_fell", "truncation", "malformed_calls", "equal_rewards"},
     }
     assert set(findings) - {rule} <= implied.get(rule, set())
