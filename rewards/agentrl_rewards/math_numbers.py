@@ -49,6 +49,8 @@ def same_number(answer: Number, gold: Number) -> bool:
     if answer.percent == gold.percent:
         value = answer.value * factor
         return value == gold.value or _is_rounded(answer.step * factor, value, gold.value)
+    if answer.unit or gold.unit:
+        return False
     percent, bare = (answer, gold) if answer.percent else (gold, answer)
     if bare.value == percent.value / 100:
         return True

@@ -22,15 +22,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import math
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,17 +40,12 @@ from agentrl.errors import GraderError
 from agentrl.runtime import kill_group, start_group
 
 WORKER_FILE = Path(__file__).with_name("math_worker.py")
-START_TIMEOUT_S = 60.0
-"""Longest wait for a worker to import math-verify (0.5 s on an idle machine)."""
 FIRST_TRY_S = 0.25
 """CPU seconds of the first try. Typical comparisons take a tenth of it."""
 MAX_WAIT_S = 50.0
 """Longest wait for a worker. Shorter than the 60 s that an environment's step may take."""
 MAX_SLOW_WAIT_S = 30.0
 """Longest time from the start of a check to that of its second try, for the same reason."""
-GRACE_S = 3.0
-"""A worker has ten times the deadline in wall-clock time, plus this, to reply before it is
-killed."""
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
 """The only environment variables a worker gets: it handles untrusted text and needs no secrets."""
 
@@ -96,16 +89,16 @@ class MathPool:
         _POOLS.add(self)
 
     def _start_empty(self) -> None:
-        self._free = threading.Condition(threading.RLock())
+        self._lock = threading.Lock()
+        self._free = threading.Semaphore(self.num_workers)
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
-        self._num_starting = 0
-        self._num_killed = 0
-        self._num_pending = 0
-        self._num_slow = 0
-        self._num_expired = 0
+        self._counts: Counter[str] = Counter()
         self._closed = False
-        self._lanes: tuple[_Lane, _Lane] | None = None
+        self._lanes = (
+            _Lane(self.num_workers, "math-grader"),
+            _Lane(max(1, self.num_workers // 2), "math-grader-slow"),
+        )
 
     def check(self, answer: str, reference: str, deadline_s: float = 2.0) -> bool | None:
         """Returns whether math-verify finds the two LaTeX expressions equal.
@@ -145,122 +138,87 @@ class MathPool:
 
     def _submit(self, answer: str, reference: str, deadline_s: float, started: float) -> _Reply:
         """Queues a try in the fast or the slow lane, depending on its deadline."""
-        request: dict[str, object] = {"answer": answer, "reference": reference}
-        request["deadline_s"] = deadline_s
-        with self._free:
+        request = {"answer": answer, "reference": reference, "deadline_s": deadline_s}
+        is_slow = deadline_s > FIRST_TRY_S
+        end = started + (MAX_SLOW_WAIT_S if is_slow else MAX_WAIT_S)
+        with self._lock:
             if self._closed:
                 raise RuntimeError("this MathPool is closed; make a new one")
-            if self._lanes is None:
-                num_slow = max(1, self.num_workers // 2)
-                self._lanes = (
-                    _Lane(self.num_workers, "math-grader"),
-                    _Lane(num_slow, "math-grader-slow"),
-                )
-            is_slow = deadline_s > FIRST_TRY_S
-            self._num_slow += is_slow
-            self._num_pending += 1
-            future = self._lanes[is_slow].submit(lambda: self._try(request, deadline_s, started))
-        future.add_done_callback(self._forget)
+            self._counts["slow"] += is_slow
+            self._counts["pending"] += 1
+            future = self._lanes[is_slow].submit(lambda: self._try(request, end))
+        future.add_done_callback(lambda _: self._count("pending", -1))
         return future
 
-    def _forget(self, _: _Reply) -> None:
-        with self._free:
-            self._num_pending -= 1
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += by
 
-    def _try(
-        self, request: dict[str, object], deadline_s: float, started: float
-    ) -> dict[str, object]:
-        is_slow = deadline_s > FIRST_TRY_S
-        worker = self._take(started, MAX_SLOW_WAIT_S if is_slow else MAX_WAIT_S)
+    def _try(self, request: dict[str, object], end: float) -> dict[str, object]:
+        """Has a worker answer the request, if one is free before `end`, in monotonic seconds."""
+        left_s = end - time.monotonic()
+        if left_s <= 0 or not self._free.acquire(timeout=left_s):
+            self._count("expired")
+            raise GraderError(
+                "no math worker came free in time: too many answers are slow to compare; use more "
+                "workers, MathPool(num_workers)"
+            )
         try:
-            reply = worker.ask(request, 10 * deadline_s + GRACE_S)
-        except BaseException:
+            worker = self._take()
+            try:
+                reply = worker.ask(request)
+            except BaseException:
+                self._discard(worker)
+                raise
+            self._idle.append(worker)
+            return reply
+        finally:
+            self._free.release()
+
+    def _take(self) -> _Worker:
+        """Returns an idle worker that lives, or a new one."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.poll() is None:
+                return worker
             self._discard(worker)
-            raise
-        self._give_back(worker)
-        return reply
+        worker = _Worker(self.memory_bytes)
+        with self._lock:
+            self._workers.add(worker)
+            closed = self._closed
+        if closed:
+            self._discard(worker)
+            raise GraderError("the math grader's pool was closed during a check")
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.kill()
+        with self._lock:
+            self._workers.discard(worker)
+            self._counts["killed"] += 1
 
     def status(self) -> PoolStatus:
-        with self._free:
+        with self._lock:
             num_busy = len(self._workers) - len(self._idle)
             return PoolStatus(
                 num_workers=self.num_workers,
                 num_alive=sum(worker.process.poll() is None for worker in self._workers),
                 num_busy=num_busy,
-                num_waiting=max(0, self._num_pending - num_busy),
-                num_killed=self._num_killed,
-                num_slow=self._num_slow,
-                num_expired=self._num_expired,
+                num_waiting=max(0, self._counts["pending"] - num_busy),
+                num_killed=self._counts["killed"],
+                num_slow=self._counts["slow"],
+                num_expired=self._counts["expired"],
             )
 
     def close(self) -> None:
         """Kills the workers. Running checks raise GraderError; later ones raise RuntimeError."""
-        with self._free:
+        with self._lock:
             self._closed = True
-            lanes, idle = self._lanes or (), list(self._idle)
-            busy = self._workers - set(idle)
-            self._workers.clear()
-            self._idle.clear()
-            self._free.notify_all()
-        for worker in idle:
-            worker.kill()
-        for worker in busy:  # the thread waiting for its reply sees it end and closes the pipes
-            kill_group(worker.process)
-        for lane in lanes:
+            workers = list(self._workers)
+        for lane in self._lanes:
             lane.close()
-
-    def _take(self, started: float, max_wait_s: float) -> _Worker:
-        """Returns an idle or a new worker; raises GraderError if none is free in time."""
-        with self._free:
-            while True:
-                if self._closed:
-                    raise GraderError("the math grader's pool was closed during a check")
-                left_s = started + max_wait_s - time.monotonic()
-                if left_s <= 0:
-                    self._num_expired += 1
-                    raise GraderError(
-                        f"no math worker came free within {max_wait_s:g} s: too many answers are "
-                        "slow to compare; use more workers, MathPool(num_workers)"
-                    )
-                if self._idle:
-                    worker = self._idle.pop()
-                    if worker.process.poll() is None:
-                        return worker
-                    self._workers.discard(worker)
-                    self._num_killed += 1
-                    worker.kill()
-                elif len(self._workers) + self._num_starting < self.num_workers:
-                    self._num_starting += 1
-                    break
-                else:
-                    self._free.wait(left_s)
-        try:
-            worker = _Worker(self.memory_bytes)
-        except BaseException:
-            with self._free:
-                self._num_starting -= 1
-                self._free.notify()
-            raise
-        with self._free:
-            self._num_starting -= 1
-            if not self._closed:
-                self._workers.add(worker)
-                return worker
-        worker.kill()
-        raise GraderError("the math grader's pool was closed during a check")
-
-    def _give_back(self, worker: _Worker) -> None:
-        with self._free:
-            if worker in self._workers:
-                self._idle.append(worker)
-            self._free.notify()
-
-    def _discard(self, worker: _Worker) -> None:
-        worker.kill()
-        with self._free:
-            self._workers.discard(worker)
-            self._num_killed += 1
-            self._free.notify()
+        for worker in workers:  # whoever waits for its reply sees it end
+            kill_group(worker.process)
 
     def _forget_after_fork(self) -> None:
         # Inherited pipes would keep the parent's workers alive after the parent has exited.
@@ -340,7 +298,7 @@ class _Worker:
             bufsize=0,
         )
         try:
-            ready = self._read_reply(START_TIMEOUT_S)
+            ready = self._read_reply()
         except BaseException:
             self.kill()
             raise
@@ -348,40 +306,25 @@ class _Worker:
             self.kill()
             raise GraderError(f"the math grader cannot start: {ready['error']}")
 
-    def ask(self, request: dict[str, object], timeout_s: float) -> dict[str, object]:
+    def ask(self, request: dict[str, object]) -> dict[str, object]:
         """Sends a request and returns the reply.
 
         Raises:
-            GraderError: the worker died or did not reply in time, and has to be killed.
+            GraderError: the worker died, and has to be discarded.
         """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        except (BrokenPipeError, ValueError) as error:  # ValueError: closed by `MathPool.close`
+        except OSError as error:
             raise GraderError("the math grader's worker process died") from error
-        return self._read_reply(timeout_s)
+        return self._read_reply()
 
-    def _read_reply(self, timeout_s: float) -> dict[str, object]:
+    def _read_reply(self) -> dict[str, object]:
         assert self.process.stdout is not None
-        end = time.monotonic() + timeout_s
-        poll = select.poll()
-        data = b""
-        try:
-            fd = self.process.stdout.fileno()
-            poll.register(fd, select.POLLIN)
-            while not data.endswith(b"\n"):
-                left_s = end - time.monotonic()
-                if left_s <= 0 or not poll.poll(math.ceil(left_s * 1000)):
-                    raise GraderError(
-                        f"the math grader's worker process was silent for {timeout_s:g} s"
-                    )
-                chunk = os.read(fd, 65536)
-                if not chunk:
-                    raise GraderError("the math grader's worker process died")
-                data += chunk
-        except (OSError, ValueError) as error:
-            raise GraderError("the math grader's pool was closed during a check") from error
-        return json.loads(data)
+        line = self.process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise GraderError("the math grader's worker process died")
+        return json.loads(line)
 
     def kill(self) -> None:
         """Kills and reaps the process and its child and closes the pipes. May be called twice."""

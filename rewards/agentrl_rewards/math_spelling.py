@@ -27,9 +27,10 @@ _SIGNS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-"),
     **dict.fromkeys("÷∕⁄", "/"),
     "′": "'",
+    "º": "°",
 }
 _TABLE = str.maketrans(_SIGNS)
-_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿˣʸᵏᵐⁱ", "0123456789+-nxykmi", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _NUMBER_WORDS = "two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
@@ -41,6 +42,7 @@ _COLOR = r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}\s*"
 _SIZE = r"\\(?:displaystyle|textstyle|bf|rm|it|tiny|small|large|Large|huge)(?![a-zA-Z])"
 _ARGUMENT = r"(?:[0-9]|[a-zA-Z]|\\(?!sqrt)[a-zA-Z]+)"
 _CURRENCY = r"\.?\s*\}?" + _SPACE + r"(?=[-+0-9.\\])"
+_CODE = "CAD|AUD|NZD|HKD|SGD|CHF|CNY|JPY|KRW|MXN|BRL|SEK|NOK|DKK|PLN|TRY|ZAR|RUB"
 _STYLE = re.compile(
     r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathnormal|underline|underbar|uline|emph|textsf"
     r"|overline(?=\s*\{[A-Z]{2,}\}))\s*\{(?P<inside>[^{}]*(?:\{[^{}]*\}[^{}]*){0,8})\}"
@@ -51,21 +53,28 @@ _REWRITES = [
         (rf"\{{\s*{_COLOR}([^{{}}]*)\}}|{_COLOR}", r"\1"),
         (_SIZE, ""),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"\\(?:left|right)\.", ""),
         # without braces, an argument of \frac is one digit, letter or command
         (rf"(\\[dtc]?frac)(?![a-zA-Z])\s*({_ARGUMENT})", r"\1{\2}"),
         (rf"(\\[dtc]?frac\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}})\s*({_ARGUMENT})", r"\1{\2}"),
         # currencies before a number
-        (r"^\s*(?:US|USD|U\.S\.|AU?|CA|HK|NZ)\s?(?=\\?\$)", ""),
+        (r"^\s*(?:[A-Z]{1,2}|USD|U\.S\.)\s?(?=\\?\$)", ""),
         (rf"^\s*{_TEXT}(?:USD|US dollars?){_CURRENCY}", "$"),
         (rf"^\s*(?:{_TEXT}(?:EUR|euros?)|\\euro){_CURRENCY}", "€"),
         (rf"^\s*(?:{_TEXT}GBP|\\pounds){_CURRENCY}", "£"),
         (rf"^\s*{_TEXT}(?:Rs|INR|[Rr]upees){_CURRENCY}", "₹"),
+        (rf"^\s*{_TEXT}({_CODE})\s*\}}?\s*([0-9.,]+)$", r"\2 \\text{\1}"),
         # repeating decimals
         (r"(?<=[0-9.])\s*\\(?:bar|dot)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))", r"\\overline{\1\2}"),
         (r"(?<=[0-9.])([0-9])\1\1+\s*(?:\.\.\.|…|\\l?dots)$", r"\\overline{\1}"),
-        # 1010_{\text{two}}, 1010 base two, 1010 (in base 2)
-        (rf"_\s*\{{?\s*{_TEXT}({_BASE})\s*\}}*$", r"_{\1}"),
-        (rf"(?<=\w){_SPACE}{_TEXT}\(?\s*(?:in )?\bbase[ -]({_BASE})\s*\)?\s*\}}?$", r"_{\1}"),
+        (r"\.\(([0-9]+)\)", r".\\overline{\1}"),
+        # (1010)_2, 1010_{\text{two}}, 1010 base two, 1010 (in base 2)
+        (r"^\(([0-9A-Za-z]+)\)(?=_)", r"\1"),
+        (rf"_\s*\{{?\s*{_TEXT}\(?({_BASE})\)?\s*\}}*$", r"_{\1}"),
+        (
+            rf"(?<=\w){_SPACE}{_TEXT}\(?\s*(?:in )?\bbase\s*\}}?[\s-]*({_BASE})\s*\)?\s*\}}?$",
+            r"_{\1}",
+        ),
     )
 ]
 

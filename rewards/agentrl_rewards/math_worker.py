@@ -7,9 +7,9 @@ so the user's `__main__` is not run again and the multiprocessing start method d
             <--reply line----              <--reply line----
 
 The supervisor imports math-verify once and never parses an answer itself. Its child does, under
-RLIMIT_AS and RLIMIT_CPU. The deadline is CPU time on Linux, and at most ten times as much
-wall-clock time. A child that misses it gets SIGKILL, and the next one is forked from the warm
-supervisor in milliseconds. Every request gets exactly one reply:
+RLIMIT_AS. The deadline is CPU time, and ten times as much on the clock: the kernel's timers end a
+child that misses it, and the next one is forked from the warm supervisor in milliseconds. Every
+request gets exactly one reply:
 
     {"answer": str, "reference": str, "deadline_s": float}
     -> {"equal": bool}                  the comparison completed
@@ -32,7 +32,6 @@ import resource
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,7 +189,9 @@ def load_compare() -> Compare:
     def solutions_equal(gold: Any, answer: Any, *options: Any) -> bool:
         """Compares what solves two relations; those without a solution are not all equal."""
         if gold.lhs == answer.lhs and gold.lhs.is_Symbol and type(gold) is type(answer):
-            return False  # the other sides were compared
+            return same_value(gold.rhs, answer.rhs, tolerance) is True
+        if isinstance(gold, sympy.Eq) and are_proportional(gold, answer):
+            return True
         return bool(sympy.solve(gold, gold.free_symbols)) and solve_and_compare(
             gold, answer, *options
         )
@@ -261,8 +262,8 @@ _IMAGINARY = re.compile(r"(?<![a-zA-Z])[a-z]?i(?![a-zA-Z])")
 def rounding(text: str) -> float:
     """Returns the relative error that decimals of at least ten digits allow; 0 without any."""
     decimals = re.findall(r"[0-9]*\.[0-9]+", text)
-    digits = [len(each.replace(".", "").lstrip("0")) for each in decimals]
-    return 10.0 ** (1 - min((each for each in digits if each >= 10), default=400))
+    long = [each for each in decimals if len(each.replace(".", "").lstrip("0")) >= 10]
+    return max((10.0 ** -len(each.partition(".")[2]) / float(each) for each in long), default=0.0)
 
 
 def prepared(expression: Any, is_complex: bool) -> Any:
@@ -336,7 +337,7 @@ def kind_of(expression: Any) -> type | None:
 def same_value(gold: Any, answer: Any, tolerance: Any) -> bool | None:
     """Returns whether two expressions have the same value; None if that is not decided.
 
-    Rationals are compared exactly, other numbers in 100 digits. Functions are compared at eight
+    Rationals are compared exactly, other numbers in 50 digits. Functions are compared at eight
     points, at least three of which have to be positive: sympy does not simplify identities that
     hold only for positive numbers, such as sqrt(x^3) = x^(3/2).
 
@@ -362,13 +363,24 @@ def same_value(gold: Any, answer: Any, tolerance: Any) -> bool | None:
             symbol: sign * sympy.Rational(31 + 7 * (3 * place + 5 * point) % 41, 19)
             for place, symbol in enumerate(symbols)
         }
-        numbers: list[Any] = [each.subs(values).evalf(30) for each in (gold, answer)]
+        pair: list[Any] = [each.subs(values) for each in (gold, answer)]
+        numbers = [each.evalf(30) for each in pair]
         if not all(number.is_Float or number.is_Rational for number in numbers):
             continue
-        if abs(numbers[0] - numbers[1]) > abs(numbers[0]) * sympy.Float("1e-20"):
+        if pair[0] != pair[1] and same_number(pair[0], pair[1], 0) is False:
             return False
         num_positive += sign > 0
     return True if num_positive >= 3 else None
+
+
+def are_proportional(gold: Any, answer: Any) -> bool:
+    """Returns whether two equations differ by a factor, as `x + y = 1` and `2x + 2y = 2` do."""
+    sides = [each.lhs - each.rhs for each in (gold, answer)]
+    symbols = {symbol: 3 + place for place, symbol in enumerate(sides[0].free_symbols)}
+    values = [side.subs(symbols) for side in sides]
+    if any(value.is_zero or not value.is_Rational for value in values):
+        return False
+    return same_value(sides[0] * values[1], sides[1] * values[0], 0) is True
 
 
 def same_number(gold: Any, answer: Any, tolerance: Any) -> bool | None:
@@ -378,13 +390,13 @@ def same_number(gold: Any, answer: Any, tolerance: Any) -> bool | None:
         return False  # they are in lowest terms
     sizes = []
     for number in (gold, answer, gold - answer):
-        parts = number.evalf(30).as_real_imag()
+        parts = number.evalf(60).as_real_imag()
         if not all(each.is_Float or each.is_Rational for each in parts):
             return None
         # where 100 digits cancel, sympy leaves a single bit
         known = [0 if each.is_Float and each._prec == 1 else each for each in parts]
         sizes.append(sympy.sqrt(sum(each**2 for each in known)))
-    return bool(sizes[2] <= max(sizes[:2]) * tolerance)
+    return bool(sizes[2] <= max(sizes[:2]) * max(tolerance, 1e-50))
 
 
 MAX_BITS = 50_000
@@ -449,42 +461,38 @@ def is_cheap(expression: object) -> bool:
 
 
 def serve_child(read_fd: int, write_fd: int, compare: Compare, memory_bytes: int) -> None:
-    """Answers requests until the supervisor closes the pipe or the child is due for replacement."""
+    """Answers requests until the supervisor closes the pipe."""
     if sys.platform == "linux":  # other kernels reject or ignore it
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for count, line in enumerate(read_lines(read_fd), start=1):
+    for line in read_lines(read_fd):
         request = json.loads(line)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = math.ceil(used.ru_utime + used.ru_stime + request["deadline_s"]) + 1
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
+        # Their signals end the process, in C code too: SIGPROF after so much CPU time, SIGALRM
+        # after so much time on the clock.
+        signal.setitimer(signal.ITIMER_PROF, request["deadline_s"])
+        signal.setitimer(signal.ITIMER_REAL, 10 * request["deadline_s"])
         try:
-            reply: dict[str, object] = {
-                "equal": compare(request["answer"], request["reference"]),
-                "recycle": count >= CHECKS_PER_CHILD,
-            }
+            reply: dict[str, object] = {"equal": compare(request["answer"], request["reference"])}
         # sympy may raise anything. It concerns one answer only: the caller reports a grader error,
         # and this child is replaced in case its state is damaged.
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"[:500], "recycle": True}
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         send(write_fd, reply)
-        if reply["recycle"]:
-            return
 
 
 class Child:
     """A forked process that compares expressions, with one pipe to it and one from it."""
 
-    def __init__(self, compare: Compare, memory_bytes: int, close_fds: tuple[int, ...]) -> None:
+    def __init__(self, compare: Compare, memory_bytes: int, reply_fd: int) -> None:
         child_read, self.write_fd = os.pipe()
         self.read_fd, child_write = os.pipe()
-        self.exit_status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
-                for fd in (*close_fds, self.write_fd, self.read_fd):
+                for fd in (0, reply_fd, self.write_fd, self.read_fd):
                     os.close(fd)
                 serve_child(child_read, child_write, compare, memory_bytes)
                 status = 0
@@ -493,58 +501,43 @@ class Child:
         os.close(child_read)
         os.close(child_write)
 
-    def alive(self) -> bool:
-        if self.exit_status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.exit_status = status if pid else None
-        return self.exit_status is None
-
-    def kill(self) -> int:
+    def end(self) -> int:
         """Kills and reaps the process, closes the pipes and returns the `os.waitpid` status."""
-        if self.exit_status is None:
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still this child's
-            self.exit_status = os.waitpid(self.pid, 0)[1]
+        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still this child's
         os.close(self.write_fd)
         os.close(self.read_fd)
-        return self.exit_status
+        return os.waitpid(self.pid, 0)[1]
 
-    def cpu_s(self) -> float:
-        """Returns the CPU seconds the child has used; outside Linux, the monotonic clock."""
-        if sys.platform != "linux":
-            return time.monotonic()
-        return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's id of a process's CPU clock
+    def ask(self, line: bytes) -> bytes:
+        """Sends one request; returns the reply, or nothing if the process ends before it.
 
-    def ask(self, line: bytes, deadline_s: float) -> dict[str, object]:
-        """Sends one request and returns the reply.
-
-        If there is none, the reply has an `error`, and its `recycle` is True: kill the child.
+        Raises:
+            BrokenPipeError: the process had ended before.
         """
-        cpu_end = self.cpu_s() + deadline_s
-        end = time.monotonic() + 10 * deadline_s
-        try:
-            os.write(self.write_fd, line + b"\n")  # shorter than a pipe's buffer: never blocks
-        except BrokenPipeError:
-            return {"error": "the comparing process died before the check", "recycle": True}
+        os.write(self.write_fd, line + b"\n")  # shorter than a pipe's buffer: never blocks
         poll = select.poll()
         poll.register(self.read_fd, select.POLLIN)
         poll.register(0, 0)  # reports only that the caller is gone
-        data = b""
-        while not data.endswith(b"\n"):
-            left_s = min(end - time.monotonic(), cpu_end - self.cpu_s())
-            if left_s <= 0:
-                late = f"no result within {deadline_s:g} s"
-                return {"error": late, "late": True, "recycle": True}
-            events = poll.poll(math.ceil(left_s * 1000))
-            if any(fd == 0 for fd, _ in events):
-                self.kill()
+        reply = b""
+        while not reply.endswith(b"\n"):
+            if any(fd == 0 for fd, _ in poll.poll()):
+                self.end()
                 sys.exit()
-            if not events:
-                continue
             chunk = os.read(self.read_fd, 65536)
             if not chunk:
-                return {"error": "the comparing process died during the check", "recycle": True}
-            data += chunk
-        return json.loads(data)
+                return b""
+            reply += chunk
+        return reply
+
+
+def failure(status: int, deadline_s: float) -> bytes:
+    """Returns the reply for a child that ended during a check, from its `os.waitpid` status."""
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    reply: dict[str, object] = {"error": f"no result within {deadline_s:g} s", "late": True}
+    if number not in (signal.SIGPROF, signal.SIGALRM):
+        name = f" ({signal.strsignal(number)})" if number else ""
+        reply = {"error": f"the comparing process died during the check{name}"}
+    return json.dumps(reply).encode() + b"\n"
 
 
 def main() -> None:
@@ -556,33 +549,30 @@ def main() -> None:
     except ImportError as error:
         send(reply_fd, {"error": f"{error}: install it with `pip install 'agentrl-gym[math]'`"})
         return
-    child = Child(compare, memory_bytes, (0, reply_fd))
+    child, num_checks = Child(compare, memory_bytes, reply_fd), 0
     send(reply_fd, {"ready": True})
     warm_up = iter(WARM_UP)
     for count, line in enumerate(read_lines(0)):
-        if not child.alive():
-            child.kill()
-            child = Child(compare, memory_bytes, (0, reply_fd))
-        reply = child.ask(line, json.loads(line)["deadline_s"])
-        if reply.pop("recycle"):
-            status = child.kill()
-            # kill() itself sends SIGKILL, so only another signal is worth reporting.
-            if (
-                "error" in reply
-                and os.WIFSIGNALED(status)
-                and os.WTERMSIG(status) != signal.SIGKILL
-            ):
-                reply["error"] = f"{reply['error']} ({signal.strsignal(os.WTERMSIG(status))})"
-            child = Child(compare, memory_bytes, (0, reply_fd))
-        send(reply_fd, reply)
+        try:
+            reply = child.ask(line)
+        except BrokenPipeError:
+            child.end()
+            child, num_checks = Child(compare, memory_bytes, reply_fd), 0
+            reply = child.ask(line)
+        num_checks += 1
+        if not reply or b'"error"' in reply or num_checks >= CHECKS_PER_CHILD:
+            status = child.end()
+            child, num_checks = Child(compare, memory_bytes, reply_fd), 0
+            reply = reply or failure(status, json.loads(line)["deadline_s"])
+        os.write(reply_fd, reply)
         while count > USES_BEFORE_WARM_UP and not select.select([0], [], [], 0)[0]:
             if (pair := next(warm_up, None)) is None:
                 break
             compare(*pair)
             if pair == WARM_UP[-1]:
-                child.kill()
-                child = Child(compare, memory_bytes, (0, reply_fd))
-    child.kill()
+                child.end()
+                child = Child(compare, memory_bytes, reply_fd)
+    child.end()
 
 
 if __name__ == "__main__":

@@ -264,14 +264,6 @@ def test_a_stray_print_does_not_break_the_protocol(pool, change_worker):
     assert pool.check("a", "b") is False
 
 
-def test_a_silent_worker_is_killed_from_outside(pool, change_worker, monkeypatch):
-    change_worker({"reply = child.ask(": "time.sleep(60); reply = child.ask("})
-    monkeypatch.setattr(math_pool, "GRACE_S", 0.1)
-    with pytest.raises(GraderError, match="silent"):
-        pool.check("a", "b", deadline_s=0.01)
-    assert pool.status().num_alive == 0
-
-
 @pytest.mark.slow
 def test_a_missing_library_says_how_to_get_it(pool, tmp_path, monkeypatch):
     source = math_pool.WORKER_FILE.read_text().replace("from math_verify", "from no_math_verify")
@@ -384,7 +376,7 @@ def test_no_orphans_when_the_caller_is_killed_or_ends(tmp_path):
         print(json.dumps(pids), flush=True)
         if len(sys.argv) > 1:
             threading.Thread(
-                target=pool.check, args=(r"(\sin x+\cos x)^{150}", "x+7", 20.0), daemon=True
+                target=pool.check, args=(r"(\sin x+\cos x)^{150}=3", "x=7", 20.0), daemon=True
             ).start()
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
