@@ -202,10 +202,9 @@ def serve(arguments: argparse.Namespace) -> int:
     from agentrl.env import registry
     from agentrl.env.base import load_config
     from agentrl.env.protocol import TOKEN_VARIABLE
-    from agentrl.env.server.access import is_loopback, usable_token
-    from agentrl.env.server.supervisor import end_with_supervisor
+    from agentrl.env.server.access import usable_token
+    from agentrl.env.server.supervisor import supervise
 
-    end_with_supervisor()
     config = _read_config(arguments.config)
     environments = [registry.resolve(name) for name in arguments.id]
     if config and len(environments) > 1:
@@ -219,55 +218,25 @@ def serve(arguments: argparse.Namespace) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     names = ", ".join(environment.id for environment in environments)
-    if arguments.workers > 1:
-        return _serve_workers(arguments, config, token, names)
-
-    from agentrl.env.server.app import make_app
-    from agentrl.env.server.serve import serve as run_server
-
-    app = make_app(
-        arguments.id,
-        token=token,
-        loopback_only=is_loopback(arguments.host),
-        max_sessions=arguments.max_sessions,
-        worker_threads=arguments.worker_threads,
-        max_body_bytes=arguments.max_body * 2**20,
-        config={environment.id: config for environment in environments},
-        name=arguments.name,
-    )
-    run_server(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        token=token,
-        drain_s=arguments.drain_s,
-        ready=lambda url: print(f"serving {names} at {url}", flush=True),
-    )
-    return 0
-
-
-def _serve_workers(
-    arguments: argparse.Namespace, config: dict[str, Any], token: str | None, names: str
-) -> int:
-    from agentrl.env.protocol import TOKEN_VARIABLE
-    from agentrl.env.server.supervisor import supervise
-
-    host, ports = arguments.host, range(arguments.port, arguments.port + arguments.workers)
-    if not 0 < ports[0] <= ports[-1] < 2**16:
+    ports = range(arguments.port, arguments.port + arguments.workers)
+    if arguments.workers > 1 and not 0 < ports[0] <= ports[-1] < 2**16:
         raise ConfigError(
             f"--workers {arguments.workers} needs that many ports from --port {arguments.port} on, "
             "between 1 and 65535"
         )
-    command = [sys.executable, "-m", "agentrl", "env", "serve", *arguments.id, "--host", host]
-    command += ["--config", json.dumps(config)]
-    for option in ("max_sessions", "worker_threads", "max_body", "drain_s"):
-        if getattr(arguments, option) is not None:
-            command += ["--" + option.replace("_", "-"), str(getattr(arguments, option))]
-    urls = ",".join(f"http://{f'[{host}]' if ':' in host else host}:{port}" for port in ports)
     supervise(
-        [[*command, "--port", str(port), "--name", str(n)] for n, port in enumerate(ports)],
-        ready=lambda: print(f"serving {names} at {urls}", flush=True),
-        environ={**os.environ, TOKEN_VARIABLE: token or ""},
+        arguments.id,
+        host=arguments.host,
+        port=arguments.port,
+        num_workers=arguments.workers,
+        token=token,
+        drain_s=arguments.drain_s,
+        name=arguments.name,
+        ready=lambda urls: print(f"serving {names} at {','.join(urls)}", flush=True),
+        max_sessions=arguments.max_sessions,
+        worker_threads=arguments.worker_threads,
+        max_body_bytes=arguments.max_body * 2**20,
+        config={environment.id: config for environment in environments},
     )
     return 0
 

@@ -25,6 +25,7 @@ the event loop. Make objects that belong to the event loop, such as HTTP clients
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import inspect
@@ -37,7 +38,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.env.protocol import make_error
-from agentrl.env.threads import WorkerPool, call_timeout, default_pool
+from agentrl.env.threads import WorkerPool, default_pool
 from agentrl.env.tools import Tool, choose_tools, tools_of
 from agentrl.env.values import describe, to_content, to_finite, to_observation
 from agentrl.errors import AgentRLError, ConfigError, EnvError
@@ -420,7 +421,7 @@ class Environment:
         calling = call_method(self._workers or default_pool(), method, *args, **kwargs)
         if timeout_s is None:
             return await calling
-        async with call_timeout(timeout_s):
+        async with asyncio.timeout(timeout_s):
             return await calling
 
     @property
@@ -446,7 +447,7 @@ class Environment:
             arguments = {"name": tool.name, "arguments": arguments}
         returned = failure = None
         try:
-            async with nullcontext() if tool.timeout_s is None else call_timeout(tool.timeout_s):
+            async with nullcontext() if tool.timeout_s is None else asyncio.timeout(tool.timeout_s):
                 try:
                     returned = await self.call(method, **arguments)
                 except AgentRLError:

@@ -57,6 +57,8 @@ LOAD_TIMEOUT_S = 1800.0
 """Seconds in which a configuration must load, for example download its data set."""
 INFO_CALL_S = 30.0
 """Seconds for one call that asks for a description; it is repeated while the server loads."""
+MAX_RENEWALS = 32
+"""Leases that are renewed at a time on one server."""
 UNREACHABLE_S = 10.0
 """Seconds for which a server that refuses connections is retried."""
 SILENT_S = 30.0
@@ -347,16 +349,25 @@ class EnvClient:
 
     async def _renew_on(self, endpoint: _Endpoint) -> None:
         now = asyncio.get_running_loop().time()
-        idle = [each for each in self._sessions if each._used < now - LEASE_S / 3]
-        for session in [each for each in idle if each._endpoint is endpoint]:
-            try:
-                await endpoint.transport.renew(session.id, GRACE_S)
-                session._used = asyncio.get_running_loop().time()
-            except EnvUnavailable as error:  # it would not answer for the others either
-                logger.debug("renewing sessions: %s", error)
-                return
-            except EnvError as error:  # the session's next step reports it
-                logger.debug("renewing session %s: %s", session.id[:8], error)
+        idle = [
+            each
+            for each in self._sessions
+            if each._endpoint is endpoint and each._used < now - LEASE_S / 3
+        ]
+
+        async def renew_next() -> None:
+            while idle:
+                session = idle.pop()
+                try:
+                    await endpoint.transport.renew(session.id, GRACE_S)
+                    session._used = asyncio.get_running_loop().time()
+                except EnvUnavailable as error:  # it would not answer for the others either
+                    logger.debug("renewing sessions: %s", error)
+                    idle.clear()
+                except EnvError as error:  # the session's next step reports it
+                    logger.debug("renewing session %s: %s", session.id[:8], error)
+
+        await asyncio.gather(*(renew_next() for _ in range(MAX_RENEWALS)))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -430,6 +441,7 @@ def in_process(
         max_sessions: the most sessions at a time; None: the limit of the class.
         config: the values that every session's configuration starts from.
     """
+    environment = registry.with_id(environment)
     base = {environment.id: dict(config or {})}
     manager = SessionManager(lambda _: environment, max_sessions=max_sessions, config=base)
     return EnvClient([InProcess(manager)])

@@ -243,8 +243,8 @@ class Health:
     """`ok` or `draining`."""
     sessions: int
     """Number of live sessions."""
-    hung_threads: int
-    """Number of worker threads whose call is past its deadline and has not returned."""
+    hung_calls: int
+    """Number of calls that are past their deadline and still run."""
 
 
 @_reply

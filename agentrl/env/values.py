@@ -100,7 +100,11 @@ def describe(error: BaseException, task: Task | None) -> str:
 
     Replaces the task's reference, if it is a string of more than three characters, and secrets.
     """
-    message = _short(hide_secrets(" ".join(str(error).split())))
+    try:
+        text = str(error)
+    except BaseException:  # an author's own __str__
+        text = ""
+    message = _short(hide_secrets(" ".join(text.split())))
     if task is not None and isinstance(task.reference, str) and len(task.reference) > 3:
         message = message.replace(task.reference, "[reference]")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -104,7 +104,10 @@ BAD_HOSTS = (
 
 
 def check(*headers):
-    Access(None, loopback_only=True).check("/v1/envs", headers)
+    given = {}
+    for name, value in headers:
+        given.setdefault(name.decode(), []).append(value.decode())
+    Access(None, loopback_only=True).check("/v1/envs", given)
 
 
 def test_a_website_cannot_reach_a_server_on_this_machine():

@@ -20,6 +20,7 @@ from agentrl.env import Action, Environment, Task, ToolCall, connect, make, regi
 from agentrl.env import client as client_module
 from agentrl.env import transport as transport_module
 from agentrl.env.scaffold import make_project
+from agentrl.env.sessions.manager import SessionManager
 from agentrl.errors import ConfigError, EnvError, EnvUnavailable, GraderError
 
 
@@ -625,6 +626,26 @@ def test_idle_sessions_are_kept_alive_by_a_living_client(served, monkeypatch):
             await asyncio.sleep(2.5)
             result = await session.step(call("add"), timeout_s=5)
             assert result.observation[0]["content"] == '{"count":1}'
+
+    asyncio.run(main())
+
+
+class SlowRenewals(transport_module.InProcess):
+    async def renew(self, session_id, timeout_s):
+        await asyncio.sleep(0.05)
+        await super().renew(session_id, timeout_s)
+
+
+def test_many_idle_sessions_of_a_living_client_do_not_expire(monkeypatch):
+    monkeypatch.setattr(client_module, "LEASE_S", 2.0)
+
+    async def main():
+        transport = SlowRenewals(SessionManager(lambda _: Hello))
+        async with client_module.EnvClient([transport]) as client:
+            opening = (client.session("hello", split="train", index=0) for _ in range(200))
+            sessions = await asyncio.gather(*opening)
+            await asyncio.sleep(4.0)
+            assert transport.manager.num_live == len(sessions) == 200
 
     asyncio.run(main())
 

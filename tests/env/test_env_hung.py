@@ -1,6 +1,7 @@
 """Many sessions while some steps never return: the others go on, and nothing is left."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -42,18 +43,18 @@ class Hanging(Environment):
 
     @tool
     async def ignore_cancel(self) -> str:
-        while True:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                continue
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return ""
 
     @tool
     async def clean_up_for_ever(self) -> str:
         try:
             await asyncio.sleep(3600)
         finally:
-            await asyncio.sleep(3600)
+            while not release.is_set():
+                await asyncio.sleep(0.05)
         return ""
 
     @tool
@@ -101,14 +102,15 @@ def num_left():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_coroutines_that_never_return_leave_nothing():
+def test_coroutines_that_ignore_their_deadline_leave_nothing_once_they_end():
     async def main():
+        release.clear()
         threads, descriptors = threading.active_count(), open_descriptors()
         manager = SessionManager(lambda _: Hanging)
         assert await play(manager, "look", ("ignore_cancel", "clean_up_for_ever")) == 20
-        await until(lambda: manager.num_live == 0)
-        await until(lambda: not manager._background.stuck)
+        assert manager.num_hung == 20 and manager.readiness() is None
+        release.set()
+        await until(lambda: manager.num_live == 0 and not manager.num_hung)
         assert not manager._sessions and manager.readiness() is None
         text = manager.metrics_text()
         assert b'sessions_opened_total{env="hanging"} 400.0' in text
@@ -129,11 +131,11 @@ def test_threads_that_never_return_come_back_when_they_do():
         threads = threading.active_count()
         manager = SessionManager(lambda _: Hanging)
         assert await play(manager, "look_in_thread", ("hang",)) == 20
-        assert manager.workers.num_abandoned == 20
+        assert manager.workers.num_hung == 20
         await until(lambda: manager.num_live == 0)
         assert manager.readiness() is None
         release.set()
-        await until(lambda: not manager.workers.num_abandoned)
+        await until(lambda: not manager.workers.num_hung)
         await manager.aclose()
         await until(lambda: threading.active_count() <= threads)
 

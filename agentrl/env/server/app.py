@@ -1,9 +1,8 @@
 """Makes the server's FastAPI application: HTTP calls in front of a `SessionManager`.
 
     routes.py      the calls
-    gate.py        what happens before a call: access, and limits on bodies
+    gate.py        what surrounds a call: access, limits on bodies, errors
     access.py      checks of host, origin, token and protocol version
-    docs.py        the OpenAPI schema, and the page /docs
     serve.py       the HTTP server that runs the application
     supervisor.py  several such servers
 
@@ -15,25 +14,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from prometheus_client import ProcessCollector
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment
-from agentrl.env.protocol import ServerInfo, make_error
+from agentrl.env.protocol import ServerInfo
 from agentrl.env.registry import Served
 from agentrl.env.server import routes
 from agentrl.env.server.access import Access, usable_token
-from agentrl.env.server.docs import DESCRIPTION, complete_schema
-from agentrl.env.server.gate import MAX_BODY_BYTES, Gate, problem
+from agentrl.env.server.gate import MAX_BODY_BYTES, Gate
 from agentrl.env.sessions.capacity import MAX_WAIT_S
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.env.threads import MAX_THREADS
-from agentrl.errors import EnvError
 from agentrl.types import JSON
+
+_CODES = ", ".join(f"`{code}` ({status})" for code, (status, _) in protocol.PROBLEMS.items())
+_DESCRIPTION = f"""\
+Serves environments for language-model agents in sessions. `POST /v1/sessions` opens a session,
+`POST /v1/sessions/{{id}}/step` takes a step in it, exactly once. Every reply of a call has the
+header `{protocol.PROTOCOL_HEADER}: {protocol.PROTOCOL_VERSION}`. Errors are answered as
+`{protocol.PROBLEM_TYPE}` (RFC 9457): `code` names the error, and `retryable` is true if the same
+call may succeed later. The codes are {_CODES}. Send bodies as `Content-Type: application/json`, and
+the token of a server that has one as `Authorization: Bearer ...`."""
 
 
 def make_app(
@@ -83,48 +87,19 @@ def make_app(
 
     app = FastAPI(
         title="agentrl environment server",
-        description=DESCRIPTION,
+        description=_DESCRIPTION,
         version=protocol.PROTOCOL_VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
-        openapi_url=None,  # routes.py has its own /openapi.json and /docs
-        docs_url=None,
         redoc_url=None,
     )
     app.state.manager = manager
     ProcessCollector(registry=manager.metrics.registry)
     app.state.server = ServerInfo([int(protocol.PROTOCOL_VERSION)], served.ids, max_body_bytes)
     access = Access(usable_token(token), loopback_only)
-    app.add_middleware(Gate, access=access, max_body_bytes=max_body_bytes)
-    for kind in (EnvError, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, _answer_error)
+    # Instead of Starlette's layers, which do the same in more calls; FastAPI's routes need the one.
+    routed = AsyncExitStackMiddleware(app.router)
+    app.middleware_stack = Gate(routed, access, max_body_bytes)
     # `include_router` would build every route again, which takes half a second.
-    app.router.routes.extend(routes.router.routes)
-    own_schema = app.openapi
-    app.openapi = lambda: complete_schema(own_schema())
+    app.router.routes[:0] = routes.router.routes
     return app
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    """Handles every exception: answers it as problem details."""
-    if isinstance(error, EnvError):
-        return problem(error)
-    if isinstance(error, RequestValidationError):
-        return problem(make_error("invalid_request", protocol.describe_problems(error.errors())))
-    if isinstance(error, HTTPException) and error.status_code == 404:
-        path = request.url.path[:200]
-        return problem(make_error("not_found", f"there is no call {path}; /docs lists them"))
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        allowed = ", ".join(_methods_of(request))
-        return problem(make_error("method_not_allowed", f"send {allowed}"), {"allow": allowed})
-    # A bug in the server: it is raised again to the HTTP server, which logs its traceback.
-    return problem(make_error("env_error", f"internal error: {type(error).__name__}"))
-
-
-def _methods_of(request: Request) -> list[str]:
-    """Returns the methods that the request's path accepts."""
-    methods: set[str] = set()
-    for route in request.app.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            methods |= route.methods
-    return sorted(methods)

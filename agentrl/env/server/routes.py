@@ -6,14 +6,13 @@ FastAPI uses their types only for the schema.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
+from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
 from agentrl.env import protocol
@@ -26,6 +25,7 @@ from agentrl.env.protocol import (
     GymReset,
     GymStep,
     Health,
+    Problem,
     RenewRequest,
     ServerInfo,
     SessionStatus,
@@ -35,7 +35,6 @@ from agentrl.env.protocol import (
     TaskSpec,
     make_error,
 )
-from agentrl.env.server.docs import PROBLEM, make_page
 from agentrl.env.server.gate import Reply
 from agentrl.env.sessions.manager import SessionManager
 from agentrl.types import Action
@@ -54,24 +53,28 @@ class Call(APIRoute):
         super().__init__(path, endpoint, **options)
         if self.body_field is not None:
             self._message: type = self.body_field.field_info.annotation  # type: ignore[assignment]
-            self._headers = {each.name: each.alias for each in self.dependant.header_params}
+            self._has_key = bool(self.dependant.header_params)
             self.app = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]  # the whole body, which `Gate` has read
-        headers = Headers(scope=scope)
-        if body and not headers.get("content-type", "").lower().startswith("application/json"):
+        headers = dict(scope["headers"])
+        if body and not headers.get(b"content-type", b"").lower().startswith(b"application/json"):
             raise make_error("invalid_request", "send the body as Content-Type: application/json")
-        reply = await self.endpoint(
-            request=protocol.decode(body or b"{}", self._message),
-            manager=scope["app"].state.manager,
-            **scope["path_params"],
-            **{name: headers.get(alias) for name, alias in self._headers.items()},
-        )
+        values = scope["path_params"]
+        if self._has_key and b"idempotency-key" in headers:
+            values["idempotency_key"] = headers[b"idempotency-key"].decode("latin-1")
+        request = protocol.decode(body or b"{}", self._message)
+        manager = scope["app"].state.manager
+        reply = await self.endpoint(request=request, manager=manager, **values)
         await reply(scope, receive, send)
 
 
-router = APIRouter(responses={"4XX": PROBLEM, "5XX": PROBLEM}, route_class=Call)
+_PROBLEM: dict[str, Any] = {
+    "description": "problem details",
+    "content": {protocol.PROBLEM_TYPE: {"schema": TypeAdapter(Problem).json_schema()}},
+}
+router = APIRouter(responses={"4XX": _PROBLEM, "5XX": _PROBLEM}, route_class=Call)
 
 
 class PlainText(Response):
@@ -218,7 +221,7 @@ async def gym_step(request: GymStep, manager: Manager) -> Response:
 async def healthz(manager: Manager) -> Response:
     """Answer while the process is alive."""
     state = "draining" if manager.draining else "ok"
-    return _reply(Health(state, manager.num_live, manager.workers.num_abandoned))
+    return _reply(Health(state, manager.num_live, manager.num_hung))
 
 
 @router.get("/readyz", response_model=Health)
@@ -234,13 +237,3 @@ async def readyz(manager: Manager) -> Response:
 async def metrics(manager: Manager) -> Response:
     """Return the metrics in Prometheus' text format."""
     return Reply(manager.metrics_text(), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request) -> Response:
-    return Reply(json.dumps(request.app.openapi()).encode())
-
-
-@router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> Response:
-    return Reply(make_page(request.app.openapi()).encode(), media_type="text/html; charset=utf-8")

@@ -68,11 +68,7 @@ def serve(
         ConfigError: `host` is not a loopback address and there is no token, or the server cannot
             listen on the address.
     """
-    if usable_token(token) is None and not is_loopback(host):
-        raise ConfigError(
-            f"{host} can be reached from other machines: give --token or set "
-            f"{protocol.TOKEN_VARIABLE}, or bind --host 127.0.0.1"
-        )
+    check_exposure(host, token)
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -101,8 +97,8 @@ async def running(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Async
     Raises:
         ConfigError: the server cannot listen on the address.
     """
-    with _claim(host, port) as claim:
-        ip, port = claim.getsockname()[:2]
+    with claim(host, port) as claimed:
+        ip, port = claimed.getsockname()[:2]
         server = Server(
             app,
             address=ip,
@@ -178,7 +174,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be bound.
     """
-    listener = _claim(host, port)
+    listener = claim(host, port)
     try:
         listener.listen(2048)
     except OSError as error:
@@ -187,7 +183,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _claim(host: str, port: int) -> socket.socket:
+def check_exposure(host: str, token: str | None) -> None:
+    """Raises ConfigError if other machines can reach the address and there is no token."""
+    if usable_token(token) is None and not is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines: give --token or set "
+            f"{protocol.TOKEN_VARIABLE}, or bind --host 127.0.0.1"
+        )
+
+
+def claim(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound to the address and does not listen.
 
     It reserves the port until the server listens. The server itself would share a port with another
@@ -196,21 +201,21 @@ def _claim(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be bound.
     """
-    claim = None
+    claimed = None
     if not 0 <= port <= 65535:  # the system would take it modulo 65536
         raise _cannot_listen(host, port, "ports are 0 to 65535")
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        claim = socket.socket(family, kind, number)
-        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        claim.bind(address)
+        claimed = socket.socket(family, kind, number)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claimed.bind(address)
     except OSError as error:
-        if claim is not None:
-            claim.close()
+        if claimed is not None:
+            claimed.close()
         raise _cannot_listen(host, port, error.strerror or str(error)) from None
-    return claim
+    return claimed
 
 
 def _cannot_listen(host: str, port: int, reason: str) -> ConfigError:

@@ -1,6 +1,8 @@
 """Runs an author's code: turns what it raises into an EnvError, and stops it at its deadline.
 
-Exceptions from a session's environment become EnvErrors here and nowhere else.
+Exceptions from a session's environment become EnvErrors here and nowhere else. That includes the
+ones that are no `Exception`, such as KeyboardInterrupt or an extension module's panic: in a task of
+asyncio they would end the event loop, or leave the step without an answer.
 """
 
 from __future__ import annotations
@@ -20,19 +22,8 @@ logger = logging.getLogger("agentrl.env")
 
 T = TypeVar("T")
 
-STOP_S = 2.0
-"""Seconds after which a cancelled coroutine that still runs is closed."""
 
-
-async def guard(awaitable: Awaitable[T], env_id: str, task: Task | None = None) -> T:
-    """Awaits an author's code, and turns whatever it raises into an EnvError."""
-    try:
-        return await awaitable
-    except (Exception, SystemExit) as error:
-        raise to_env_error(error, env_id, task) from error
-
-
-def to_env_error(error: Exception | SystemExit, env_id: str, task: Task | None = None) -> EnvError:
+def to_env_error(error: BaseException, env_id: str, task: Task | None = None) -> EnvError:
     """Converts an exception from an author's code into an EnvError.
 
     A ConfigError or DataError concerns the caller's request, so it becomes `invalid_request`. Any
@@ -49,13 +40,43 @@ def to_env_error(error: Exception | SystemExit, env_id: str, task: Task | None =
     return make_error("env_error", f"'{env_id}' raised {describe(error, task)}")
 
 
+async def guard(awaitable: Awaitable[T], env_id: str, task: Task | None = None) -> T:
+    """Awaits an author's code, and turns whatever it raises into an EnvError.
+
+    Only the cancellation of its task is passed on.
+    """
+    try:
+        return await awaitable
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current is None or current.cancelling():
+            raise
+        raise cancelled_itself(env_id) from None
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) and not _in_loop():
+            raise  # this coroutine is collected after its event loop has ended
+        raise to_env_error(error, env_id, task) from error
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def cancelled_itself(env_id: str) -> EnvError:
+    return make_error("env_error", f"'{env_id}' cancelled its own call")
+
+
 class Background:
     """Holds the asyncio tasks of a session manager."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
-        self.stuck: set[asyncio.Task[Any]] = set()
-        """Tasks that were cancelled and still run."""
+        self.stopped: set[asyncio.Task[Any]] = set()
+        """Tasks that `stop` cancelled and that still run."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts a coroutine as a task and keeps the task until it ends."""
@@ -75,46 +96,25 @@ class Background:
     async def wait(self, running: asyncio.Task[T], env_id: str) -> T:
         """Waits for an author's code that runs in its own task, and returns its result.
 
-        If this coroutine is cancelled, as `call_timeout` does at a deadline, it ends at once, even
-        if the author's code ignores its own cancellation.
-
-        Raises:
-            EnvError: the code raised, or cancelled its own task.
+        If this coroutine is cancelled, as `asyncio.timeout` does at a deadline, it ends at once,
+        even if the author's code ignores its own cancellation.
         """
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             if running.cancelled():
-                raise make_error("env_error", f"'{env_id}' cancelled its own call") from None
+                raise cancelled_itself(env_id) from None
             self.stop(running)
             raise
 
     def stop(self, task: asyncio.Task[Any]) -> None:
-        """Cancels a task, and closes its coroutine if it still runs after `STOP_S`."""
+        """Cancels a task. One that ignores it counts as hung until it ends."""
+        if task.done():
+            return
+        self.stopped.add(task)
+        task.add_done_callback(self.stopped.discard)
+        task.add_done_callback(observe)
         task.cancel()
-        self.stuck.add(task)
-        task.add_done_callback(observe)  # one whose coroutine was closed ends in a RuntimeError
-        task.add_done_callback(self.stuck.discard)
-        asyncio.get_running_loop().call_later(STOP_S, _close_coroutine, task)
-
-
-def _close_coroutine(task: asyncio.Task[Any]) -> None:
-    """Ends a coroutine that caught its cancellation and went on.
-
-    `close` raises GeneratorExit at the point where the coroutine waits; neither `except Exception`
-    nor `except CancelledError` catches that. An inner coroutine that catches even GeneratorExit and
-    waits again is dropped: its caller, and finally `guard`, gets a RuntimeError. The task finds its
-    coroutine finished when it next runs.
-    """
-    if task.done():
-        return
-    coroutine = task.get_coro()
-    assert coroutine is not None
-    try:
-        coroutine.close()
-    except (Exception, SystemExit) as error:  # an author's code may raise anything here too
-        logger.debug("closing a call that passed its deadline: %s", error)
-    task.cancel()
 
 
 def observe(future: asyncio.Future[Any]) -> None:

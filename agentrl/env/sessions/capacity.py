@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from agentrl.env.base import Environment
 from agentrl.env.protocol import make_error
@@ -21,12 +20,6 @@ MAX_WAIT_S = 10.0
 MAX_WAITING = 1024
 """Most creations that wait at a time."""
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    environment: type[Environment]
-    granted: asyncio.Future[None]
 
 
 class Capacity:
@@ -46,19 +39,19 @@ class Capacity:
         """
         self.live: Counter[str] = Counter()
         """Environment id -> its sessions; a session counts until its instance is closed."""
+        self.num_waiting = 0
+        self.closed = False
+        """Refuse every further creation with `draining`."""
         self._max_sessions = max_sessions
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
-        self._queue: list[_Waiter] = []
+        self._process = None if max_sessions is None else asyncio.Semaphore(max_sessions)
+        self._environments: dict[str, asyncio.Semaphore] = {}
         self._resets: dict[str, asyncio.Semaphore] = {}
 
     @property
     def num_live(self) -> int:
         return self.live.total()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
 
     def limit(self, environment: type[Environment]) -> int:
         """Returns the most sessions of an environment that may be open."""
@@ -67,42 +60,50 @@ class Capacity:
     async def acquire(self, environment: type[Environment], timeout_s: float) -> None:
         """Takes capacity for one session, after the creations that already wait.
 
+        One that waits for a full environment does not hold up those for other environments.
+
         Args:
             timeout_s: the time limit of the whole creation; at most half of it is spent waiting.
 
         Raises:
             EnvError: `at_capacity`: the queue is full, or nothing became free in time; `draining`:
-                `close` was called meanwhile.
+                the server is shutting down.
         """
-        if not self._queue and self._fits(environment):
-            self.live[environment.id] += 1
-            return
-        if len(self._queue) >= self._max_waiting:
-            raise self._full(environment, f"{len(self._queue)} creations are waiting")
-        waiter = _Waiter(environment, asyncio.get_running_loop().create_future())
-        self._queue.append(waiter)
-        self._grant()
+        if self.num_waiting >= self._max_waiting:
+            raise self._full(environment, f"{self.num_waiting} creations are waiting")
         wait_s = min(timeout_s / 2, self._max_wait_s)
+        self.num_waiting += 1
         try:
-            await asyncio.wait((waiter.granted,), timeout=wait_s)
-        except asyncio.CancelledError:
-            self._give_up(waiter)
+            async with asyncio.timeout(wait_s):
+                await self._take(environment)
+        except TimeoutError:
+            raise self._full(environment, f"none became free in {wait_s:g} s") from None
+        finally:
+            self.num_waiting -= 1
+        self.live[environment.id] += 1
+        if self.closed:
+            self.release(environment)
+            raise draining()
+
+    async def _take(self, environment: type[Environment]) -> None:
+        own = self._environments.get(environment.id)
+        if own is None:
+            own = self._environments[environment.id] = asyncio.Semaphore(environment.max_sessions)
+        await own.acquire()
+        if self._process is None:
+            return
+        try:
+            await self._process.acquire()
+        except BaseException:
+            own.release()
             raise
-        if not waiter.granted.done():
-            self._give_up(waiter)
-            raise self._full(environment, f"none became free in {wait_s:g} s")
-        waiter.granted.result()
 
     def release(self, environment: type[Environment]) -> None:
         """Gives back the capacity of one session."""
         self.live[environment.id] -= 1
-        self._grant()
-
-    def close(self) -> None:
-        """Refuses all waiting creations with `draining`."""
-        for waiter in self._queue:
-            waiter.granted.set_exception(draining())
-        self._queue.clear()
+        self._environments[environment.id].release()
+        if self._process is not None:
+            self._process.release()
 
     @asynccontextmanager
     async def resetting(self, environment: type[Environment], wait_s: float) -> AsyncIterator[None]:
@@ -131,42 +132,9 @@ class Capacity:
         finally:
             resets.release()
 
-    def _fits(self, environment: type[Environment]) -> bool:
-        in_use = self.live[environment.id]
-        return in_use < environment.max_sessions and not self._is_full()
-
-    def _is_full(self) -> bool:
-        return self._max_sessions is not None and self.num_live >= self._max_sessions
-
-    def _grant(self) -> None:
-        """Grants free capacity to waiting creations, in order.
-
-        One that waits for a full environment does not hold up those for other environments; later
-        ones for the same environment stay behind it.
-        """
-        full: set[str] = set()
-        waiting: list[_Waiter] = []
-        for position, waiter in enumerate(self._queue):
-            if self._is_full():
-                waiting += self._queue[position:]
-                break
-            env_id = waiter.environment.id
-            if env_id in full or not self._fits(waiter.environment):
-                full.add(env_id)
-                waiting.append(waiter)
-            else:
-                self.live[env_id] += 1
-                waiter.granted.set_result(None)
-        self._queue = waiting
-
-    def _give_up(self, waiter: _Waiter) -> None:
-        if waiter in self._queue:
-            self._queue.remove(waiter)
-            self._grant()  # creations behind it may fit now
-        elif waiter.granted.exception() is None:  # it was granted at the same moment
-            self.release(waiter.environment)
-
     def _full(self, environment: type[Environment], why: str) -> EnvError:
+        if self.closed:
+            return draining()
         used, limit = self.live[environment.id], self.limit(environment)
         return make_error(
             "at_capacity",

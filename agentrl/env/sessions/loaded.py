@@ -12,8 +12,8 @@ from typing import Any
 from agentrl.env.base import Environment, call_method, load_config
 from agentrl.env.episode import tools_before_reset
 from agentrl.env.protocol import TaskPreview, TaskSpec, make_error
-from agentrl.env.sessions.boundary import Background, guard
-from agentrl.env.threads import WorkerPool, call_timeout
+from agentrl.env.sessions.boundary import Background, cancelled_itself, guard, to_env_error
+from agentrl.env.threads import WorkerPool
 from agentrl.env.tools import tools_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import JSON, Task, ToolSpec
@@ -167,6 +167,8 @@ class LoadedEnvironments:
             values = load_config(environment, {**self._config.get(environment.id, {}), **config})
         except ConfigError as error:
             raise make_error("invalid_request", str(error)) from error
+        except BaseException as error:  # a validator of the author
+            raise to_env_error(error, environment.id) from error
         key = (environment, values.model_dump_json())
         loaded = self._loaded.get(key)
         if loaded is None:
@@ -182,9 +184,14 @@ class LoadedEnvironments:
             )
             error.retryable = True
             raise error
-        if loaded.loading.exception() is not None and self._loaded.get(key) is loaded:
-            del self._loaded[key]  # so that the next call loads again
-        loaded.loading.result()
+        try:
+            loaded.loading.result()
+        except BaseException as error:
+            if self._loaded.get(key) is loaded:
+                del self._loaded[key]  # so that the next call loads again
+            if isinstance(error, asyncio.CancelledError):
+                raise cancelled_itself(environment.id) from None
+            raise
         return loaded
 
     async def preview(
@@ -202,7 +209,7 @@ class LoadedEnvironments:
         size = loaded.split_size(split)
         indices = rows if size is None else rows[: max(size - rows.start, 0)]
         try:
-            async with call_timeout(timeout_s):
+            async with asyncio.timeout(timeout_s):
                 tasks = await self._get(loaded, split, indices)
         except TimeoutError:
             raise make_error(
@@ -274,7 +281,7 @@ class LoadedEnvironments:
     async def _close(self, loaded: LoadedEnvironment) -> None:
         env_id = loaded.environment.id
         try:
-            async with call_timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._background.call(loaded.close(), env_id)
         except TimeoutError:
             logger.warning("close_shared() of '%s' ran out of time", env_id)

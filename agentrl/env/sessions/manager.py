@@ -42,12 +42,12 @@ from agentrl.env.protocol import (
     encode,
     make_error,
 )
-from agentrl.env.sessions.boundary import Background, guard, to_env_error
+from agentrl.env.sessions.boundary import Background, cancelled_itself, guard
 from agentrl.env.sessions.capacity import MAX_WAIT_S, Capacity, draining
 from agentrl.env.sessions.loaded import CLOSE_TIMEOUT_S, LoadedEnvironments
 from agentrl.env.sessions.metrics import Metrics
 from agentrl.env.sessions.session import Session, Step, episode_record, start, take_turn
-from agentrl.env.threads import MAX_THREADS, Deadline, WorkerPool, call_timeout
+from agentrl.env.threads import MAX_THREADS, WorkerPool
 from agentrl.errors import EnvError
 from agentrl.types import JSON
 
@@ -95,7 +95,7 @@ class SessionManager:
                 which server a session is on.
         """
         self.metrics = Metrics()
-        self.workers = WorkerPool(worker_threads, on_wait=self.metrics.thread_wait.inc)
+        self.workers = WorkerPool(worker_threads)
         self.draining = False
         self._id_prefix = f"{name}-" if name else ""
         self._background = Background()
@@ -115,14 +115,18 @@ class SessionManager:
         """Sessions that count against the capacity, those being opened or closed included."""
         return self._capacity.num_live
 
+    @property
+    def num_hung(self) -> int:
+        """Calls past their deadline that still run: threads, and coroutines that ignore it."""
+        return self.workers.num_hung + len(self._background.stopped)
+
     def _watch(self) -> None:
-        capacity, workers, stuck = self._capacity, self.workers, self._background.stuck
+        capacity, workers = self._capacity, self.workers
         watch = self.metrics.watch
         watch("creations_waiting", "Creations waiting for capacity.", lambda: capacity.num_waiting)
         watch("threads", "Worker threads, hung ones included.", lambda: workers.num_threads)
-        watch("hung_threads", "Threads past their deadline.", lambda: workers.num_abandoned)
+        watch("hung_calls", "Calls past their deadline that still run.", lambda: self.num_hung)
         watch("calls_waiting", "Calls that wait for a thread.", lambda: workers.num_waiting)
-        watch("stuck_calls", "Coroutines past their deadline.", lambda: len(stuck))
 
     def metrics_text(self) -> bytes:
         """Returns the current metrics in Prometheus' text format."""
@@ -132,12 +136,8 @@ class SessionManager:
         """Returns why this process should not get new sessions; None if it may."""
         if self.draining:
             return "the server is shutting down"
-        hung, most = self.workers.num_abandoned, self.workers.max_abandoned
-        if 2 * hung >= most:
-            return (
-                f"{hung} threads hang past their deadline, and at {most} all calls are refused: "
-                "restart the process"
-            )
+        if 2 * self.num_hung >= self.workers.max_hung:
+            return f"{self.num_hung} calls hang past their deadline: restart the process"
         return None
 
     async def info(
@@ -242,7 +242,7 @@ class SessionManager:
         try:
             loaded = await self.environments.load(environment, request.config, deadline - clock())
             loaded.num_users += 1  # so that it is not dropped
-            async with call_timeout(deadline - clock()):
+            async with asyncio.timeout(deadline - clock()):
                 task = await self.environments.task(loaded, request.task)
                 session_id = self._id_prefix + secrets.token_urlsafe(16)
                 lease_s = request.lease_s or DEFAULT_LEASE_S
@@ -311,16 +311,17 @@ class SessionManager:
         env_id = environment.id
         caller.set((session.key or "").partition("/")[0])  # the client's name
         timeout_s = min(request.timeout_s or environment.step_timeout_s, MAX_TIMEOUT_S)
-        deadline = Deadline(timeout_s, lambda: self._expire(session, step, timeout_s))
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(timeout_s, self._expire, session, step, timeout_s)
         try:
-            reply, body = await take_turn(session, request)
-        except (Exception, SystemExit) as raised:
-            error = to_env_error(raised, env_id, session.task)
+            turn = take_turn(session, request)
+            reply, body = await guard(turn, env_id, session.task)
+        except EnvError as error:
             error.retryable = False  # the step was taken; another call only repeats this error
             self._fail(session, step, error)
             return
         except asyncio.CancelledError:
-            self._fail(session, step, make_error("env_error", f"'{env_id}' cancelled its own step"))
+            self._fail(session, step, cancelled_itself(env_id))
             raise
         finally:
             deadline.cancel()
@@ -456,7 +457,7 @@ class SessionManager:
             if session.calling is not None:
                 await asyncio.wait((session.calling,), timeout=CLOSE_TIMEOUT_S)
             if (instance := session.instance) is not None:
-                async with call_timeout(CLOSE_TIMEOUT_S):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self._background.call(instance.call(instance.close), env_id)
         except TimeoutError:
             logger.warning("close() of '%s' ran out of time", env_id)
@@ -469,7 +470,7 @@ class SessionManager:
     async def drain(self, timeout_s: float) -> None:
         """Refuses new sessions, and waits at most `timeout_s` for the open ones to end."""
         self.draining = True
-        self._capacity.close()
+        self._capacity.closed = True
         deadline = time.monotonic() + timeout_s
         while self.num_live and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -480,7 +481,7 @@ class SessionManager:
         Each loaded environment's `close_shared` gets at least 1 s.
         """
         self.draining = True
-        self._capacity.close()
+        self._capacity.closed = True
         if self._reaper is not None:
             self._reaper.cancel()
         for session in list(self._sessions.values()):

@@ -28,7 +28,6 @@ class Metrics:
         )
         self.refused = self._counter("creations_refused", "Refused creations.", "code")
         self.replayed = self._counter("replays", "Repeated calls answered as before.")
-        self.thread_wait = self._counter("thread_wait_seconds", "Seconds waited for threads.")
         self._live = Gauge(
             "agentrl_env_sessions_live",
             "Sessions that count against the capacity.",
