@@ -275,14 +275,7 @@ def _rounding(info: dict) -> Iterator[Result]:
             f"rounding: its logits are rounded to {dtype}, but the trainer's are float32; start it "
             'with --hf-overrides \'{"head_dtype": "float32"}\'',
         )
-    on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
-    if on_cpu and not model.get("enforce_eager"):
-        yield (
-            "note",
-            "rounding: its layers are compiled and round in other places than the trainer's; start "
-            "it with AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
-        )
-    elif head == "float32":
+    else:
         yield "ok", f"rounding: {dtype} layers, float32 logits"
 
 
@@ -362,8 +355,7 @@ async def _parity(
     if dtype == "bfloat16" and mean < limit:
         return (
             "note",
-            f"{what}: server and trainer round differently; start a server on a CPU with "
-            "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager, make sure that the ratio is clipped or "
+            f"{what}: server and trainer round differently; make sure that the ratio is clipped or "
             "masked, or train in float32",
         )
     return "fix", f"{what}; serve the same model with --dtype {dtype}"

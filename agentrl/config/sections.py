@@ -589,10 +589,6 @@ class InferenceSection(Section):
     args: list[str] = Field(default_factory=list)
     """Further arguments for the servers that this run starts, such as
     `["--gpu-memory-utilization", "0.5"]` for vLLM."""
-    align_rounding: bool = True
-    """Make vLLM servers that this run starts on a CPU with bfloat16 round where the trainer's model
-    does, so that both compute the same log-probabilities. Their layers are then not compiled, and
-    attention is slower. No effect in float32 or on a GPU."""
     startup_timeout_s: Seconds = 600.0
     """Time in which a started server has to become ready."""
     hung_after_s: Seconds = 300.0

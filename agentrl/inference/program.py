@@ -40,9 +40,6 @@ class ServerSettings:
     (`agentrl.inference.weights.plugin`)."""
     transfer_backend: str = "agentrl"
     """vLLM, with the plugin: the backend that receives new weights, `agentrl` or one of vLLM's."""
-    align_rounding: bool = True
-    """vLLM, with the plugin, in bfloat16 and on a CPU: the server rounds where the trainer's model
-    does (`agentrl.inference.weights.vllm_plugin.rounding`) and does not compile."""
     adapter: Path | None = None
     """vLLM: folder of a low-rank adapter to serve as `served_model_name`. The bare model is served
     under that name with `-base` appended."""
@@ -63,11 +60,6 @@ class ServerSettings:
     exceed the time of an engine's step, and of loading weights, during which it does not answer."""
     seed: int = 0
     """Random seed of every server."""
-
-    @property
-    def aligns_rounding(self) -> bool:
-        """True if a server on a CPU is to round where the trainer's model does."""
-        return self.align_rounding and self.dtype == "bfloat16" and self.plugin_dir is not None
 
 
 class MakesCommand(Protocol):

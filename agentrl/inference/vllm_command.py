@@ -47,19 +47,17 @@ def server_command(
     if adapter is not None:
         command += _adapter_arguments(adapter, settings.served_model_name)
     # When compiled for a CPU, an adapter's layers treat every batch like the first one.
-    if platform == "cpu" and (settings.aligns_rounding or adapter is not None):
+    if platform == "cpu" and adapter is not None:
         command.append("--enforce-eager")
     return [*command, *settings.extra_args, "--port", str(port)]
 
 
 def server_variables(settings: ServerSettings, platform: str) -> dict[str, str]:
     """Returns the environment variables of a vLLM server; see `Program.variables`."""
-    aligned = settings.aligns_rounding and platform == "cpu"
     return {
         "VLLM_NO_USAGE_STATS": "1",
         # Opens the weight routes to anyone who can connect, so servers listen on loopback only.
         "VLLM_SERVER_DEV_MODE": "1",
-        **({"AGENTRL_ALIGN_ROUNDING": "1"} if aligned else {}),
         **settings.env,
         # Keep this interpreter's packages out of the server.
         "PYTHONPATH": "" if settings.plugin_dir is None else str(settings.plugin_dir.resolve()),

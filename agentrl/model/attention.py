@@ -360,9 +360,8 @@ def _attend(
         )
     attend = _in_one_call if query.is_cuda else _by_segment
     if query.device.type == "cpu" and query.itemsize == 2:
-        # Rounds once, at the end, as vLLM servers on a CPU do
-        # (`inference/weights/vllm_plugin/rounding.py`): in float64 the order of a sum hardly
-        # matters, so both round the same values. Torch's 16-bit CPU kernels are no faster.
+        # Rounds once, at the end: in float64 the order of a sum hardly matters, so the sampler
+        # and the trainer round the same values. Torch's 16-bit CPU kernels are no faster.
         wide = query.double(), key.double(), value.double()
         return attend(module, *wide, mask, scaling, wanted).to(query.dtype)
     return attend(module, query, key, value, mask, scaling, wanted)

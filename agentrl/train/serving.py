@@ -466,7 +466,6 @@ def server_settings(
         log_dir=log_dir,
         plugin_dir=plugin_dir,
         transfer_backend=transfer_backend,
-        align_rounding=inference.align_rounding,
         sleeps=inference.share == "sleep",
         adapter=adapter,
         extra_args=[

@@ -74,12 +74,6 @@ def served_in(dtype: str, device: str, *, eager: bool, head: str | None) -> dict
         (served_in("bfloat16", "cpu", eager=True, head="float32"), [], "ok", "float32 logits"),
         (served_in("bfloat16", "cuda", eager=False, head="float32"), [], "ok", "float32 logits"),
         (served_in("bfloat16", "cuda", eager=False, head=None), [], "note", "logits are rounded"),
-        (
-            served_in("bfloat16", "cpu", eager=False, head="float32"),
-            [],
-            "note",
-            "AGENTRL_ALIGN_ROUNDING=1 and --enforce-eager",
-        ),
         ({"scale_out": False}, [], "note", "/v1/completions, which does not report which weights"),
         ({"processed_logprobs": False}, [], "note", "--logprobs-mode processed_logprobs"),
         (

@@ -126,7 +126,7 @@ def test_every_way_of_updating_trains_on_bfloat16(tmp_path, on_update):
     metrics = read_metrics(run_dir)
     assert sum(row["rollout/error_fraction"] for row in metrics) == 0
     fresh = [row for row in metrics if row["rollout/staleness_max"] == 0]
-    assert fresh and max(row["policy/rollout_train_logprob_diff_max"] for row in fresh) < 0.05
+    assert fresh and max(row["policy/rollout_train_logprob_diff_max"] for row in fresh) < 0.5
     finishes = {turn.finish_reason for _, t in read_trajectories(run_dir) for turn in t.turns}
     assert "abort" not in finishes
     versions = {v for _, t in read_trajectories(run_dir) for v in t.branches[0].policy_versions}

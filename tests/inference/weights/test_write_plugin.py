@@ -7,7 +7,6 @@ import sys
 import types
 
 import pytest
-import torch
 
 from agentrl.inference.weights.plugin import MODULE, write_plugin
 
@@ -141,39 +140,3 @@ def test_only_files_in_the_directory_are_read(plugin, tmp_path):
     for path in (directory, directory / "absent.safetensors"):
         with pytest.raises(ValueError, match="is not a file"):
             module.file_inside(directory, str(path))
-
-
-def test_exact_attention_is_attention(plugin):
-    """Three sequences of 5, 40 and 33 tokens, of which 5, 1 and 7 are new, in blocks of 16."""
-    module = plugin[0](".rounding")
-    generator = torch.Generator().manual_seed(0)
-    heads, kv_heads, dim, block = 4, 2, 8, 16
-    lengths, new = [5, 40, 33], [5, 1, 7]
-    table = torch.tensor([[7, 0, 0], [1, 4, 2], [3, 6, 5]])
-    cache = torch.full((8, kv_heads, block, 2 * dim), 3.0, dtype=torch.bfloat16)
-    queries, expected = [], []
-    for blocks, length, count in zip(table, lengths, new, strict=True):
-        states = torch.randn(length, kv_heads, 2 * dim, generator=generator).bfloat16()
-        place = torch.arange(length)
-        cache[blocks[place // block], :, place % block] = states
-        query = torch.randn(length, heads, dim, generator=generator).bfloat16()
-        keys, values = states.double().repeat_interleave(2, 1).chunk(2, -1)
-        scores = torch.einsum("ihd,jhd->hij", query.double(), keys) * 0.3
-        later = torch.ones(length, length).triu(1).bool()
-        probs = scores.masked_fill(later, -torch.inf).softmax(-1)
-        attended = torch.einsum("hij,jhd->ihd", probs, values)
-        queries.append(query[-count:])
-        expected.append(attended[-count:].bfloat16())
-    query = torch.cat(queries)
-    output = torch.zeros(len(query) + 2, heads * dim, dtype=torch.bfloat16)  # two of padding
-    module.exact_attention(
-        torch.cat([query, torch.zeros(2, heads, dim, dtype=torch.bfloat16)]),
-        cache,
-        table,
-        torch.tensor([0, 5, 6, 13]),
-        torch.tensor(lengths),
-        0.3,
-        output,
-    )
-    assert torch.equal(output[:-2].view(-1, heads, dim), torch.cat(expected))
-    assert not output[-2:].any()

@@ -59,7 +59,6 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(write_plugin(work_dir / "plugin")),
-        "AGENTRL_ALIGN_ROUNDING": "1",
     }
     with log_path.open("wb") as log:
         process = start_group(
