@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import json
 import math
 import os
@@ -44,7 +45,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from agentrl.errors import GraderError
 from agentrl.runtime import kill_group, parse_python, start_group
@@ -156,33 +157,14 @@ def grade_code(
     return _judge(outcomes, tests, partial)
 
 
-async def grade_code_async(
-    text: str,
-    reference: JSON,
-    *,
-    partial: bool = False,
-    deadline_s: float = 6.0,
-    memory_bytes: int = 512 << 20,
-    max_threads: int = 8,
-) -> CodeGrade:
+async def grade_code_async(text: str, reference: JSON, **limits: Any) -> CodeGrade:
     """Calls `grade_code` on a thread pool, with at most one sandbox per CPU core at a time.
 
-    The deadline starts with the sandbox; time spent waiting for a free thread does not count.
-
-    Raises:
-        GraderError: as `grade_code`.
+    Takes its arguments and raises its errors. The deadline starts with the sandbox; time spent
+    waiting for a free thread does not count.
     """
-    return await asyncio.get_running_loop().run_in_executor(
-        _executor(),
-        lambda: grade_code(
-            text,
-            reference,
-            partial=partial,
-            deadline_s=deadline_s,
-            memory_bytes=memory_bytes,
-            max_threads=max_threads,
-        ),
-    )
+    call = functools.partial(grade_code, text, reference, **limits)
+    return await asyncio.get_running_loop().run_in_executor(_executor(), call)
 
 
 async def code(

@@ -227,28 +227,11 @@ class Peer:
             return value
         if kind is list:
             return [self.encode(each) for each in value]
-        if kind is dict:
-            return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
-        if kind in (tuple, set, frozenset, collections.deque):
-            return {kind.__name__: [self.encode(each) for each in value]}
-        if kind is collections.Counter:
-            return {"Counter": [[self.encode(k), v] for k, v in value.items()]}
-        if kind in (bytes, bytearray):
-            return {kind.__name__: value.hex()}
-        if kind is complex:
-            return {"complex": [value.real, value.imag]}
-        if kind is range:
-            return {"range": [value.start, value.stop, value.step]}
-        if kind is decimal.Decimal:
-            return {"Decimal": str(value)}
-        if kind is fractions.Fraction:
-            return {"Fraction": [value.numerator, value.denominator]}
-        if kind in (datetime.datetime, datetime.date, datetime.time):
-            return {kind.__name__: value.isoformat()}
-        if kind is datetime.timedelta:
-            return {"timedelta": [value.days, value.seconds, value.microseconds]}
         if kind in (collections.defaultdict, collections.OrderedDict):
-            return self.encode(dict(value))
+            kind, value = dict, dict(value)
+        for name, (plain, take_apart, _) in PLAIN.items():
+            if plain is kind:
+                return {name: self.encode(take_apart(value))}
         if isinstance(value, type) and value in BUILTIN_TYPES:
             return {"builtin": value.__name__}
         if isinstance(value, BaseException):
@@ -299,25 +282,12 @@ class Peer:
         ((kind, content),) = value.items()
         if kind == "yours":
             return self._own[content]
-        if kind == "dict":
-            return {self.decode(k): self.decode(v) for k, v in content}
-        if kind == "Counter":
-            return collections.Counter({self.decode(k): int(v) for k, v in content})
+        parts = self.decode(content)
         if kind == "builtin":
-            return {each.__name__: each for each in BUILTIN_TYPES}[content]
+            return {each.__name__: each for each in BUILTIN_TYPES}[parts]
         if kind == "error":
-            error_class, *args = map(self.decode, content)
-            return error_class(*args)
-        if kind in ("bytes", "bytearray"):
-            return {"bytes": bytes, "bytearray": bytearray}[kind].fromhex(content)
-        if kind in ("tuple", "set", "frozenset", "deque"):
-            makes = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-            return makes[kind](map(self.decode, content))
-        if kind in ("datetime", "date", "time"):
-            return getattr(datetime, kind).fromisoformat(content)
-        makes = {"complex": complex, "range": range, "Fraction": fractions.Fraction}
-        makes |= {"Decimal": decimal.Decimal, "timedelta": datetime.timedelta}
-        return makes[kind](*content) if isinstance(content, list) else makes[kind](content)
+            return parts[0](*parts[1:])
+        return PLAIN[kind][2](parts)
 
     def _decode_remote(self, value: dict[str, Any]) -> Any:
         number = int(value["mine"])
@@ -339,6 +309,42 @@ class Peer:
         self._others[number] = made
         return made
 
+
+def pairs(mapping: dict[Any, Any]) -> list[Any]:
+    return [[key, value] for key, value in mapping.items()]
+
+
+def spread(make: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda parts: make(*parts)
+
+
+PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    kind.__name__: (kind, take_apart, put_together)
+    for kind, take_apart, put_together in (
+        (tuple, list, tuple),
+        (set, list, set),
+        (frozenset, list, frozenset),
+        (collections.deque, list, collections.deque),
+        (dict, pairs, dict),
+        (collections.Counter, pairs, lambda items: collections.Counter(dict(items))),
+        (bytes, bytes.hex, bytes.fromhex),
+        (bytearray, bytearray.hex, bytearray.fromhex),
+        (complex, lambda value: [value.real, value.imag], spread(complex)),
+        (range, lambda value: [value.start, value.stop, value.step], spread(range)),
+        (decimal.Decimal, str, decimal.Decimal),
+        (fractions.Fraction, lambda value: [*value.as_integer_ratio()], spread(fractions.Fraction)),
+        (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+        (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+        (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+        (
+            datetime.timedelta,
+            lambda v: [v.days, v.seconds, v.microseconds],
+            spread(datetime.timedelta),
+        ),
+    )
+}
+"""Name -> a type whose values are copied, and how it is taken apart into lists, texts and numbers,
+and put together. Anything else stays in its process."""
 
 BUILTIN_TYPES = {
     each: None
@@ -386,6 +392,56 @@ def find_name(names: dict[str, Any] | None, name: str) -> Any:
     if names is None or name not in names:
         raise NameError(f"name {name!r} is not defined")
     return names[name]
+
+
+def remote_iterator(remote: Any) -> Iterator[Any]:
+    while True:
+        try:
+            item = next(remote)
+        except StopIteration:
+            return
+        yield item
+
+
+def _convert(remote: Remote, name: str, *args: Any) -> Any:
+    if name != "next" and (plain := remote._plain) is not None:
+        return CONVERSIONS[name](plain, *args)
+    if remote._mixed:
+        raise TypeError(f"{name}() of a result computed by one of the answer's objects")
+    return remote._peer.ask(name, remote, *args)
+
+
+def _calculate(name: str, left: Any, right: Any) -> Any:
+    """Applies a binary operator to two values, at least one of which is a `Remote`."""
+    remotes = [each for each in (left, right) if type(each) is Remote]
+    peer = remotes[0]._peer
+    if len(remotes) == 2:
+        result = peer.ask(name, left, right)
+        mixed = left._mixed or right._mixed
+    elif remotes[0]._plain is not None:
+        plain = [each._plain if type(each) is Remote else each for each in (left, right)]
+        return OPERATIONS[name](*plain)
+    elif name in ORDER:
+        raise TypeError("an object of the answer is not ordered against plain data")
+    else:
+        result, mixed = peer.ask(name, left, right), True
+    if mixed and type(result) is Remote and result._scalar is None and not result._container:
+        return Remote(peer, result._number, mixed=True)
+    if mixed:
+        raise TypeError(f"{name} of plain data and one of the answer's objects gave plain data")
+    return result
+
+
+def _conversion(name: str) -> Any:
+    return lambda self, *args: _convert(self, name, *args)
+
+
+def _operator(name: str) -> tuple[Any, Any]:
+    """Returns the method for the operand on the left, and the one for that on the right."""
+    return (
+        lambda self, other: _calculate(name, self, other),
+        lambda self, other: _calculate(name, other, self),
+    )
 
 
 class Remote:
@@ -463,65 +519,26 @@ class Remote:
     def __exit__(self, kind: Any, error: Any, _: object) -> Any:
         return self._peer.ask("exit", self, kind, error, None)
 
-
-def remote_iterator(remote: Any) -> Iterator[Any]:
-    while True:
-        try:
-            item = next(remote)
-        except StopIteration:
-            return
-        yield item
-
-
-def _convert(remote: Remote, name: str, *args: Any) -> Any:
-    if name != "next" and (plain := remote._plain) is not None:
-        return CONVERSIONS[name](plain, *args)
-    if remote._mixed:
-        raise TypeError(f"{name}() of a result computed by one of the answer's objects")
-    return remote._peer.ask(name, remote, *args)
-
-
-def _calculate(name: str, left: Any, right: Any) -> Any:
-    """Applies a binary operator to two values, at least one of which is a `Remote`."""
-    remotes = [each for each in (left, right) if type(each) is Remote]
-    peer = remotes[0]._peer
-    if len(remotes) == 2:
-        result = peer.ask(name, left, right)
-        mixed = left._mixed or right._mixed
-    elif remotes[0]._plain is not None:
-        plain = [each._plain if type(each) is Remote else each for each in (left, right)]
-        return OPERATIONS[name](*plain)
-    elif name in ORDER:
-        raise TypeError("an object of the answer is not ordered against plain data")
-    else:
-        result, mixed = peer.ask(name, left, right), True
-    if mixed and type(result) is Remote and result._scalar is None and not result._container:
-        return Remote(peer, result._number, mixed=True)
-    if mixed:
-        raise TypeError(f"{name} of plain data and one of the answer's objects gave plain data")
-    return result
-
-
-def _add_special_methods() -> None:
-    def conversion(name: str) -> Callable[..., Any]:
-        return lambda self, *args: _convert(self, name, *args)
-
-    def forward(name: str) -> Callable[..., Any]:
-        return lambda self, other: _calculate(name, self, other)
-
-    def reflected(name: str) -> Callable[..., Any]:
-        return lambda self, other: _calculate(name, other, self)
-
-    for name in CONVERSIONS.keys() - {"iter", "next"}:
-        setattr(Remote, f"__{name}__", conversion(name))
-    for name in ORDER:
-        setattr(Remote, f"__{name}__", forward(name))
-    for name in BINARY:
-        setattr(Remote, f"__{name.strip('_')}__", forward(name))
-        setattr(Remote, f"__r{name.strip('_')}__", reflected(name))
-
-
-_add_special_methods()
+    __abs__, __bool__, __complex__ = map(_conversion, ("abs", "bool", "complex"))
+    __float__, __format__, __hash__ = map(_conversion, ("float", "format", "hash"))
+    __index__, __int__, __len__ = map(_conversion, ("index", "int", "len"))
+    __repr__, __reversed__, __round__ = map(_conversion, ("repr", "reversed", "round"))
+    __str__ = _conversion("str")
+    (__lt__, _), (__le__, _), (__gt__, _), (__ge__, _) = map(_operator, ORDER)
+    del _
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("truediv")
+    __floordiv__, __rfloordiv__ = _operator("floordiv")
+    __mod__, __rmod__ = _operator("mod")
+    __pow__, __rpow__ = _operator("pow")
+    __matmul__, __rmatmul__ = _operator("matmul")
+    __and__, __rand__ = _operator("and_")
+    __or__, __ror__ = _operator("or_")
+    __xor__, __rxor__ = _operator("xor")
+    __lshift__, __rlshift__ = _operator("lshift")
+    __rshift__, __rrshift__ = _operator("rshift")
 
 
 # --- the process that runs the tests --------------------------------------------------------------

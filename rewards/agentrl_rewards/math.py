@@ -100,8 +100,7 @@ def grade(
     if isinstance(outcome, Grade):
         return outcome
     answer, gold, shown = outcome
-    equal = (pool or default_pool()).check(answer, gold, deadline_s)
-    return Grade(float(bool(equal)), shown, "refused" if equal is None else "symbolic")
+    return _symbolic((pool or default_pool()).check(answer, gold, deadline_s), shown)
 
 
 async def grade_async(
@@ -118,7 +117,10 @@ async def grade_async(
     if isinstance(outcome, Grade):
         return outcome
     answer, gold, shown = outcome
-    equal = await (pool or default_pool()).check_async(answer, gold, deadline_s)
+    return _symbolic(await (pool or default_pool()).check_async(answer, gold, deadline_s), shown)
+
+
+def _symbolic(equal: bool | None, shown: str) -> Grade:
     return Grade(float(bool(equal)), shown, "refused" if equal is None else "symbolic")
 
 
