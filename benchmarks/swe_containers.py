@@ -15,7 +15,6 @@ import sys
 import time
 
 from agentrl.env.container.engine import Engine
-from agentrl.env.container.watchdog import start_watchdog
 from agentrl.errors import AgentRLError
 from agentrl_swebench import images
 from agentrl_swebench.containers import InstanceContainer
@@ -97,7 +96,6 @@ def main() -> int:
     parser.add_argument("--image", default="agentrl/swebench-fixture:agentrl-spans-1")
     parser.add_argument("--commands", type=int, default=100, help="in each container")
     given = parser.parse_args()
-    start_watchdog()
     try:
         for num_containers in (1, 8):
             asyncio.run(measure(given.image, num_containers, given.commands))

@@ -5,12 +5,11 @@ An event loop in a thread runs the coroutines, so they also work where an event 
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,31 +17,30 @@ R = TypeVar("R")
 
 
 class LoopThread:
-    """An event loop that runs in its own thread until `stop`."""
+    """An event loop that runs in its own daemon thread until `stop`."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._is_stopped = False
-        threading.Thread(target=self._loop.run_forever, name="agentrl-env", daemon=True).start()
+        self._portal_context = start_blocking_portal(name="agentrl-env")
+        self._portal: BlockingPortal | None = self._portal_context.__enter__()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts the coroutine. Cancelling the future cancels it.
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs the coroutine and returns its result or raises its error.
 
         Raises:
             RuntimeError: the loop was stopped.
         """
-        if self._is_stopped:  # it would wait forever
+        if self._portal is None:
             coroutine.close()
             raise RuntimeError("this client or environment was closed; make a new one")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs the coroutine and returns its result or raises its error."""
-        return self.submit(coroutine).result()
+        return self._portal.call(_run, coroutine)
 
     def stop(self) -> None:
-        self._is_stopped = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._portal = None
+        self._portal_context.__exit__(None, None, None)
+
+
+async def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return await coroutine
 
 
 class Blocking:

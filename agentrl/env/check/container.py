@@ -22,14 +22,12 @@ from agentrl.env.container.serve import (
     stop_servers,
     wait_until_healthy,
 )
-from agentrl.errors import ConfigError
 
 Requirement = tuple[str, bool, str, str]
 """One requirement on an image: name, True if it is met, what was seen, and the remedy."""
 
 STOP_S = 10.0
 """Seconds that engines wait between SIGTERM and SIGKILL."""
-_OTHER_PORT = 8711
 _HEALTH_TIMEOUT_S = 45.0
 
 # Runs in the container, with the server's user and rights, and prints one JSON object. It sleeps
@@ -93,8 +91,7 @@ def served_image(name: str) -> Iterator[tuple[str, str]]:
 
 async def check_container(subject: Subject) -> str:
     """The image runs without root, without capabilities and on a read-only file system, contains no
-    secrets, has a health check that succeeds, listens on AGENTRL_ENV_PORT, and ends within 10 s of
-    SIGTERM."""
+    secrets, has a health check that succeeds, and ends within 10 s of SIGTERM."""
     if subject.image is None:
         raise CheckSkipped("not an image")
     requirements = await asyncio.to_thread(try_image, subject.image)
@@ -105,7 +102,7 @@ async def check_container(subject: Subject) -> str:
 
 
 def try_image(image: str) -> list[Requirement]:
-    """Runs an image in two hardened containers, one after the other, and checks each requirement.
+    """Runs an image in a hardened container and checks each requirement.
 
     Args:
         image: an environment's id, a project's folder, or an image, as for `agentrl env run`.
@@ -129,7 +126,6 @@ def try_image(image: str) -> list[Requirement]:
             _token(server),
             _health(server, made.attrs["Config"]),
             _stop(server),
-            _port(name, timeout_s=10 + 4 * seconds),
         ]
     finally:
         stop_servers([server], drain_s=1)
@@ -212,17 +208,3 @@ def _stop(server: Server) -> Requirement:
     seen = f"{'still running' if running else 'ended'} after {time.monotonic() - started:.1f} s"
     remedy = "start the server with `exec`, so that it gets the signal instead of the shell"
     return "SIGTERM", not running, seen, remedy
-
-
-def _port(name: str, timeout_s: float) -> Requirement:
-    """Checks that a server with another AGENTRL_ENV_PORT listens on that port."""
-    token, moved = secrets.token_urlsafe(24), True
-    server = start_server(name, token=token, role="check", inside_port=_OTHER_PORT)
-    try:
-        wait_until_healthy(server, timeout_s)
-    except ConfigError:
-        moved = False
-    finally:
-        stop_servers([server], drain_s=1)
-    seen = f"AGENTRL_ENV_PORT={_OTHER_PORT} {'moves' if moved else 'does not move'} the server"
-    return "port", moved, seen, "use AGENTRL_ENV_PORT in both CMD and HEALTHCHECK"

@@ -20,7 +20,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from agentrl.env.container.engine import MAX_LIFE_S, Engine, EngineError, ImageMissing, remove
+from agentrl.env.container.engine import (
+    MAX_LIFE_S,
+    Engine,
+    EngineError,
+    ImageMissing,
+    labels,
+    remove,
+)
 from agentrl.env.container.output import Clip, Streams, take_frames
 from agentrl.errors import EnvError
 
@@ -159,17 +166,21 @@ class Container:
         self.id = container_id
         self.spec = spec
         self.started = time.monotonic()
-        self.on_end: Callable[[], None] | None = None
-        """Called once, by the first `remove`."""
         self._engine = engine
         self._lease = lease
         self._oom_kills = 0
 
     @classmethod
     async def create(
-        cls, engine: Engine, spec: ContainerSpec, container_labels: dict[str, str]
+        cls,
+        engine: Engine,
+        spec: ContainerSpec,
+        container_labels: dict[str, str] | None = None,
     ) -> Self:
-        """Starts a container of a local image.
+        """Starts a container of a local image, which the caller must remove.
+
+        Args:
+            container_labels: from `labels`; by default those of an episode.
 
         Raises:
             ImageMissing: there is no such image.
@@ -177,8 +188,10 @@ class Container:
                 container is left behind.
         """
 
+        its_labels = container_labels or labels("environment", "episode")
+
         def start(client: DockerClient) -> tuple[str, Any]:
-            container_id = client.containers.create(**_arguments(spec, container_labels)).id or ""
+            container_id = client.containers.create(**_arguments(spec, its_labels)).id or ""
             lease = None
             try:
                 # It was created with StdinOnce, so it reads the end of its input when this
@@ -326,9 +339,6 @@ class Container:
             EnvError: the engine failed.
         """
         _close(self._lease)
-        on_end, self.on_end = self.on_end, None
-        if on_end is not None:
-            on_end()
         await self._engine.call(lambda client: remove(client, self.id))
 
     async def _execute(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
 T = TypeVar("T")
+
+logger = logging.getLogger("agentrl.env")
 
 OWNER_LABEL = "agentrl.owner"
 ROLE_LABEL = "agentrl.role"
@@ -213,6 +216,27 @@ def reap(client: DockerClient, *, label: str = OWNER_LABEL, everything: bool = F
                     f"{its_labels.get(RUN_LABEL, '?')}: {reason}"
                 )
     return removed
+
+
+def reap_abandoned(timeout_s: float | None = None) -> None:
+    """Removes the containers that killed processes left, for the start of what makes containers.
+
+    Containers of a process that is killed end by themselves if their first process watches its
+    input (`container.py`); the rest are removed here, by their owner's end or their lifetime.
+
+    Args:
+        timeout_s: seconds in which the engine must answer each call; None: the default.
+
+    Raises:
+        ConfigError: the `docker` package is missing or DOCKER_HOST is malformed.
+        EnvUnavailable: no engine answers.
+    """
+    client = connect() if timeout_s is None else connect(timeout_s)
+    try:
+        for line in reap(client):
+            logger.info("removed an abandoned container: %s", line)
+    finally:
+        client.close()
 
 
 @dataclass(slots=True, frozen=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 PORT = 8700
-"""Default port of the server inside a container."""
+"""Port of the server inside a container."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,7 +102,6 @@ def start_server(
     max_processes: int = 256,
     network: str = "bridge",
     role: Literal["server", "check"] = "server",
-    inside_port: int = PORT,
 ) -> Server:
     """Starts a container with a server. It may not answer yet; see `wait_until_healthy`.
 
@@ -112,7 +111,6 @@ def start_server(
         memory: limit such as `2g`, swap included.
         cpus: cores; fractions are allowed.
         role: the role in the container's labels.
-        inside_port: port that the server listens on inside the container.
 
     Raises:
         ConfigError: the port is taken, there is no such image or network, or a limit is malformed.
@@ -124,7 +122,7 @@ def start_server(
             "leave --network out"
         )
     client = connect()
-    inside = f"{inside_port}/tcp"
+    inside = f"{PORT}/tcp"
     container = None
     try:
         with engine_errors():
@@ -136,7 +134,7 @@ def start_server(
                 tmpfs={"/tmp": "rw,nosuid,nodev,size=1g"},
                 network=network,
                 ports={inside: ("127.0.0.1", port)},
-                environment={TOKEN_VARIABLE: token, "AGENTRL_ENV_PORT": str(inside_port)},
+                environment={TOKEN_VARIABLE: token},
                 labels=labels(image, role, life_s=None),
             )
             container.start()

@@ -7,14 +7,24 @@ machine alone, where the endpoint listens; containers in it do not reach each ot
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentrl.config import AgentSection
-from agentrl.env.container.container import ContainerSpec
-from agentrl.env.container.engine import MAX_LIFE_S, EngineError, connect, engine_errors
-from agentrl.env.container.pool import ContainerPool
-from agentrl.errors import AgentError, ConfigError
+from agentrl.env.container.container import Container, ContainerSpec
+from agentrl.env.container.engine import (
+    MAX_LIFE_S,
+    Engine,
+    EngineError,
+    connect,
+    engine_errors,
+    labels,
+    reap,
+)
+from agentrl.errors import AgentError, ConfigError, EnvUnavailable
 from agentrl.rollout.agent.command import (
     AgentTask,
     agent_variables,
@@ -33,6 +43,8 @@ NETWORK = "agentrl-agents"
 MAX_OUTPUT_BYTES = 16 << 20
 """A program that writes more is killed."""
 START_TIMEOUT_S = 120.0
+MAX_STARTING = 4
+"""Containers that start at a time; an engine that starts dozens becomes very slow."""
 FILE_TIMEOUT_S = 60.0
 
 
@@ -58,9 +70,11 @@ class ContainerRunner:
         network = config.network or _own_network(client)
         self.host = _address_in(client, network)
         """Address of this machine, as the containers see it."""
+        with engine_errors():
+            reap(client)
         client.close()
         # As the image is made to be run; what it writes is thrown away with the container.
-        spec = ContainerSpec(
+        self._spec = ContainerSpec(
             image,
             workdir=settings.get("WorkingDir") or "/",
             user=settings.get("User") or "root",
@@ -69,12 +83,14 @@ class ContainerRunner:
             network=network,
             memory_mb=config.memory_mb,
         )
-        self._pool = ContainerPool(spec, ready=0, max_containers=max_concurrent)
+        self._engine = Engine()
+        self._in_use = asyncio.Semaphore(max_concurrent)
+        self._starting = asyncio.Semaphore(MAX_STARTING)
 
     async def run(self, task: AgentTask, base_url: str, api_key: str) -> str | float | None:
         """Runs the command in a container and returns its answer."""
         command = [filled(part, task, base_url, api_key) for part in self._command]
-        async with self._pool.container(timeout_s=START_TIMEOUT_S) as container:
+        async with self._container() as container:
             ran = await container.script(
                 'exec "$@"',
                 *command,
@@ -97,8 +113,30 @@ class ContainerRunner:
             raise exited(command, ran.exit_code, ran.errors or printed)
         return last_line(printed) if self._answer == "last_line" else None
 
+    @asynccontextmanager
+    async def _container(self) -> AsyncIterator[Container]:
+        """Starts a container, and removes it at the end.
+
+        Raises:
+            EnvUnavailable: none started within `START_TIMEOUT_S`.
+        """
+        async with self._in_use:
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S), self._starting:
+                    container = await Container.create(
+                        self._engine, self._spec, labels("agent", "episode")
+                    )
+            except TimeoutError:
+                raise EnvUnavailable(
+                    f"no container of {self._spec.image} started within {START_TIMEOUT_S:g} s"
+                ) from None
+            try:
+                yield container
+            finally:
+                await container.remove()
+
     async def aclose(self) -> None:
-        await self._pool.aclose()
+        await self._engine.settle()
 
 
 def _own_network(client: DockerClient) -> str:

@@ -25,8 +25,7 @@ from pydantic import Field, model_validator
 
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, describe
-from agentrl.env.container.engine import Engine
-from agentrl.env.container.watchdog import guard
+from agentrl.env.container.engine import Engine, reap_abandoned
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -176,7 +175,7 @@ class HarborEnvironment(Environment):
         if config.sandbox != "docker":
             provider = Provider(config.sandbox.partition(":")[2], config.sandbox_options)
             return Shared(tasks, splits, provider=provider)
-        guard()
+        reap_abandoned()
         return Shared(tasks, splits)
 
     @classmethod

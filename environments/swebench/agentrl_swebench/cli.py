@@ -284,14 +284,14 @@ def _progress() -> Progress:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from collections import Counter
 
-    from agentrl.env.container.watchdog import guard
+    from agentrl.env.container.engine import reap_abandoned
     from agentrl_swebench.dataset import load_predictions
     from agentrl_swebench.evaluate import evaluate
     from agentrl_swebench.grade import TAMPERED, UNAUDITED, Verdict
 
     limits = _limits(arguments)
     instances = _load(arguments)
-    guard(10)
+    reap_abandoned(10)
     predictions = load_predictions(arguments.predictions, instances)
     arguments.out.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
@@ -348,7 +348,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from agentrl.env.container.watchdog import guard
+    from agentrl.env.container.engine import reap_abandoned
     from agentrl.errors import ConfigError
     from agentrl_swebench.dataset import write_rows
     from agentrl_swebench.evaluate import Validation, validate
@@ -358,7 +358,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats {arguments.repeats} must be positive")
     limits = _limits(arguments)
     instances = _load(arguments)
-    guard(10)
+    reap_abandoned(10)
     with _progress() as progress:
         task = progress.add_task("validating", total=len(instances), state="")
 

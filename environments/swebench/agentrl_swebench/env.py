@@ -25,8 +25,7 @@ from pydantic import Field
 
 from agentrl.env.base import EnvConfig, Environment, Observation
 from agentrl.env.container.container import MAX_COMMAND_CHARS, describe
-from agentrl.env.container.engine import Engine, connect
-from agentrl.env.container.watchdog import guard
+from agentrl.env.container.engine import Engine, connect, reap_abandoned
 from agentrl.env.registry import register
 from agentrl.env.tools import tool
 from agentrl.env.values import to_observation
@@ -169,7 +168,7 @@ class SWEBenchEnvironment(Environment):
                     raise DataError(
                         f"instance {instance.instance_id} differs between the splits of source"
                     )
-        guard()
+        reap_abandoned()
         return Shared(instances, by_id)
 
     def splits(self) -> dict[str, int | None]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.env.container.container import Container, ContainerGone, ContainerSpec
+from agentrl.env.container.container import Container, ContainerSpec
 from agentrl.env.container.engine import (
     OWNER_LABEL,
     Engine,
@@ -25,8 +25,6 @@ from agentrl.env.container.engine import (
     reap,
 )
 from agentrl.env.container.output import Clip, take_frames
-from agentrl.env.container.pool import ContainerPool
-from agentrl.errors import ConfigError, EnvError, EnvUnavailable
 
 
 @given(st.text(max_size=300), st.integers(1, 40), st.integers(1, 7))
@@ -68,23 +66,6 @@ def test_frames_come_out_whole_however_the_stream_is_cut(frames, piece):
     assert found == frames and not buffer
 
 
-def test_limits_that_make_no_sense_are_refused():
-    with pytest.raises(ConfigError, match="max_containers"):
-        ContainerPool(ContainerSpec("any"), max_containers=0)
-
-
-def test_without_an_engine_acquire_says_so(monkeypatch, tmp_path):
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-
-    async def play():
-        pool = ContainerPool(ContainerSpec("any"), ready=1)
-        with pytest.raises(EnvUnavailable, match=r"no Docker engine answers at .*none\.sock"):
-            await pool.acquire(timeout_s=10)
-        await pool.aclose()
-
-    asyncio.run(play())
-
-
 def of_this_process():
     found = subprocess.check_output(
         ["docker", "ps", "-aq", "--filter", f"label={OWNER_LABEL}={current_owner()}"], text=True
@@ -92,15 +73,14 @@ def of_this_process():
     return found.split()
 
 
-def with_pool(base_image, scenario, **options):
+def with_container(base_image, scenario):
     async def play():
         spec = ContainerSpec(base_image, memory_mb=128, max_processes=48)
-        pool = ContainerPool(spec, **{"ready": 1, **options})
+        container = await Container.create(Engine(), spec)
         try:
-            return await scenario(pool)
+            return await scenario(container)
         finally:
-            await pool.aclose()
-            assert pool.num_live == 0
+            await container.remove()
 
     result = asyncio.run(play())
     assert of_this_process() == []
@@ -131,11 +111,10 @@ def test_what_is_missing_is_named(base_image, missing, error, says):
 
 @pytest.mark.docker
 def test_a_container_may_do_next_to_nothing(base_image):
-    async def scenario(pool):
-        async with pool.container() as container:
-            return await container.run(LOOK, timeout_s=20)
+    async def scenario(container):
+        return await container.run(LOOK, timeout_s=20)
 
-    assert with_pool(base_image, scenario).output.split("\n") == [
+    assert with_container(base_image, scenario).output.split("\n") == [
         "10001",
         "/tmp",
         "read-only",
@@ -151,11 +130,10 @@ def test_a_container_may_do_next_to_nothing(base_image):
 
 @pytest.mark.docker
 def test_the_engine_was_told_so(base_image):
-    async def scenario(pool):
-        async with pool.container() as container:
-            return connect().api.inspect_container(container.id)
+    async def scenario(container):
+        return connect().api.inspect_container(container.id)
 
-    description = with_pool(base_image, scenario)
+    description = with_container(base_image, scenario)
     host = description["HostConfig"]
     assert host["CapDrop"] == ["ALL"] and not host["CapAdd"] and not host["Binds"]
     assert host["SecurityOpt"] == ["no-new-privileges"] and not host["Privileged"]
@@ -167,100 +145,30 @@ def test_the_engine_was_told_so(base_image):
 
 @pytest.mark.docker
 def test_a_deadline_kills_the_command_and_all_it_started(base_image):
-    async def scenario(pool):
-        async with pool.container() as container:
-            started = time.monotonic()
-            ran = await container.run(
-                "trap '' TERM INT; setsid sleep 300 & (trap '' TERM; while :; do :; done) & "
-                "echo before; sleep 300",
-                timeout_s=1.0,
-            )
-            seconds = time.monotonic() - started
-            left = await container.processes()
-            return ran, seconds, left, await container.run("echo", timeout_s=9)
+    async def scenario(container):
+        started = time.monotonic()
+        ran = await container.run(
+            "trap '' TERM INT; setsid sleep 300 & (trap '' TERM; while :; do :; done) & "
+            "echo before; sleep 300",
+            timeout_s=1.0,
+        )
+        seconds = time.monotonic() - started
+        left = await container.processes()
+        return ran, seconds, left, await container.run("echo", timeout_s=9)
 
-    ran, seconds, left, after = with_pool(base_image, scenario)
+    ran, seconds, left, after = with_container(base_image, scenario)
     assert ran.timed_out and ran.exit_code is None and ran.output == "before\n"
     assert seconds < 15 and left == [] and after.exit_code == 0
 
 
-@pytest.mark.docker
-def test_many_at_once_get_one_each_and_never_more_than_may_be(base_image):
-    async def scenario(pool):
-        most = 0
-        seen = []
-
-        async def episode(number):
-            nonlocal most
-            async with pool.container() as container:
-                most = max(most, pool._max_containers - pool._in_use._value)
-                before = await container.run("cat /tmp/mark", timeout_s=30)
-                await container.run(f"echo {number} > /tmp/mark", timeout_s=30)
-                after = await container.run("cat /tmp/mark", timeout_s=30)
-                seen.append((container.id, before.exit_code != 0, after.output == f"{number}\n"))
-
-        await asyncio.gather(*(episode(number) for number in range(10)))
-        return most, seen
-
-    most, seen = with_pool(base_image, scenario, ready=2, max_containers=3, max_starting=2)
-    assert most == 3
-    assert len({container_id for container_id, _, _ in seen}) == 10, "a container was used twice"
-    assert all(fresh and own for _, fresh, own in seen)
-
-
-@pytest.mark.docker
-def test_whoever_waits_too_long_or_gives_up_costs_no_container(base_image):
-    async def scenario(pool):
-        first = await pool.acquire()
-        with pytest.raises(EnvUnavailable, match="1 may be in use"):
-            await pool.acquire(timeout_s=0.3)
-        waiting = asyncio.create_task(pool.acquire())
-        await asyncio.sleep(0.1)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await first.remove()
-        second = await pool.acquire(timeout_s=20)
-        assert second.id != first.id
-        await second.remove()
-
-    with_pool(base_image, scenario, max_containers=1)
-
-
-@pytest.mark.docker
-def test_a_container_that_died_while_it_waited_is_not_given_out(base_image):
-    async def scenario(pool):
-        await pool.warm()
-        (idle,) = pool._idle
-        subprocess.check_call(["docker", "kill", idle.id], stdout=subprocess.DEVNULL)
-        async with pool.container() as container:
-            assert container.id != idle.id
-            subprocess.check_call(["docker", "kill", container.id], stdout=subprocess.DEVNULL)
-            with pytest.raises(ContainerGone):
-                await container.run("echo", timeout_s=10)
-
-    with_pool(base_image, scenario)
-
-
-@pytest.mark.docker
-def test_a_missing_image_is_named_to_each_who_asks(engine_is_there):
-    async def play():
-        pool = ContainerPool(ContainerSpec("agentrl/no-such-image:1"), ready=2)
-        for _ in range(2):
-            with pytest.raises(EnvError, match="docker pull agentrl/no-such-image:1"):
-                await pool.acquire(timeout_s=10)
-        await pool.aclose()
-
-    asyncio.run(play())
-
-
 OWNER = """
 import asyncio, sys
-from agentrl.env.container.pool import ContainerPool, ContainerSpec
+from agentrl.env.container.container import Container, ContainerSpec
+from agentrl.env.container.engine import Engine
 
 async def main():
-    pool = ContainerPool(ContainerSpec(sys.argv[1], memory_mb=128), ready=2)
-    await pool.warm()
-    container = await pool.acquire()
+    engine, spec = Engine(), ContainerSpec(sys.argv[1], memory_mb=128)
+    container, *_ = [await Container.create(engine, spec) for _ in range(3)]
     print("ready", flush=True)
     await container.run("sleep 300", timeout_s=300)
 
@@ -281,7 +189,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(base_image):
         int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]),
     )
     command = ["docker", "ps", "-aq", "--filter", f"label={OWNER_LABEL}={owner}"]
-    # One in use and two ready; one that was made and not started is another test's matter.
+    # One that was made and not started is another test's matter.
     running = ["docker", "ps", "-q", *command[3:]]
     deadline = time.monotonic() + 20
     while len(subprocess.check_output(running).split()) < 3 and time.monotonic() < deadline:
@@ -297,7 +205,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed(base_image):
 
 
 @pytest.mark.docker
-def test_what_never_started_is_removed_by_the_next_pool(base_image):
+def test_what_never_started_is_removed_by_the_next_start(base_image):
     me = current_owner()
     gone = Owner(me.boot_id, me.pid_namespace, 2**30, 1)
 
@@ -312,18 +220,6 @@ def test_what_never_started_is_removed_by_the_next_pool(base_image):
         assert any(line.startswith(made.id[:12]) and "gone" in line for line in lines)
         assert await alive.alive(), "a living owner's container was removed"
         await alive.remove()
-
-    asyncio.run(play())
-    assert of_this_process() == []
-
-
-@pytest.mark.docker
-def test_close_from_a_worker_thread_as_close_shared_does(base_image):
-    async def play():
-        pool = ContainerPool(ContainerSpec(base_image, memory_mb=128), ready=1)
-        await pool.acquire()
-        await asyncio.to_thread(pool.close)
-        assert pool.num_live == 0
 
     asyncio.run(play())
     assert of_this_process() == []

@@ -175,7 +175,7 @@ def test_keys_without_effect_are_said_once(folder, caplog, monkeypatch):
     for task in ("hello", "total"):
         path = folder / task / "task.toml"
         path.write_text(path.read_text() + 'storage = "2G"\nmemmory_mb = 1\n')
-    monkeypatch.setattr("agentrl_harbor.env.guard", Mock())
+    monkeypatch.setattr("agentrl_harbor.env.reap_abandoned", Mock())
     config = HarborConfig(source=str(folder), task_ids=["hello", "total", "mend"])
     HarborEnvironment.load_shared(config)
     said = [each.getMessage() for each in caplog.records]

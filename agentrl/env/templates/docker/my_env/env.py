@@ -1,5 +1,6 @@
 from agentrl.env import Action, Environment, Task, ToolCall, register, tool
-from agentrl.env.container.pool import ContainerPool, ContainerSpec
+from agentrl.env.container.container import Container, ContainerSpec
+from agentrl.env.container.engine import Engine, reap_abandoned
 
 SPEC = ContainerSpec("python:3.12-slim")  # any image on this machine with /bin/bash
 
@@ -10,11 +11,8 @@ class MyEnv(Environment):
 
     @classmethod
     def load_shared(cls, config):
-        return ContainerPool(SPEC, ready=2)
-
-    @classmethod
-    def close_shared(cls, shared):
-        shared.close()
+        reap_abandoned()  # what killed processes left
+        return Engine()
 
     def splits(self):
         return {"train": None, "test": 100}  # None: unlimited, generated on demand
@@ -24,7 +22,7 @@ class MyEnv(Environment):
         return Task(f"{split}/{index}", f"Write {n + 1} to /tmp/answer.", reference=n + 1)
 
     async def reset(self, task, *, seed):
-        self.container = await self.shared.acquire()
+        self.container = await Container.create(self.shared, SPEC)
         return task.prompt
 
     @tool
