@@ -8,7 +8,8 @@ words, or
 
 * no content (texts, reasoning, arguments, answers of tools, descriptions of tools) makes one of the
   template's own tokens, and
-* three turns that grow by what was sampled are the template's own render of the whole dialogue.
+* three turns that grow by what was sampled are the template's own render of the whole dialogue, and
+* the values of a call, of twelve kinds, are read back as the template writes them.
 
 Anything else is WRONG, an error of Python's included.
 """
@@ -30,6 +31,7 @@ from tokenizers_for_tests import make_tokenizer
 
 from agentrl.errors import ConfigError
 from agentrl.model.text.renderer import Renderer
+from agentrl.model.text.template import NAME
 from agentrl.types import Message, ToolSpec
 
 SPECIAL = re.compile(
@@ -113,6 +115,39 @@ def grows_exactly(renderer: Renderer, with_calls: bool) -> bool:
     return True
 
 
+VALUES: dict[str, tuple[Any, Any]] = {
+    "text": ("a b", "string"),
+    "text of digits": ("417", "string"),
+    "integer": (417, "integer"),
+    "fraction": (2.5, "number"),
+    "true": (True, "boolean"),
+    "false": (False, "boolean"),
+    "null": (None, ["string", "null"]),
+    "list": ([1, "a", None], "array"),
+    "empty list": ([], "array"),
+    "object": ({"k": 1}, "object"),
+    "empty object": ({}, "object"),
+    "nested": ({"k": [{"x": None, "y": True}]}, "object"),
+}
+"""Kind -> a value, and the type that the tool's schema gives it."""
+
+
+def changed_values(renderer: Renderer) -> list[str]:
+    """Returns the kinds of values that are read back as others than the template writes."""
+    template, changed = renderer.template, []
+    if not template._written_call(template.dialect, {"count": 417}):
+        return []
+    for kind, (value, of_type) in VALUES.items():
+        parameters = {"type": "object", "properties": {"value": {"type": of_type}}}
+        function = {"name": NAME, "parameters": parameters}
+        written = template._written_call(template.dialect, {"value": value})
+        tools: list[ToolSpec] = [{"type": "function", "function": function}]
+        action, _ = template.dialect.read_turn(written, tools, turn_id=0)
+        if [repr(call.arguments) for call in action.tool_calls] != [repr({"value": value})]:
+            changed.append(kind)
+    return changed
+
+
 def judge(path: Path) -> str:
     """Returns what came of a template: `refused (...)`, `exact, ...` or `WRONG, ...`."""
     try:
@@ -138,6 +173,8 @@ def judge(path: Path) -> str:
                 found.append("takes no calls")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
+    if changed := changed_values(renderer):
+        found.append(f"values read back as others: {', '.join(changed)}")
     wrong = [each for each in found if each != "takes no calls"]
     shown = ["tools described in the system message"] if hidden else []
     kind = "WRONG" if wrong else "exact"

@@ -7,7 +7,9 @@ reason to refuse. The message of `Unreadable` is written for the policy to learn
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import logging
 import math
 import re
 import warnings
@@ -16,8 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentrl.runtime import parse_python
+from agentrl.runtime import parse_expression, parse_python
 from agentrl.types import JSON, ToolSpec
+
+logger = logging.getLogger(__name__)
 
 
 class Unreadable(Exception):
@@ -42,6 +46,7 @@ _PYTHON_TYPES = {
     "list": "array",
 }
 """Python's names of types, which schemas made by hand use in place of JSON Schema's."""
+_EMPTY: dict[str, JSON] = {"array": [], "object": {}, "string": ""}
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
@@ -128,7 +133,8 @@ def xml_calls(
     calls = []
     for match in _all(pattern, text):
         name, arguments = named(match["name"]), {}
-        properties = _properties(name, tools)
+        parameters = _parameters(name, tools)
+        properties = _table(parameters.get("properties"))
         for found in _all(parameter, match["parameters"], may_be_empty=True):
             key, value = named(found["key"]), found["value"]
             if opened := next((each for each in openers if each in key or each in value), None):
@@ -137,10 +143,10 @@ def xml_calls(
                 raise Unreadable(f"parameter {key!r} is given twice")
             if trim_newlines and len(value) > 1 and value[0] == value[-1] == "\n":
                 value = value[1:-1]
-            schema = properties.get(key)
+            schema = properties.get(key, True)
             if (said := found.groupdict().get("string")) is not None:
-                schema = {"type": "string"} if said in ("true", "string") else {}
-            arguments[key] = _typed(value, schema if isinstance(schema, dict) else {})
+                schema = {"type": "string"} if said in ("true", "string") else True
+            arguments[key] = _typed(value, schema, parameters)
         calls.append(Call(name, arguments))
     return calls
 
@@ -156,8 +162,8 @@ def element_calls(
     an object has elements inside, and a list has elements `item`. Texts take the schema's type."""
     calls = []
     for match in _all(pattern, text):
-        properties: Any = {"type": "object", "properties": _properties(match["name"], tools)}
-        arguments = _of_element(_element(match["parameters"], mark), properties, depth=0)
+        parameters = {"type": "object", **_parameters(match["name"], tools)}
+        arguments = _of_element(_element(match["parameters"], mark), parameters, parameters, 0)
         calls.append(Call(match["name"].strip(), _object(arguments, "no parameters")))
     return calls
 
@@ -186,26 +192,24 @@ def _element(text: str, mark: str) -> _Element:
     return open_ones[0]
 
 
-def _of_element(element: _Element, schema: dict[str, Any], depth: int) -> JSON:
+def _of_element(element: _Element, schema: Any, root: dict[str, Any], depth: int) -> JSON:
     _, children, said = element
-    types = _types(schema)
     if depth > MAX_DEPTH:
         raise Unreadable(f"elements inside {MAX_DEPTH} others")
-    is_empty = said == "" and types & {"array", "object"} and "string" not in types
+    kinds = {kind for kind, value in _EMPTY.items() if _fits(value, schema, root)}
+    is_empty = said == "" and kinds & {"array", "object"} and "string" not in kinds
     if not children and depth and not is_empty:
-        return _typed(said, schema)
-    items = all(child[0] == "item" for child in children)
-    if items and ("array" in types or (children and not types)):
-        of_items = schema.get("items")
-        of_items = of_items if isinstance(of_items, dict) else {}
-        return [_of_element(child, of_items, depth + 1) for child in children]
-    properties, value = schema.get("properties"), {}
+        return _typed(said, schema, root)
+    inner = _with_parts(schema, root)
+    if all(child[0] == "item" for child in children) and (
+        "array" in kinds and (children or "string" not in kinds)
+    ):
+        return [_of_element(child, inner.get("items", True), root, depth + 1) for child in children]
+    properties, value = _table(inner.get("properties")), {}
     for child in children:
         if child[0] in value:
             raise Unreadable(f"parameter {child[0]!r} is given twice")
-        known = properties.get(child[0]) if isinstance(properties, dict) else None
-        known = known if isinstance(known, dict) else {}
-        value[child[0]] = _of_element(child, known, depth + 1)
+        value[child[0]] = _of_element(child, properties.get(child[0], True), root, depth + 1)
     return value
 
 
@@ -234,10 +238,15 @@ def gemma_calls(text: str, tools: list[ToolSpec], *, quote: str = '<|"|>') -> li
         raise Unreadable("a call is written call:name{key:value}")
 
     def quoted(match: re.Match[str]) -> str:
-        return json.dumps(match[2] if match[1] is None else match[1])
+        if match["python"]:  # the family's template prints values as Python does
+            return json.dumps(ast.literal_eval(match["python"]))
+        return json.dumps(match["key"] if match["text"] is None else match["text"])
 
     mark = re.escape(quote)
-    pattern = rf"{mark}(.*?){mark}|([A-Za-z_][\w.-]*)(?=\s*:)"
+    pattern = (
+        rf"{mark}(?P<text>.*?){mark}|(?P<key>[A-Za-z_][\w.-]*)(?=\s*:)"
+        r"|\b(?P<python>None|True|False)\b"
+    )
     arguments = _json(brace + re.sub(pattern, quoted, body, flags=re.DOTALL))
     return [Call(_name(name.strip()), _object(arguments, "the arguments are not an object"))]
 
@@ -321,41 +330,125 @@ def _object(value: JSON, reason: str) -> dict[str, JSON]:
     return value
 
 
-def _properties(name: str, tools: list[ToolSpec]) -> dict[str, Any]:
-    """Returns the JSON schemas of a tool's parameters; {} where it has none."""
+def _parameters(name: str, tools: list[ToolSpec]) -> dict[str, Any]:
+    """Returns the JSON schema of a tool's parameters; {} where it has none."""
     for tool in tools:
         match tool.get("function"):
-            case {"name": str(known), "parameters": {"properties": dict(properties)}} if (
-                known == name
-            ):
-                return properties
+            case {"name": str(known), "parameters": dict(parameters)} if known == name:
+                return parameters
     return {}
 
 
-def _typed(text: str, schema: dict[str, Any]) -> JSON:
-    """Converts the text to the schema's type. Without a schema, returns the JSON value that it
-    spells, else the text."""
-    types = _types(schema)
+def _typed(text: str, schema: Any, root: dict[str, Any]) -> JSON:
+    """Returns the JSON value that a text spells, or Python's form of one, if the schema takes it;
+    else the text: a string is written as it is, quotes and all.
+
+    Args:
+        root: the tool's parameters, in which the schema's references are looked up.
+    """
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
+        value = _python_value(text.strip())
+    return text if isinstance(value, str) or not _fits(value, schema, root) else value
+
+
+def _python_value(text: str) -> JSON:
+    """Returns the list, object, truth value or None that a text spells in Python; else the text.
+    Templates that write values as they are print them so."""
+    if text not in ("True", "False", "None") and text[:1] not in ("[", "{"):
         return text
-    if isinstance(value, str) or (types and not any(_is_a(value, each) for each in types)):
-        return text  # a string is written as it is, quotes and all
-    return value
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return _literal(parse_expression(text).body)
+    except (Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
 
 
-def _types(schema: dict[str, Any]) -> set[str]:
-    declared = schema.get("type", [])
-    types = {declared} if isinstance(declared, str) else set(declared)
-    types = {_PYTHON_TYPES.get(each, each) for each in types}
-    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= _types(choice)
-    return types
+def _fits(value: JSON, schema: Any, root: dict[str, Any], depth: int = 0) -> bool:
+    """Tells whether a value is of a kind that a schema declares, whatever is inside of it.
+
+    Keywords without a value count as absent: files made of tables fill them with null. A reference
+    that leads nowhere fits nothing, so that the text stays.
+    """
+    if not isinstance(schema, dict):
+        return schema is not False
+    if isinstance(schema.get("$ref"), str):
+        target = _referred(schema["$ref"], root) if depth < MAX_DEPTH else None
+        return target is not None and _fits(value, target, root, depth + 1)
+    if value is None and schema.get("nullable"):
+        return True
+    if isinstance(choices := schema.get("enum"), list) and not _is_one_of(value, choices):
+        return False
+    if schema.get("const") is not None and not _is_one_of(value, [schema["const"]]):
+        return False
+    declared = schema.get("type")
+    kinds = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if kinds and not any(
+        _is_a(value, kind) if isinstance(kind, str) else _fits(value, kind, root, depth + 1)
+        for kind in kinds
+    ):
+        return False
+    for keyword, needed in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        if parts := schema.get(keyword):
+            if not isinstance(parts, list) or depth == MAX_DEPTH:
+                return False
+            if not needed(_fits(value, part, root, depth + 1) for part in parts):
+                return False
+    return True
+
+
+def _referred(reference: str, root: dict[str, Any]) -> Any:
+    """Returns the schema that a reference within the parameters names; None if there is none."""
+    found: Any = root
+    start, *steps = reference.split("/")
+    for step in steps:
+        key = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else None
+    if start != "#" or found is None:
+        _say_unresolved(reference)
+        return None
+    return found
+
+
+@functools.cache
+def _say_unresolved(reference: str) -> None:
+    logger.warning(
+        "a tool's schema refers to %s, which its parameters do not hold: such arguments stay texts",
+        reference,
+    )
+
+
+def _with_parts(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Returns the first schema with properties or items, among this one and its alternatives."""
+    waiting, seen = [schema], 0
+    while waiting and seen < MAX_DEPTH:
+        each, seen = waiting.pop(0), seen + 1
+        if not isinstance(each, dict):
+            continue
+        if each.get("properties") or each.get("items"):
+            return each
+        if isinstance(each.get("$ref"), str):
+            waiting.append(_referred(each["$ref"], root))
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if isinstance(parts := each.get(keyword), list):
+                waiting += parts
+    return {}
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_one_of(value: JSON, choices: list[Any]) -> bool:
+    """Tells whether a value is among others; 1 and True are two values."""
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in choices
+    )
 
 
 def _is_a(value: JSON, kind: str) -> bool:
-    match kind:
+    match _PYTHON_TYPES.get(kind, kind):
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
@@ -368,4 +461,6 @@ def _is_a(value: JSON, kind: str) -> bool:
             return isinstance(value, dict)
         case "null":
             return value is None
+        case "any":
+            return True
     return isinstance(value, str)

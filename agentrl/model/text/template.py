@@ -67,6 +67,15 @@ _TRIED: tuple[dict[str, JSON], ...] = (
 """Arguments of the example. Some templates write strings without their quotes, or numbers with."""
 
 
+_VALUES: dict[str, JSON] = {
+    "a truth value": True,
+    "null": None,
+    "a fraction": 2.5,
+    "a list": ["a", None],
+    "an object": {"k": [{"x": False}]},
+}
+
+
 class Template:
     """A chat template and the form in which it expects messages: the key that holds reasoning, and
     whether a call's arguments are an object or JSON text.
@@ -166,7 +175,10 @@ class Template:
                 example = example or written
                 if wanted in ("auto", name) and _reads(dialect, written, arguments):
                     how = "found" if wanted == "auto" else "set in rollout.dialect and found"
-                    return dialect, f"{how} to read the calls that the chat template writes"
+                    how += " to read the calls that the chat template writes"
+                    if kinds := self._changed_values(dialect):
+                        how += f", but in other words where an argument is {' or '.join(kinds)}"
+                    return dialect, how
         if SENTINEL in example:
             raise ConfigError(
                 f"rollout.dialect = {wanted!r}: "
@@ -187,6 +199,14 @@ class Template:
                     said = f"its delimiters stand in the {place}"
                     return dialect, f"{said}, and the chat template writes no calls"
         return DIALECTS["hermes"], "the default, because the chat template writes no calls"
+
+    def _changed_values(self, dialect: Dialect) -> list[str]:
+        """Returns the kinds of values that are not read back as the template writes them."""
+        return [
+            kind
+            for kind, value in _VALUES.items()
+            if not _reads(dialect, self._written_call(dialect, {"value": value}), {"value": value})
+        ]
 
     def _written_call(self, dialect: Dialect, arguments: dict[str, JSON]) -> str:
         """Returns what the template writes for a turn with one call; empty if it refuses one.

@@ -410,6 +410,67 @@ def test_schemas_made_by_hand_name_types_as_python_does():
     assert calls_of(action) == [("f", values)]
 
 
+POINT = {"type": "object", "properties": {"x": {"type": "number"}}}
+DEFINED = {
+    "Point": POINT,
+    "Color": {"type": "string", "enum": ["1", "red"]},
+    "Loop": {"$ref": "#/$defs/Loop"},
+}
+WRITTEN = {
+    "qwen_xml": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm4": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">{}</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+}
+
+
+@pytest.mark.parametrize("dialect", WRITTEN)
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"$ref": "#/$defs/Point"}, '{"x": "y"}', {"x": "y"}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, "1", "1"),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, "null", None),
+        ({"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"}, "1", "1"),
+        ({"$ref": "#/properties/b"}, "[1]", [1]),
+        ({"$ref": "#/$defs/Nowhere"}, "1", "1"),
+        ({"$ref": "https://example.org/schema"}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/Loop"}, "1", "1"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"enum": [1, None]}, "null", None),
+        ({"enum": [1, 2]}, "true", "true"),
+        ({"const": "1"}, "1", "1"),
+        ({"type": None, "anyOf": None, "enum": None}, "1", 1),
+        ({"type": "integer", "oneOf": None, "const": None}, "1", 1),
+        ({"type": [{"type": "string"}]}, "1", "1"),
+        ({"type": "any"}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [True, {"type": "null"}]}, "1", 1),
+        (True, "1", 1),
+        (False, "1", "1"),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"type": "integer", "minimum": 5}, "1", 1),
+        ({"type": "boolean"}, "False", False),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "string"}, "[1]", "[1]"),
+        ({}, "True", True),
+        ({"type": "object"}, "{'k': (1, None)}", {"k": [1, None]}),
+        ({"type": "object"}, "{'k': f()}", "{'k': f()}"),
+        ({"type": "array"}, "[" * 2000, "[" * 2000),
+        ({"type": "integer"}, "1_000", "1_000"),
+    ],
+)
+def test_arguments_take_a_value_that_their_schema_declares(dialect, schema, text, value):
+    parameters = {"type": "object", "properties": {"a": schema, "b": {"type": "array"}}}
+    function = {"name": "f", "parameters": {**parameters, "$defs": DEFINED}}
+    tools = [{"type": "function", "function": function}]
+    action, _ = DIALECTS[dialect].read_turn(WRITTEN[dialect].format(text), tools, turn_id=0)
+    (call,) = action.tool_calls
+    assert repr(call.arguments) == repr({"a": value})
+
+
 def test_untyped_arguments_take_the_type_of_the_schema():
     kinds = {"n": "integer", "x": "number", "s": "string", "b": "boolean", "o": "object"}
     schema = {k: {"type": v} for k, v in kinds.items()} | {
