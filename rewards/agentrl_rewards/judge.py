@@ -3,7 +3,7 @@
 The judge ends its reply with `Score: N`, where N is between 0 and `max_score`; the last such line
 counts and is scaled to 0..1. `rubric` asks for one line per item instead. A reply without such a
 line, or one that was cut off, raises `GraderError` and never scores 0. Replies are cached by the
-full request, so judging the same answer again costs nothing.
+full request, so a process pays for each judgement once.
 
 The policy's text is untrusted: it is fenced in a tag that the policy cannot guess, and the judge is
 told that nothing inside is an instruction. This makes it harder to manipulate the judge, not
@@ -16,12 +16,9 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError, GraderError
@@ -72,7 +69,6 @@ async def llm_judge(
     instructions: str = INSTRUCTIONS,
     max_score: float = 10.0,
     max_tokens: int = 1024,
-    cache_dir: str | Path | None = None,
     api_key_variable: str | None = None,
     timeout_s: float = 60.0,
     num_attempts: int = 4,
@@ -82,7 +78,6 @@ async def llm_judge(
     Args:
         url: the server's base URL, up to and including `/v1`.
         instructions: the system message; `{fence}` and `{max_score}` are filled in.
-        cache_dir: directory for the cached replies, one small file each; None caches in memory.
         api_key_variable: name of the environment variable that holds the server's API key.
         timeout_s: seconds per attempt.
 
@@ -91,7 +86,7 @@ async def llm_judge(
         ConfigError: the environment variable named by `api_key_variable` is not set.
     """
     asked = _Question(text, reference, prompt, instructions, {"max_score": f"{max_score:g}"})
-    server = _Server(url, model, max_tokens, cache_dir, api_key_variable, timeout_s, num_attempts)
+    server = _Server(url, model, max_tokens, api_key_variable, timeout_s, num_attempts)
     return await _judged(asked, server, lambda reply: _read_score(reply, "Score", max_score))
 
 
@@ -106,7 +101,6 @@ async def rubric(
     instructions: str = RUBRIC_INSTRUCTIONS,
     max_score: float = 10.0,
     max_tokens: int = 1024,
-    cache_dir: str | Path | None = None,
     api_key_variable: str | None = None,
     timeout_s: float = 60.0,
     num_attempts: int = 4,
@@ -156,7 +150,7 @@ async def rubric(
 
     filled = {"max_score": f"{max_score:g}", "items": "\n".join(lines)}
     asked = _Question(text, reference, prompt, instructions, filled)
-    server = _Server(url, model, max_tokens, cache_dir, api_key_variable, timeout_s, num_attempts)
+    server = _Server(url, model, max_tokens, api_key_variable, timeout_s, num_attempts)
     scores = await _judged(asked, server, read)
     mean = sum(weights[name] * score for name, score in scores.items()) / sum(weights.values())
     return {"score": mean, **scores}
@@ -177,7 +171,6 @@ class _Server:
     url: str
     model: str
     max_tokens: int
-    cache_dir: str | Path | None
     api_key_variable: str | None
     timeout_s: float
     num_attempts: int
@@ -199,10 +192,8 @@ async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -
     everything = [server.url, server.model, asked.instructions, question, gold, asked.text]
     everything += [asked.filled, server.max_tokens]
     key = hashlib.sha256(json.dumps(everything).encode("utf-8", "surrogatepass")).hexdigest()
-    reply = _read_cache(key, server.cache_dir)
-    if reply is not None:
-        with suppress(GraderError):  # the cached file is empty or truncated
-            return read(reply)
+    if (known := _memory.get(key)) is not None:
+        return read(known)
     fence = f"answer-{key[:16]}"  # the policy cannot compute this hash: it does not see all inputs
     system = asked.instructions
     for name, value in {"fence": fence, **asked.filled}.items():
@@ -226,7 +217,9 @@ async def _judged(asked: _Question, server: _Server, read: Callable[[str], T]) -
     )
     reply = _content(answer)
     result = read(reply)  # a reply without a score is not worth keeping
-    _write_cache(key, reply, server.cache_dir)
+    _memory[key] = reply
+    while len(_memory) > MAX_CACHED:
+        _memory.popitem(last=False)
     return result
 
 
@@ -275,25 +268,3 @@ def _read_score(reply: str, name: str, max_score: float) -> float:
     if not 0 <= value <= max_score:
         raise GraderError(f"the judge's score {value:g} is not between 0 and {max_score:g}")
     return value / max_score
-
-
-def _read_cache(key: str, cache_dir: str | Path | None) -> str | None:
-    if cache_dir is None:
-        return _memory.get(key)
-    try:
-        return (Path(cache_dir) / key[:2] / key).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-
-
-def _write_cache(key: str, reply: str, cache_dir: str | Path | None) -> None:
-    if cache_dir is None:
-        _memory[key] = reply
-        while len(_memory) > MAX_CACHED:
-            _memory.popitem(last=False)
-        return
-    directory = Path(cache_dir) / key[:2]
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=directory, encoding="utf-8", delete=False) as file:
-        file.write(reply)
-    os.replace(file.name, directory / key)

@@ -1,16 +1,12 @@
 """Rewards from a reward model behind an HTTP server.
 
 The protocol: POST `{"prompt": ..., "response": ..., "label": ...}`; the server answers with a
-number or `{"reward": number}`. With `batch_size` above 1, concurrent calls are sent together: the
-body is a list of such objects, and the answer a list of as many numbers or `{"rewards": [...]}`.
+number or `{"reward": number}`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-import weakref
-from dataclasses import dataclass, field
 
 import aiohttp
 import orjson
@@ -20,8 +16,6 @@ from agentrl.runtime import retry
 from agentrl.types import JSON
 
 MAX_REPLY_BYTES = 8 << 20
-BATCH_WAIT_S = 0.01
-"""Seconds that the first call of a batch waits for more."""
 FIRST_PAUSE_S = 0.25
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -35,21 +29,9 @@ class _Passing(Exception):
         """Seconds to wait that the server asked for."""
 
 
-def to_json(body: JSON, url: str) -> bytes:
-    """Encodes a request body as JSON.
-
-    Raises:
-        GraderError: the body contains a lone surrogate or an integer of more than 64 bits.
-    """
-    try:
-        return orjson.dumps(body)
-    except TypeError as error:  # orjson's own is one
-        raise GraderError(f"POST {url}: the answer can't be sent as JSON: {error}") from error
-
-
 async def post_json(
     url: str,
-    body: JSON | bytes,
+    body: JSON,
     *,
     headers: dict[str, str] | None = None,
     timeout_s: float = 30.0,
@@ -61,14 +43,16 @@ async def post_json(
     and respects a `Retry-After` in seconds.
 
     Args:
-        body: a value to encode as JSON, or bytes to send unchanged.
         timeout_s: seconds per attempt, including reading the answer.
 
     Raises:
         GraderError: no attempt got an answer; the answer is an error, too long or not JSON; or the
-            body cannot be encoded as JSON.
+            body contains a lone surrogate or an integer of more than 64 bits.
     """
-    data = body if isinstance(body, bytes) else to_json(body, url)
+    try:
+        data = orjson.dumps(body)
+    except TypeError as error:  # orjson's own is one
+        raise GraderError(f"POST {url}: the answer can't be sent as JSON: {error}") from error
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
         try:
@@ -133,27 +117,12 @@ def _parse(data: bytes, url: str) -> JSON:
         raise GraderError(f"POST {url}: the answer is not JSON: {data[:80]!r}") from error
 
 
-@dataclass(slots=True)
-class _Batch:
-    """The calls of one event loop that are waiting to be sent to one server."""
-
-    waiting: list[tuple[bytes, asyncio.Future[float]]] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
-    sending: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-_batches: weakref.WeakKeyDictionary[
-    asyncio.AbstractEventLoop, dict[tuple[str, int, float, int], _Batch]
-] = weakref.WeakKeyDictionary()
-
-
 async def remote_rm(
     text: str,
     reference: JSON = None,
     *,
     url: str,
     prompt: JSON = "",
-    batch_size: int = 1,
     timeout_s: float = 30.0,
     num_attempts: int = 4,
 ) -> float:
@@ -162,66 +131,14 @@ async def remote_rm(
     Args:
         url: the URL to POST to; see the module's docstring for the protocol.
         prompt: a string or a list of messages, sent unchanged.
-        batch_size: maximum number of calls per request; 1 sends one object instead of a list.
         timeout_s: seconds per attempt.
 
     Raises:
         GraderError: the server failed, or its answer is not a finite number.
     """
     item: JSON = {"prompt": prompt, "response": text, "label": reference}
-    if batch_size <= 1:
-        reply = await post_json(url, item, timeout_s=timeout_s, num_attempts=num_attempts)
-        return _reward(reply["reward"] if isinstance(reply, dict) and "reward" in reply else reply)
-    encoded = to_json(item, url)  # encoded here, so that a bad item does not fail the whole batch
-    loop = asyncio.get_running_loop()
-    settings = (url, batch_size, timeout_s, num_attempts)
-    batch = _batches.setdefault(loop, {}).setdefault(settings, _Batch())
-    future: asyncio.Future[float] = loop.create_future()
-    batch.waiting.append((encoded, future))
-    if len(batch.waiting) >= batch_size:
-        _send_waiting(batch, settings)
-    elif batch.timer is None:
-        batch.timer = loop.call_later(BATCH_WAIT_S, _send_waiting, batch, settings)
-    return await future
-
-
-def _send_waiting(batch: _Batch, settings: tuple[str, int, float, int]) -> None:
-    if batch.timer is not None:
-        batch.timer.cancel()
-        batch.timer = None
-    calls = [(item, future) for item, future in batch.waiting if not future.done()]
-    batch.waiting.clear()
-    if calls:
-        task = asyncio.ensure_future(_send(calls, settings))
-        batch.sending.add(task)  # the loop itself keeps only a weak reference
-        task.add_done_callback(batch.sending.discard)
-
-
-async def _send(
-    calls: list[tuple[bytes, asyncio.Future[float]]], settings: tuple[str, int, float, int]
-) -> None:
-    url, _, timeout_s, num_attempts = settings
-    try:
-        body = b"[%s]" % b",".join(item for item, _ in calls)
-        reply = await post_json(url, body, timeout_s=timeout_s, num_attempts=num_attempts)
-        values = reply.get("rewards") if isinstance(reply, dict) else reply
-        if not isinstance(values, list) or len(values) != len(calls):
-            raise GraderError(
-                f"POST {url}: {len(calls)} items were sent, but the answer is not a list of as "
-                "many rewards; set batch_size to 1 if the server takes one item at a time"
-            )
-    except GraderError as error:
-        for _, future in calls:
-            if not future.done():
-                future.set_exception(GraderError(str(error)))
-        return
-    for (_, future), value in zip(calls, values, strict=True):
-        if future.done():
-            continue
-        try:
-            future.set_result(_reward(value))
-        except GraderError as error:
-            future.set_exception(error)
+    reply = await post_json(url, item, timeout_s=timeout_s, num_attempts=num_attempts)
+    return _reward(reply["reward"] if isinstance(reply, dict) and "reward" in reply else reply)
 
 
 def _reward(value: JSON) -> float:
