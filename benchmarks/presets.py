@@ -33,7 +33,7 @@ SETTINGS = {
     # Lambda is 1 - 1 / (alpha n): VAPO's 0.05 is made for thousands of tokens and gives lambda 0 to
     # the quickstart's, which have ten to thirty.
     "vapo": {"critic.learning_rate": "1e-3", "objective.credit.length_alpha": "1.0"},
-    "dapo": {"rollout.drop_zero_variance": "true", "rollout.max_waves": "4"},
+    "dapo": {"rollout.keep": "zero_variance", "rollout.max_waves": "4"},
 }
 """What a preset needs besides its name; everything else is the quickstart's."""
 

@@ -46,7 +46,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
                 "http://a:1,http://b:2",
             ),
             *("--env.config.digits", "3", "--eval.pass-k", "[1,4]", "--eval.samples_per_task", "4"),
-            *("--rollout.drop_zero_variance", "--run.name", "x y"),
+            *("--rollout.keep", "zero_variance", "--run.name", "x y"),
             *("--run.profile", "3", "--rollout.sampler_stages", "100,300"),
             *("--rollout.sampler", "staged"),
         ],
@@ -57,7 +57,7 @@ def test_overrides_are_typed_like_toml_and_win_over_the_file(tmp_path):
     assert config.env.config == {"digits": 3}
     assert config.eval.pass_k == [1, 4]
     assert (config.run.profile, config.rollout.sampler_stages) == ([3], [100, 300])
-    assert config.rollout.drop_zero_variance is True
+    assert config.rollout.keep == ["zero_variance"]
     assert config.run.name == "x y"
 
 

@@ -132,7 +132,7 @@ def scaled_down(file: Path, model: str) -> dict:
     rollout = run["rollout"]
     rollout |= {"groups_per_step": 2, "group_size": 2, "max_turn_tokens": 8, "max_staleness": 0}
     rollout["max_context_tokens"] = min(rollout["max_context_tokens"], 2048)
-    rollout.pop("drop_zero_variance", None)  # a random model has no rewards
+    rollout.pop("keep", None)  # a random model has no rewards
     train = run["train"]
     train.pop("parallel", None)
     train["num_minibatches"] = min(train.get("num_minibatches", 1), 2)

@@ -51,8 +51,8 @@ PRESET_DATA: dict[str, Preset] = {
     ),
     "dapo": Preset(
         "DAPO: clip higher and one mean over all tokens",
-        "Long answers with large batches. DAPO's other two parts are rollout.drop_zero_variance "
-        "with rollout.max_waves, and reward.overlong.",
+        "Long answers with large batches. DAPO's other two parts are rollout.keep = "
+        "['zero_variance'] with rollout.max_waves, and reward.overlong.",
         ("DAPO, arXiv:2503.14476",),
         {"surrogate": {"high": 0.28}, "aggregate": {"kind": "token"}},
     ),

@@ -64,7 +64,7 @@ AMBIGUOUS_NAMES = {
     ),
     "dynamic_bs": (
         "train.token_budget (micro-batches packed by tokens)",
-        "rollout.drop_zero_variance with rollout.max_waves = 1 (train on the groups that are left)",
+        "rollout.keep = ['zero_variance'] with rollout.max_waves = 1 (train on the groups left)",
     ),
     "ipo": (
         'the trust mask {kind = "dppo_tv", side = "both"} (bounded change of probability)',

@@ -391,8 +391,17 @@ def _sections() -> list[str]:
     return [name for name in RunConfig.model_fields if name != "envs"]
 
 
+GONE = {
+    "rollout.drop_zero_variance": 'set rollout.keep = ["zero_variance"]',
+    "inference.align_rounding": "leave it out",
+}
+"""Keys of older releases, and what to do instead."""
+
+
 def _closest(dotted: str) -> str:
     """Returns a hint for an unknown key: a similar key, its section's keys, or the sections."""
+    if dotted in GONE:
+        return GONE[dotted]
     keys, sections = list(valid_keys()), _sections()
     if re.match(r"env\.\d+\.", dotted):
         dotted = re.sub(r"\.\d+", "", dotted, count=1)

@@ -316,9 +316,6 @@ class RolloutSection(Section):
     """Sample from this many of the most likely tokens; -1 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Do not sample tokens with less than this fraction of the most likely token's probability."""
-    repetition_penalty: float = 1.0
-    """Has to be 1: the trainer does not apply a penalty, so the policy would learn to undo it. For
-    evaluation, set it in `eval`."""
     truncated_sampling: Literal["refuse", "correct"] = "refuse"
     """`correct`: the trainer computes the same truncated distribution from the token ids that the
     engine reports as kept (`embedded`, or vLLM with --return-sampling-mask). If an engine does not
@@ -347,12 +344,11 @@ class RolloutSection(Section):
     max_waves: PositiveInt = 1
     """Maximum number of rounds of play per step. Each further round replaces the groups that
     filters dropped; 1 trains on the remaining groups."""
-    drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, because their advantages are zero. With `max_waves`
-    of 4 or more, this is DAPO's dynamic sampling. The same as "zero_variance" in `keep`."""
     keep: Annotated[list[str], Commas] = Field(default_factory=list)
     """Filters that a group has to pass, in this order: `zero_variance`, or your own functions,
-    `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
+    `package.module:function` or `path/to/file.py:function` (docs/mixtures.md). `zero_variance`
+    drops groups whose rewards are all equal, because their advantages are zero; with `max_waves` of
+    4 or more it is DAPO's dynamic sampling."""
     sampler: str = "uniform"
     """How tasks are chosen. `uniform` shuffles the split anew each epoch, `difficulty` prefers
     tasks with a pass rate near a target, `staged` opens pools of harder tasks one by one. Or your
@@ -390,17 +386,6 @@ class RolloutSection(Section):
     servers."""
     straggler_timeout_s: Seconds | None = None
     """See `min_group_size`. Cancelling stragglers biases training towards short episodes."""
-
-    @field_validator("repetition_penalty")
-    @classmethod
-    def _refuse_penalty(cls, value: float) -> float:
-        if value != 1:
-            raise ValueError(
-                "the trainer does not apply a penalty, so the policy would learn to undo it; leave "
-                "it at 1, set eval.repetition_penalty for evaluation, or use a reward against "
-                "repetition"
-            )
-        return value
 
     @field_validator("stop_strings", mode="before")
     @classmethod

@@ -24,9 +24,9 @@ def filters_of(rollout: RolloutSection) -> KeepGroup | None:
     Raises:
         ConfigError: `rollout.keep` names something that cannot be imported or is not a function.
     """
-    names = ["zero_variance"] if rollout.drop_zero_variance else []
-    names += [name for name in rollout.keep if name not in names]
-    filters = [zero_variance if name == "zero_variance" else _user_filter(name) for name in names]
+    filters = [
+        zero_variance if name == "zero_variance" else _user_filter(name) for name in rollout.keep
+    ]
 
     def first_reason(group: Group) -> str | None:
         return next((reason for keep in filters if (reason := keep(group)) is not None), None)

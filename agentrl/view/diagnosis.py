@@ -721,7 +721,7 @@ RULES = [
         "mix difficulties, or raise rollout.group_size",
         "Equal rewards give advantage 0 and no gradient: tasks are too hard, too easy, or the "
         "reward is too coarse. Mix difficulties, raise rollout.group_size, or drop such groups "
-        "and play others (rollout.drop_zero_variance with max_waves of 4).",
+        "and play others (rollout.keep = ['zero_variance'] with max_waves of 4).",
         "reward/std",
         _all_equal,
         of_policy=True,

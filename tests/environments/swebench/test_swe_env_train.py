@@ -71,7 +71,7 @@ def test_the_recipe_trains_for_two_steps(fixture_dir, engine, tmp_path):
     run["inference"] = {"backend": "embedded"}
     run["rollout"] |= {"groups_per_step": 2, "group_size": 2, "max_turns": 2, "max_waves": 1}
     run["rollout"] |= {"max_turn_tokens": 32, "max_context_tokens": 6144, "max_staleness": 0}
-    run["rollout"]["drop_zero_variance"] = False  # this model solves nothing
+    run["rollout"]["keep"] = []  # this model solves nothing
     del run["train"]["parallel"]
     run_file = tmp_path / "run.toml"
     run_file.write_text(RunConfig.model_validate(run).to_toml())
