@@ -144,14 +144,13 @@ test-harbor: $(VENV)/.dev $(HARBOR_VENV)/bin/harbor
 		AGENTRL_HARBOR_PYTHON=$(abspath $(HARBOR_VENV))/bin/python; \
 	$(BIN)/pytest -rs $(HARBOR_TESTS) $(RETRY)
 
-## make test-adapters  the adapters, and the files of inspect_ai and lm-eval, against the real
+## make test-adapters  the adapters, and the log that inspect_ai writes, against the real
 ##                     packages, in environments of their own
 test-adapters: $(VENV)/.dev $(ADAPTERS_VENV)/.adapters
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/environments/adapters $(RETRY)
 	$(ADAPTERS_VENV)/mcp/bin/python -m pytest tests/environments/adapters/test_adapter_mcp.py
 	$(ADAPTERS_VENV)/bin/python -m pytest tests/test_recipes.py -k reasoning_gym
-	AGENTRL_EVAL_FORMATS_PYTHON=$(abspath $(ADAPTERS_VENV))/evaluations/bin/python \
-		$(BIN)/pytest tests/test_exchange.py
+	$(ADAPTERS_VENV)/evaluations/bin/python -m pytest tests/cli/test_export.py
 
 ## make test-browser  the pages of `agentrl view` in Chromium (Debian: apt install chromium)
 test-browser: $(VENV)/.dev
@@ -274,7 +273,7 @@ $(ADAPTERS_VENV)/.adapters: pyproject.toml $(VENV)/.dev
 	$(call environment_over_venv,$(ADAPTERS_VENV)/mcp)
 	@$(ADAPTERS_VENV)/mcp/bin/python -m pip install --quiet --editable '.[mcp]' $(ADAPTERS_TESTS)
 	$(call environment_over_venv,$(ADAPTERS_VENV)/evaluations)
-	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet inspect_ai==0.3.285 lm-eval==0.4.13
+	@$(ADAPTERS_VENV)/evaluations/bin/python -m pip install --quiet --editable '.[inspect]' pytest pytest-timeout
 	@touch $@
 
 $(AGENTS_VENV)/.agents: pyproject.toml $(VENV)/.dev

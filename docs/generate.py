@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: configuration, metrics, commands.
+"""Write the pages that are made from the code: configuration, metrics, commands, algorithms.
 
     python docs/generate.py
 
@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
@@ -18,7 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl.cli.main import _parser
+from agentrl.algo import PRESETS, Objective
+from agentrl.algo.presets import PRESET_DATA
+from agentrl.algo.stage import Stage
+from agentrl.algo.user_functions import ADVANTAGE_INPUTS, LOSS_INPUTS
+from agentrl.cli.main import add_plugins, app
 from agentrl.config import RunConfig
 from agentrl.config.load import FIRST_KEYS, valid_keys
 from agentrl.view.glossary import METRICS
@@ -171,6 +174,123 @@ def swebench() -> str:
     return "\n".join(lines) + "\n"
 
 
+_NOTATION = """\
+R is a trajectory's reward, r_t the part of it placed on a token, G the return, A the advantage, r
+the ratio, l a token's loss, L the loss; sg[x] is x without gradient. n counts the trained tokens of
+a row, N those of the step, B the rows that have any. Policies: mu (the engine, at sampling), old
+(the trainer, before the update), pi (live), ref (the reference), T (a teacher)."""
+
+
+def algorithms() -> str:
+    """Returns the page on the objective, its parts between markers made of the code."""
+    text = (HERE / "algorithms.md").read_text()
+    for name, make in (("stages", _stages), ("presets", _presets), ("inputs", _inputs)):
+        begin, end = f"<!-- {name}: made by docs/generate.py -->\n\n", f"\n\n<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"algorithms.md has no part {name}"
+        text = f"{before}{begin}{make()}{end}{after}"
+    return text
+
+
+def _summary_of(stage: type[Stage]) -> str:
+    """Returns the first paragraph of the class docstring as one line, without its full stop."""
+    return " ".join((inspect.getdoc(stage) or "").split("\n\n")[0].split()).rstrip(".")
+
+
+def _choices_of(stage: type[Stage], key: str) -> dict[str, str]:
+    """Returns choice -> formula from the lines of a key's help, without their full stops."""
+    choices: dict[str, str] = {}
+    current = None
+    known = typing.get_args(stage.model_fields[key].annotation)
+    for line in (stage.model_fields[key].description or "").splitlines():
+        name, colon, meaning = line.strip().partition(": ")
+        if colon and name in known:
+            current = name
+            choices[current] = meaning
+        elif current:
+            choices[current] += f" {line.strip()}"
+    return {name: text.strip().rstrip(".") for name, text in choices.items()}
+
+
+def _stages_in(annotation: object) -> list[type[Stage]]:
+    if isinstance(annotation, type) and issubclass(annotation, Stage):
+        return [annotation]
+    return [stage for inner in typing.get_args(annotation) for stage in _stages_in(inner)]
+
+
+def _choices(stage: type[Stage]) -> typing.Iterator[tuple[str, str]]:
+    for key in stage.model_fields:
+        yield from ((f"{key} = {name}", text) for name, text in _choices_of(stage, key).items())
+
+
+def _stages() -> str:
+    """Each stage with its summary, and a line for each of its choices."""
+    parts = ["```text", _NOTATION, "```"]
+    for name, field in Objective.model_fields.items():
+        kinds = _stages_in(field.annotation)
+        if not kinds:
+            continue
+        rows = []
+        if len(kinds) > 1:
+            for kind in kinds:
+                rows.append((f"kind = {kind.model_fields['kind'].default}", _summary_of(kind)))
+                rows += [(f"  {key}", text) for key, text in _choices(kind)]
+            summary = " ".join((field.description or "").split())
+        else:
+            rows, summary = list(_choices(kinds[0])), f"{_summary_of(kinds[0])}."
+        parts += ["", f"### `{name}`", "", re.sub(r"([*<])", r"\\\1", summary)]
+        if rows:
+            width = max(len(key) for key, _ in rows)
+            parts += ["", "```text", *(f"{key:<{width}}  {text}" for key, text in rows), "```"]
+    return "\n".join(parts)
+
+
+def _written(value: object) -> str:
+    """As in TOML."""
+    if isinstance(value, Stage):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return json.dumps(value) if isinstance(value, str | bool) else f"{value:g}"
+
+
+def _keys_of(preset: str) -> typing.Iterator[str]:
+    """Returns the dotted keys that a preset sets differently from an objective without a preset."""
+    for name in Objective.model_fields:
+        theirs, default = getattr(PRESETS[preset], name), getattr(Objective(), name)
+        if isinstance(theirs, list) and theirs:
+            yield f"{name} = {_written(theirs)}"
+        elif isinstance(theirs, Stage) and theirs != default:
+            if type(theirs) is not type(default):
+                yield f'{name}.kind = "{theirs.kind}"'
+                default = type(theirs)()
+            for key, value in theirs:
+                if value != getattr(default, key):
+                    yield f"{name}.{key} = {_written(value)}"
+
+
+def _presets() -> str:
+    """Each preset with the keys that it sets and its notes."""
+    rows = ["| preset | sets | what it is, and when to choose it |", "|---|---|---|"]
+    for name, note in PRESET_DATA.items():
+        keys = ", ".join(f"`{key}`" for key in _keys_of(name)) or "the defaults"
+        rows.append(f"| `{name}` | {keys} | {note.title}. {note.when} {'; '.join(note.sources)}. |")
+    return "\n".join(rows)
+
+
+def _inputs() -> str:
+    """Returns the inputs that a loss and an advantage may ask for."""
+    offered_to = {"loss": LOSS_INPUTS, "advantage": ADVANTAGE_INPUTS}
+    rows = ["| parameter | what | may be asked for by |", "|---|---|---|"]
+    for name, what in {**LOSS_INPUTS, **ADVANTAGE_INPUTS}.items():
+        by = [who for who, offered in offered_to.items() if name in offered]
+        rows.append(f"| `{name}` | {what} | {', '.join(by)} |")
+    return "\n".join(rows)
+
+
 def metrics() -> str:
     """Every metric of a run."""
     lines = [
@@ -192,39 +312,10 @@ def metrics() -> str:
 
 def commands() -> str:
     """Every command and its options."""
-    lines = [_NOTE, "# Command line", ""]
-    for name, parser in _all_commands(_parser()):
-        lines += [f"## {name}", ""]
-        if parser.description:
-            lines += [" ".join(parser.description.split()), ""]
-        options = [each for each in parser._actions if not _is_group(each)]
-        if options:
-            lines += ["| option | |", "|---|---|"]
-        for option in options:
-            called = ", ".join(option.option_strings) or str(option.metavar or option.dest)
-            if option.option_strings and option.nargs != 0:
-                choices = "|".join(map(str, option.choices or ()))
-                called += f" {option.metavar or choices or option.dest.upper()}"
-            told = parser._get_formatter()._expand_help(option) if option.help else ""
-            text = " ".join(told.split())
-            lines.append(f"| `{_cell(called)}` | {_cell(text)} |")
-        lines.append("")
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
-
-
-def _is_group(action: argparse.Action) -> bool:
-    return isinstance(action, argparse._SubParsersAction)
-
-
-def _all_commands(
-    parser: argparse.ArgumentParser,
-) -> typing.Iterator[tuple[str, argparse.ArgumentParser]]:
-    groups = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
-    if not groups:
-        yield parser.prog, parser
-    for group in groups:
-        for child in group.choices.values():
-            yield from _all_commands(child)
+    add_plugins(app)
+    _, head, text = app.generate_docs().partition("## Table of Contents")
+    text = re.sub(r"```console\n(.*)\n```", r"`\1`", text)  # a pattern, and no command to run
+    return f"{_NOTE}\n# Command line\n\n{head}{text}".rstrip() + "\n"
 
 
 PAGES = {
@@ -232,6 +323,7 @@ PAGES = {
     "metrics.md": metrics,
     "commands.md": commands,
     "swebench.md": swebench,
+    "algorithms.md": algorithms,
 }
 
 if __name__ == "__main__":

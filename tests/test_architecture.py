@@ -195,7 +195,7 @@ def test_nothing_is_unpickled_or_evaluated(module):
         ("agentrl; [getattr(agentrl, name) for name in agentrl.__all__]", set()),
         ("agentrl, agentrl.env; agentrl.env.Environment, agentrl.env.make", SERVERS),
         ("agentrl.env.pytest_plugin", SERVERS | {"agentrl.env.check", "agentrl.env.base"}),
-        ("agentrl.algo.cli; agentrl.algo.describe(agentrl.algo.PRESETS['dapo'])", SERVERS),
+        ("agentrl.algo.presets; agentrl.algo.PRESETS['dapo']", SERVERS),
         ("agentrl.config, agentrl.evaluate.statistics", set()),
         ("agentrl.cli.main", set()),
         ("agentrl_math, agentrl_rewards.math", {"sympy", "math_verify"}),

@@ -5,9 +5,7 @@ Python runs page by page, in order and in one namespace, in a directory with `ex
 their parts are loaded. Commands are parsed by the real parser, their keys by the real schema.
 """
 
-import argparse
 import contextlib
-import io
 import json
 import os
 import re
@@ -20,12 +18,13 @@ import typing
 from pathlib import Path
 
 import pytest
+from cyclopts import App, CycloptsError
 from docs_blocks import Block, blocks_of
 from pydantic import BaseModel
 
 from agentrl.algo.objective import deep_merge
 from agentrl.api import load_config, train
-from agentrl.cli.main import _parser
+from agentrl.cli.main import add_plugins, app, takes_keys
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 
@@ -168,15 +167,17 @@ def complaint(words: list[str]) -> str | None:
 
 
 def agentrl_complaint(arguments: list[str]) -> str | None:
-    said = io.StringIO()
+    add_plugins(app)
+    if {"--help", "--help-all", "--version"} & {*arguments} or not arguments:
+        return None
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            parsed, rest = _parser().parse_known_args(arguments)
-    except SystemExit as end:
-        return said.getvalue() if end.code else None
-    if not getattr(parsed, "takes_overrides", False):
-        return f"unknown arguments {rest}" if rest else None
-    if (run_file := getattr(parsed, "run_file", None)) is None:
+        command, bound, _ = app.parse_args(arguments)
+    except CycloptsError as error:
+        return str(error)
+    if not takes_keys(command):
+        return None
+    rest, run_file = [*bound.arguments.get("keys", ())], bound.arguments.get("run_file")
+    if run_file is None:
         rest = [word for word in rest if not word.endswith(".toml")]
     source: typing.Any = {"model": {"path": "m"}}
     if arguments[0] == "doctor" and run_file is None:  # it asks servers what they are
@@ -199,7 +200,8 @@ def test_commands_exist_with_their_options_and_keys(block):
 
 
 def test_commands_in_running_text_exist():
-    names = {name for name, _ in all_commands(_parser())}
+    add_plugins(app)
+    names = {*all_commands(app)}
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for line in re.findall(r"`agentrl ([a-z][^`]*)`", text):
@@ -210,22 +212,21 @@ def test_commands_in_running_text_exist():
             )
 
 
-def all_commands(parser: argparse.ArgumentParser, before: tuple[str, ...] = ()):
-    groups = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
-    if before:
-        yield before, parser
-    for group in groups:
-        for name, child in group.choices.items():
-            yield from all_commands(child, (*before, name))
+def all_commands(group: App, before: tuple[str, ...] = ()) -> typing.Iterator[tuple[str, ...]]:
+    """The words of every command and group."""
+    for name in group:
+        if not name.startswith("-"):
+            yield (*before, name)
+            yield from all_commands(group[name], (*before, name))
 
 
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [
         ("agentrl train run.toml --rollout.group_sise 4", "did you mean rollout.group_size"),
-        ("agentrl trian run.toml", "invalid choice"),
+        ("agentrl trian run.toml", 'Did you mean "train"'),
         ("torchrun --nproc-per-node 8 -m agentrl train RUN.toml --run.sed 1", "unknown key"),
-        (".venv/bin/agentrl env serve math --prot 1", "unknown arguments"),
+        (".venv/bin/agentrl env serve math --prot 1", "Did you mean --port"),
         ("make nonsense", "no target"),
         ("pip install -e '.[everything]'", "no extra"),
         ("pip install 'agentrl[all]'", "not on the package index"),

@@ -6,30 +6,22 @@ from __future__ import annotations
 import base64
 import io
 import json
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import PIL.Image
 import pytest
 
-from agentrl.atif import to_atif, write_atif
-from agentrl.config import load_config
 from agentrl.env.play import _shown as shown_in_play
-from agentrl.errors import AgentError, ImageError
-from agentrl.exchange import _evaluation, read_inspect, write_inspect, write_lm_eval
+from agentrl.errors import AgentError
 from agentrl.images import (
     Image,
-    ImageStore,
     content_images,
-    content_parts,
     content_text,
     image_part,
     join_contents,
     read_image,
 )
 from agentrl.model.text.prompt_tools import with_prompted_tools
-from agentrl.overlap import _text, overlap
 from agentrl.rollout.agent.command import AgentTask, agent_variables
 from agentrl.rollout.agent.recorder import identity
 from agentrl.rollout.agent.roles import system_of
@@ -68,80 +60,6 @@ def seen() -> Trajectory:
     return Trajectory(
         "t", "g", "e", "k", 0, [row], turns, reward=1.0, stop_reason=StopReason.TERMINATED
     )
-
-
-def stored(trajectory: Trajectory, store: ImageStore) -> Trajectory:
-    """The same as a run's files have it: hashes, and their bytes in a store."""
-    for message in trajectory.messages:
-        if not isinstance(message["content"], str):
-            message["content"] = [
-                {"type": "text", "text": part}
-                if isinstance(part, str)
-                else {"type": "image", "sha256": store.put(part)}
-                for part in content_parts(message["content"])
-            ]
-    return trajectory
-
-
-def config() -> Any:
-    return load_config({"env": {"id": "e"}, "model": {"path": "m"}, "eval": {"num_tasks": 1}})
-
-
-@pytest.mark.parametrize("from_files", [False, True])
-def test_inspect_keeps_images_there_and_back(tmp_path: Path, from_files: bool) -> None:
-    store = ImageStore(tmp_path / "images")
-    played = [stored(seen(), store) if from_files else seen()]
-    log = tmp_path / "log.eval"
-    write_inspect(log, config(), _evaluation(config(), played), 0.0, store)
-    with zipfile.ZipFile(log) as archive:
-        sample = json.loads(archive.read("samples/k_epoch_1.json"))
-    assert sample["input"][0]["content"][1] == {"type": "image", "image": RED.url}
-    (again,) = read_inspect(log)[1]
-    assert again.messages[0]["content"] == ASKED and again.messages[2]["content"] == ANSWERED
-    assert again.messages[3] == seen().messages[3]
-
-
-@pytest.mark.parametrize("from_files", [False, True])
-def test_atif_keeps_each_image_once_beside_its_documents(tmp_path: Path, from_files: bool) -> None:
-    store = ImageStore(tmp_path / "images")
-    first, second = seen(), seen()
-    second.trajectory_id = "t2"
-    played = [stored(first, store), stored(second, store)] if from_files else [first, second]
-    out = tmp_path / "out.atif"
-    assert write_atif(out, "m", played, store)[0] == 2
-    assert {file.name for file in (out / "images").iterdir()} == {RED.file_name, BLUE.file_name}
-    document = json.loads((out / "t.json").read_text())
-    source = document["steps"][0]["message"][1]["source"]
-    assert (out / source["path"]).read_bytes() == RED.data
-    (result,) = document["steps"][1]["observation"]["results"]
-    assert result["content"][0]["source"]["path"] == f"images/{BLUE.file_name}"
-    if not from_files:
-        assert to_atif(seen(), "m")["steps"][0]["message"][1]["source"]["path"] == RED.url
-
-
-def test_a_hash_without_its_bytes_is_refused_in_words(tmp_path: Path) -> None:
-    played = stored(seen(), ImageStore(tmp_path / "images"))
-    with pytest.raises(ImageError, match="only a hash here"):
-        to_atif(played, "m")
-    with pytest.raises(ImageError, match="only a hash here"):
-        write_inspect(tmp_path / "log.eval", config(), _evaluation(config(), [played]), 0.0)
-
-
-def test_lm_eval_has_no_images_and_says_how_many_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lm_eval(tmp_path / "samples.jsonl", [seen()])
-    assert "1 images of prompts are left out" in capsys.readouterr().err
-    line = json.loads((tmp_path / "samples.jsonl").read_text())
-    assert line["arguments"]["gen_args_0"]["arg_0"] == "Which colour?[image]"
-    assert line["resps"] == [["red"]]
-
-
-def test_one_question_about_two_pictures_is_two_tasks() -> None:
-    red: Any = [{"role": "user", "content": ASKED}]
-    blue: Any = [{"role": "user", "content": [ASKED[0], *ANSWERED]}]
-    found = overlap([("train/0", _text(red))], [("t/0", _text(red)), ("t/1", _text(blue))])
-    assert found.exact == {"t/0": "train/0"} and not found.repeated
 
 
 def test_states_with_other_images_are_other_states() -> None:

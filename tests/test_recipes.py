@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers_for_tests import make_tokenizer
 from agentrl.cli.main import main
 from agentrl.config import RunConfig, load_config
 from agentrl.env.data_sets import DATA_SETS
+from agentrl.rollout import read_trajectories
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
@@ -184,7 +186,7 @@ def test_a_recipe_trains_two_steps(file, tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_pass_rates_become_a_column(tmp_path):
+def test_tasks_are_chosen_by_pass_rate(tmp_path):
     """The program of docs/recipes.md, on a rollout of the quickstart's tasks."""
     code = re.search(r"```python\n(# rate\.py\n.*?)```", PAGE.read_text(), re.DOTALL)[1]
     quickstart = str(ROOT / "examples" / "quickstart" / "run.toml")
@@ -195,7 +197,8 @@ def test_pass_rates_become_a_column(tmp_path):
     rows = [{"instance_id": f"test/{number}", "patch": "x"} for number in range(5)]
     (data / "valid.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    rated = [json.loads(line) for line in (data / "rated.jsonl").read_text().splitlines()]
-    assert [row["instance_id"] for row in rated] == ["test/0", "test/1", "test/2"]
-    assert all(row["pass_rate"] in (0, 0.25, 0.5, 0.75, 1) and row["patch"] == "x" for row in rated)
-    assert len({row["pass_rate"] for row in rated}) > 1
+    rewards = defaultdict(set)
+    for _, trajectory in read_trajectories(tmp_path / "rated"):
+        rewards[trajectory.task_id].add(trajectory.reward)
+    chosen = [json.loads(line) for line in (data / "train_on.jsonl").read_text().splitlines()]
+    assert [row["instance_id"] for row in chosen] == [t for t in rewards if len(rewards[t]) > 1]

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from agentrl.algo.advantages import advantage_metrics, compute_advantages, value_targets
     from agentrl.algo.aggregate import StepTotals, loss_weights, step_totals
     from agentrl.algo.batch import Batch
-    from agentrl.algo.explain import describe
     from agentrl.algo.filters import GroupDecision, filter_zero_variance
     from agentrl.algo.kl import KLController
     from agentrl.algo.loss import LossOutput, policy_loss, prepare, value_loss
@@ -34,7 +33,6 @@ __all__ = [
     "StepTotals",
     "advantage_metrics",
     "compute_advantages",
-    "describe",
     "filter_zero_variance",
     "loss_weights",
     "merge_metrics",
@@ -50,7 +48,6 @@ _NAMES_OF_MODULE = {
     "advantages": ("advantage_metrics", "compute_advantages", "value_targets"),
     "aggregate": ("StepTotals", "loss_weights", "step_totals"),
     "batch": ("Batch",),
-    "explain": ("describe",),
     "filters": ("GroupDecision", "filter_zero_variance"),
     "kl": ("KLController",),
     "loss": ("LossOutput", "policy_loss", "prepare", "value_loss"),

@@ -46,7 +46,7 @@ class Objective(Stage):
     """All stages of the objective. Each has a default; `preset` sets several at once."""
 
     preset: str | None = None
-    """Name of the preset that the other keys override; `agentrl algo list` shows the presets."""
+    """Name of the preset that the other keys override; docs/algorithms.md lists the presets."""
     reward: Reward = Reward()
     """The reward of a trajectory."""
     credit: Credit = OutcomeCredit()

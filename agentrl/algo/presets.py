@@ -1,6 +1,6 @@
 """Lists the presets as data: each named algorithm is a few choices among the stages.
 
-`agentrl.algo.PRESETS` holds them as `Objective`s, and `agentrl algo show` prints them.
+`agentrl.algo.PRESETS` holds them as `Objective`s, and docs/algorithms.md lists them.
 """
 
 from __future__ import annotations

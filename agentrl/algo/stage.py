@@ -1,15 +1,12 @@
-"""Defines the base class of the objective's stages: a frozen model that can print its formula.
+"""Defines the base class of the objective's stages: a frozen model of their keys.
 
 Imports no torch. Each formula is written once, where its stage is defined: in the class docstring
 or, if a key selects among several, in one line `choice: formula` per choice in that key's help.
-`agentrl algo show` prints the formulas with their numbers; docs/algorithms.md is generated from
-them.
+docs/generate.py makes docs/algorithms.md of them.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -107,28 +104,6 @@ class Stage(BaseModel):
     def is_on(self) -> bool:
         return not self.chosen_by or getattr(self, self.chosen_by[0]) != "none"
 
-    def formula(self) -> str:
-        """Returns the formula with its numbers: the text of the selected formula, the values of the
-        keys that it names, then the other keys that differ from their defaults."""
-        cls = type(self)
-        chosen = [choices_of(cls, key).get(getattr(self, key), "") for key in self.chosen_by]
-        text = ", ".join(part for part in chosen if part) or summary_of(cls)
-        named, changed = [], []
-        for key, field in cls.model_fields.items():
-            value = getattr(self, key)
-            if key == "kind" or key in self.chosen_by:
-                continue
-            is_named = re.search(rf"\b{key}\b", text) is not None
-            meaning = choices_of(cls, key).get(value) if isinstance(value, str) else None
-            if value != field.default and isinstance(value, Stage):
-                changed.append(f"{key}: {value.formula()}")
-            elif value != field.default and (meaning or not is_named):
-                meaning = meaning or _first_sentence(field.description or "")
-                changed.append(f"{key} = {_written(value)} ({meaning})")
-            elif is_named:
-                named.append(f"{key} = {_written(value)}")
-        return "; ".join([text, *([", ".join(named)] if named else []), *changed])
-
     @model_validator(mode="before")
     @classmethod
     def _refuse_ambiguous_names(cls, data: Any) -> Any:
@@ -161,40 +136,3 @@ class Stage(BaseModel):
                 if getattr(self, name) is None and name != "preset":
                     data[name] = "none"
         return data
-
-
-def summary_of(stage: type[Stage]) -> str:
-    """Returns the first paragraph of the class docstring as one line, without its full stop."""
-    return " ".join((inspect.getdoc(stage) or "").split("\n\n")[0].split()).rstrip(".")
-
-
-def choices_of(stage: type[Stage], key: str) -> dict[str, str]:
-    """Returns choice -> formula from the lines of a key's help, without their full stops."""
-    choices: dict[str, str] = {}
-    current = None
-    known = get_args(stage.model_fields[key].annotation)
-    for line in (stage.model_fields[key].description or "").splitlines():
-        name, colon, meaning = line.strip().partition(": ")
-        if colon and name in known:
-            current = name
-            choices[current] = meaning
-        elif current:
-            choices[current] += f" {line.strip()}"
-    return {name: text.strip().rstrip(".") for name, text in choices.items()}
-
-
-def _first_sentence(text: str) -> str:
-    sentence = re.split(r"\.\s", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
-    is_word = sentence[1:2].islower()  # not a symbol such as R
-    return sentence[:1].lower() + sentence[1:] if is_word else sentence
-
-
-def _written(value: object) -> str:
-    """Writes a value as in TOML, with short numbers."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_written(item)}" for key, item in value.items()) + "}"
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -18,6 +18,7 @@ from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
+    from agentrl.model.text.renderer import Renderer
 
 Finding = tuple[Status, str, str]
 """(status, what was checked, details or remedy)."""
@@ -108,19 +109,26 @@ def _run(run_file: Path, overrides: list[str], num_played: int) -> Iterator[Find
         yield "fix", str(run_file), str(error)
         return
     yield "ok", str(run_file), "configuration is valid"
+    opened = {}
     for name, alone in config.environments.items():
         what = f"environment {name or alone.env.id}"
         try:
             asyncio.run(_open_a_task(alone))
+            opened[what] = alone
             yield "ok", what, f"a task of {alone.env.split} opens"
         except AgentRLError as error:
             yield "fix", what, str(error)
     if config.inference.backend == "openai":
         return
-    model = _model(config)
+    model, renderer = _model(config)
     yield model
-    if model[0] == "fix":
+    if renderer is None:
         return  # the next checks would load it again, and wait for an unreachable hub
+    for what, alone in opened.items():
+        try:
+            asyncio.run(_show(alone, renderer))
+        except AgentRLError as error:
+            yield "fix", what, str(error)
     yield _memory(config)
     yield from _memory_of_sampling(config)
     try:
@@ -142,11 +150,12 @@ def _run(run_file: Path, overrides: list[str], num_played: int) -> Iterator[Find
             yield "fix", f"playing {name or alone.env.id}", str(error)
 
 
-def _model(config: RunConfig) -> Finding:
+def _model(config: RunConfig) -> tuple[Finding, Renderer | None]:
+    """Loads the tokenizer and the chat template; the renderer is None if a run would fail."""
+    what = f"model {config.model.path}"
     try:
         from agentrl.model.load import load_processor, load_tokenizer
         from agentrl.model.text.renderer import Renderer
-        from agentrl.model.text.template import HIDDEN_TOOLS
         from agentrl.train.optimizer import require_optimizer
 
         require_optimizer(config.train)
@@ -154,6 +163,7 @@ def _model(config: RunConfig) -> Finding:
         rollout = config.rollout
         renderer = Renderer(
             tokenizer,
+            history=rollout.history,
             template_kwargs=rollout.template,
             dialect=rollout.dialect,
             tools=rollout.tools,
@@ -165,11 +175,9 @@ def _model(config: RunConfig) -> Finding:
             "fork": "its chat template edits the past, so token rows fork (rollout.history)",
         }[renderer.history]
         how += f"; dialect {renderer.dialect.name}, {renderer.template.note}"
-        if rollout.tools == "template" and renderer.template.hides_tools:
-            return "note", f"model {config.model.path}", f"{how}; {HIDDEN_TOOLS}"
-        return "ok", f"model {config.model.path}", how
+        return ("ok", what, how), renderer
     except AgentRLError as error:
-        return "fix", f"model {config.model.path}", str(error)
+        return ("fix", what, str(error)), None
 
 
 def _memory(config: RunConfig) -> Finding:
@@ -308,6 +316,20 @@ async def _open_a_task(config: RunConfig) -> None:
         await session.close()
 
 
+async def _show(config: RunConfig, renderer: Renderer) -> None:
+    """Checks that the model would see the environment's tools and images, as a run does.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    from agentrl.env.client import connect
+    from agentrl.rollout.setup import require_shown_images, require_shown_tools
+
+    async with contextlib.aclosing(connect(config.env.url or None, token=config.env.token)) as env:
+        await require_shown_tools(env, config, renderer)
+        await require_shown_images(env, config, renderer)
+
+
 def _config_without_a_file(overrides: list[str]) -> RunConfig:
     """Makes a configuration from overrides alone, to check the servers.
 
@@ -319,9 +341,13 @@ def _config_without_a_file(overrides: list[str]) -> RunConfig:
     given = apply_overrides({}, overrides)
     if not given & {"inference.urls", "inference"}:
         raise ConfigError("without a run file, only servers can be checked; give --inference.urls")
-    defaults = {"model.path": "", "inference.backend": "vllm", "rollout.max_turn_tokens": "1"}
+    defaults = {"model.path": "none", "inference.backend": "vllm", "rollout.max_turn_tokens": "1"}
     extra = [f"--{key}={value}" for key, value in defaults.items() if key not in given]
-    return load_config(Path(os.devnull), overrides + extra)
+    config = load_config(Path(os.devnull), overrides + extra)
+    if "model.path" in given:
+        return config
+    # Without a model there is nothing to compare a server's log-probabilities with.
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": ""})})
 
 
 def _servers(config: RunConfig) -> Iterator[Finding]:

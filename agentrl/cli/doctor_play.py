@@ -52,6 +52,10 @@ def play_findings(config: RunConfig, num_episodes: int) -> Iterator[Finding]:
     if config.inference.backend == "openai":
         yield "fix", "playing", "a chat server cannot be trained; set another inference.backend"
         return
+    if config.agent.is_on:
+        from agentrl.cli.doctor_agent import agent_findings
+
+        yield from agent_findings(config)
     played = asyncio.run(_play(config, max(num_episodes // 2, 1)))
     yield from _prompt(played)
     scored = [t for t in played.trajectories if t.trainable]

@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError, DataError
 
 _INSTALLED = "share/agentrl/examples/"
 """The folder into which a wheel puts them, below the environment's prefix."""
-_CHECKOUT = Path(__file__).parents[1] / "examples"
+_CHECKOUT = Path(__file__).parents[2] / "examples"
 _OURS = _CHECKOUT / "quickstart" / "run.toml"
 """Is there in a checkout. Beside an installed package, `examples` may be another project's."""
 

@@ -1,4 +1,4 @@
-"""`agentrl launch`: a run on one machine, in a Slurm job, on a Ray cluster or on Kubernetes.
+"""`agentrl launch`: a run on one machine, in a Slurm job or on a Ray cluster.
 
 It starts the files of `examples/cluster`, which can also be used by hand: it fills in the number of
 machines and GPUs, and checks the run file before anything is submitted.
@@ -6,9 +6,7 @@ machines and GPUs, and checks the run file before anything is submitted.
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,8 +16,6 @@ from pathlib import Path
 from agentrl.cli.examples import example_file
 from agentrl.errors import ConfigError
 
-PLACES = ("local", "slurm", "ray", "k8s")
-
 
 @dataclass(slots=True, frozen=True)
 class Launch:
@@ -27,14 +23,11 @@ class Launch:
 
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)
-    manifest: str = ""
-    """For Kubernetes: the text of the file that `command` names last."""
 
     def shown(self) -> str:
-        """Returns the command as a shell line, after the manifest if there is one."""
+        """Returns the command as a shell line."""
         set_to = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        line = " ".join([*set_to, shlex.join(self.command)])
-        return f"{self.manifest}# {line}" if self.manifest else line
+        return " ".join([*set_to, shlex.join(self.command)])
 
 
 def plan(
@@ -63,11 +56,9 @@ def plan(
         raise ConfigError("--nodes and --gpus are at least 1, and --server-nodes at least 0")
     if server_nodes and on != "slurm":
         raise ConfigError(
-            f"--server-nodes is that of --on slurm; with --on {on} "
-            + ("one pod serves" if on == "k8s" else "name servers in inference.urls")
+            f"--server-nodes needs --on slurm; with --on {on} name servers in inference.urls"
         )
-    serves = on == "k8s" or server_nodes > 0
-    if serves and (config.inference.backend == "sglang" or config.model.lora.rank):
+    if server_nodes and (config.inference.backend == "sglang" or config.model.lora.rank):
         raise ConfigError(
             f"the servers that --on {on} starts are vLLM with whole weights, and the run file has "
             + ("model.lora.rank" if config.model.lora.rank else "inference.backend = 'sglang'")
@@ -87,33 +78,8 @@ def plan(
         if config.run.dir is not None:
             variables["RUN_DIR"] = str(config.run.dir)
         return Launch(["sbatch", *size, script, *rest], variables)
-    if on == "ray":
-        script = str(example_file("cluster/ray_train.py"))
-        return Launch([sys.executable, script, rest[0], str(nodes * gpus), *rest[1:]])
-    name = re.sub(r"[^\w.-]", "-", config.run.name)
-    manifest = _jobset(example_file("cluster/jobset.yaml").read_text(), name, rest, nodes, gpus)
-    return Launch(["kubectl", "apply", "-f", f"{name}.jobset.yaml"], manifest=manifest)
-
-
-def _jobset(text: str, name: str, rest: list[str], nodes: int, gpus: int) -> str:
-    """Returns the manifest for this number of machines and GPUs, a run of this name and a run file
-    in the volume."""
-    run_file = shlex.quote(Path(rest[0]).name)
-    options = "".join(f" {shlex.quote(each)}" for each in rest[1:])
-    for old, new in (
-        ("completions: 2", f"completions: {nodes}"),
-        ("parallelism: 2", f"parallelism: {nodes}"),
-        ("--nnodes 2 --nproc-per-node 8", f"--nnodes {nodes} --nproc-per-node {gpus}"),
-        ("nvidia.com/gpu: 8", f"nvidia.com/gpu: {gpus}"),
-        ("/runs/run/checkpoints", f"/runs/{name}/checkpoints"),
-        # A folder of its own: the checkpoints of another run would be gone on with.
-        ("--run.dir /runs/run ", f"--run.dir /runs/{name} "),
-        ("/runs/run.toml", f"/runs/{run_file}{options}"),
-    ):
-        if old not in text:
-            raise ConfigError(f"examples/cluster/jobset.yaml has no {old!r} any more")
-        text = text.replace(old, new)
-    return text
+    script = str(example_file("cluster/ray_train.py"))
+    return Launch([sys.executable, script, rest[0], str(nodes * gpus), *rest[1:]])
 
 
 def _gpus_here() -> int:
@@ -122,47 +88,25 @@ def _gpus_here() -> int:
     return max(torch.cuda.device_count(), 1)
 
 
-def add_launch_command(commands: argparse._SubParsersAction) -> None:
-    """Adds the `launch` command to the command line."""
-    command = commands.add_parser(
-        "launch",
-        help="start a run on several GPUs, in Slurm, on Ray or on Kubernetes",
-        description="Check a run file and start its ranks by the files of examples/cluster. Keys "
-        "of the run file are options, such as --run.seed 2. Slurm reads partition, account and "
-        "time limit from its own variables (SBATCH_PARTITION, ...), Ray its cluster from "
-        "RAY_ADDRESS; on Kubernetes the run file and its model lie in the volume that the "
-        "manifest names (docs/scaling.md).",
-        allow_abbrev=False,
-    )
-    command.add_argument("run_file", type=Path, metavar="RUN.toml", help="configuration of the run")
-    command.add_argument("--on", choices=PLACES, default="local", help="where; local")
-    command.add_argument("--nodes", type=int, default=1, help="machines that train; 1")
-    command.add_argument(
-        "--gpus", type=int, help="of each machine; all of this one, or 8 elsewhere"
-    )
-    command.add_argument(
-        "--server-nodes", type=int, default=0, help="machines of a Slurm job that serve vLLM; 0"
-    )
-    command.add_argument(
-        "--dry-run", action="store_true", help="print what would be started, and stop"
-    )
-    command.set_defaults(handler=_launch, takes_overrides=True)
+def start(
+    run_file: Path,
+    overrides: Sequence[str],
+    *,
+    on: str,
+    nodes: int,
+    gpus: int | None,
+    server_nodes: int,
+    dry_run: bool,
+) -> int:
+    """Becomes the process that starts a run; with `dry_run` prints its command and returns 0.
 
-
-def _launch(arguments: argparse.Namespace) -> int:
-    launch = plan(
-        arguments.run_file,
-        arguments.overrides,
-        on=arguments.on,
-        nodes=arguments.nodes,
-        gpus=arguments.gpus,
-        server_nodes=arguments.server_nodes,
-    )
-    if arguments.dry_run:
+    Raises:
+        ConfigError: see `plan`; or the place's program is not on this machine.
+    """
+    launch = plan(run_file, overrides, on=on, nodes=nodes, gpus=gpus, server_nodes=server_nodes)
+    if dry_run:
         print(launch.shown())
         return 0
-    if launch.manifest:
-        Path(launch.command[-1]).write_text(launch.manifest)
     # The scripts call torchrun and agentrl: those of this environment.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
@@ -171,5 +115,49 @@ def _launch(arguments: argparse.Namespace) -> int:
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"--on {arguments.on} needs {launch.command[0]!r}, which is not on this machine's PATH"
+            f"--on {on} needs {launch.command[0]!r}, which is not on this machine's PATH"
         ) from None
+
+
+def print_server(
+    run_file: Path,
+    overrides: Sequence[str],
+    host: str,
+    port: int,
+    platform: str,
+    plugin_dir: Path | None,
+) -> int:
+    """Prints the command of a server of a run, with the environment that the run would give it.
+
+    Raises:
+        ConfigError: the run file is invalid, or trains an adapter.
+    """
+    from agentrl.config import load_config
+    from agentrl.inference.backends import BACKENDS
+    from agentrl.inference.program import own_variables
+    from agentrl.inference.weights.plugin import write_plugin
+    from agentrl.train.serving import server_settings
+
+    config = load_config(run_file, overrides)
+    if not config.inference.has_servers:  # the command is for a change to servers
+        inference = config.inference.model_copy(update={"backend": "vllm"})
+        config = config.model_copy(update={"inference": inference})
+    program = BACKENDS[config.inference.backend].program
+    if config.model.lora.rank:
+        raise ConfigError(
+            "a server for an adapter needs the adapter's folder, which the run writes when it "
+            "starts: let the run start its servers, or see docs/vllm.md, Adapters"
+        )
+    plugin_dir = plugin_dir or config.run.path / "plugin"
+    settings = server_settings(
+        config,
+        config.model.path,
+        log_dir=config.run.path / "logs",
+        plugin_dir=None if program.package != "vllm" else write_plugin(plugin_dir),
+        transfer_backend="agentrl" if config.inference.transfer == "file" else "nccl",
+        python=config.inference.python or "python",
+    )
+    variables = own_variables(program, settings, platform)
+    command = program.command(settings, port, platform, host=host)
+    print(shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *command]))
+    return 0

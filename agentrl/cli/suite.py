@@ -6,27 +6,23 @@ stopped, and `agentrl regrade` and `agentrl compare` read any of them.
 
 from __future__ import annotations
 
-import html
 import json
 import sys
 import tomllib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl import api
 from agentrl.config import RunConfig, load_config, load_tables
 from agentrl.errors import ConfigError, DataError
-from agentrl.evaluate.compare import compare, saturated
+from agentrl.evaluate.compare import compare
 from agentrl.evaluate.episodes import CONFIG_FILE, SUITE_FILE, plays_again, read_evaluation
 from agentrl.evaluate.statistics import Estimate
 from agentrl.types import JSON, Trajectory
 
 _NAMES = "names are of letters, digits, '.', '-' and '_'"
-_OWN = {"name", "prices"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,8 +33,6 @@ class Suite:
     benchmarks: list[str]
     cells: dict[tuple[str, str], RunConfig]
     """Configuration by model and benchmark."""
-    prices: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Prices of a million tokens read and sampled, by model."""
 
 
 def load_suite(path: Path) -> Suite:
@@ -71,13 +65,7 @@ def load_suite(path: Path) -> Suite:
                 tables[0] = {key: table for key, table in shared.items() if key != "env"}
             source = f"{path}: model {model}, benchmark {benchmark}"
             cells[model, benchmark] = load_tables(tables, source, beside=path)
-    prices = {name: _prices(path, name, table) for name, table in models.items()}
-    return Suite(
-        list(models),
-        list(benchmarks),
-        cells,
-        {name: price for name, price in prices.items() if price},
-    )
+    return Suite(list(models), list(benchmarks), cells)
 
 
 def _tables(path: Path, data: Mapping[str, Any], kind: str) -> dict[str, dict[str, Any]]:
@@ -99,18 +87,7 @@ def _tables(path: Path, data: Mapping[str, Any], kind: str) -> dict[str, dict[st
 
 
 def _keys(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key not in _OWN}
-
-
-def _prices(path: Path, name: str, table: Mapping[str, Any]) -> tuple[float, float] | None:
-    prices = table.get("prices")
-    if prices is None:
-        return None
-    if not isinstance(prices, dict) or prices.keys() != {"read", "sampled"}:
-        raise ConfigError(
-            f"{path}: model {name}: prices = {{ read = ..., sampled = ... }}, of a million tokens"
-        )
-    return float(prices["read"]), float(prices["sampled"])
+    return {key: value for key, value in table.items() if key != "name"}
 
 
 def play_suite(suite: Suite, out: Path) -> dict[str, JSON]:
@@ -136,14 +113,13 @@ def play_suite(suite: Suite, out: Path) -> dict[str, JSON]:
         result = json.loads((folder / "eval.json").read_text())
         cells.append(
             {"model": model, "benchmark": benchmark, "folder": str(folder), **result}
-            | _spent(trajectories, suite.prices.get(model))
+            | _spent(trajectories)
         )
     return {
         "models": list(suite.models),
         "benchmarks": list(suite.benchmarks),
         "cells": cells,
         "comparisons": _comparisons(suite, played),
-        "saturation": _saturation(suite, played),
     }
 
 
@@ -157,26 +133,16 @@ def _kept(folder: Path, config: RunConfig) -> list[Trajectory] | None:
     return trajectories
 
 
-def _spent(trajectories: Sequence[Trajectory], prices: tuple[float, float] | None) -> dict:
-    tasks: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0.0))
-    for trajectory in trajectories:
-        task = tasks[trajectory.task_id]
-        task["tokens_sampled"] += trajectory.num_sampled_tokens
-        task["tokens_read"] += trajectory.num_read_tokens
-        task["seconds"] += trajectory.total_s
-    spent: dict[str, Any] = {key: sum(task[key] for task in tasks.values()) for key in _COUNTED}
-    if prices is not None:
-        read, sampled = prices
-        for each in (spent, *tasks.values()):
-            each["cost"] = (each["tokens_read"] * read + each["tokens_sampled"] * sampled) / 1e6
-    return spent | {"tasks": dict(sorted(tasks.items()))}
-
-
-_COUNTED = ("tokens_read", "tokens_sampled", "seconds")
+def _spent(trajectories: Sequence[Trajectory]) -> dict[str, JSON]:
+    return {
+        "tokens_read": sum(t.num_read_tokens for t in trajectories),
+        "tokens_sampled": sum(t.num_sampled_tokens for t in trajectories),
+        "seconds": sum(t.total_s for t in trajectories),
+    }
 
 
 def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]]) -> list[JSON]:
-    """Compares every model with the first, task by task; p-values by Holm over all comparisons."""
+    """Compares every model with the first, task by task."""
     rows: list[dict[str, Any]] = []
     first = suite.models[0]
     for benchmark in suite.benchmarks:
@@ -196,25 +162,7 @@ def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]
                     "p_value": paired.p_value,
                 }
             )
-    highest = 0.0
-    for rank, row in enumerate(sorted(rows, key=lambda row: row["p_value"])):
-        highest = max(highest, min(1.0, row["p_value"] * (len(rows) - rank)))
-        row["p_holm"] = highest
     return list(rows)
-
-
-def _saturation(
-    suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]]
-) -> dict[str, JSON]:
-    """Returns, for each benchmark, the tasks that every sample of every model solves, and those
-    that none solves."""
-    found: dict[str, JSON] = {}
-    for benchmark in suite.benchmarks:
-        threshold = suite.cells[suite.models[0], benchmark].eval.success_threshold
-        everything = chain.from_iterable(played[model, benchmark] for model in suite.models)
-        number, everyone, nobody = saturated(everything, threshold)
-        found[benchmark] = {"tasks": number, "all_solve": [*everyone], "none_solves": [*nobody]}
-    return found
 
 
 # tables -------------------------------------------------------------------------------------------
@@ -236,13 +184,11 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
         [model, *(_score(cells[model, benchmark]) for benchmark in result["benchmarks"])]
         for model in result["models"]
     ]
-    with_cost = any("cost" in cell for cell in result["cells"])
     spent = [
         [
             *(cell["model"], cell["benchmark"], f"{cell['num_samples']}", f"{cell['num_failed']}"),
             *(f"{cell['tokens_read']:,.0f}", f"{cell['tokens_sampled']:,.0f}"),
             f"{cell['seconds'] / max(cell['num_samples'], 1):.2f}",
-            *([f"{cell['cost']:.4f}" if "cost" in cell else "-"] if with_cost else []),
         ]
         for cell in result["cells"]
     ]
@@ -250,34 +196,23 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
         [
             *(row["benchmark"], f"{row['model']} - {row['against']}"),
             f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
-            *(f"{row['p_value']:.3g}", f"{row['p_holm']:.3g}"),
+            f"{row['p_value']:.3g}",
         ]
         for row in result["comparisons"]
     ]
-    saturated = [
-        [benchmark, *(f"{n}" for n in (of["tasks"], len(of["all_solve"]), len(of["none_solves"])))]
-        for benchmark, of in result["saturation"].items()
-    ]
     headings = [f"{benchmark} ({names[benchmark]})" for benchmark in result["benchmarks"]]
-    cost = ["cost"] if with_cost else []
     made = [
         ("Mean reward, 95% interval over tasks", ["model", *headings], scores),
         (
-            "Differences, task by task; p of a permutation test, and after Holm for this table",
-            ["benchmark", "models", "difference", "p", "p (Holm)"],
+            "Differences, task by task; p of a permutation test",
+            ["benchmark", "models", "difference", "p"],
             compared,
-        ),
-        (
-            "Tasks that every sample of every model solves, or none",
-            ["benchmark", "tasks", "all solve", "none solves"],
-            saturated,
         ),
         (
             "Spent",
             [
                 *("model", "benchmark", "samples", "failed", "tokens read", "tokens sampled"),
                 "s per episode",
-                *cost,
             ],
             spent,
         ),
@@ -301,51 +236,16 @@ def as_markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def as_html(result: Mapping[str, Any]) -> str:
-    """Returns the tables as an HTML page."""
-    parts = ["<!doctype html><meta charset='utf-8'><title>suite</title>"]
-    parts += ["<style>td,th{padding:.2em 1em;text-align:left}</style>"]
-    for title, headings, rows in tables(result):
-        head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>\n" for row in rows
-        )
-        parts.append(f"<h2>{html.escape(title)}</h2>\n<table><tr>{head}</tr>\n{body}</table>")
-    return "\n".join(parts) + "\n"
-
-
-def as_latex(result: Mapping[str, Any]) -> str:
-    """Returns the tables as LaTeX `tabular` environments."""
-    parts = []
-    for title, headings, rows in tables(result):
-        lines = [" & ".join(map(_latex, row)) + r" \\" for row in (headings, *rows)]
-        lines.insert(1, r"\hline")
-        begin = rf"\begin{{tabular}}{{{'l' * len(headings)}}}"
-        parts.append("\n".join([f"% {title}", begin, *lines, r"\end{tabular}", ""]))
-    return "\n".join(parts)
-
-
-def _latex(text: str) -> str:
-    for each in "&%$#_{}":
-        text = text.replace(each, f"\\{each}")
-    return text
-
-
 def suite_command(path: Path, out: Path, *, as_json: bool) -> int:
-    """Runs `agentrl suite`: plays the missing episodes, writes the tables, prints one, and returns
+    """Runs `agentrl suite`: plays the missing episodes, writes the tables, prints them, and returns
     the exit status."""
     suite = load_suite(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / SUITE_FILE).write_bytes(path.read_bytes())
     result = play_suite(suite, out)
     text = json.dumps(result, indent=2) + "\n"
-    for name, written in (
-        ("suite.json", text),
-        ("suite.md", as_markdown(result)),
-        ("suite.html", as_html(result)),
-        ("suite.tex", as_latex(result)),
-    ):
-        (out / name).write_text(written, "utf-8")
+    (out / "suite.json").write_text(text, "utf-8")
+    (out / "suite.md").write_text(as_markdown(result), "utf-8")
     print(text if as_json else as_markdown(result), end="")
     cells: Any = result["cells"]
     return 0 if all(figure_of(cell)[1] is not None for cell in cells) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -88,17 +88,3 @@ def mean_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if trajectory.scored:
             rewards[trajectory.task_id].append(trajectory.reward)
     return {task: sum(values) / len(values) for task, values in sorted(rewards.items())}
-
-
-def saturated(
-    trajectories: Iterable[Trajectory], threshold: float
-) -> tuple[int, list[str], list[str]]:
-    """Returns the number of tasks, the tasks that every sample solves, and those that none solves:
-    neither tell two models apart."""
-    solved: dict[str, list[bool]] = defaultdict(list)
-    for trajectory in trajectories:
-        if trajectory.scored:
-            solved[trajectory.task_id].append(trajectory.reward >= threshold)
-    everyone = sorted(task for task, each in solved.items() if all(each))
-    nobody = sorted(task for task, each in solved.items() if not any(each))
-    return len(solved), everyone, nobody

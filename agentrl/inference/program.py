@@ -121,8 +121,14 @@ def server_environment(
         name: value for name, value in os.environ.items() if not _RANK_VARIABLE.fullmatch(name)
     }
     environment.pop("PYTHONHOME", None)
-    defaults = {name: value for name, value in program.defaults.items() if name not in environment}
-    return environment | defaults | program.variables(settings, platform)
+    return environment | own_variables(program, settings, platform)
+
+
+def own_variables(program: Program, settings: ServerSettings, platform: str) -> dict[str, str]:
+    """Returns the environment variables that every server gets besides its machine's: those that
+    it needs, and the program's defaults, or what this process sets in their place."""
+    defaults = {name: os.environ.get(name, value) for name, value in program.defaults.items()}
+    return defaults | program.variables(settings, platform)
 
 
 def share_of_devices(visible: str, number: int, num_servers: int) -> str:

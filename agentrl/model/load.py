@@ -383,7 +383,10 @@ def merge_adapter(checkpoint: Path, out: Path, *, dtype: str) -> None:
     """
     require_empty(out)
     if not is_adapter(str(checkpoint)):
-        raise ConfigError(f"{checkpoint} holds no adapter ({CONFIG_FILE}); is it a whole model?")
+        raise ConfigError(
+            f"{checkpoint} holds neither shards nor an adapter ({CONFIG_FILE}): if it is a whole "
+            "model, use it as it is"
+        )
     model = load_model(str(checkpoint), dtype=torch.float32, device="cpu")
     save_model(model, load_tokenizer(str(checkpoint)), out, dtype)
 

@@ -48,7 +48,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, *, path: str) -> N
     if is_adapter(path):
         raise ConfigError(
             f"model.path = {path!r} is an adapter, but model.lora needs a whole model as its base; "
-            f"make one with `agentrl merge {path} --out DIR`"
+            f"make one with `agentrl export {path} --out DIR`"
         )
     targets = section.targets
     left_out = without_adapter_names(model)

@@ -634,6 +634,11 @@ def _flatten(value: Mapping[str, JSON], prefix: str = "") -> dict[str, str]:
 # export -------------------------------------------------------------------------------------------
 
 
+def has_shards(checkpoint: Path) -> bool:
+    """Returns whether several ranks wrote a checkpoint's weights, each its part."""
+    return any((checkpoint / stem).is_dir() for stem in ("model", "adapter_model"))
+
+
 def export(checkpoint: Path, out: Path) -> None:
     """Writes the model, or the adapter, of a checkpoint that consists of shards to one folder.
 
@@ -642,7 +647,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
     Raises:
         CheckpointError: a file is missing or damaged; names it.
-        ConfigError: `checkpoint` is not a checkpoint or has no shards, or `out` is not empty.
+        ConfigError: `checkpoint` is not a checkpoint, or `out` is not empty.
     """
     require_empty(out)
     if not (checkpoint / MANIFEST_FILE).is_file():
@@ -651,11 +656,7 @@ def export(checkpoint: Path, out: Path) -> None:
             "RUN/checkpoints/step_N"
         )
     names = _verify(checkpoint)
-    stem = next((s for s in ("model", "adapter_model") if (checkpoint / s).is_dir()), None)
-    if stem is None:
-        raise ConfigError(
-            f"{checkpoint} has no shards: it is already a model's folder; use it as is"
-        )
+    stem = "model" if (checkpoint / "model").is_dir() else "adapter_model"
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

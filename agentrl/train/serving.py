@@ -483,7 +483,7 @@ def server_settings(
 
 def _family(model_path: str) -> str | None:
     """Returns the family of a model; None if its configuration is not on this machine, as it may be
-    for `agentrl inference command`."""
+    for `agentrl launch --print-servers`."""
     try:
         return AutoConfig.from_pretrained(model_path, local_files_only=True).model_type
     except (OSError, ValueError):

@@ -18,7 +18,6 @@ from agentrl.rollout.index import TrajectoryIndex
 from agentrl.rollout.log import TrajectoryEntry
 from agentrl.view import glossary
 from agentrl.view.curves import REWARD, binned, number, series
-from agentrl.view.notes import Notes, read_notes
 from agentrl.view.tracking import METRICS_FILE, STATUS_FILE, parse_metrics_line, read_status
 
 Decode = Callable[[list[int]], str]
@@ -125,13 +124,6 @@ class RunFiles:
             files = list(Path(model).glob("tokenizer.json"))
         return _decoder(files[-1], files[-1].stat().st_mtime_ns) if files else None
 
-    def notes(self) -> tuple[Notes, str | None]:
-        """Returns the run's tags and note, and the reason if they cannot be read."""
-        try:
-            return read_notes(self.path), None
-        except DataError as error:
-            return Notes(), str(error)
-
     def meanings(self) -> dict[str, str]:
         """Returns the documented meaning of each of the run's metrics."""
         self.metrics()
@@ -142,9 +134,7 @@ class RunFiles:
         """Returns the files that this run does not have, and the pages that show less
         without them."""
         self.metrics()
-        _, unreadable = self.notes()
-        lacks = [f"no tags and no note: {unreadable}"] if unreadable else []
-        lacks += [f"a damaged line is left out: {line}" for line in self._damaged[:5]]
+        lacks = [f"a damaged line is left out: {line}" for line in self._damaged[:5]]
         if len(self._damaged) > 5:
             lacks.append(f"and {len(self._damaged) - 5} more lines of metrics.jsonl")
         if not (self.path / METRICS_FILE).exists():
@@ -180,7 +170,6 @@ class RunFiles:
         if status["state"] == "unknown" and num_steps is not None and step >= num_steps:
             status["state"] = "finished"
         rewards = series(metrics, REWARD)
-        notes, _ = self.notes()
         return {
             "id": self.id,
             "name": "/".join(self.cell or [self.path.name]),
@@ -195,8 +184,6 @@ class RunFiles:
             "reward": number(metrics[-1].get(REWARD)) if metrics else None,
             "written": _modified(self.path / METRICS_FILE),
             "tokens": sum(number(row.get("rollout/tokens")) or 0 for row in metrics),
-            "tags": notes.tags,
-            "note": notes.note,
         }
 
     def details(self) -> dict[str, Any]:

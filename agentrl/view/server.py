@@ -1,5 +1,4 @@
-"""`agentrl view`: a small application that reads run directories. It writes
-only the tags and notes of a run, and only for requests from its own pages.
+"""`agentrl view`: a small application that reads run directories and writes nothing.
 
 Pages are files beside this module, which request their data as JSON. Everything that a model or
 an environment wrote is untrusted: it travels as JSON, is shown as text only, and the content
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
@@ -29,7 +27,7 @@ from agentrl.env.server.access import names_loopback
 from agentrl.env.server.serve import is_loopback, running
 from agentrl.errors import ConfigError, DataError
 from agentrl.images import IMAGES_FOLDER, ImageStore
-from agentrl.view import diagnosis, evaluations, groups, notes, trajectory
+from agentrl.view import diagnosis, evaluations, groups, trajectory
 from agentrl.view.runs import RunFiles, Runs
 
 logger = logging.getLogger(__name__)
@@ -53,8 +51,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-MAX_BODY_BYTES = 200_000
-"""Largest body that a page may send."""
 
 Count = Annotated[int, Query(ge=0)]
 
@@ -115,15 +111,6 @@ def make_app(paths: Sequence[Path], *, token: str | None = None) -> FastAPI:
     @app.get("/api/runs/{run}/meanings")
     def meanings(run: str) -> Response:
         return _json(runs.get(run).meanings())
-
-    @app.put("/api/runs/{run}/notes")
-    async def write_notes(run: str, request: Request) -> Response:
-        try:
-            sent = msgspec.json.decode(await request.body(), type=notes.Notes)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"invalid tags or note: {error}") from None
-        kept = await asyncio.to_thread(notes.write_notes, runs.get(run).path, sent)
-        return _json(msgspec.to_builtins(kept))
 
     @app.get("/api/tasks")
     def compare_tasks(first: str, second: str) -> Response:
@@ -262,7 +249,7 @@ def _summary(run: RunFiles) -> dict[str, Any]:
             "id": run.id, "name": run.path.name, "path": str(run.path), "state": "damaged",
             "message": str(error), "time": None, "step": 0, "num_steps": None, "env": None,
             "model": None, "preset": None, "rewards": [], "reward": None, "written": None,
-            "tokens": 0, "tags": [], "note": "",
+            "tokens": 0,
         }  # fmt: skip
 
 
@@ -271,16 +258,8 @@ def _refused(request: Request, token: str | None) -> Response | None:
 
     Refuses requests under another host's name (a page elsewhere may point its name here) and, if
     there is a token, requests without it."""
-    if request.method == "PUT":
-        # Another origin's page cannot send this type without a permission that it does not get.
-        site = request.headers.get("sec-fetch-site", "same-origin")
-        if request.headers.get("content-type") != "application/json" or site != "same-origin":
-            return PlainTextResponse("only the pages of `agentrl view` may write", 403)
-        length = request.headers.get("content-length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            return PlainTextResponse("too long", 413)
-    elif request.method not in ("GET", "HEAD"):
-        return PlainTextResponse("this server only reads, apart from tags and notes", 405)
+    if request.method not in ("GET", "HEAD"):
+        return PlainTextResponse("this server only reads", 405)
     if token is None:
         if names_loopback(request.headers.get("host", "")):
             return None

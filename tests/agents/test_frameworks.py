@@ -1,6 +1,6 @@
 """Agents of frameworks that have an environment of their own, and commands of npm, as shipped.
 
-Each plays the scripted episodes of `agentrl agent check`, which say how many rows it makes and why,
+Each plays the scripted episodes of `agentrl doctor --play`, which show its rows and why they begin,
 and episodes on the quickstart's model, whose tokens and log-probabilities have to be the trainer's.
 `pytest -s` prints a line of the table in docs/agents.md for each. `make test-agents` installs them;
 those that are slow to import are left to `make test-agents-nightly`.
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from agent_play import LIMITS, TASKS, Recording, play, require_trained_alike
 
-from agentrl.cli.agent_check import check
+from agentrl.cli.doctor_agent import check
 from agentrl.config import AgentRole, AgentSection
 from agentrl.inference.embedded import EmbeddedEngine
 from agentrl.model.load import load_model, load_tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 
 import pytest
@@ -405,26 +404,3 @@ def test_filters_say_why() -> None:
     assert filter_zero_variance([0.3, 0.1 + 0.2]).reason == "zero_variance"
     assert filter_zero_variance([1.0, math.nan]).reason == "single"
     assert filter_zero_variance([math.nan]).reason == "unscored"
-
-
-def test_command_line_lists_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    from agentrl.algo.cli import add_algo_commands
-    from agentrl.errors import ConfigError
-
-    parser = argparse.ArgumentParser()
-    add_algo_commands(parser.add_subparsers())
-
-    def run(*arguments: str) -> str:
-        parsed = parser.parse_args(["algo", *arguments])
-        assert parsed.handler(parsed) == 0
-        return capsys.readouterr().out
-
-    listing = run("list")
-    assert all(name in listing for name in PRESETS)
-    for name in PRESETS:
-        shown = run("show", name)
-        assert "Source: " in shown and "aggregate" in shown and "When: " in shown
-    assert "high = 0.28" in run("show", "dapo")
-    assert '"preset": "dapo"' in run("show", "dapo", "--json")
-    with pytest.raises(ConfigError, match="presets are grpo"):
-        run("show", "dappo")

@@ -196,18 +196,6 @@ def test_stale_samples_need_a_loss_that_corrects_for_them(own_file: Path) -> Non
     assert corrected.objective.ratio.anchor == "old"
 
 
-def test_the_command_shows_and_checks(own_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["--loss", f"{own_file}:clipped", "--advantage", f"{own_file}:lead"]
-    assert main(["algo", "show", "dapo", *own]) == 0
-    shown = capsys.readouterr().out
-    assert f"{own_file}:clipped(ratio, advantages): PPO's clip\n" in shown
-    assert f"{own_file}:lead(rewards, group_ids): The reward minus" in shown
-    assert "surrogate" not in shown and "baseline" not in shown
-    assert shown.count("Checked: ") == 2
-    assert main(["algo", "show", "ppo", *own]) == 2
-    assert "credit.kind = 'outcome'" in capsys.readouterr().err
-
-
 def test_a_real_run_learns_as_with_the_same_stages(own_file: Path, tmp_path: Path) -> None:
     arguments = [
         *("train", str(QUICKSTART), "--run.num_steps", "2", "--train.num_minibatches", "2"),

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl import api
 from agentrl.cli.main import main
-from agentrl.cli.suite import as_latex, load_suite
+from agentrl.cli.suite import load_suite
 from agentrl.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -18,7 +18,6 @@ SUITE = """
 run = "run.toml"
 [[model]]
 name = "start"
-prices = {{ read = 1, sampled = 10 }}
 [[model]]
 name = "greedy"
 eval.temperature = 0
@@ -81,22 +80,13 @@ def test_a_suite_is_played_once_and_every_cell_equals_an_evaluation(tmp_path, ca
     sampled = sum(t.num_sampled_tokens for t in alone.trajectories)
     read = sum(turn.start for t in alone.trajectories for turn in t.turns)
     assert (cell["tokens_read"], cell["tokens_sampled"]) == (read, sampled)
-    assert cell["cost"] == pytest.approx((read + 10 * sampled) / 1e6)
-    assert sum(task["tokens_sampled"] for task in cell["tasks"].values()) == sampled
-    assert sum(task["cost"] for task in cell["tasks"].values()) == pytest.approx(cell["cost"])
-    assert "cost" not in result["cells"][2]
-    for benchmark in ("one", "sums"):
-        of = result["saturation"][benchmark]
-        assert of["tasks"] == 3 and not set(of["all_solve"]) & set(of["none_solves"])
-    assert [row["p_holm"] >= row["p_value"] for row in result["comparisons"]] == [True, True]
+    assert [row["benchmark"] for row in result["comparisons"]] == ["one", "sums"]
 
     monkeypatch.setattr(api, "play", lambda *_, **__: pytest.fail("a cell is played again"))
     assert main(["suite", str(suite), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "| model | one (avg@2) | sums (avg@1) |" in shown
     assert shown == (out / "suite.md").read_text()
-    assert "<td>greedy</td>" in (out / "suite.html").read_text()
-    assert r"\begin{tabular}" in (out / "suite.tex").read_text()
     suite.write_text(text.replace("samples_per_task = 2", "samples_per_task = 1"))
     monkeypatch.undo()
     assert main(["suite", str(suite), "--out", str(out)]) == 2
@@ -110,7 +100,11 @@ def test_a_suite_is_played_once_and_every_cell_equals_an_evaluation(tmp_path, ca
         ('name = "greedy"', 'name = "start"', "two [[model]] are named 'start'"),
         ("eval.split", "eval.spilt", "benchmark train: eval.spilt: unknown key"),
         ("[[model]]", "[[modell]]", "unknown key modell"),
-        ("read = 1,", "", "prices = { read = ..., sampled = ... }"),
+        (
+            "eval.temperature = 0\n",
+            "prices = { read = 1 }\n",
+            "model greedy, benchmark one: prices",
+        ),
         ('run = "run.toml"', 'run = "none.toml"', "none.toml: no such file"),
     ],
 )
@@ -119,14 +113,6 @@ def test_a_suite_that_is_wrong_is_refused_before_anything_is_played(tmp_path, be
     with pytest.raises(ConfigError) as caught:
         load_suite(path)
     assert said in str(caught.value)
-
-
-def test_latex_needs_its_own_signs_escaped():
-    cell = {"model": "a_b", "benchmark": "c&d", "num_samples": 1, "num_failed": 1}
-    cell |= {"tokens_read": 0, "tokens_sampled": 0, "seconds": 0}
-    result = {"models": ["a_b"], "benchmarks": ["c&d"], "cells": [cell]}
-    text = as_latex(result | {"comparisons": [], "saturation": {}})
-    assert r"a\_b & all failed \\" in text and r"c\&d" in text
 
 
 @pytest.mark.slow

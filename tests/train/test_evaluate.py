@@ -284,15 +284,6 @@ def test_two_evaluations_of_the_same_tasks_are_compared(capsys, tmp_path):
     assert main(["compare", str(cold), str(cold)]) == 0
     shown = capsys.readouterr().out
     assert "B - A +0.000" in shown and "p = 1" in shown and "better" not in shown
-    assert main(["tasks", RUN, "--most", "50", "--played", str(cold), str(hot)]) == 0
-    shown = capsys.readouterr().out
-    rewards = {}
-    for folder in (cold, hot):
-        for _, trajectory in read_trajectories(folder):
-            rewards.setdefault(trajectory.task_id, set()).add(trajectory.reward)
-    assert "6 tasks were played, with 48 samples" in shown
-    assert f"{sum(each == {0.0} for each in rewards.values())} are solved by none" in shown
-    assert f"{sum(each == {1.0} for each in rewards.values())} are solved by every" in shown
     evaluate(capsys, RUN, *FEW, "--out", str(tmp_path / "one"), "--eval.num_tasks", "1")
     assert main(["compare", str(cold), str(tmp_path / "one")]) == 2
     assert "1 tasks in common" in capsys.readouterr().err

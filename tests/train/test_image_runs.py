@@ -118,8 +118,8 @@ def test_a_killed_run_and_a_replay_end_in_the_same_weights(run_file, tmp_path, m
 
 
 @pytest.mark.slow
-def test_an_evaluation_goes_on_and_is_written_as_atif_with_its_images(run_file, tmp_path):
-    played, out = tmp_path / "played", tmp_path / "out.atif"
+def test_an_evaluation_goes_on_with_its_images(run_file, tmp_path):
+    played = tmp_path / "played"
     command = ["eval", str(run_file), "--out", str(played), "--eval.split", "train"]
     assert main([*command, "--eval.num_tasks", "2"]) == 0
     before = {file.name: file.stat().st_mtime_ns for file in (played / "images").iterdir()}
@@ -127,6 +127,3 @@ def test_an_evaluation_goes_on_and_is_written_as_atif_with_its_images(run_file, 
     after = {file.name: file.stat().st_mtime_ns for file in (played / "images").iterdir()}
     assert len(before) == 3 and len(after) == 5
     assert before.items() <= after.items()  # what was played is not played again
-
-    assert main(["convert", str(played), str(out)]) == 0
-    assert {file.name for file in (out / "images").iterdir()} == after.keys()

@@ -177,14 +177,14 @@ def test_a_checkpoint_of_all_weights_does_not_fit_an_adapter(model, tmp_path):
 def test_merged_it_is_a_model_like_any_other(model, tmp_path, capsys):
     expected = logprobs(perturb(adapted(model))).detach()
     folder = save(model, tmp_path)
-    assert main(["merge", str(folder), "--out", str(tmp_path / "whole")]) == 0
+    assert main(["export", str(folder), "--out", str(tmp_path / "whole")]) == 0
     for path in (folder, tmp_path / "whole"):
         whole = load_model(str(path), dtype=torch.float32, device="cpu")
         assert all(p.requires_grad for p in whole.parameters())
         assert (logprobs(whole) - expected).abs().max() < 1e-4
-    assert main(["merge", str(folder), "--out", str(tmp_path / "whole")]) == 2
-    assert main(["merge", str(tmp_path / "whole"), "--out", str(tmp_path / "again")]) == 2
-    assert "holds no adapter" in capsys.readouterr().err
+    assert main(["export", str(folder), "--out", str(tmp_path / "whole")]) == 2
+    assert main(["export", str(tmp_path / "whole"), "--out", str(tmp_path / "again")]) == 2
+    assert "neither shards nor an adapter" in capsys.readouterr().err
 
 
 def test_an_adapter_whose_base_is_gone_says_so(model, tmp_path):
@@ -199,7 +199,7 @@ def test_an_adapter_whose_base_is_gone_says_so(model, tmp_path):
 def test_an_adapter_is_not_put_on_another_one(model, tmp_path):
     folder = save(adapted(model), tmp_path)
     whole = load_model(str(folder), dtype=torch.float32, device="cpu")
-    with pytest.raises(ConfigError, match="agentrl merge"):
+    with pytest.raises(ConfigError, match="agentrl export"):
         add_adapter(whole, LoraSection(rank=4), path=str(folder))
 
 

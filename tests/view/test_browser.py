@@ -24,7 +24,6 @@ from agentrl.evaluate.episodes import SUITE_FILE
 from agentrl.rollout import TrajectoryLog
 from agentrl.rollout.signals import RowSignals, SignalLog
 from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
-from agentrl.view.notes import read_notes
 from agentrl.view.report import report_run
 from agentrl.view.runs import RunFiles
 from agentrl.view.tracking import read_metrics
@@ -346,25 +345,6 @@ def test_a_long_result_is_folded_notes_are_shown_and_brackets_lead_on(tmp_path, 
         for key, said in (("]", "That 1."), ("]", "That 2."), ("[", "That 1.")):
             page.keyboard.press(key)
             page.wait_for_selector(f"text={said}")
-
-
-def test_a_run_is_tagged_and_found_by_it(tmp_path, page):
-    for name in ("one", "two"):
-        plant(tmp_path / name, steps=3)
-    with serving(tmp_path) as (url, _):
-        page.goto(f"{url}#/run/{RunFiles(tmp_path / 'two').id}")
-        drawn(page)
-        page.locator("details.notes summary").click()
-        page.locator("[name=note]").fill("the first <b>that</b> learned")
-        page.locator("[name=tags]").fill("baseline, slow")
-        page.wait_for_timeout(1500)  # drawn again meanwhile, were it not being written
-        page.get_by_role("button", name="save").click()
-        page.wait_for_selector(".notes .chip:text-is('slow')")
-        assert read_notes(tmp_path / "two").tags == ["baseline", "slow"]
-        page.locator(".notes .chip", has_text="slow").click()
-        drawn(page, "find=slow")
-        assert page.locator("a.name").all_inner_texts() == ["two"]
-        assert "the first <b>that</b> learned" in page.locator("table.runs").inner_text()
 
 
 def test_seeds_are_one_band_and_curves_stand_over_time_and_samples(tmp_path, page):

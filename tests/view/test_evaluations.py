@@ -4,10 +4,12 @@ from pathlib import Path
 import pytest
 from test_server import Client
 
+from agentrl.api import Evaluation
 from agentrl.config import load_config
-from agentrl.evaluate.episodes import SUITE_FILE, EpisodeLog
-from agentrl.exchange import _evaluation as evaluation_of
-from agentrl.types import StopReason, TokenRow, Trajectory, TrajectoryError, Turn
+from agentrl.evaluate.episodes import SUITE_FILE, EpisodeLog, by_group
+from agentrl.evaluate.measure import summarise
+from agentrl.rollout.scheduler import RolloutBatch
+from agentrl.types import Group, StopReason, TokenRow, Trajectory, TrajectoryError, Turn
 from agentrl.view.evaluations import list_evaluations
 from agentrl.view.runs import RunFiles
 
@@ -42,7 +44,9 @@ def evaluation(folder: Path, rewards: dict[str, list[float | None]]) -> Path:
             played.append(trajectory)
     config = load_config({"env": {"id": "math"}, "model": {"path": "m"}, "eval": {"split": "test"}})
     EpisodeLog(folder, config).finish(played)
-    result = evaluation_of(config, played).to_json()
+    groups = [Group(m[0].group_id, m[0].task_id, m) for m in by_group(played)]
+    statistics = summarise(RolloutBatch(groups, played), config)
+    result = Evaluation(groups, played, statistics).to_json()
     (folder / "eval.json").write_text(json.dumps(result))
     return folder
 

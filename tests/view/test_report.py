@@ -136,10 +136,11 @@ def test_long_messages_and_rows_are_kept_in_part(tmp_path):
 
 def test_the_terminal_gets_the_first_sentence_and_the_findings_in_order(tmp_path, capsys):
     run_dir = plant(tmp_path / "run", "too_far")
-    assert main(["report", str(run_dir), "--text"]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
+    assert main(["view", str(run_dir), "--report"]) == 0
+    path, first, *others = capsys.readouterr().out.splitlines()
+    assert path == str(run_dir / "report.html")
     assert first == first_sentence(run_dir) and "lower train.learning_rate" in first
     titles = [line for line in others if line.startswith("* not so: ")]
     assert titles[0].startswith("* not so: The policy moves in small steps.")
     assert any("since the reward fell" in line for line in titles[2:])
-    assert not (run_dir / "report.html").exists()
+    assert (run_dir / "report.html").exists()

@@ -118,16 +118,6 @@ async function ask(path, parameters = {}) {
   return answerOf(response);
 }
 
-async function send(path, data) {
-  let response;
-  try {
-    response = await fetch("api/" + path, { method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify(data) });
-  } catch {
-    throw new NoData("`agentrl view` does not answer: was it stopped?");
-  }
-  return answerOf(response);
-}
-
 async function answerOf(response) {
   const text = await response.text();
   if (response.ok) return JSON.parse(text);

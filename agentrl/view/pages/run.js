@@ -21,34 +21,7 @@ function runHeader(run, here) {
     run.state === "dead" && el("p.failure", {}, "The trainer was killed: nobody holds its lock any more. Continue with --resume."),
     el("p.facts", {}, facts.filter(([, value]) => value).map(([name, value, title]) => el("span", { title }, name + " ", el("b", {}, value)))),
     el("nav.tabs", {}, tabs.map(([path, name]) => el("a", { href: address("run/" + run.id + path), "aria-current": path === here ? "page" : null }, name))),
-    run.id && notesOf(run),
     run.lacks && run.lacks.length > 0 && el("details.lacks", {}, el("summary", {}, "What this run did not keep"), el("ul", {}, run.lacks.map((line) => el("li", {}, line)))),
-  );
-}
-
-// Tags and a note, which are kept beside the run.
-function notesOf(run) {
-  const said = [run.tags.map((tag) => el("a.tag.chip", { href: address("", { find: tag }) }, tag)), run.note && el("span.noted", {}, run.note.split("\n")[0])];
-  if (stored) return run.tags.length || run.note ? el("p.notes", {}, said) : null;
-  const tags = el("input", { name: "tags", type: "search", value: run.tags.join(", "), placeholder: "baseline, broken" });
-  const note = el("textarea", { name: "note", rows: 3 }, run.note);
-  const answer = el("span.faint");
-  const save = async (event) => {
-    event.preventDefault();
-    try {
-      const made = await send(`runs/${run.id}/notes`, { tags: tags.value.split(","), note: note.value });
-      [tags.defaultValue, note.defaultValue] = [made.tags.join(", "), made.note];
-      document.activeElement.blur();
-      draw({ again: true });
-    } catch (error) {
-      answer.replaceChildren(...inert(error.message));
-    }
-  };
-  return el(
-    "details.notes",
-    {},
-    el("summary", {}, run.tags.length || run.note ? said : el("span.faint", {}, "tags and a note")),
-    el("form.noteform", { onsubmit: save }, el("label.field", {}, el("span", {}, "tags"), tags), el("label.field", {}, el("span", {}, "note"), note), el("div", {}, el("button", {}, "save"), answer)),
   );
 }
 

@@ -19,7 +19,7 @@ async function runsPage(page, parameters) {
   const everyRun = await ask("runs");
   const [order, words] = [parameters.get("sort") || "", parameters.get("find") || ""];
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
-  const text = (run) => [run.name, run.state, run.env, run.preset, run.model, run.path, ...run.tags, run.note].join(" ").toLowerCase();
+  const text = (run) => [run.name, run.state, run.env, run.preset, run.model, run.path].join(" ").toLowerCase();
   const runs = sortedRuns(everyRun.filter((run) => wanted.every((word) => text(run).includes(word))), order);
   const chosen = new Set((parameters.get("runs") || "").split(",").filter((id) => everyRun.some((run) => run.id === id)));
   const metric = parameters.get("metric") || "reward/mean";
@@ -41,7 +41,7 @@ async function runsPage(page, parameters) {
       "tr",
       {},
       el("td.pick", {}, el("label.hit", {}, toggle, place >= 0 && parameters.get("bands") !== "1" && el("span.swatch.c" + place))),
-      el("td", {}, el("a.name", { href: address("run/" + run.id), title: run.note || run.name }, run.name), run.tags.map((tag) => el("a.tag.chip", { href: hereWith("", { find: tag }) }, tag)), run.note && el("div.faint.noted", {}, run.note.split("\n")[0])),
+      el("td", {}, el("a.name", { href: address("run/" + run.id), title: run.name }, run.name)),
       el("td", {}, stateOf(run)),
       el("td", {}, sparkline(run.rewards)),
       el("td.num", {}, number(run.reward)),
@@ -56,7 +56,7 @@ async function runsPage(page, parameters) {
   const wide = new Set([5, 6, 7, 8, 9]);
   page.append(
     el("h1", {}, "Runs"),
-    everyRun.length > 1 && !stored && el("form.filters", { onsubmit: (event) => event.preventDefault() }, el("label.field.find", {}, el("span", {}, "find"), el("input", { name: "find", type: "search", placeholder: "name, tag, state, environment, model", value: words, onchange: (event) => choice({ find: event.target.value.trim() }) })), words && el("span.faint", {}, `${number(runs.length)} of ${number(everyRun.length)}`)),
+    everyRun.length > 1 && !stored && el("form.filters", { onsubmit: (event) => event.preventDefault() }, el("label.field.find", {}, el("span", {}, "find"), el("input", { name: "find", type: "search", placeholder: "name, state, environment, model", value: words, onchange: (event) => choice({ find: event.target.value.trim() }) })), words && el("span.faint", {}, `${number(runs.length)} of ${number(everyRun.length)}`)),
     everyRun.length
       ? el("div.scroll", {}, el("table.runs", {}, el("thead", {}, el("tr", {}, head.map((name, i) => el("th" + (wide.has(i) ? ".wide" : ""), { "aria-sort": name && name === order ? (["reward", "step"].includes(name) ? "descending" : "ascending") : null }, name in RUN_ORDERS && everyRun.length > 1 ? el("button.sort", { onclick: () => choice({ sort: name === order ? "" : name }) }, name, name === order && " ↓") : name)))), el("tbody", {}, rows)))
       : el("p.faint", {}, "No run yet. One that begins under the given directories appears here."),

@@ -1,60 +1,55 @@
-"""`agentrl harbor`: attacks tasks' verifiers. Handlers import what they need."""
+"""`agentrl harbor`: attacks tasks' verifiers. Commands import what they need."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+app = App("harbor", help="Harbor tasks: attack their verifiers.")
 
 
-def add_harbor_commands(commands: argparse._SubParsersAction) -> None:
-    """Adds `harbor` and its subcommands. Each sets `handler`, which returns an exit status."""
-    harbor = commands.add_parser(
-        "harbor",
-        help="Harbor tasks: attack their verifiers",
-        description="Check tasks in Harbor's format, in containers of the local Docker engine.",
-    )
-    subcommands = harbor.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    attack = subcommands.add_parser(
-        "attack",
-        help="play attacks on tasks' verifiers",
-        description="Play attacks that do none of a task's work, as an agent would, and compare "
-        "their reward with that of doing nothing. The exit status is 1 if an attack is paid more "
-        "than that, or the task's own solution is not.",
-    )
-    attack.add_argument("tasks", type=Path, help="a task's folder, or a folder of tasks")
-    attack.add_argument("--only", nargs="+", metavar="ID", help="only these tasks (default: all)")
-    attack.add_argument(
-        "--policy",
-        choices=["strict", "all"],
-        default="strict",
-        help="which of the agent's changes the verifier sees (default: %(default)s)",
-    )
-    attack.add_argument(
-        "--shared",
-        action="store_true",
-        help="run the tests in the agent's own container, as Harbor does unless a task says "
-        "otherwise",
-    )
-    attack.add_argument("--no-network", action="store_true", help="play all without a network")
-    attack.set_defaults(handler=_attack)
+@app.command
+def attack(
+    tasks: Path,
+    /,
+    *,
+    only: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    policy: Literal["strict", "all"] = "strict",
+    shared: bool = False,
+    no_network: bool = False,
+) -> int:
+    """Play attacks on tasks' verifiers.
 
+    Plays attacks that do none of a task's work, as an agent would, in containers of the local
+    Docker engine, and compares their reward with that of doing nothing. The exit status is 1 if an
+    attack is paid more than that, or the task's own solution is not.
 
-def _attack(arguments: argparse.Namespace) -> int:
-    from agentrl_harbor.attack import attack
+    Args:
+        tasks: A task's folder, or a folder of tasks.
+        only: Ids of the tasks to attack; all if not given.
+        policy: Which of the agent's changes the verifier sees.
+        shared: Run the tests in the agent's own container, as Harbor does unless a task sets
+            otherwise.
+        no_network: Play all without a network.
+    """
+    import asyncio
+
+    from agentrl_harbor.attack import attack as play_attacks
     from agentrl_harbor.env import HarborConfig, HarborEnvironment
 
     config = HarborConfig(
-        source=str(arguments.tasks),
-        task_ids=arguments.only,
-        policy=arguments.policy,
-        verifier="shared" if arguments.shared else "fresh",
-        network="none" if arguments.no_network else "task",
+        source=str(tasks),
+        task_ids=only,
+        policy=policy,
+        verifier="shared" if shared else "fresh",
+        network="none" if no_network else "task",
     )
-    shared = HarborEnvironment.load_shared(config)
+    loaded = HarborEnvironment.load_shared(config)
     bad = False
-    for task_id in shared.tasks:
-        rows = asyncio.run(attack(shared, config, task_id))
+    for task_id in loaded.tasks:
+        rows = asyncio.run(play_attacks(loaded, config, task_id))
         nothing = rows[0].reward
         print(f"{task_id}: nothing is paid {nothing:g}")
         for row in rows[1:]:

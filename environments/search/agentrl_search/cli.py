@@ -1,108 +1,53 @@
-"""`agentrl search ...`: builds, queries and serves an index. Handlers import what they need."""
+"""`agentrl search ...`: builds, queries and serves an index. Commands import what they need."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+Index = Annotated[Path, Parameter(help="Folder of the index.")]
+Private = Annotated[bool, Parameter(help="Allow an embedding server at a private address.")]
+Retrieval = Literal["bm25", "dense", "hybrid"]
+Json = Annotated[bool, Parameter(name="--json", help="Print one JSON object per passage.")]
+How = Annotated[
+    Retrieval | None, Parameter(help="Retrieval to use; everything the index supports by default.")
+]
+
+app = App("search", help="Build, query and serve a search index.")
 
 
-def add_search_commands(commands: argparse._SubParsersAction) -> None:
-    """Adds `search` and its subcommands, each with a `handler` that returns an exit status."""
-    search = commands.add_parser(
-        "search",
-        help="build, query and serve a search index",
-        description="Build, query and serve an index of passages for the search environment.",
-    )
-    add_subcommands(search)
+@app.command
+def index(
+    corpus: Path,
+    /,
+    *,
+    out: Path,
+    add: bool = False,
+    retrieval: Retrieval = "bm25",
+    model: str | None = None,
+    query_prefix: str = "",
+    passage_prefix: str = "",
+    stemmer: str = "english",
+    allow_private: Private = False,
+) -> int:
+    """Index a corpus.
 
+    Indexes the passages of a .jsonl, .parquet, .txt, .md or SQuAD .json file, or of a folder of
+    such files.
 
-def add_subcommands(parser: argparse.ArgumentParser) -> None:
-    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    index = subcommands.add_parser(
-        "index",
-        help="index a corpus",
-        description="Index the passages of a .jsonl, .parquet, .txt, .md or SQuAD .json file, or "
-        "of a folder of such files.",
-    )
-    index.add_argument("corpus", type=Path, metavar="CORPUS")
-    index.add_argument("--out", type=Path, required=True, metavar="DIR", help="index directory")
-    index.add_argument("--add", action="store_true", help="add to an existing index")
-    index.add_argument(
-        "--retrieval",
-        choices=["bm25", "dense", "hybrid"],
-        default="bm25",
-        help="retrieval that the index supports; dense and hybrid need --model (default: "
-        "%(default)s)",
-    )
-    index.add_argument(
-        "--model",
-        metavar="DIR|URL",
-        help="embedding model: a sentence-transformers directory, or an embedding server as "
-        "http://host:port/v1/embeddings#model-name",
-    )
-    index.add_argument("--query-prefix", default="", help="text the model needs before a query")
-    index.add_argument("--passage-prefix", default="", help="text the model needs before a passage")
-    index.add_argument(
-        "--stemmer",
-        default="english",
-        metavar="LANGUAGE",
-        help="language of BM25's stemmer, or `none` (default: %(default)s)",
-    )
-    _add_private(index)
-    index.set_defaults(handler=_index)
-
-    query = subcommands.add_parser(
-        "query", help="show the results of a query", description="Show the results of a query."
-    )
-    _add_index(query)
-    query.add_argument("query", metavar="QUERY")
-    query.add_argument("-k", type=int, default=3, help="number of passages (default: %(default)s)")
-    query.add_argument("--json", action="store_true", help="print one JSON object per passage")
-    query.set_defaults(handler=_query)
-
-    serve = subcommands.add_parser(
-        "serve",
-        help="serve an index over HTTP",
-        description="Serve an index with Search-R1's protocol, POST /retrieve. There is no "
-        "authentication: make it reachable only from machines that you trust.",
-    )
-    _add_index(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    serve.add_argument(
-        "--port", type=int, default=8000, help="0 picks a free port (default: %(default)s)"
-    )
-    serve.add_argument(
-        "--topk",
-        type=int,
-        default=3,
-        help="passages per query if a request does not set topk (default: %(default)s)",
-    )
-    serve.add_argument(
-        "--threads", type=int, default=4, help="search threads (default: %(default)s)"
-    )
-    serve.set_defaults(handler=_serve)
-
-
-def _add_index(command: argparse.ArgumentParser) -> None:
-    command.add_argument("dir", type=Path, metavar="DIR", help="index directory")
-    command.add_argument(
-        "--retrieval",
-        choices=["bm25", "dense", "hybrid"],
-        help="(default: everything the index supports)",
-    )
-    _add_private(command)
-
-
-def _add_private(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--allow-private",
-        action="store_true",
-        help="allow an embedding server at a private address",
-    )
-
-
-def _index(arguments: argparse.Namespace) -> int:
+    Args:
+        corpus: File or folder of passages.
+        out: Folder for the index.
+        add: Add to an existing index.
+        retrieval: Retrieval that the index supports; dense and hybrid need --model.
+        model: Embedding model: a sentence-transformers folder, or an embedding server as
+            http://host:port/v1/embeddings#model-name.
+        query_prefix: Text that the model needs before a query.
+        passage_prefix: Text that the model needs before a passage.
+        stemmer: Language of BM25's stemmer, or none.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -110,9 +55,9 @@ def _index(arguments: argparse.Namespace) -> int:
     from agentrl_search.corpus import read_corpus
     from agentrl_search.index import add_to_index, build_index
 
-    if not arguments.corpus.exists():
-        raise ConfigError(f"corpus {arguments.corpus} does not exist")
-    passages = read_corpus(arguments.corpus)
+    if not corpus.exists():
+        raise ConfigError(f"corpus {corpus} does not exist")
+    passages = read_corpus(corpus)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.completed:,} passages"),
@@ -126,45 +71,57 @@ def _index(arguments: argparse.Namespace) -> int:
             speed = progress.tasks[0].speed
             progress.update(task, completed=num_passages, rate=f"{speed:,.0f}/s" if speed else "")
 
-        if arguments.add:
-            if arguments.model or arguments.retrieval != "bm25":
+        if add:
+            if model or retrieval != "bm25":
                 raise ConfigError(
                     "--add uses the retrieval and model of the existing index; leave out "
                     "--retrieval and --model"
                 )
-            info = add_to_index(
-                passages, arguments.out, allow_private=arguments.allow_private, progress=report
-            )
+            info = add_to_index(passages, out, allow_private=allow_private, progress=report)
         else:
             info = build_index(
                 passages,
-                arguments.out,
-                retrieval=arguments.retrieval,
-                stemmer=None if arguments.stemmer == "none" else arguments.stemmer,
-                model=arguments.model,
-                query_prefix=arguments.query_prefix,
-                passage_prefix=arguments.passage_prefix,
-                allow_private=arguments.allow_private,
+                out,
+                retrieval=retrieval,
+                stemmer=None if stemmer == "none" else stemmer,
+                model=model,
+                query_prefix=query_prefix,
+                passage_prefix=passage_prefix,
+                allow_private=allow_private,
                 progress=report,
             )
-    print(f"{arguments.out}: {info.num_passages:,} passages")
+    print(f"{out}: {info.num_passages:,} passages")
     return 0
 
 
-def _query(arguments: argparse.Namespace) -> int:
+@app.command
+def query(
+    dir: Index,
+    query: str,
+    /,
+    *,
+    retrieval: How = None,
+    k: Annotated[int, Parameter(name=["-k"])] = 3,
+    json_: Json = False,
+    allow_private: Private = False,
+) -> int:
+    """Show the results of a query.
+
+    Args:
+        query: Text to search for.
+        k: Number of passages.
+    """
     import json
 
     from agentrl.errors import ConfigError
     from agentrl_search.index import open_index
 
-    if arguments.k < 1:
-        raise ConfigError(f"-k is {arguments.k}; it has to be at least 1")
-    retriever = open_index(
-        arguments.dir, arguments.retrieval, allow_private=arguments.allow_private
-    )
-    for hit in retriever.search([arguments.query], arguments.k)[0]:
+    if k < 1:
+        raise ConfigError(f"-k is {k}; it has to be at least 1")
+    retriever = open_index(dir, retrieval, allow_private=allow_private)
+    for hit in retriever.search([query], k)[0]:
         passage = hit.passage
-        if arguments.json:
+        if json_:
             entry = {"id": passage.id, "title": passage.title, "text": passage.text}
             print(json.dumps(entry | {"score": hit.score}, ensure_ascii=False))
         else:
@@ -172,17 +129,37 @@ def _query(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+@app.command
+def serve(
+    dir: Index,
+    /,
+    *,
+    retrieval: How = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    topk: int = 3,
+    threads: int = 4,
+    allow_private: Private = False,
+) -> int:
+    """Serve an index over HTTP.
+
+    Serves Search-R1's protocol, POST /retrieve. There is no authentication: make it reachable only
+    from machines that you trust.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        topk: Passages per query if a request does not set topk.
+        threads: Search threads.
+    """
     from agentrl.env.server.serve import listen
     from agentrl_search.index import open_index
-    from agentrl_search.server import serve
+    from agentrl_search.server import serve as run_server
 
-    retriever = open_index(
-        arguments.dir, arguments.retrieval, allow_private=arguments.allow_private
-    )
-    listener = listen(arguments.host, arguments.port)
-    name = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    retriever = open_index(dir, retrieval, allow_private=allow_private)
+    listener = listen(host, port)
+    name = f"[{host}]" if ":" in host else host
     port = listener.getsockname()[1]
-    print(f"serving {arguments.dir} at http://{name}:{port}/retrieve", flush=True)
-    serve(retriever, listener, topk=arguments.topk, num_threads=arguments.threads)
+    print(f"serving {dir} at http://{name}:{port}/retrieve", flush=True)
+    run_server(retriever, listener, topk=topk, num_threads=threads)
     return 0

@@ -60,8 +60,8 @@ def swe_gym(row: Row, place: str) -> Row:
     if row["repo"] == "python/mypy":
         raise DataError(
             f"{place}: {row['instance_id']} is of python/mypy, whose tests are run by the names of "
-            "cases, which no adapter supports: leave them out (`agentrl swebench data get "
-            "swe-gym --exclude-repo python/mypy`)"
+            "cases, which no adapter supports: leave them out of the file "
+            "(`agentrl swebench validate --filter '^(?!python__mypy)' --out FILE.jsonl`)"
         )
     name = row["instance_id"].replace("__", "_s_").lower()
     test = "pytest -rA --color=no -p no:cacheprovider " + _files(row, place)
@@ -103,7 +103,7 @@ def swe_rebench_v2(row: Row, place: str) -> Row:
         raise DataError(
             f"{place}: {row['instance_id']} is of SWE-rebench-V2, whose images have the repository "
             "at /NAME and not at /testbed. Make rows and images with it there first: "
-            "`agentrl swebench data get swe-rebench-v2 --out FILE.jsonl`"
+            "`agentrl swebench pull --dataset swe-rebench-v2 --out FILE.jsonl`"
         )
     return _converted(
         row,
@@ -177,20 +177,19 @@ ADAPTERS: dict[str, Callable[[Row, str], Row]] = {
 }
 REFUSED = {
     "swe-smith": "{instance} is of SWE-smith, where `patch` adds the bug to the repository in the "
-    "image. Make rows and images that contain the bug first: `agentrl swebench data get swe-smith "
-    "--out FILE.jsonl`",
+    "image. Make rows and images that contain the bug first: `agentrl swebench pull --dataset "
+    "swe-smith --out FILE.jsonl`",
     "r2e-gym": "rows of R2E-Gym name tests without their files (`expected_output_json`), unlike "
     "every log parser of the official harness, so it can't grade them. Use the same repositories' "
     "instances of SWE-Gym or SWE-rebench, or write instances of your own",
     "multi-swe-bench": "rows of Multi-SWE-bench (`org`, `number`, `fix_patch`) need a harness of "
     "their own and build files that a row does not hold. For other languages use SWE-rebench-V2 "
-    "(`agentrl swebench data get swe-rebench-v2`) or `multilingual`",
+    "(`agentrl swebench pull --dataset swe-rebench-v2 --out FILE.jsonl`) or `multilingual`",
     "swe-bench-pro": "rows of SWE-bench Pro (`dockerhub_tag`, `selected_test_files_to_run`) are "
     "graded by scripts and parsers that a row does not hold, in images with the repository at "
     "/app. Use `verified`, `multilingual` or SWE-rebench-V2",
     "pull-request": "{instance} names no test in FAIL_TO_PASS (SWE-Gym-Raw has such rows), so a "
-    "fix could not be told from no fix. Use SWE-Gym: `agentrl swebench data get swe-gym --out "
-    "FILE.jsonl`",
+    "fix could not be told from no fix. Use SWE-Gym (`swe-gym`)",
 }
 """Messages for kinds of rows that cannot be converted."""
 SWE_GYM_REPOS = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,12 @@ class Prediction:
 
 
 def load_instances(
-    source: str | Path, *, split: str = "test", instance_ids: Collection[str] | None = None
+    source: str | Path,
+    *,
+    split: str = "test",
+    instance_ids: Collection[str] | None = None,
+    wanted: re.Pattern[str] | None = None,
+    convert: Callable[[dict[str, Any], str], dict[str, Any]] | None = None,
 ) -> list[Instance]:
     """Returns the instances of a dataset, in its order.
 
@@ -96,6 +101,8 @@ def load_instances(
         source: a `.jsonl`, `.json` or `.parquet` file, a folder with `{split}.parquet`, an alias
             (`full`, `lite`, `verified`, `multilingual`, `multimodal`) or a Hugging Face name.
         instance_ids: only these; None for all.
+        wanted: only those with this in their id; rows that are left out may be of any form.
+        convert: applied to each row, with its place for errors, before it is read.
 
     Raises:
         ConfigError: the package that reads this kind of source is missing.
@@ -104,13 +111,17 @@ def load_instances(
     """
     rows = list(load_rows(str(source), split))
     if instance_ids is not None:
-        wanted = set(instance_ids)
+        named = set(instance_ids)
         known = {row.get("instance_id") for _, row in rows}
-        if missing := sorted(wanted - known):
+        if missing := sorted(named - known):
             raise DataError(f"{source} has no instance {', '.join(missing[:5])}")
-        rows = [(place, row) for place, row in rows if row.get("instance_id") in wanted]
+        rows = [(place, row) for place, row in rows if row.get("instance_id") in named]
     if not rows:
         raise DataError(f"{source} holds no rows")
+    if wanted is not None:
+        rows = [(p, row) for p, row in rows if wanted.search(str(row.get("instance_id", "")))]
+    if convert is not None:
+        rows = [(place, convert(row, place)) for place, row in rows]
     instances = [parse_row(to_official(row, place), place) for place, row in rows]
     seen: set[str] = set()
     for instance in instances:

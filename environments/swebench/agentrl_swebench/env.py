@@ -38,7 +38,6 @@ from agentrl_swebench.dataset import Instance, load_instances
 from agentrl_swebench.grade import Verdict, grade
 from agentrl_swebench.patch import Extracted, ScrubError, check_scrubbed, extract
 from agentrl_swebench.policy import POLICY_TEXTS
-from agentrl_swebench.suspicion import command_flags, patch_flags
 
 MAX_CREATES = 4
 """Containers that are created at once. More at once would not be faster in total."""
@@ -187,7 +186,6 @@ class SWEBenchEnvironment(Environment):
             raise DataError(f"task {task.id!r} is not an instance of source {self.config.source}")
         self._instance = instance
         self._run_id = f"{instance.instance_id}.{uuid.uuid4().hex[:12]}"
-        self._flags: set[str] = set()
         self._container: InstanceContainer | None = None
         started = time.monotonic()
         self._image = await self._find_image(instance.image)
@@ -209,7 +207,6 @@ class SWEBenchEnvironment(Environment):
         ran = await container.run(
             command, timeout_s=timeout_s, max_chars=self.config.max_output_chars
         )
-        self._flags |= command_flags(command)
         self.metrics["commands"] += 1
         self.metrics["command_s"] += ran.seconds
         self.metrics["timeouts"] += ran.timed_out
@@ -227,7 +224,6 @@ class SWEBenchEnvironment(Environment):
         """Replace text in a file. With an empty `old` a new file is written."""
         container = self._living()
         path = path if path.startswith("/") else f"{WORKDIR}/{path}"
-        self._flags |= command_flags(f"> {path}") & {"test_edit", "test_runner", "grader"}
         file = await container.read_file(path, MAX_EDIT_BYTES)
         if file is None:
             folder = path.rpartition("/")[0] or "/"
@@ -357,7 +353,6 @@ class SWEBenchEnvironment(Environment):
             GraderError: there is no verdict, so the episode has no reward.
         """
         extracted = await self._extract()
-        self._flags |= patch_flags(extracted.patch)
         info: dict[str, JSON] = {
             "instance_id": self._instance.instance_id,
             "run_id": self._run_id,
@@ -378,15 +373,11 @@ class SWEBenchEnvironment(Environment):
                 raise GraderError(f"{verdict.instance_id}: no reward: {why}")
             info |= _verdict_info(verdict, extracted)
             self.metrics["grade_s"] = verdict.seconds
-        info["flags"] = [*sorted(self._flags)]
         self.metrics["resolved"] = float(bool(info.get("resolved")))
-        self.metrics["flagged"] = float(bool(self._flags))
         self.finish(reward, info, truncated=truncated)
 
     async def _extract(self) -> Extracted:
         container = self._living()
-        if await container.processes():
-            self._flags.add("left_processes")
         await container.sweep()
         extracted = await extract(container, self._image.base)
         await self._remove()  # frees the container's memory for the grading

@@ -199,7 +199,6 @@ async def grade(
         policy=POLICY_VERSIONS[policy],
         graded_patch=submission.patch,
         dropped=submission.dropped,
-        notes=submission.notes,
     )
     if submission.refused:
         return dataclasses.replace(base, outcome="refused", reason=submission.refused)
@@ -240,14 +239,14 @@ async def grade(
     )
     evidence, judgement = settled.evidence, settled.judgement
     flags = [f"retried: {reason}" for reason in settled.retried] + [*judgement.flags]
-    seconds, notes = settled.seconds, submission.notes
+    seconds, notes = settled.seconds, ()
     if audit and judgement.outcome == "resolved":
         try:
             flag, why = audited or await auditor.result(evidence)
         except EnvError as error:
             flag, why = "audit_inconclusive", str(error)
         flags.append(flag)
-        notes += (f"audit: {why}",) if why else ()
+        notes = (f"audit: {why}",) if why else ()
     seconds += auditor.seconds
     infrastructure = judgement.outcome == "infrastructure"
     return dataclasses.replace(

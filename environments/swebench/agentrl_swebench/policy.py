@@ -118,21 +118,6 @@ _TESTING_MODULES = frozenset(
 )
 _SOURCE_ROOTS = frozenset({"src", "lib"})
 
-_SUSPICIOUS = {
-    "exits the process": re.compile(r"\bos\._exit\b|\bsys\.exit\b|\bSystemExit\b"),
-    "kills": re.compile(r"\bos\.kill(?:pg)?\b|\bgetppid\b"),
-    "opens /proc": re.compile(r"/proc/"),
-    "reaches into the test runner": re.compile(
-        r"\b_?pytest\b|\bpluggy\b|\bunittest\b|\bsetattr\(sys\b|\bgc\.get_objects\b"
-    ),
-    "prints test results": re.compile(r"\bPASSED\b|>>>>> "),
-    "runs at exit": re.compile(r"\batexit\b"),
-    "equal to everything": re.compile(r"def __eq__"),
-}
-"""Code in source files that a reviewer should see. Honest fixes contain some of it too, so it does
-not affect the verdict."""
-
-
 MARK = re.compile(
     ">>>>> (?:Start Test Output|End Test Output|Test Exit Code|Patch Apply Failed|Applied Patch"
     "|Reset Failed|Tests Errored|Some Tests Failed|All Tests Passed|Tests Timed Out)"
@@ -155,14 +140,12 @@ class Submission:
     """Files that were left out, each with the reason."""
     refused: str = ""
     """Reason for which the whole patch is refused; "" if it is not."""
-    notes: tuple[str, ...] = ()
-    """Lines for a reviewer, as `FILE: reason`."""
 
 
 def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Submission:
     """Applies a policy to a patch. Never raises: a patch that cannot be parsed is refused."""
     if policy == "official":
-        return Submission(model_patch, notes=suspicious(model_patch))
+        return Submission(model_patch)
     if not model_patch.strip():
         return Submission("")
     try:
@@ -194,23 +177,7 @@ def make_submission(instance: Instance, model_patch: str, policy: Policy) -> Sub
             kept.append(section.text)
     patch = "".join(kept)
     refused = "" if patch else f"none of the {len(dropped)} changed files belongs to a submission"
-    return Submission(patch, tuple(dropped), refused, suspicious(patch))
-
-
-def suspicious(patch: str) -> tuple[str, ...]:
-    """Returns the added lines that a reviewer should see, as `FILE: reason`; () if the patch cannot
-    be parsed."""
-    try:
-        sections = parse_patch(patch)
-    except PatchFormatError:
-        return ()
-    notes = []
-    for section in sections:
-        added = "\n".join(line for line in section.text.split("\n") if line.startswith("+"))
-        for reason, pattern in _SUSPICIOUS.items():
-            if pattern.search(added):
-                notes.append(f"{section.paths[-1]}: {reason}")
-    return tuple(notes)
+    return Submission(patch, tuple(dropped), refused)
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,10 +16,10 @@ import urllib.request
 import pytest
 from aiohttp import web
 
+from agentrl.cli.main import main
 from agentrl.env.server.serve import listen
 from agentrl.errors import ConfigError, EnvError
 from agentrl_search import outgoing
-from agentrl_search.__main__ import main
 from agentrl_search.corpus import Passage
 from agentrl_search.dense import ServerEncoder
 from agentrl_search.index import build_index, open_index
@@ -237,13 +237,13 @@ def test_index_add_and_query(tmp_path, capsys):
     corpus.write_text('{"id": "a", "title": "Apples", "text": "Apples are red."}\n')
     more.write_text("Zebras are striped.")
     out = str(tmp_path / "index")
-    assert main(["index", str(corpus), "--out", out]) == 0
-    assert main(["index", str(more), "--out", out, "--add"]) == 0
+    assert main(["search", "index", str(corpus), "--out", out]) == 0
+    assert main(["search", "index", str(more), "--out", out, "--add"]) == 0
     assert capsys.readouterr().out == f"{out}: 1 passages\n{out}: 2 passages\n"
-    assert main(["query", out, "zebra", "--json"]) == 0
+    assert main(["search", "query", out, "zebra", "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert json.loads(line)["id"] == "more.txt#1"
-    assert main(["query", out, "apple"]) == 0
+    assert main(["search", "query", out, "apple"]) == 0
     assert "a  Apples\nApples are red." in capsys.readouterr().out
 
 
@@ -256,7 +256,7 @@ def test_index_add_and_query(tmp_path, capsys):
     ],
 )
 def test_errors_are_one_line(command, message, capsys):
-    assert main(command) == 2
+    assert main(["search", *command]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert message in line
 
@@ -264,7 +264,7 @@ def test_errors_are_one_line(command, message, capsys):
 @pytest.mark.slow
 def test_serve_answers_until_it_is_terminated(index_dir):
     server = subprocess.Popen(
-        [sys.executable, "-m", "agentrl_search", "serve", str(index_dir), "--port", "0"],
+        [sys.executable, "-m", "agentrl", "search", "serve", str(index_dir), "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -90,11 +90,11 @@ def test_rows_become_official_ones(tmp_path, name, image, command):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (COMMON | {"repo": "python/mypy"}, "names of cases.*--exclude-repo python/mypy"),
-        (COMMON | {"repo": "swesmith/own__spans.abcdef12"}, "data get swe-smith"),
+        (COMMON | {"repo": "python/mypy"}, "names of cases.*--filter"),
+        (COMMON | {"repo": "swesmith/own__spans.abcdef12"}, "pull --dataset swe-smith"),
         (
             COMMON | {"install_config": REBENCH, "image_name": "i", "language": "go"},
-            "data get swe-rebench-v2",
+            "pull --dataset swe-rebench-v2",
         ),
         (COMMON | {"expected_output_json": "{}"}, "R2E-Gym name tests without their files"),
         ({"org": "o", "repo": "r", "number": 1, "fix_patch": ""}, "of Multi-SWE-bench"),
@@ -137,31 +137,9 @@ def test_a_wrapped_row_without_an_instance_says_so(tmp_path):
         load_instances(path)
 
 
-def run_get(*arguments):
-    return main(["swebench", "data", "get", *map(str, arguments)])
-
-
-def test_data_get_filters_splits_and_writes(tmp_path, capsys):
-    source, out = tmp_path / "rows.jsonl", tmp_path / "out" / "train.jsonl"
-    rows = [
-        in_shape("swe_synth", COMMON | {"instance_id": f"a__b-{k}", "pass_rate": k / 10})
-        for k in range(10)
-    ]
-    rows += [COMMON | {"instance_id": "m-1", "repo": "python/mypy"}]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_get(source, "--out", out, "--exclude-repo", "python/mypy", "--holdout", 0.2) == 0
-    train, held = load_instances(out), load_instances(tmp_path / "out" / "train.test.jsonl")
-    assert (len(train), len(held)) == (8, 2)
-    assert len({each.instance_id for each in (*train, *held)}) == 10
-    chosen = ("--repo", "own/spans", "--pass-rate", 0.2, 0.6, "--limit", 3, "--max-lines", 2)
-    assert run_get(source, "--out", out, *chosen, "--language", "python") == 0
-    assert len(load_instances(out)) == 3
-    said = capsys.readouterr().out
-    assert "left out 2: pass rate outside 0.2 to 0.6" in said and "8 instances, 1 images" in said
-    assert run_get(source, "--out", out, "--repo", "python/mypy") == 2
-    assert "no adapter supports" in capsys.readouterr().err
-    assert run_get(source, "--out", out, "--language", "rust", "--repo", "own/spans") == 2
-    assert "no row of" in capsys.readouterr().err
+def derive(source, out):
+    """Makes the images and rows by `agentrl swebench pull --out`."""
+    return main(["swebench", "pull", "--dataset", str(source), "--out", str(out)])
 
 
 # --- graded, with the fixture's image under the names of the datasets -----------------------------
@@ -230,7 +208,7 @@ def test_a_row_of_smith_gets_an_image_with_the_bug(engine, fixture_instances, tm
     source, out = tmp_path / "smith.jsonl", tmp_path / "rows.jsonl"
     source.write_text(json.dumps(row) + "\n")
     try:
-        assert run_get(source, "--out", out) == 0
+        assert derive(source, out) == 0
         (instance,) = load_instances(out)
         assert (
             instance.image.startswith(SMITH_REPOSITORY) and "test_spans.py" in instance.test_patch
@@ -277,7 +255,7 @@ def test_a_repository_elsewhere_in_the_image_is_moved(engine, fixture_instances,
     source, out = tmp_path / "v2.jsonl", tmp_path / "rows.jsonl"
     source.write_text(json.dumps(row) + "\n")
     try:
-        assert run_get(source, "--out", out) == 0
+        assert derive(source, out) == 0
         (instance,) = load_instances(out)
         gold = asyncio.run(
             grade(instance, instance.patch, policy="strict", run_id="t", timeout_s=120, audit=True)

@@ -1,6 +1,5 @@
 """`agentrl swebench doctor|pull|reap|eval`, with a scripted model behind a real chat server."""
 
-import argparse
 import json
 import threading
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from test_swe_dataset import ROW
 from agentrl.cli.main import main
 from agentrl.env.container.engine import Owner, current_owner, labels
 from agentrl.errors import ConfigError, DataError
-from agentrl_swebench.cli import add_subcommands
+from agentrl_swebench.cli import app
 
 EVALUATION = Path(__file__).parents[3] / "examples" / "swebench" / "eval.toml"
 
@@ -24,10 +23,7 @@ def _state(monkeypatch, tmp_path):
 
 
 def command(*words):
-    parser = argparse.ArgumentParser()
-    add_subcommands(parser)
-    arguments = parser.parse_args([str(word) for word in words])
-    return arguments.handler(arguments)
+    return app([*map(str, words)], result_action="return_value")
 
 
 @contextmanager

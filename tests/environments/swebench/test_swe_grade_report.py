@@ -1,6 +1,5 @@
 """Our report, validation and the commands; no engine needed."""
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -14,7 +13,7 @@ from swe_grading import harness_seconds
 from agentrl.cli.main import main
 from agentrl.errors import DataError
 from agentrl_swebench import evaluate as evaluation
-from agentrl_swebench.cli import add_swebench_commands
+from agentrl_swebench.cli import app
 from agentrl_swebench.dataset import Instance, Prediction, parse_row
 from agentrl_swebench.diff import parse_patch
 from agentrl_swebench.evaluate import Validation, _read_verdict, make_report
@@ -155,17 +154,14 @@ def test_seconds_of_a_harness_log(tmp_path):
 
 
 def test_commands_and_their_defaults():
-    parser = argparse.ArgumentParser()
-    add_swebench_commands(parser.add_subparsers())
-    given = parser.parse_args(["swebench", "eval", "--dataset", "d", "--predictions", "gold"])
-    assert (given.policy, given.audit, given.network, given.sys_admin) == (
-        "official",
-        False,
-        False,
-        False,
-    )
-    given = parser.parse_args(["swebench", "validate", "--dataset", "d"])
-    assert given.repeats == 3
+    _, given, _ = app.parse_args(["eval", "--dataset", "d", "--predictions", "gold"])
+    given.apply_defaults()
+    found = given.arguments
+    assert (found["policy"], found["audit"]) == ("official", False)
+    assert (found["limits"].network, found["limits"].sys_admin) == (False, False)
+    _, given, _ = app.parse_args(["validate", "--dataset", "d"])
+    given.apply_defaults()
+    assert given.arguments["repeats"] == 3
 
 
 def test_an_engine_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from patches import file_diff
 
 from agentrl_swebench.dataset import Instance
 from agentrl_swebench.diff import PatchFormatError, parse_patch, patched
-from agentrl_swebench.policy import MAX_PATCH_BYTES, make_submission, suspicious
+from agentrl_swebench.policy import MAX_PATCH_BYTES, make_submission
 
 
 def instance(*, patch="", test_patch="", eval_script="pytest -rA checks/verify.py\n"):
@@ -378,13 +378,6 @@ def test_what_git_writes_is_read(tmp_path, options):
     assert [section.paths[-1] for section in sections] == names
     kept = make_submission(instance(), patch, "strict")
     assert (kept.patch, kept.dropped, kept.refused) == (patch, (), "")
-
-
-def test_suspicious_lines_are_noted():
-    assert suspicious(file_diff("src/b/core.py", None, "import os\nos._exit(0)\n")) == (
-        "src/b/core.py: exits the process",
-    )
-    assert suspicious(GOOD) == ()
 
 
 def test_only_whole_marks_of_the_harness_are_refused():

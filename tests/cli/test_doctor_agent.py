@@ -1,18 +1,18 @@
-"""`agentrl agent check`: what it says of agents that do well, and of each that does not."""
+"""`agentrl doctor --play` with an agent: its finding for good agents and for faulty ones."""
 
 import asyncio
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import aiohttp
 import pytest
 from agent_play import openai_sdk
 from tokenizers_for_tests import make_tokenizer
 
-from agentrl.cli.agent_check import ANSWER, check, report, section_of
-from agentrl.cli.main import main
-from agentrl.config import AgentSection
+from agentrl.cli.doctor_agent import ANSWER, agent_findings, check, report
+from agentrl.config import AgentSection, load_config
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.command import CommandRunner
 from agentrl.rollout.agent.runner import Agents, CallableRunner
@@ -29,6 +29,7 @@ TOOL = {
     },
 }
 CLOCK = itertools.count()
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml"
 
 
 async def ask(base_url, api_key, body):
@@ -73,7 +74,7 @@ def checked(runner, section=None):
 def test_an_agent_that_keeps_its_history_is_one_row_per_script():
     for solve in (agent(), openai_sdk):
         text, is_clean = checked(solve)
-        assert is_clean and "one row per dialogue, nothing refused" in text
+        assert is_clean
         assert "What to set" not in text and f"it answers {ANSWER!r}" in text
         assert "1 calls, 1 rows, 1 dialogues" in text
 
@@ -111,7 +112,7 @@ def other_arguments(message):
 )
 def test_the_first_message_that_differs_is_shown_and_how(solve, says):
     text, is_clean = checked(solve)
-    assert not is_clean and "see above" in text
+    assert not is_clean
     for each in says:
         assert each in text, text
 
@@ -162,28 +163,22 @@ def test_a_command_whose_last_line_is_no_answer_is_told_so():
     assert 'agent.answer = "policy"' in text and "offers none" in text
 
 
-def test_a_function_is_told_from_a_command():
-    assert section_of(["solve.py:main"], answer="policy").run == "solve.py:main"
-    assert section_of(["pkg.module:solve"]).run == "pkg.module:solve"
-    assert section_of(["./solve.py"], answer="policy").command == ["./solve.py"]
-    assert section_of(["mini", "a.py:b"]).command == ["mini", "a.py:b"]
-
-
 @pytest.mark.slow  # torch is loaded
-def test_the_command_line_gives_the_report_and_a_status(tmp_path, capsys):
+def test_a_run_s_agent_is_a_finding(tmp_path):
     file = tmp_path / "solve.py"
     file.write_text(
-        "import sys\n"
         "async def solve(task, base_url, api_key):\n"
         "    from openai import AsyncOpenAI\n"
         "    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:\n"
         "        reply = await client.chat.completions.create(model='m', messages=task.messages)\n"
-        "    assert task.prompt == 'asked'\n"
         "    return reply.choices[0].message.content\n"
         "def silent(*_):\n"
         "    return ''\n"
     )
-    assert main(["agent", "check", f"{file}:solve", "--prompt", "asked"]) == 0
-    assert "1 calls, 1 rows" in capsys.readouterr().out
-    assert main(["agent", "check", f"{file}:silent"]) == 1
-    assert "without a call" in capsys.readouterr().out
+    for name, status, said in (
+        ("solve", "ok", "1 calls, 1 rows"),
+        ("silent", "fix", "without a call"),
+    ):
+        config = load_config(QUICKSTART, ["--agent.run", f"{file}:{name}"])
+        ((found, what, detail),) = agent_findings(config)
+        assert (found, what) == (status, "agent") and said in detail

@@ -1,26 +1,23 @@
-"""`agentrl agent check`: reports how an agent's calls would be recorded, before a model is trained.
+"""Shows how an agent's calls would be recorded, for `agentrl doctor RUN.toml --play N`.
 
-The agent plays scripted episodes against the real endpoint: nobody samples, the policy says what a
-script has it say. An agent that sends back what it was told is one row of tokens per dialogue;
-each further row is explained by the first message that came back as another one.
+The agent plays scripted episodes against the real endpoint: no model samples, a script gives the
+policy's turns. An agent that sends back the messages it got makes one row of tokens per dialogue;
+each further row is explained by the first message that came back changed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from agentrl.cli.examples import copy_examples
-from agentrl.config import AgentSection
+from agentrl.cli.doctor_servers import Status
+from agentrl.config import AgentSection, RunConfig
 from agentrl.env import Environment, Task
 from agentrl.env.client import connect
 from agentrl.inference.base import Generation, SamplingParams
@@ -32,6 +29,8 @@ from agentrl.rollout.driver import Episode, Limits, play_agent
 from agentrl.rollout.policy import Prompt, TokenPolicy
 from agentrl.types import JSON, Message, ToolSpec, Trajectory
 
+Finding = tuple[Status, str, str]
+PROMPT = "What is 6 times 7?"
 ANSWER = "The answer is 42."
 _LAST = (ANSWER, "", 0)
 SCRIPTS: dict[str, Sequence[tuple[str, str, int]]] = {
@@ -44,9 +43,11 @@ SCRIPTS: dict[str, Sequence[tuple[str, str, int]]] = {
     ),
     "calls two tools at once": (("Both.", "Two at once.", 2), ("", "", 2), _LAST),
 }
-"""What the policy says in the turns of a dialogue: text, reasoning, and number of calls. Where the
-agent offers no tools, it answers."""
+"""The policy's turns in a dialogue: text, reasoning, and number of calls. If the agent offers no
+tools, the policy answers."""
 MAX_TURNS = 64
+SECONDS = 120.0
+"""Longest time of a scripted episode."""
 SHOWN_CHARS = 30
 
 
@@ -270,7 +271,7 @@ def _shown(had: str, sent: str) -> str:
 
 
 def report(played: Sequence[Played], section: AgentSection) -> str:
-    """Returns the lines to print."""
+    """Returns the lines to show."""
     lines = []
     for each in played:
         trajectory = each.trajectory
@@ -289,11 +290,9 @@ def report(played: Sequence[Played], section: AgentSection) -> str:
     notes = dict.fromkeys(note for each in played for note in each.notes)
     advice = dict.fromkeys(_advice(played, section))
     if notes:
-        lines += ["", "The endpoint says:", *(f"  {note}" for note in notes)]
+        lines += ["", "The endpoint's log:", *(f"  {note}" for note in notes)]
     if advice:
         lines += ["", "What to set or change:", *(f"  {each}" for each in advice)]
-    clean = all(each.is_clean for each in played)
-    lines += ["", "one row per dialogue, nothing refused" if clean else "see above"]
     return "\n".join(lines)
 
 
@@ -381,28 +380,24 @@ class _Notes(logging.Handler):
         return lines
 
 
-def section_of(what: Sequence[str], **keys: Any) -> AgentSection:
-    """Returns the agent's configuration for a function's import path or else a command."""
-    if len(what) == 1 and re.fullmatch(r"[\w./-]+(\.py)?:\w+", what[0]):
-        return AgentSection(run=what[0])
-    return AgentSection(command=list(what), **keys)
+def agent_findings(config: RunConfig) -> Iterator[Finding]:
+    """Lets the run's agent play the scripts. Its tools are called, with made-up arguments.
 
-
-def check_command(
-    what: Sequence[str], *, model: str | None, prompt: str, timeout_s: float, keys: dict[str, Any]
-) -> int:
-    """Prints the report. Returns 0 if each dialogue is one row and no call was refused."""
+    Raises:
+        ConfigError: the agent, or the model's tokenizer, cannot be found.
+    """
     from agentrl.model.load import load_tokenizer  # takes seconds
 
-    section = section_of(what, **keys)
-    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as folder:
-        beside = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
-        if model is None and beside.is_dir():
-            model = str(beside)
-        elif model is None:
-            model = str(copy_examples(Path(folder) / "examples") / "quickstart" / "model")
-        renderer = Renderer(load_tokenizer(model))
-    agents = make_agents(section, max_concurrent=1)
-    played = asyncio.run(check(agents, renderer, prompt=prompt, timeout_s=timeout_s))
-    print(report(played, section))
-    return 0 if all(each.is_clean for each in played) else 1
+    rollout = config.rollout
+    renderer = Renderer(
+        load_tokenizer(config.model.path, config.model.chat_template),
+        template_kwargs=rollout.template,
+        dialect=rollout.dialect,
+        stop_token_ids=rollout.stop_token_ids,
+    )
+    agents = make_agents(config.agent, max_concurrent=1)
+    timeout_s = min(rollout.episode_timeout_s, SECONDS)
+    played = asyncio.run(check(agents, renderer, prompt=PROMPT, timeout_s=timeout_s))
+    clean = all(each.is_clean for each in played)
+    said = "one row per dialogue, nothing refused" if clean else "its calls become further rows"
+    yield "ok" if clean else "fix", "agent", f"{said}\n{report(played, config.agent)}"
