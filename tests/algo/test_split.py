@@ -266,6 +266,7 @@ print("same on both ranks")
 """
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 def test_two_ranks_give_the_same_gradient_and_metrics(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"

@@ -101,6 +101,7 @@ def num_left():
     return sum(isinstance(each, Hanging) for each in gc.get_objects())
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 def test_coroutines_that_ignore_their_deadline_leave_nothing_once_they_end():
     async def main():

@@ -81,7 +81,9 @@ async def play_all(proxy, path: Path, num_episodes: int, num_at_once: int) -> Co
     [
         (200, 16, False),
         (300, 64, True),
-        pytest.param(1700, 64, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(
+            1700, 64, True, marks=[pytest.mark.slow, pytest.mark.promise, pytest.mark.timeout(900)]
+        ),
     ],
 )
 def test_every_step_happens_exactly_once(

@@ -78,6 +78,7 @@ def answers(url):
         return call(url, "/v1/server").status_code == 200
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 def test_one_that_is_killed_comes_back_and_the_others_go_on(fleet):
     process, urls = fleet
@@ -202,6 +203,7 @@ def test_a_supervisor_that_is_killed_leaves_no_server(fleet):
     assert not any(answers(url) for url in urls)
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 def test_one_that_cannot_start_ends_all_with_a_message():
     first = free_ports(2)

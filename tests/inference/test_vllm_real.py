@@ -104,6 +104,7 @@ def test_doctor_finds_nothing_to_fix(server, capsys):
     assert "parity" in lines[-1]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_float32_logprobs_are_the_trainers(server, float32_model, temperature, capsys):
     prompts, generations = sample_many(server.urls[0], temperature)

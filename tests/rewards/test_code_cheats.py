@@ -205,6 +205,7 @@ def test_a_cheat_is_not_paid(cheat):
     assert scores(*CHEATS[cheat])[0] == 0
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize("cheat", sorted(CHEATS.keys() - set(FEW_CHEATS)))
 def test_no_cheat_is_paid(cheat):
@@ -414,6 +415,7 @@ def test_a_correct_program_is_paid(program):
     assert scores(*PROGRAMS[program]) == (1, "")
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - set(FEW_PROGRAMS)))
 def test_every_correct_program_is_paid(program):

@@ -144,7 +144,11 @@ def children():
 
 
 @pytest.mark.parametrize(
-    "num_episodes", [60, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "num_episodes",
+    [
+        60,
+        pytest.param(400, marks=[pytest.mark.slow, pytest.mark.promise, pytest.mark.timeout(600)]),
+    ],
 )
 def test_faults_leave_one_record_each_and_every_token_once(num_episodes):
     renderer = Renderer(make_tokenizer())

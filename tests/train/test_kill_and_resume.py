@@ -58,7 +58,13 @@ def wait_until(condition, process: subprocess.Popen) -> bool:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("arguments", "num_steps", "num_kills"),
-    [([], NUM_STEPS, 20), (PPO, 15, 3), (BFLOAT16, 8, 2), (ASYNC, 15, 3), (EVALUATED, 24, 2)],
+    [
+        ([], NUM_STEPS, 20),
+        pytest.param(PPO, 15, 3, marks=pytest.mark.promise),
+        (BFLOAT16, 8, 2),
+        pytest.param(ASYNC, 15, 3, marks=pytest.mark.promise),
+        (EVALUATED, 24, 2),
+    ],
     ids=["grpo, 20 kills", "ppo, 3 kills", "bfloat16, 2 kills", "async save, 3 kills", "evaluated"],
 )
 def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
@@ -104,6 +110,7 @@ def test_kills_change_nothing(tmp_path, arguments, num_steps, num_kills):
         assert best[0] == best[1] and best[0].startswith("step_")
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "save"),

@@ -104,6 +104,7 @@ def test_a_mixture_on_two_ranks_learns_with_the_routes_that_it_was_sampled_with(
     assert all(each["policy/rollout_train_logprob_diff_max"] < 1e-3 for each in metrics[:1])
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_do_what_one_does_and_any_number_goes_on(tmp_path):

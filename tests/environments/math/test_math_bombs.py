@@ -31,6 +31,7 @@ SLOW_HONEST = r"(\sin x+\cos x)^{12}"
 """Needs a second try, for which the slow bombs wait too."""
 
 
+@pytest.mark.promise
 @pytest.mark.slow
 @pytest.mark.parametrize("num_clients", [1, 2])
 def test_bombs_cost_no_honest_episode(num_clients):

@@ -165,6 +165,7 @@ def test_a_fresh_server_labels_its_weights_with_a_word(server):
     assert server.first_label == "default"
 
 
+@pytest.mark.promise
 def test_every_pushed_version_is_what_the_server_computes(server, model, sync):
     async def main():
         for version in range(1, 6):
