@@ -176,3 +176,32 @@ def test_a_preset_that_is_a_whole_recipe_gives_way_to_the_run_file():
     assert (config.train.betas, config.train.weight_decay) == ((0.9, 0.98), 0.0)
     assert config.train.learning_rate == 1e-5
     assert load_config(tomllib.loads(config.to_toml())) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "decides"),
+    [
+        *((key, True) for key in ("run.seed=7", "rollout.group_size=2", "rollout.min_p=0.1")),
+        *(
+            (key, True)
+            for key in ("objective.surrogate.low=0.1", "train.num_epochs=2", "env.split=x")
+        ),
+        *((key, True) for key in ("train.betas=[0.9,0.95]", "model.lora.rank=2", "env.config.a=1")),
+        *((key, False) for key in ("run.num_steps=7", "run.name=x", "rollout.max_concurrent=2")),
+        *((key, False) for key in ("rollout.turn_timeout_s=2", "train.token_budget=100")),
+        *((key, False) for key in ("inference.max_batch_tokens=99", "env.url=http://a:1")),
+        *((key, False) for key in ("eval.num_tasks=3", "track.signals=0.5")),
+    ],
+)
+def test_what_a_resumed_run_must_share_is_marked_on_the_key(override, decides):
+    words = ["--model.path=m", "--rollout.truncated_sampling=correct"]
+    plain, other = load_config({}, words), load_config({}, [*words, f"--{override}"])
+    assert (plain.decisive() != other.decisive()) == decides
+
+
+def test_each_environment_of_a_mixture_decides_by_its_name():
+    tables = [{"id": "math", "name": "a"}, {"id": "math", "name": "b", "weight": 2.0}]
+    config = load_config({"model": {"path": "m"}, "env": tables})
+    env = config.decisive()["env"]
+    assert isinstance(env, dict) and env.keys() == {"a", "b"}
+    assert env["b"]["weight"] == 2.0 and "url" not in env["b"]

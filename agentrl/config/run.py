@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -17,6 +17,7 @@ from agentrl.algo import Objective
 from agentrl.algo.objective import deep_merge
 from agentrl.algo.presets import PRESET_DATA, stages_of
 from agentrl.config.sections import (
+    DECISIVE,
     AgentSection,
     CriticSection,
     EnvSection,
@@ -31,6 +32,7 @@ from agentrl.config.sections import (
     TeacherSection,
     TrackSection,
     TrainSection,
+    decisive,
     require_sampler,
 )
 from agentrl.config.toml_text import toml_text
@@ -77,9 +79,11 @@ class RunConfig(Section):
     """`[agent]`: your own program that plays the episodes instead of the built-in loop."""
     inference: InferenceSection = Field(default_factory=lambda: InferenceSection.model_validate({}))
     """`[inference]`: the engine that samples."""
-    reward: RewardSection = Field(default_factory=RewardSection)
+    reward: Annotated[RewardSection, DECISIVE] = Field(default_factory=RewardSection)
     """`[reward]`: functions besides the environment's own reward."""
-    objective: Objective = Field(default_factory=lambda: Objective.model_validate({}))
+    objective: Annotated[Objective, DECISIVE] = Field(
+        default_factory=lambda: Objective.model_validate({})
+    )
     """The objective's stages; `preset` names a starting point, other keys override it."""
     train: TrainSection = Field(default_factory=TrainSection)
     """`[train]`: optimizer, batches, memory."""
@@ -120,6 +124,14 @@ class RunConfig(Section):
         With a single environment, `{"": self}`.
         """
         return {each.name: self._alone(each) for each in self.envs} or {"": self}
+
+    def decisive(self) -> dict[str, JsonValue]:
+        """Returns the values that a resumed run must have in common with the one that was saved;
+        of several environments those of each, by name."""
+        found = decisive(self)
+        if self.envs:
+            found["env"] = {each.name: decisive(each) for each in self.envs}
+        return found
 
     def _alone(self, env: MixedEnvSection) -> RunConfig:
         given = env.model_dump(include=_LIMITS, exclude_none=True)

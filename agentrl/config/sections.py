@@ -34,6 +34,29 @@ Commas = BeforeValidator(_split_commas)
 """Lets a list be given as a comma-separated string or a single number."""
 
 
+class Decisive:
+    """Marks a key of which a resumed run must have the same value as the run that was saved.
+
+    Keys of memory, speed, addresses and deadlines are not marked."""
+
+
+DECISIVE = Decisive()
+
+
+def decisive(section: BaseModel) -> dict[str, JsonValue]:
+    """Returns the values of a section's keys that are marked so, with its tables nested."""
+    found: dict[str, JsonValue] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            whole = DECISIVE in field.metadata
+            if table := value.model_dump(mode="json") if whole else decisive(value):
+                found[name] = table
+        elif DECISIVE in field.metadata:
+            found[name] = section.model_dump(mode="json", include={name})[name]
+    return found
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
@@ -59,7 +82,7 @@ class RunSection(Section):
     directory elsewhere."""
     dir: Path | None = None
     """Run directory; by default `runs/<name>`."""
-    seed: NonNegativeInt = 1
+    seed: Annotated[NonNegativeInt, DECISIVE] = 1
     """Seed of all random choices of the run: task order, environments, sampling, dropout."""
     num_steps: PositiveInt = 100
     """Number of rollout batches to train on."""
@@ -131,23 +154,23 @@ class RunSection(Section):
 class LoraSection(Section):
     """Train a low-rank adapter instead of all weights; needs `pip install 'agentrl-gym[lora]'`."""
 
-    rank: Annotated[int, Field(ge=0, le=512)] = 0
+    rank: Annotated[int, Field(ge=0, le=512), DECISIVE] = 0
     """Rank of the adapter's matrices. 0 trains all weights, without an adapter."""
-    alpha: PositiveInt = 32
+    alpha: Annotated[PositiveInt, DECISIVE] = 32
     """The adapter's output is scaled by `alpha / rank`."""
-    targets: str | list[str] = "all-linear"
+    targets: Annotated[str | list[str], DECISIVE] = "all-linear"
     """Names of the linear layers to adapt, such as `["q_proj", "v_proj"]`; `all-linear` is every
     one except the head."""
 
 
 class ModelSection(Section):
-    path: str = ""
+    path: Annotated[str, DECISIVE] = ""
     """Directory in Hugging Face layout, or the name of a model on the Hugging Face Hub. Needed,
     except with `inference.backend = "openai"`."""
     chat_template: str | None = None
     """File with a Jinja template to use instead of the model's own. `none` concatenates the texts
     of the messages, for base models (docs/models.md)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], DECISIVE] = "float32"
     """dtype of activations and of the weights used for computing and sampling. With `bfloat16`, the
     optimizer updates float32 weights, which are cast. Log-probabilities are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -158,7 +181,7 @@ class ModelSection(Section):
     compile: bool = False
     """Fuse the operations between each layer's matrix products (`torch.compile`, docs/memory.md).
     Takes a minute at the start, then less memory and often less time. Needs g++ on a CPU."""
-    quantization: Literal["nf4"] | None = None
+    quantization: Annotated[Literal["nf4"] | None, DECISIVE] = None
     """Keep the frozen weights beneath an adapter in 4 bits (QLoRA, docs/memory.md), about half a
     byte each. Needs `model.lora.rank`, one rank and `pip install 'agentrl-gym[8bit]'`."""
     freeze_router: bool = False
@@ -168,10 +191,10 @@ class ModelSection(Section):
     freeze: list[str] = Field(default_factory=list)
     """Names of parameters to freeze, in which `*` matches any characters:
     `["*.embed_tokens.*", "model.layers.0.*"]`."""
-    reference: str | None = None
+    reference: Annotated[str | None, DECISIVE] = None
     """Frozen reference model for the KL, in the form of `path`; by default the model at `path`
     before training."""
-    reference_every: PositiveInt | None = None
+    reference_every: Annotated[PositiveInt | None, DECISIVE] = None
     """Every so many steps, replace the reference model by the current policy."""
     lora: LoraSection = Field(default_factory=LoraSection)
 
@@ -206,16 +229,16 @@ class ModelSection(Section):
 
 
 class EnvSection(Section):
-    id: str = "math"
+    id: Annotated[str, DECISIVE] = "math"
     """Id of a registered environment, `module:Class` or `path/to/env.py:Class`."""
     url: Annotated[list[str], Commas, Field(default_factory=list)]
     """URLs of environment servers (`agentrl env serve`), comma-separated; by default the
     environment runs in this process."""
     token: str | None = Field(default=None, repr=False)
     """Bearer token of those servers; by default AGENTRL_ENV_TOKEN."""
-    split: str = "train"
+    split: Annotated[str, DECISIVE] = "train"
     """Split to train on."""
-    config: dict[str, JsonValue] = Field(default_factory=dict)
+    config: Annotated[dict[str, JsonValue], DECISIVE] = Field(default_factory=dict)
     """The environment's own settings; see `agentrl env info ID`."""
 
 
@@ -224,13 +247,13 @@ class MixedEnvSection(EnvSection):
 
     name: str = ""
     """Name in metrics, group ids and on the command line; by default `id`."""
-    weight: NonNegative | list[tuple[PositiveInt, NonNegative]] = 1.0
+    weight: Annotated[NonNegative | list[tuple[PositiveInt, NonNegative]], DECISIVE] = 1.0
     """Its share of a step's groups is this, divided by the sum of all weights. `(step, weight)`
     pairs, such as `[[1, 1.0], [100, 0.2]]`, are interpolated linearly."""
-    max_turns: PositiveInt | None = None
+    max_turns: Annotated[PositiveInt | None, DECISIVE] = None
     """Maximum number of turns of its episodes. By default, this and the next four keys are those of
     `[rollout]`."""
-    max_turn_tokens: PositiveInt | None = None
+    max_turn_tokens: Annotated[PositiveInt | None, DECISIVE] = None
     """Maximum number of tokens sampled in one turn."""
     turn_timeout_s: Seconds | None = None
     """Deadline of one turn's generation."""
@@ -238,11 +261,11 @@ class MixedEnvSection(EnvSection):
     """Deadline of one environment step, and of reset."""
     episode_timeout_s: Seconds | None = None
     """Deadline of a whole episode."""
-    sampler: str | None = None
+    sampler: Annotated[str | None, DECISIVE] = None
     """How its tasks are chosen. By default, this and the next key are those of `[rollout]`."""
-    sampler_stages: Annotated[list[PositiveInt] | None, Commas] = None
+    sampler_stages: Annotated[list[PositiveInt] | None, Commas, DECISIVE] = None
     """For `staged`: indices of the tasks at which the second and later pools begin."""
-    reward: RewardSection | None = None
+    reward: Annotated[RewardSection | None, DECISIVE] = None
     """`[env.reward]`: its own reward functions, instead of those in `[reward]`."""
 
     @model_validator(mode="before")
@@ -288,9 +311,9 @@ def require_sampler(name: str, stages: list[int]) -> None:
 
 
 class RolloutSection(Section):
-    groups_per_step: PositiveInt = 8
+    groups_per_step: Annotated[PositiveInt, DECISIVE] = 8
     """Number of tasks per step."""
-    group_size: PositiveInt = 8
+    group_size: Annotated[PositiveInt, DECISIVE] = 8
     """Number of trajectories per task; they share a baseline."""
     max_concurrent: PositiveInt = 256
     """Maximum number of episodes in flight."""
@@ -306,15 +329,15 @@ class RolloutSection(Section):
     stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
     """Tokens that end a turn, in addition to the chat template's own. They are not part of the
     turn's text, and the template's own end token follows them."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0), DECISIVE] = 1.0
     """Sampling temperature, by which the trainer divides its logits, too."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), DECISIVE] = 1.0
     """Sample from the most likely tokens with this total probability. Below 1, and with the next
     two keys, the sampled distribution differs from the trainer's full one, which is refused unless
     `truncated_sampling` is `correct`."""
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1), DECISIVE] = -1
     """Sample from this many of the most likely tokens; -1 for all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1), DECISIVE] = 0.0
     """Do not sample tokens with less than this fraction of the most likely token's probability."""
     truncated_sampling: Literal["refuse", "correct"] = "refuse"
     """`correct`: the trainer computes the same truncated distribution from the token ids that the
@@ -332,7 +355,7 @@ class RolloutSection(Section):
     dialect: str = "auto"
     """How the model writes reasoning and tool calls: a name from docs/dialects.md, or `text` for
     neither. `auto` derives it from the chat template; `--dry-run` shows the result."""
-    generate: str | None = None
+    generate: Annotated[str | None, DECISIVE] = None
     """An async function `(task, policy, session)` that plays an episode instead of the driver:
     `package.module:function` or `path/to/file.py:function`; see docs/agents.md."""
     turn_timeout_s: Seconds = 600.0
@@ -349,24 +372,24 @@ class RolloutSection(Section):
     `package.module:function` or `path/to/file.py:function` (docs/mixtures.md). `zero_variance`
     drops groups whose rewards are all equal, because their advantages are zero; with `max_waves` of
     4 or more it is DAPO's dynamic sampling."""
-    sampler: str = "uniform"
+    sampler: Annotated[str, DECISIVE] = "uniform"
     """How tasks are chosen. `uniform` shuffles the split anew each epoch, `difficulty` prefers
     tasks with a pass rate near a target, `staged` opens pools of harder tasks one by one. Or your
     own function, `package.module:function` or `path/to/file.py:function` (docs/mixtures.md)."""
-    sampler_target: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    sampler_target: Annotated[float, Field(gt=0, lt=1), DECISIVE] = 0.5
     """For `difficulty`: tasks with a pass rate near this one are drawn most often."""
-    sampler_fresh: Annotated[float, Field(ge=0, le=1)] = 0.25
+    sampler_fresh: Annotated[float, Field(ge=0, le=1), DECISIVE] = 0.25
     """For `difficulty`: fraction of tasks that were never played, as long as there are any."""
-    sampler_retired: Annotated[float, Field(ge=0, le=1)] = 0.1
+    sampler_retired: Annotated[float, Field(ge=0, le=1), DECISIVE] = 0.1
     """Fraction of tasks that are already passed; for `staged`, of tasks from earlier pools."""
-    sampler_passed: Annotated[float, Field(gt=0, le=1)] = 0.9
+    sampler_passed: Annotated[float, Field(gt=0, le=1), DECISIVE] = 0.9
     """Pass rate from which a task, or a pool of tasks, counts as passed."""
-    sampler_stages: Annotated[list[PositiveInt], Commas] = Field(default_factory=list)
+    sampler_stages: Annotated[list[PositiveInt], Commas, DECISIVE] = Field(default_factory=list)
     """For `staged`: indices of the tasks at which the second and later pools begin."""
-    replay_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    replay_share: Annotated[float, Field(ge=0, le=1), DECISIVE] = 0.0
     """Number of earlier groups to train on again in each step, as a fraction of `groups_per_step`;
     groups whose rewards differ most are preferred. Needs importance weights (docs/mixtures.md)."""
-    replay_max_age: PositiveInt = 4
+    replay_max_age: Annotated[PositiveInt, DECISIVE] = 4
     """Steps after which a group is no longer trained on again."""
     max_staleness: NonNegativeInt = 0
     """Maximum number of steps by which the policy that sampled may lag behind the trained one,
@@ -488,16 +511,16 @@ class AgentRole(Section):
 class AgentSection(Section):
     """Your own agent that plays the episodes. Without one, the built-in loop does."""
 
-    run: str | None = None
+    run: Annotated[str | None, DECISIVE] = None
     """A function `(task, base_url, api_key) -> answer`, plain or async, as
     `package.module:function` or `path/to/file.py:function`. If it returns a number, that is the
     reward; a string is graded by the environment; None grades the policy's last text."""
-    command: list[str] = Field(default_factory=list)
+    command: Annotated[list[str], DECISIVE] = Field(default_factory=list)
     """A program to run per episode, instead of `run`, such as `["mini", "-t", "{prompt}"]`. It
     finds the model through OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY. `{prompt}`, `{task_id}`, `{base_url}`, `{api_key}`, `{mcp_url}` and
     `{tools_url}` are filled in."""
-    answer: str = "last_line"
+    answer: Annotated[str, DECISIVE] = "last_line"
     """What to grade as the answer of `command`: `last_line` of its output, `policy` (the policy's
     last text) or `file:PATH`, a file that it wrote (empty if it is missing)."""
     home: str = "private"
@@ -507,14 +530,14 @@ class AgentSection(Section):
     leave_out_provider_tools: bool = True
     """Ignore tools in a call that the model provider would run (web_search), and log their names;
     false refuses such calls."""
-    container: str | None = None
+    container: Annotated[str | None, DECISIVE] = None
     """Local Docker image in which to run `command`, one container per episode."""
     network: str | None = None
     """Docker network of those containers; by default one that reaches only the endpoint and this
     machine."""
     memory_mb: PositiveInt = 2048
     """Memory limit of each container in MB, including swap."""
-    roles: list[AgentRole] = Field(default_factory=list)
+    roles: Annotated[list[AgentRole], DECISIVE] = Field(default_factory=list)
     """Rules for which calls are trained on; the first match decides. Calls without a match are
     trained on, except calls without tools whose system prompt is not used by any call with
     tools."""
@@ -653,11 +676,11 @@ class ParallelSection(Section):
 
 
 class TrainSection(Section):
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    learning_rate: Annotated[float, Field(gt=0), DECISIVE] = 1e-6
     """Peak of the learning-rate schedule."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], DECISIVE] = "constant"
     """Schedule after the warm-up, over all optimizer steps of the run."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[NonNegativeInt, DECISIVE] = 0
     """Optimizer steps of linear warm-up."""
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu"] = "adamw"
     """Where and how AdamW stores its two moments. `adamw`: in float32 on the device. `adamw_8bit`:
@@ -665,17 +688,17 @@ class TrainSection(Section):
     `adamw_cpu`: in host memory, together with the float32 weights and gradients; the update runs on
     the CPU and is slower. With several ranks, a layer's weights are then on the device only while
     it computes."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0), DECISIVE] = 0.0
+    betas: Annotated[tuple[float, float], DECISIVE] = (0.9, 0.999)
     """AdamW's betas."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0), DECISIVE] = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0), DECISIVE] = 1.0
     """Gradients with a larger norm are scaled down to it."""
-    router_replay: bool = False
+    router_replay: Annotated[bool, DECISIVE] = False
     """Mixtures of experts: route each token to the experts that it went to when it was sampled
     (docs/models.md). Needs `inference.backend = "embedded"`."""
-    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    router_aux_loss: Annotated[float, Field(ge=0), DECISIVE] = 0.0
     """Mixtures of experts: weight of the model family's load-balancing loss. It is computed per
     micro-batch, so, unlike everything else, it depends on `token_budget`."""
     token_budget: PositiveInt = 8192
@@ -685,9 +708,9 @@ class TrainSection(Section):
     """Compute the common beginning of a group's samples, such as the prompt, only once, if the
     model family supports it and it saves time (docs/models.md). Changes the gradient by rounding
     only; set it to false to rule it out as the cause of a problem."""
-    num_epochs: PositiveInt = 1
+    num_epochs: Annotated[PositiveInt, DECISIVE] = 1
     """Passes over a batch of rollouts."""
-    num_minibatches: PositiveInt = 1
+    num_minibatches: Annotated[PositiveInt, DECISIVE] = 1
     """Optimizer steps per pass; groups are split evenly."""
     max_nonfinite_steps: PositiveInt = 5
     """Consecutive updates skipped for a non-finite gradient before the run stops."""
@@ -745,11 +768,11 @@ class RewardSection(Section):
 class CriticSection(Section):
     """The critic of objectives with `credit.kind = "gae"` (ppo, vapo). Others do not use one."""
 
-    path: str | None = None
+    path: Annotated[str | None, DECISIVE] = None
     """Model that the critic starts from, with a value head of zeros; by default the policy's."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    learning_rate: Annotated[float, Field(gt=0), DECISIVE] = 1e-5
     """Peak of its learning-rate schedule. Its other optimizer settings are those in `train`."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[NonNegativeInt, DECISIVE] = 0
     """Number of first steps in which only the critic learns, so that its values are meaningful
     when the policy starts to learn."""
 
@@ -757,7 +780,7 @@ class CriticSection(Section):
 class TeacherSection(Section):
     """The teacher of objectives with `distill.where` (opd): either `path` or `url`."""
 
-    path: str | None = None
+    path: Annotated[str | None, DECISIVE] = None
     """Frozen model to load beside the policy, with the policy's tokenizer, dtype and device."""
     url: str | None = None
     """URL of a vLLM or SGLang server with the teacher, without `/v1`."""

@@ -47,6 +47,7 @@ from torch.distributed.checkpoint import save  # pyright: ignore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.model import ranks
 from agentrl.model.adapter_files import WEIGHTS_FILE
@@ -505,8 +506,10 @@ def check_fingerprint(
     Raises:
         CheckpointError: they differ; lists every differing key with both values.
     """
-    before = _flatten(exact_json(saved, "fingerprint"))
-    now = _flatten(exact_json(current, "fingerprint"))
+    # A key that was added since the checkpoint was saved had its default's effect then.
+    defaults = _flatten(RunConfig.model_validate({"model": {"path": "none"}}).decisive())
+    before = defaults | _flatten(exact_json(saved, "fingerprint"))
+    now = defaults | _flatten(exact_json(current, "fingerprint"))
     differences = [
         f"{key}: checkpoint {before.get(key, '(absent)')}, now {now.get(key, '(absent)')}"
         for key in sorted(before.keys() | now.keys())

@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 from agentrl.config import (
     AgentSection,
     InferenceSection,
-    ModelSection,
-    RolloutSection,
     RunConfig,
 )
 from agentrl.env.client import EnvClient
@@ -74,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SAMPLER_KEYS = {"sampler", "sampler_stages"}
 REPLAY = "replay/groups"
 """Key of a checkpoint's data position, beside the names of environments, which hold no slash."""
 STALL_REPORT_ROWS = 40
@@ -275,95 +272,21 @@ def named_in_errors(name: str) -> Iterator[None]:
 def _fingerprint(
     config: RunConfig, *, num_tasks: Mapping[str, int | None], model: PreTrainedModel
 ) -> dict[str, JSON]:
-    """Returns the settings that two runs must share for one to continue the other."""
-    rollout, lora = config.rollout, config.model.lora
-    return {
-        "run.seed": config.run.seed,
-        "model.path": identity_of(config.model.path),
-        "model.dtype": config.model.dtype,
-        **({"model.quantization": config.model.quantization} if config.model.quantization else {}),
-        "model.parameters": sum(p.numel() for p in model.parameters()),
-        "model.lora": lora.model_dump(mode="json") if lora.rank else None,
-        **_environments(config, num_tasks),
-        "rollout.groups_per_step": rollout.groups_per_step,
-        "rollout.group_size": rollout.group_size,
-        "rollout.temperature": rollout.temperature,
-        **_truncation(rollout),
-        **_sampler(config),
-        **_replay(rollout),
-        **_agent(config.agent),
-        **({"rollout.generate": rollout.generate} if rollout.generate else {}),
-        "reward": config.reward.model_dump(mode="json"),
-        **_reference(config.model),
-        "objective": config.objective.model_dump(
-            mode="json", exclude={"statistics"} if config.objective.statistics == "batch" else set()
-        ),
-        "critic": config.critic.model_dump(mode="json") if config.objective.needs_critic else None,
-        "teacher.path": config.teacher.path and identity_of(config.teacher.path),
-        # How an update is computed. Settings of memory and speed, such as token_budget, may differ.
-        "train": config.train.model_dump(
-            mode="json",
-            exclude={
-                *("token_budget", "share_prefixes", "parallel"),
-                *("max_nonfinite_steps", "optimizer", "router_replay"),
-            },
-        ),
-        **({"train.router_replay": True} if config.train.router_replay else {}),
-    }
-
-
-def _reference(model: ModelSection) -> dict[str, JSON]:
-    keys = ("reference", "reference_every")
-    return {f"model.{key}": getattr(model, key) for key in keys if getattr(model, key)}
-
-
-def _environments(config: RunConfig, num_tasks: Mapping[str, int | None]) -> dict[str, JSON]:
-    """Returns the environments, without addresses and deadlines, which may differ."""
-    if not config.envs:
-        env = config.env
-        return {
-            "env.id": env.id,
-            "env.split": env.split,
-            "env.tasks": num_tasks[""],
-            "env.config": dict(env.config),
-        }
-    may_change = {"url", "token", "turn_timeout_s", "step_timeout_s", "episode_timeout_s"}
-    return {
-        f"env.{env.name}": env.model_dump(
-            mode="json", exclude=may_change if env.sampler else may_change | SAMPLER_KEYS
-        )
-        | {"tasks": num_tasks[env.name]}
-        for env in config.envs
-    }
-
-
-def _truncation(rollout: RolloutSection) -> dict[str, JSON]:
-    keys = ("top_p", "top_k", "min_p") if rollout.is_truncated else ()
-    return {f"rollout.{key}": getattr(rollout, key) for key in keys}
-
-
-def _sampler(config: RunConfig) -> dict[str, JSON]:
-    """Returns how tasks are chosen, except keys of `[[env]]`, which `_environments` returns."""
-    if all(each.rollout.sampler == "uniform" for each in config.environments.values()):
-        return {}
-    rollout = config.rollout
-    keys = [key for key in RolloutSection.model_fields if key.startswith("sampler")]
-    return {f"rollout.{key}": getattr(rollout, key) for key in keys}
-
-
-def _replay(rollout: RolloutSection) -> dict[str, JSON]:
-    keys = ("replay_share", "replay_max_age") if rollout.replay_share else ()
-    return {f"rollout.{key}": getattr(rollout, key) for key in keys}
-
-
-def _agent(agent: AgentSection) -> dict[str, JSON]:
-    """Returns the agent that plays, without its endpoint's address, which may differ."""
-    settings = agent.model_dump(mode="json", include={"run", "command", "container"})
-    if agent.answer != "last_line":
-        settings["answer"] = agent.answer
-    if agent.roles:
-        settings["roles"] = [role.model_dump(mode="json") for role in agent.roles]
-    return {"agent": settings} if agent.is_on else {}
+    """Returns everything that two runs must share for one to continue the other: the keys marked as
+    decisive, with models by their contents and environments with their numbers of tasks."""
+    found: Any = config.decisive()
+    model_table = found["model"]
+    for table, key in (
+        (model_table, "path"),
+        (model_table, "reference"),
+        (found["teacher"], "path"),
+        (found["critic"], "path"),
+    ):
+        table[key] = table[key] and identity_of(table[key])
+    model_table["parameters"] = sum(p.numel() for p in model.parameters())
+    for name, number in num_tasks.items():
+        (found["env"][name] if name else found["env"])["tasks"] = number
+    return found
 
 
 # outputs and checkpoints --------------------------------------------------------------------------

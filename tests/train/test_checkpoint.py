@@ -540,6 +540,12 @@ def test_every_difference_is_listed_with_both_values_and_the_remedy(caplog):
     assert "group_size: checkpoint 8, now 16" in caplog.text
 
 
+def test_a_key_that_a_checkpoint_does_not_know_had_its_default():
+    check_fingerprint(FINGERPRINT, FINGERPRINT | {"rollout": {"top_p": 1.0}})
+    with pytest.raises(CheckpointError, match=r"rollout\.top_p: checkpoint 1\.0, now 0\.9"):
+        check_fingerprint(FINGERPRINT, FINGERPRINT | {"rollout": {"top_p": 0.9}})
+
+
 def test_equal_fingerprints_pass_through_json():
     current = {"sizes": (1, 2), "rate": 1e-6, "nested": {"a": {"b": None}}, "empty": {}}
     check_fingerprint(json.loads(json.dumps(current)), current)
