@@ -96,9 +96,12 @@ def causes_of_failure(trajectories: Sequence[Trajectory], config: RunConfig) -> 
     ):
         stopped = sum(t.stop_reason == reason for t in ended)
         if stopped >= 0.5 * len(ended):
+            remedy = "raise it"
+            if reason is StopReason.MAX_TURNS and stopped == len(ended):
+                remedy += ", if the environment ends an episode at all (agentrl env check)"
             causes.append(
                 f"{stopped} of {len(ended)} episodes end at rollout.{key} = "
-                f"{getattr(rollout, key)}: raise it"
+                f"{getattr(rollout, key)}: {remedy}"
             )
     malformed = sum(turn.parse_status == "malformed" for turn in turns)
     invalid = sum(t.metrics.get("invalid_calls", 0.0) for t in ended)

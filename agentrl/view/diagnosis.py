@@ -233,11 +233,27 @@ def _malformed(seen: Evidence) -> Verdict:
     return Finding(text, query) if bad >= 0.1 * turns else text
 
 
+SERVER_CODES = {"inference_error", "weight_sync_error", "unavailable", "session_lost"}
+"""Errors of a server, of the policy or of an environment, that no tool and no grader can cause."""
+
+
+def _servers(seen: Evidence) -> Verdict:
+    entries = seen.entries()
+    if not entries:
+        return None
+    codes = Counter(entry.error for entry in entries if entry.error in SERVER_CODES)
+    text = f"{codes.total()} of {len(entries)} trajectories failed because of a server"
+    if codes.total() < 0.05 * len(entries):
+        return text
+    code, count = codes.most_common(1)[0]
+    return Finding(f"{text}; {count} with {code}", {"show": "failed", "error": code})
+
+
 def _errors(seen: Evidence) -> Verdict:
     entries = seen.entries()
     if not entries:
         return _over(seen, "rollout/error_fraction", 0.05, "of the trajectories failed")
-    codes = Counter(entry.error for entry in entries if entry.error)
+    codes = Counter(e.error for e in entries if e.error and e.error not in SERVER_CODES)
     failed = codes.total()
     tools = sum(entry.tool_errors for entry in entries)
     text = f"{failed} of {len(entries)} trajectories failed, tools failed {tools:.0f} times"
@@ -553,6 +569,18 @@ RULES = [
         "itself.",
         "rollout/error_fraction",
         _one_environment,
+        of_policy=False,
+    ),
+    Rule(
+        "servers",
+        "Servers answer",
+        "read the servers' logs in the run's logs/, or those of the environment's server",
+        "The trajectories failed because a server of the policy or of the environment did not "
+        "answer, was full or was restarted; the environment's code is not to blame. Read the logs, "
+        "and give the servers more memory, or the run fewer episodes at once "
+        "(rollout.max_concurrent).",
+        "rollout/error_fraction",
+        _servers,
         of_policy=False,
     ),
     Rule(

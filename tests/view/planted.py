@@ -39,6 +39,7 @@ FAULTS = {
     "truncation": {"truncated": 0.5},
     "malformed_calls": {"malformed": 0.4},
     "errors": {"failed": 0.3},
+    "servers": {"failed": 0.3, "code": "inference_error"},
     "mismatch": {"metrics": {"policy/rollout_train_logprob_diff_mean": 0.3}},
     "staleness": {"metrics": {"rollout/staleness_mean": 5.5, "policy/ess": 0.3}},
     "uniform": {"entropy": lambda step: 0.5 + 0.2 * step, "malformed": 0.3},
@@ -116,7 +117,9 @@ def trajectory(step: int, group: int, member: int, rng: random.Random, fault: di
     name, share = fault.get("env_failed", ("", 0))
     if rng.random() < (share if env_id == name else fault.get("failed", 0)):
         made.stop_reason = StopReason.ERROR
-        made.error = TrajectoryError("grade", "grader_timeout", "the grader did not answer in 60 s")
+        made.error = TrajectoryError(
+            "grade", fault.get("code", "grader_timeout"), "no answer in 60 s"
+        )
     return made
 
 
