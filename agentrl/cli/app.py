@@ -17,7 +17,7 @@ RunFile = Annotated[Path, Parameter(help="Run file, such as run.toml.")]
 Key = Annotated[
     str,
     Parameter(
-        name="--section.key value",
+        name="--section.key",
         allow_leading_hyphen=True,
         help="Any key of the run file, such as --run.seed 2 or --objective.preset dapo.",
     ),

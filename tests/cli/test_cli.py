@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.main import main
+from agentrl.cli.main import add_plugins, app, main
 
 RUN = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.toml")
 COMMANDS = [
@@ -48,6 +48,13 @@ def test_help_loads_no_torch_and_no_servers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_script_of_the_shell_s_completion_is_one_and_knows_every_command():
+    add_plugins(app)
+    script = app.generate_completion(shell="bash")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "swebench" in script and "--print-servers" in script
 
 
 def test_dry_run_prints_a_configuration_that_loads(tmp_path, capsys):
