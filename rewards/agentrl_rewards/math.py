@@ -368,4 +368,4 @@ def refusal(answer: str) -> str | None:
     return f"brackets nested more than {MAX_DEPTH} deep" if deepest > MAX_DEPTH else None
 
 
-_ALLOWED_NON_ASCII = "°π√×·÷∞≤≥≠²³±−∪∩∈θ’"
+_ALLOWED_NON_ASCII = "°’"
