@@ -160,6 +160,7 @@ def _comparisons(suite: Suite, played: Mapping[tuple[str, str], list[Trajectory]
                     "low": paired.low,
                     "high": paired.high,
                     "p_value": paired.p_value,
+                    "shown": str(paired),
                 }
             )
     return list(rows)
@@ -195,7 +196,7 @@ def tables(result: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[st
     compared = [
         [
             *(row["benchmark"], f"{row['model']} - {row['against']}"),
-            f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+            row["shown"],
             f"{row['p_value']:.3g}",
         ]
         for row in result["comparisons"]

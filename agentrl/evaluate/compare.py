@@ -58,14 +58,17 @@ def compare_command(
         return 0
     print(f"A = {first}, B = {second}: {difference.num_tasks} tasks in both")
     print(f"A {difference.first:.3f}, B {difference.second:.3f}")
-    print(
-        f"B - A {difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], "
-        f"p = {difference.p_value:.3g} (signs of the tasks' differences exchanged)"
-    )
-    print(
-        f"with so many tasks a difference of {difference.detectable:.3f} is found in four of five "
-        "evaluations; one of half that size needs four times as many"
-    )
+    if all(a == b for a, b in tasks.values()):
+        print("every task has the same mean reward in both: nothing says how much they vary")
+        return 0
+    print(f"B - A {difference}, p = {difference.p_value:.3g} (signs of the tasks' differences)")
+    if difference.num_tasks < 8:
+        print("fewer than eight tasks: only a difference in nearly all of them would be found")
+    else:
+        print(
+            f"a difference of {difference.detectable:.3f} is found in four of five evaluations of "
+            "this many tasks; one of half that size needs four times as many"
+        )
     if needed is not None:
         print(f"one of {wanted:g} needs {needed:,} tasks like these")
     left_out = len(mean_rewards(one)) + len(mean_rewards(other)) - 2 * difference.num_tasks

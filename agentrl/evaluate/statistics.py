@@ -83,14 +83,21 @@ class PairedDifference:
     second: float
     value: float
     """Second less first."""
-    low: float
-    """Lower end of the interval of the difference, Student's t over tasks."""
-    high: float
+    low: float | None
+    """Lower end of the interval of the difference: what the sign test of `p_value` does not reject;
+    None with fewer than six tasks, of which no set of signs is rare enough."""
+    high: float | None
     p_value: float
     """Two-sided, of the hypothesis that the two do not differ: how often the mean difference is at
     least as large when each task's difference has a random sign."""
     detectable: float
-    """The smallest true difference that 80% of such evaluations would find at 5%."""
+    """The smallest true difference that 80% of such evaluations would find at 5%; with fewer than
+    eight tasks, fewer would."""
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:+.3f} (no interval: fewer than six tasks)"
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def tasks_for(self, difference: float) -> int:
         """Returns how many such tasks, with as many samples each, are needed to find a difference
@@ -115,8 +122,11 @@ def paired_difference(
     """Compares two evaluations of the same tasks, task by task.
 
     The tasks' own difficulty cancels, so the interval is narrower than those of the two averages
-    suggest. Up to 14 tasks all signs are tried, above that `num_draws` random ones (Miller, 2024,
-    section 3.2; Good, 2005, "Permutation, parametric and bootstrap tests").
+    suggest. The test exchanges the signs of the tasks' differences (Miller, 2024, section 3.2), and
+    the interval holds the differences that it does not reject: a sum with some signs turned is at
+    least the sum itself where the mean of those turned is at most 0, so the interval's ends are
+    quantiles of means of random subsets (Hartigan, 1969, "Using subsample values as typical
+    values"). Up to 14 tasks all subsets are tried, above that `num_draws` random ones.
 
     Args:
         pairs: the mean reward of each task in the first and the second evaluation.
@@ -128,20 +138,38 @@ def paired_difference(
         raise DataError("a comparison needs at least two tasks that both evaluations have")
     values = np.array(pairs, np.float64)  # (tasks, 2)
     differences = values[:, 1] - values[:, 0]
-    num_tasks = len(differences)
-    error = _standard_error(differences)
-    quantile = student_t_quantile(0.5 + CONFIDENCE / 2, num_tasks - 1)
-    mean = float(differences.mean())
+    means = _subset_means(differences, num_draws)
+    means[np.abs(means) <= 1e-9 * np.abs(differences).max()] = 0.0  # but for rounding
+    num_subsets = len(means) + 1  # with the empty one, which belongs to every tail
+    at_most, at_least = 1 + np.sum(means <= 0), 1 + np.sum(means >= 0)
+    outside = math.floor((1 - CONFIDENCE) / 2 * num_subsets)
+    ordered = np.sort(means)
     return PairedDifference(
-        num_tasks=num_tasks,
+        num_tasks=len(differences),
         first=float(values[:, 0].mean()),
         second=float(values[:, 1].mean()),
-        value=mean,
-        low=mean - quantile * error,
-        high=mean + quantile * error,
-        p_value=_sign_test(differences, num_draws),
-        detectable=_power(num_tasks) * error,
+        value=float(differences.mean()),
+        low=float(ordered[outside - 1]) if outside else None,
+        high=float(ordered[-outside]) if outside else None,
+        p_value=min(1.0, float(2 * min(at_most, at_least) / num_subsets)),
+        detectable=_power(len(differences)) * _standard_error(differences),
     )
+
+
+def _subset_means(differences: np.ndarray, num_draws: int) -> np.ndarray:
+    """Returns the means of all subsets but the empty one, or of random ones. float64 [subsets]."""
+    num_tasks = len(differences)
+    if num_tasks <= 14:
+        chosen = np.arange(1, 2**num_tasks)[:, None] >> np.arange(num_tasks) & 1
+        return chosen @ differences / chosen.sum(1)
+    generator, means = np.random.default_rng(0), []
+    rows = max(1, 4_000_000 // num_tasks)  # a block of them takes 32 MB
+    for start in range(0, num_draws, rows):
+        shape = (min(rows, num_draws - start), -(-num_tasks // 8))
+        bits = generator.integers(0, 256, shape, np.uint8)
+        chosen = np.unpackbits(bits, axis=1, count=num_tasks).astype(np.float64)
+        means.append(chosen @ differences / np.maximum(chosen.sum(1), 1))
+    return np.concatenate(means)
 
 
 def _power(num_tasks: int) -> float:
@@ -149,20 +177,6 @@ def _power(num_tasks: int) -> float:
     in 80% of cases."""
     quantiles = (student_t_quantile(p, num_tasks - 1) for p in (0.5 + CONFIDENCE / 2, 0.8))
     return sum(quantiles)
-
-
-def _sign_test(differences: np.ndarray, num_draws: int) -> float:
-    observed = abs(differences.sum()) - 1e-12
-    moved = differences[differences != 0]
-    if len(moved) == 0:
-        return 1.0
-    if len(moved) <= 14:
-        bits = np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved)) & 1
-        sums = (1 - 2 * bits) @ moved
-        return float(np.mean(np.abs(sums) >= observed))
-    generator = np.random.default_rng(0)
-    sums = generator.choice([-1.0, 1.0], (num_draws, len(moved))) @ moved
-    return float((1 + np.sum(np.abs(sums) >= observed)) / (1 + num_draws))
 
 
 def evaluation_statistics(

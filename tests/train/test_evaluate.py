@@ -283,7 +283,7 @@ def test_two_evaluations_of_the_same_tasks_are_compared(capsys, tmp_path):
     capsys.readouterr()
     assert main(["compare", str(cold), str(cold)]) == 0
     shown = capsys.readouterr().out
-    assert "B - A +0.000" in shown and "p = 1" in shown and "better" not in shown
+    assert "the same mean reward in both" in shown and "better" not in shown
     evaluate(capsys, RUN, *FEW, "--out", str(tmp_path / "one"), "--eval.num_tasks", "1")
     assert main(["compare", str(cold), str(tmp_path / "one")]) == 2
     assert "1 tasks in common" in capsys.readouterr().err
