@@ -60,6 +60,8 @@ def test_keys_that_the_docs_name_exist():
     sections = "|".join(sorted({key.split(".")[0] for key in keys}))
     parents = {key.rpartition(".")[0] for key in keys}
     for page in pages():
+        if page.name == "changelog.md":  # it names keys that are gone
+            continue
         text = re.sub(r"```python.*?```", "", page.read_text(), flags=re.DOTALL)
         if page.name == "migration.md":  # its left column has other trainers' names
             text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)

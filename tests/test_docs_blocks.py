@@ -203,6 +203,8 @@ def test_commands_in_running_text_exist():
     add_plugins(app)
     names = {*all_commands(app)}
     for page in PAGES:
+        if page.name == "CHANGELOG.md":  # it names commands that are gone
+            continue
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for line in re.findall(r"`agentrl ([a-z][^`]*)`", text):
             words = re.split(r"[\s\[|]", line.replace("\\|", "|"))
