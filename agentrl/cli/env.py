@@ -169,8 +169,8 @@ def check(
     The exit status is 1 if a check fails.
 
     Args:
-        target: A registered id, module:Class, path/to/env.py:Class, the URL of a server that may be
-            stressed, or image:NAME for an image that `env build` built.
+        target: A registered id, module:Class, path/to/env.py:Class, or the URL of a server that may
+            be stressed.
         env: Environment of the server, if it has several.
         token: The server's token; by default the variable AGENTRL_ENV_TOKEN.
         only: Run only this check; repeatable.
@@ -204,26 +204,15 @@ def check(
             )
             console.print(f"      remedy: {escape(result.remedy)}", soft_wrap=True)
 
-    def run(target: str, token: str | None, image: str | None) -> list[CheckResult]:
-        return run_in_worker(
-            target,
-            names,
-            report=report,
-            config=_read_config(config),
-            env_id=env,
-            token=token,
-            image=image,
-            thorough=thorough,
-        )
-
-    if target.startswith("image:"):
-        from agentrl.env.check.container import served_image
-
-        image = target.removeprefix("image:")
-        with served_image(image) as (url, token):
-            results = run(url, token, image)
-    else:
-        results = run(target, token, None)
+    results = run_in_worker(
+        target,
+        names,
+        report=report,
+        config=_read_config(config),
+        env_id=env,
+        token=token,
+        thorough=thorough,
+    )
     failed = [result.name for result in results if result.status == "fail"]
     if not json_:
         passed = sum(result.status == "pass" for result in results)

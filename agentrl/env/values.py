@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -66,6 +67,12 @@ def to_content(value: Any) -> Content:
         return value
     if value is None:
         return ""
+    if inspect.iscoroutine(value):
+        value.close()
+        raise EnvError(
+            "a tool returned a coroutine that nobody awaited: make the tool `async def`, and write "
+            "`return await ...`"
+        )
     try:
         return encode(to_jsonable_python(value)).decode()
     except (TypeError, PydanticSerializationError) as error:

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import os
 import random
-import subprocess
-import tempfile
 import threading
 import time
 import zlib
@@ -150,37 +148,6 @@ class CloseNeedsAStep(Good):
         assert self.connection is not None
 
 
-class ThreadOutlivesTheSession(Good):
-    def reset(self, task, *, seed):
-        self.stop = threading.Event()
-        threading.Thread(target=self.stop.wait, args=(60,), name="watcher", daemon=True).start()
-        return super().reset(task, seed=seed)
-
-    def close(self):
-        if self.answered:
-            self.stop.set()
-
-
-class ProcessOutlivesTheSession(Good):
-    def reset(self, task, *, seed):
-        self.process = subprocess.Popen(["sleep", "90"])
-        return super().reset(task, seed=seed)
-
-    def close(self):
-        if self.answered:
-            self.process.kill()
-            self.process.wait()
-
-
-class RemembersEveryEpisode(Good):
-    history: list[str] = []  # noqa: RUF012
-
-    @tool(terminal=True)
-    def answer(self, word: str) -> None:
-        self.history.append(word.ljust(10_000))
-        super().answer(word)
-
-
 class TellsTheAnswer(Good):
     def on_text(self, text):
         return f"No, it is {self.task.reference}."
@@ -262,22 +229,6 @@ class AnyWordIsRight(Good):
         self.finish(float(bool(word)))
 
 
-class FolderOutlivesTheSession(Good):
-    def reset(self, task, *, seed):
-        self.folder = tempfile.mkdtemp()
-        return super().reset(task, seed=seed)
-
-
-class TaskOutlivesTheSession(Good):
-    async def reset(self, task, *, seed):
-        self.watching = asyncio.create_task(asyncio.sleep(60))
-        return super().reset(task, seed=seed)
-
-    async def close(self):
-        if self.answered:
-            self.watching.cancel()
-
-
 class ChangesDirectory(Good):
     def reset(self, task, *, seed):
         os.chdir("/")
@@ -329,6 +280,18 @@ class LooksUpTheReference(Good):
         return super().add(number)
 
 
+class ForgetsToFinish(Environment):
+    def splits(self):
+        return {"train": None}
+
+    def get(self, split, index):
+        return Task(f"{split}/{index}", f"Say {index}.", reference=str(index))
+
+    def on_text(self, text):
+        self.right = text == self.task.reference
+        return "Thanks."
+
+
 BROKEN: dict[str, list[type[Environment]]] = {
     "tasks": [LastTaskMissing, TaskOfTheMoment, EmptyRow, OneIdForTwo],
     "tools": [ToolNameWithUmlaut],
@@ -337,19 +300,12 @@ BROKEN: dict[str, list[type[Environment]]] = {
     "episodes": [ToolLosesItsBackend],
     "tool_calls": [ToolNeverWorks, BackendIsDown],
     "bad_actions": [ExpectsToolCalls],
-    "finite": [MeanOfNothing, RewardIsText, InfiniteForNothing],
-    "info": [PathInInfo],
+    "finite": [MeanOfNothing, RewardIsText, InfiniteForNothing, PathInInfo],
+    "ends": [ForgetsToFinish],
     "determinism": [GlobalRandomness],
     "isolation": [StateOnTheClass, CountsOnTheClass],
     "event_loop": [SleepsOnTheLoop],
     "globals": [ChangesDirectory, SetsAVariable],
-    "leaks": [
-        ThreadOutlivesTheSession,
-        ProcessOutlivesTheSession,
-        FolderOutlivesTheSession,
-        TaskOutlivesTheSession,
-    ],
-    "memory": [RemembersEveryEpisode],
     "canary": [TellsTheAnswer, TellsTheAnswerInAnError],
     "oracle": [GoldIsWrong, SilenceIsGolden, AnyWordIsRight],
 }

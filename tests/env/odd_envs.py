@@ -4,27 +4,17 @@ sound, in UNUSUAL. `agentrl env check` tells them apart."""
 from __future__ import annotations
 
 import asyncio
-import base64
-import builtins
-import codecs
 import contextlib
 import decimal
-import gc
 import itertools
 import json
-import locale
-import logging
 import os
 import random
-import resource
-import signal
-import socket
 import sqlite3
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from typing import Literal
 
 import numpy
@@ -204,19 +194,7 @@ def tells(how, name):
 
 
 ReferenceInCapitals = listed(tells(str.upper, "ReferenceInCapitals"))
-ReferenceInBase64 = listed(
-    tells(lambda text: base64.b64encode(text.encode()).decode(), "ReferenceInBase64")
-)
-ReferenceInsideBase64 = unlisted(
-    tells(lambda t: base64.b64encode(f"key={t};".encode()).decode(), "ReferenceInsideBase64")
-)
-ReferenceAsHex = unlisted(tells(lambda text: text.encode().hex(), "ReferenceAsHex"))
-ReferenceReversed = unlisted(tells(lambda text: text[::-1], "ReferenceReversed"))
-ReferenceAsRot13 = unlisted(tells(lambda t: codecs.encode(t, "rot13"), "ReferenceAsRot13"))
 ReferenceSpaced = unlisted(tells(" ".join, "ReferenceSpaced"))
-ReferenceAsCodes = unlisted(
-    tells(lambda text: ", ".join(str(ord(c)) for c in text), "ReferenceAsCodes")
-)
 
 
 @unlisted
@@ -232,67 +210,6 @@ class ReferenceInALaterSpecification(Good):
 
 
 # Graders
-
-
-def grades(how, name):
-    """An environment whose grader compares `word` and `reference` so."""
-
-    @tool(terminal=True)
-    def answer(self, word: str) -> None:
-        """Answer."""
-        self.answered = True
-        self.finish(float(bool(how(word, self.task.reference))))
-
-    return type(name, (Good,), {"answer": answer, "__module__": __name__})
-
-
-GradesSubstring = listed(grades(lambda word, ref: ref in word, "GradesSubstring"))
-GradesPartOfReference = listed(
-    grades(lambda word, ref: word and word in ref, "GradesPartOfReference")
-)
-GradesPrefix = listed(grades(lambda word, ref: word.startswith(ref), "GradesPrefix"))
-GradesPrefixOfReference = listed(
-    grades(lambda word, ref: word and ref.startswith(word), "GradesPrefixOfReference")
-)
-GradesLength = listed(grades(lambda word, ref: len(word) == len(ref), "GradesLength"))
-GradesOneOfMany = listed(grades(lambda word, ref: ref in word.split(), "GradesOneOfMany"))
-GradesFirstLetters = listed(grades(lambda word, ref: word[:5] == ref[:5], "GradesFirstLetters"))
-GradesLastLetters = unlisted(grades(lambda word, ref: word[-4:] == ref[-4:], "GradesLastLetters"))
-
-
-def grades_number(how, name):
-    """The same for whole numbers in a text."""
-
-    def get(self, split, index):
-        number = 137 + 7 * index + (split == "test")
-        return Task(f"{split}/{index}", f"What is {number} + 0?", reference=number)
-
-    def on_text(self, text):
-        self.answered = True
-        last = text.split()[-1] if text.split() else ""
-        try:
-            paid = how(text, last, self.task.reference)
-        except ValueError:
-            paid = False
-        self.finish(float(paid))
-
-    def oracle(self):
-        return [Action(text=f"It is {self.task.reference}")]
-
-    members = {"get": get, "on_text": on_text, "oracle": oracle, "__module__": __name__}
-    return type(name, (Good,), members)
-
-
-GradesNumberSomewhere = listed(
-    grades_number(lambda text, last, ref: str(ref) in text, "GradesNumberSomewhere")
-)
-GradesSize = unlisted(grades_number(lambda text, last, ref: abs(float(last)) == ref, "GradesSize"))
-GradesDigits = unlisted(
-    grades_number(lambda text, last, ref: sorted(last) == sorted(str(ref)), "GradesDigits")
-)
-GradesDigitCount = unlisted(
-    grades_number(lambda text, last, ref: last.isdigit() and last > "1", "GradesDigitCount")
-)
 
 
 @unlisted
@@ -323,35 +240,8 @@ def changes(how, name):
     return type(name, (Good,), {"reset": reset, "__module__": __name__})
 
 
-ChangesUmask = listed(changes(lambda: os.umask(0o077), "ChangesUmask"))
-ChangesRecursion = listed(changes(lambda: sys.setrecursionlimit(4321), "ChangesRecursion"))
-ChangesSocketTimeout = listed(
-    changes(lambda: socket.setdefaulttimeout(7.0), "ChangesSocketTimeout")
-)
 SeedsRandom = listed(changes(lambda: random.seed(7), "SeedsRandom"))
 SeedsNumpy = unlisted(changes(lambda: numpy.random.seed(7), "SeedsNumpy"))
-AddsToPath = unlisted(changes(lambda: sys.path.insert(0, "/nowhere"), "AddsToPath"))
-SilencesWarnings = unlisted(changes(lambda: warnings.simplefilter("ignore"), "SilencesWarnings"))
-StopsTheCollector = unlisted(changes(gc.disable, "StopsTheCollector"))
-TakesASignal = unlisted(
-    changes(lambda: signal.signal(signal.SIGTERM, lambda *_: None), "TakesASignal")
-)
-SilencesLogging = unlisted(changes(lambda: logging.disable(logging.INFO), "SilencesLogging"))
-SetsLocale = unlisted(changes(lambda: locale.setlocale(locale.LC_ALL, "C.UTF-8"), "SetsLocale"))
-PatchesSleep = unlisted(
-    changes(lambda: setattr(time, "sleep", lambda seconds, real=time.sleep: None), "PatchesSleep")
-)
-PatchesBuiltins = unlisted(
-    changes(lambda: setattr(builtins, "sum", lambda numbers: 0), "PatchesBuiltins")
-)
-LowersALimit = unlisted(
-    changes(
-        lambda: resource.setrlimit(
-            resource.RLIMIT_NOFILE, (900, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        ),
-        "LowersALimit",
-    )
-)
 SwallowsOutput = unlisted(
     changes(lambda: setattr(sys, "stdout", open(os.devnull, "w")), "SwallowsOutput")  # noqa: SIM115
 )
@@ -383,16 +273,6 @@ class HangsInGet(Good):
 
 
 # What else goes wrong
-
-
-@unlisted
-class OpensAPipeForEachEpisode(Good):
-    kept: list[tuple[int, int]] = []  # noqa: RUF012
-
-    def reset(self, task, *, seed):
-        self.pipe = os.pipe()
-        self.kept.append(self.pipe)
-        return super().reset(task, seed=seed)
 
 
 @unlisted

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +13,7 @@ from broken_envs import (
     CloseHangs,
     Good,
     LooksUpTheReference,
-    ProcessOutlivesTheSession,
     SleepsOnTheLoop,
-    TaskOutlivesTheSession,
-    ThreadOutlivesTheSession,
     ToolLosesItsBackend,
 )
 
@@ -27,7 +23,6 @@ from agentrl.env.check import (
     CHECKS,
     fresh,
     load_subject,
-    process,
     run_check,
     select,
     shorten_repeat,
@@ -40,10 +35,7 @@ from agentrl.errors import ConfigError
 CASES = [(check, broken) for check, classes in BROKEN.items() for broken in classes]
 WAITS = {
     CloseHangs,
-    ProcessOutlivesTheSession,
     SleepsOnTheLoop,
-    TaskOutlivesTheSession,
-    ThreadOutlivesTheSession,
 }
 """Seconds go by until what they do wrong is certain."""
 
@@ -54,10 +46,7 @@ def name_of(each: object) -> str:
 
 @pytest.fixture(autouse=True)
 def few_episodes(monkeypatch):
-    monkeypatch.setattr(process, "MEMORY_TIME_S", 1.5)
     monkeypatch.setattr(subject, "CLOSE_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(process, "MIN_MEMORY_EPISODES", 5)
-    monkeypatch.setattr(process, "LEAK_WAIT_S", 0.5)
     monkeypatch.setattr(fresh, "run_twice", not_compared)
     monkeypatch.chdir(os.getcwd())  # which ends with the test, whatever an environment changed
     monkeypatch.setenv("EPISODE_SEED", "")
@@ -81,14 +70,13 @@ def outcomes(target, names, status="fail", **options):
 
 
 def test_every_check_has_something_broken():
-    assert BROKEN.keys() | {"container"} == CHECKS.keys()  # see containers/test_env_image.py
+    assert BROKEN.keys() == CHECKS.keys()
 
 
 def test_a_good_environment_passes_every_check():
     results = asyncio.run(check(Good, None))
     assert {result.name for result in results} == set(CHECKS)
-    others = {result.name: result.detail for result in results if result.status != "pass"}
-    assert others == {"container": "not an image"}
+    assert not [result for result in results if result.status != "pass"]
 
 
 @pytest.mark.parametrize(
@@ -96,24 +84,21 @@ def test_a_good_environment_passes_every_check():
     [pytest.param(*case, marks=[pytest.mark.slow] if case[1] in WAITS else []) for case in CASES],
     ids=name_of,
 )
-def test_a_check_catches_what_is_broken_in_its_way(name, broken, monkeypatch):
-    monkeypatch.setattr(process, "MEMORY_TIME_S", 60.0)  # it plays enough on any machine
+def test_a_check_catches_what_is_broken_in_its_way(name, broken):
     result = outcomes(broken, [name])[name]
     assert result.detail and result.remedy and result.asserts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), CASES, ids=name_of)
-def test_no_other_check_fails(name, broken, monkeypatch):
-    monkeypatch.setattr(process, "MEMORY_TIME_S", 20.0 if name == "memory" else 1.0)
+def test_no_other_check_fails(name, broken):
     failed = outcomes(broken, list(CHECKS))
     assert {each.name for each in failed.values() if not each.detail.startswith("as in")} == {name}
 
 
 @pytest.mark.parametrize("config", [{}, {"tools": True}, {"source": "sample", "tools": True}])
 def test_math_passes(config):
-    names = [name for name in CHECKS if name != "memory"]
-    results = asyncio.run(check("math", names, config=config))
+    results = asyncio.run(check("math", None, config=config))
     assert [result for result in results if result.status == "fail"] == []
     assert {"oracle", "canary"} <= {result.name for result in results if result.status == "pass"}
 
@@ -138,22 +123,13 @@ def test_what_is_shared_is_loaded_once():
         ("tools", odd_envs.EndsOnlyByATool, "answer calls self.finish()"),
         ("canary", odd_envs.ReferenceInADescription, "the reference"),
         ("canary", odd_envs.ReferenceInCapitals, "the reference"),
-        ("canary", odd_envs.ReferenceInsideBase64, "as base64"),
-        ("oracle", odd_envs.GradesSubstring, "the right answer among wrong ones is accepted"),
-        ("oracle", odd_envs.GradesPrefixOfReference, "the beginning of the answer is accepted"),
-        ("oracle", odd_envs.GradesLength, "any answer of this length is accepted"),
-        ("oracle", odd_envs.GradesSize, "the sign does not matter"),
         ("globals", odd_envs.Prints, "prints 'adding"),
         ("globals", odd_envs.SeedsRandom, "seeds the module random"),
-        ("globals", odd_envs.ChangesSocketTimeout, "the default timeout of sockets"),
     ],
     ids=name_of,
 )
 def test_what_looks_sound_is_caught(name, broken, says):
-    try:
-        assert says in outcomes(broken, [name])[name].detail
-    finally:
-        socket.setdefaulttimeout(None)
+    assert says in outcomes(broken, [name])[name].detail
 
 
 @pytest.mark.slow
@@ -164,7 +140,7 @@ def test_what_looks_sound_is_caught_and_what_looks_odd_is_not(monkeypatch, tmp_p
 
     def failures(environment):
         started, results = time.monotonic(), []
-        names = select(skip=["memory"])
+        names = select()
         target = f"odd_envs:{environment.__name__}"
         run_in_worker(target, names, thorough=False, report=results.append)
         failed = [f"{each.name}: {each.detail}" for each in results if each.status == "fail"]
@@ -174,7 +150,7 @@ def test_what_looks_sound_is_caught_and_what_looks_odd_is_not(monkeypatch, tmp_p
     environments = [*broken, *odd_envs.UNUSUAL]
     with ThreadPoolExecutor(3) as threads:
         ended = dict(zip(environments, threads.map(failures, environments), strict=True))
-    assert len(broken) >= 50 and len(odd_envs.UNUSUAL) >= 20
+    assert len(broken) >= 25 and len(odd_envs.UNUSUAL) >= 20
     assert not {each.__name__ for each in broken if not ended[each][0]}
     alarms = {each.__name__: ended[each][0] for each in odd_envs.UNUSUAL if ended[each][0]}
     assert not alarms
@@ -204,7 +180,7 @@ def test_a_server_out_of_reach_is_a_result(serve_environments):
 def test_select():
     assert select() == list(CHECKS)
     assert select(["oracle", "tasks"]) == ["tasks", "oracle"]
-    assert "memory" not in select(skip=["memory"])
+    assert "ends" not in select(skip=["ends"])
     with pytest.raises(ConfigError, match="no check 'speed'; the checks are tasks"):
         select(["speed"])
 
@@ -275,7 +251,7 @@ def in_a_worker(name, names):
 
 @pytest.mark.slow
 def test_a_check_that_ends_the_process_has_failed_and_the_others_go_on():
-    results = in_a_worker("EndsTheProcess", ["tools", "episodes", "info"])
+    results = in_a_worker("EndsTheProcess", ["tools", "episodes", "finite"])
     assert [result.status for result in results.values()] == ["pass", "fail", "fail"]
     assert "the process ended with exit status 3 during this check" in results["episodes"].detail
 

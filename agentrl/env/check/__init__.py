@@ -17,18 +17,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.env.check.answers import check_canary, check_oracle
-from agentrl.env.check.container import check_container
 from agentrl.env.check.episodes import (
     check_bad_actions,
     check_close,
     check_determinism,
+    check_ends,
     check_episodes,
     check_finite,
-    check_info,
     check_isolation,
     check_tool_calls,
 )
-from agentrl.env.check.process import check_event_loop, check_globals, check_leaks, check_memory
+from agentrl.env.check.process import check_event_loop, check_globals
 from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, load_subject
 from agentrl.env.check.tasks import check_schema, check_tasks, check_tools
 from agentrl.errors import AgentRLError, ConfigError
@@ -53,28 +52,25 @@ HUNG = "did not finish"
 STOP_S = 5.0
 """Seconds to wait for a check that was cancelled."""
 
-_WITHOUT_EPISODES = ("tasks", "tools", "container")
+_WITHOUT_EPISODES = ("tasks", "tools")
 """Checks that still run after an episode has hung."""
 
 CHECKS: dict[str, Callable[[Subject], Awaitable[str]]] = {
     "tasks": check_tasks,
     "tools": check_tools,
+    "event_loop": check_event_loop,
     "close": check_close,
     "schema": check_schema,
     "episodes": check_episodes,
+    "ends": check_ends,
     "tool_calls": check_tool_calls,
     "bad_actions": check_bad_actions,
     "finite": check_finite,
-    "info": check_info,
     "determinism": check_determinism,
     "isolation": check_isolation,
-    "event_loop": check_event_loop,
     "globals": check_globals,
-    "leaks": check_leaks,
-    "memory": check_memory,
     "canary": check_canary,
     "oracle": check_oracle,
-    "container": check_container,
 }
 """Name -> check, in the order in which the checks run."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import codecs
 import dataclasses
 import json
 import re
 from typing import Any
-from urllib.parse import quote
 
 from agentrl.env.check.episodes import NO_OP, UNKNOWN_TOOL
 from agentrl.env.check.subject import (
@@ -72,28 +69,22 @@ async def _look_for_reference(
     needles = _needles(task.reference, task.prompt)
     if not needles:
         return 0
-    written = {needle: _ways_to_write(needle) for needle in needles}
-    is_canary = task.reference == _canary(task.reference)  # then no text contains it by chance
     num_texts = 0
     for actions in tries:
-        own_words = [_said(action) for action in actions]
+        own_words = [_plain(_said(action)) for action in actions]
         for event in await subject.play(transport, TaskSpec(inline=task), seed, actions):
             num_texts += 1
             shown = event.get("detail") or json.dumps(
                 [event["observation"], event.get("tools")], ensure_ascii=False
             )
             for needle in needles:
-                if any(needle in each for each in own_words):
-                    continue
-                for how, ways in written[needle].items():
-                    text = _plain(shown) if is_canary and how == "" else shown
-                    if any(way in text for way in ways):
-                        raise CheckFailed(
-                            f"{place(spec)}: the agent is shown the reference {short(needle)}{how} "
-                            f"in {_around(shown, ways)}",
-                            "leave the reference out of prompts, observations, tool "
-                            "specifications and error messages, in any form",
-                        )
+                if needle in _plain(shown) and not any(needle in each for each in own_words):
+                    raise CheckFailed(
+                        f"{place(spec)}: the agent is shown the reference {short(needle)} in "
+                        f"{short(shown[max(shown.find(needle) - 60, 0) :])}",
+                        "leave the reference out of prompts, observations, tool "
+                        "specifications and error messages",
+                    )
     return num_texts
 
 
@@ -105,32 +96,6 @@ def _said(action: Action) -> str:
 def _plain(text: str) -> str:
     """Returns the text in lower case, without whitespace and separators."""
     return re.sub(r"[\s,_*`|]", "", text).casefold()
-
-
-def _around(text: str, ways: list[str]) -> str:
-    """Returns the part of a text that contains one of `ways`, for the report."""
-    at = max((text.find(way) for way in ways), default=-1)
-    return short(text[max(at - 60, 0) :])
-
-
-def _ways_to_write(needle: str) -> dict[str, list[str]]:
-    """Returns texts that give a reference away: description of the encoding -> encoded texts."""
-    data = needle.encode()
-    rot13, quoted = codecs.encode(needle, "rot13"), quote(needle, safe="")
-    # After other bytes, base64 encodes it in one of three ways, with different first and last
-    # characters, which are cut off.
-    padded = [base64.b64encode(b"x" * n + data).decode()[(0, 2, 3)[n] :] for n in range(3)]
-    encoded = [each.rstrip("=")[:-1] for each in padded]
-    return {
-        "": [needle, _plain(needle)],
-        " as base64": encoded + [each.replace("+", "-").replace("/", "_") for each in encoded],
-        " as hexadecimal digits": [data.hex(), data.hex().upper()],
-        " reversed": [needle[::-1]],
-        " as rot13": [rot13] if rot13 != needle else [],
-        " as escapes": ["".join(f"&#{ord(c)};" for c in needle)]
-        + ([quoted] if quoted != needle else []),
-        " as character codes": [", ".join(str(ord(c)) for c in needle)],
-    }
 
 
 def _fails(events: list[Event]) -> bool:
@@ -163,8 +128,8 @@ def _needles(reference: JSON, prompt: object) -> list[str]:
         return [needle for each in reference for needle in _needles(each, prompt)]
     if isinstance(reference, bool) or reference is None:
         return []
-    needle = str(reference).strip()
-    return [needle] if len(needle) >= 8 and needle not in str(prompt) else []
+    needle = _plain(str(reference))
+    return [needle] if len(needle) >= 8 and needle not in _plain(str(prompt)) else []
 
 
 async def check_oracle(subject: Subject) -> str:
@@ -203,21 +168,6 @@ async def check_oracle(subject: Subject) -> str:
                 )
             num_gold += 1
             num_wrong += len(scores)
-            if not scores or isinstance(task.reference, dict):
-                continue  # which value of a dict is the answer is not certain
-            for flaw, wrong in _lenient(answer).items():
-                guesses = _guesses(wrong, answer, actions)
-                paid = [
-                    (await _score(subject, transport, spec, seed, each))[0]
-                    for each in guesses.values()
-                ]
-                num_wrong += len(paid)
-                if len(paid) == len(wrong) and min(paid) >= 1.0 - 1e-6:
-                    raise CheckFailed(
-                        f"{place(spec)}: {flaw}: {' and '.join(map(short, wrong))} score 1 as well "
-                        f"as {short(answer)}",
-                        "compare the whole answer with task.reference",
-                    )
     if not num_gold:
         raise CheckSkipped("the environment has no oracle(self) that returns the right actions")
     return f"right and empty answers to {num_gold} tasks, and {num_wrong} wrong answers"
@@ -255,66 +205,6 @@ def _wrong(answer: str) -> list[str]:
     if number is None:
         return [f"not {answer[::-1]} at all", _OTHER, "8675309"]
     return [f"{number * 3 + 17:g}", f"{-number - 5:g}", "0" if number else "1"]
-
-
-def _lenient(answer: str) -> dict[str, list[str]]:
-    """Returns wrong answers that only a lenient grader accepts: the grader's flaw -> answers.
-
-    A grader has the flaw if it accepts all the answers of a list.
-    """
-    number = _number(answer)
-    whole = re.fullmatch(r"-?[1-9][0-9]*", answer) is not None
-    if number is not None and not whole:
-        return {}  # a grader with a tolerance rightly accepts other numbers
-    others = [f"{int(answer) * 3 + 17}", f"{-int(answer) - 5}"] if whole else [_OTHER, "blorp"]
-    # A grader that reads the first of several answers, or the last, accepts only one of the two.
-    either = {
-        "the right answer among wrong ones is accepted": [
-            f"{answer} or {others[0]} or {others[1]}",
-            f"{others[0]} or {others[1]} or {answer}",
-        ]
-    }
-    if whole:
-        return either | {
-            "a longer number is accepted": [f"{answer}7", f"{answer}70"],
-            "the sign does not matter": [f"{-int(answer)}"],
-            **(
-                {"the order of the digits does not matter": [_rotated(answer)]}
-                if abs(int(answer)) > 9 and len(set(answer)) > 1
-                else {}
-            ),
-        }
-    if len(answer) < 4 or re.match(r"(?i)\(?[a-z0-9][.):]", answer):
-        return either  # for a choice such as "(b) 7", the letter alone is a right answer
-    half = len(answer) // 2 - (answer[len(answer) // 2 - 1].isspace())
-    flaws = {
-        "a part of the answer is accepted": [answer[half], answer[half - 1 : half + 1]],
-        "the beginning of the answer is accepted": [answer[:half]],
-        "only the beginning is compared": [answer[:half] + _OTHER, answer[:half] + "8675309"],
-        "only the end is compared": [_OTHER + answer[half:], "8675309" + answer[half:]],
-        "text after the answer does not matter": [f"{answer}{_OTHER}", f"{answer}8675309"],
-        "any answer of this length is accepted": [_shifted(answer)],
-    }
-    if answer.isalnum() and len(set(answer)) > 1:
-        flaws["the order of the letters does not matter"] = [_rotated(answer)]
-    return either | flaws
-
-
-def _shifted(text: str) -> str:
-    """Returns another text of the same length, with letters for letters and digits for digits."""
-    return "".join(
-        chr(ord(c) + 1)
-        if c in "abcdefghijklmnopqrstuvwxyABCDEFGHIJKLMNOPQRSTUVWXY012345678"
-        else {"z": "a", "Z": "A", "9": "0"}.get(c, c)
-        for c in text
-    )
-
-
-def _rotated(text: str) -> str:
-    """Returns the same characters in another order."""
-    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
-    turns = (digits[n:] + digits[:n] for n in range(1, len(digits)))
-    return sign + next((each for each in turns if each != digits and each[0] != "0"), digits + "1")
 
 
 def _guesses(wrong: list[str], answer: str, gold: list[Action]) -> dict[str, list[Action]]:

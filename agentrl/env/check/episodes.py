@@ -27,6 +27,7 @@ from agentrl.env.check.subject import (
     short,
 )
 from agentrl.env.episode import start_episode, take_turn
+from agentrl.env.tools import rewards_of
 from agentrl.env.transport import Transport
 from agentrl.errors import EnvError
 from agentrl.images import content_text
@@ -36,16 +37,18 @@ NO_OP = Action(text="")
 UNKNOWN_TOOL = Action(tool_calls=(ToolCall("call-x", "no_such_tool", {"x": 1}),))
 RARE_TEXTS = ("", "0", "-1", "1e400", "inf", "nan", "½", "9" * 400, "1/0", "No.", "\N{MINUS SIGN}7")
 """Answers on which a grader's arithmetic may fail."""
+MAX_LENGTH = 20
+"""Turns after which an episode should have ended."""
 CALLS_PER_TOOL = 5
 """How often each tool is called."""
 
 
+_NOT_FINITE = ("finite", "JSON cannot represent", "must be a number", "not JSON serializable")
+
+
 def _which_check(event: Event) -> str:
     """Returns the name of the check that reports an error, so that no other check does."""
-    detail = event["detail"]
-    if any(words in detail for words in ("finite", "JSON cannot carry", "must be a number")):
-        return "finite"
-    return "info" if "not JSON serializable" in detail else "episodes"
+    return "finite" if any(words in event["detail"] for words in _NOT_FINITE) else "episodes"
 
 
 def _describe(action: Action) -> str:
@@ -131,6 +134,28 @@ async def check_episodes(subject: Subject) -> str:
     return f"{len(specs)} episodes of {num_turns} turns"
 
 
+async def check_ends(subject: Subject) -> str:
+    """An episode ends by itself, or pays on the way."""
+    if subject.environment is not None and rewards_of(subject.environment):
+        raise CheckSkipped("reward methods grade an episode that the agent's last turn ends")
+    async with subject.transport() as transport:
+        for seed, spec in enumerate(subject.specs(4)):
+            rng = random.Random(seed)
+            actions = await subject.moves(spec, seed)
+            while len(actions) < MAX_LENGTH:
+                actions += sample_calls(subject.info.tools, rng, 1) + sample_calls([], rng, 1)
+            events = await subject.play(transport, spec, seed, actions, truncate=False)
+            if is_over(events[-1]):
+                return f"after {len(events) - 1} turns"
+            if any(event.get("reward") for event in events):
+                return f"pays on the way, and goes on after {len(events) - 1} turns"
+    raise CheckFailed(
+        f"no episode had ended or paid after {MAX_LENGTH} turns",
+        "call self.finish(reward) where the task is over, in a tool, on_text() or step(), or "
+        "return a StepResult with terminated=True; an oracle(self) shows how the task is solved",
+    )
+
+
 async def check_tool_calls(subject: Subject) -> str:
     """Every tool works for some arguments that fit its schema."""
     if not subject.info.tools:
@@ -168,7 +193,14 @@ async def check_tool_calls(subject: Subject) -> str:
 
 
 _BUGS = ("NameError", "AttributeError", "TypeError", "ImportError", "ModuleNotFoundError")
-_BUGS += ("NotImplementedError", "UnboundLocalError", "AssertionError")
+_BUGS += (
+    "KeyError",
+    "IndexError",
+    "ZeroDivisionError",
+    "NotImplementedError",
+    "UnboundLocalError",
+    "AssertionError",
+)
 """Exceptions that are a bug of the tool, whatever its arguments are."""
 
 
@@ -201,7 +233,8 @@ async def check_bad_actions(subject: Subject) -> str:
 
 
 async def check_finite(subject: Subject) -> str:
-    """Rewards, components and metrics are finite numbers, even for unusual answers."""
+    """Rewards, components and metrics are finite numbers and info is JSON, even for unusual
+    answers."""
     num_numbers = 0
     rare = [[Action(text=text)] for text in RARE_TEXTS]
     rare += [[call] for call in _rare_calls(subject.info.tools)]
@@ -216,7 +249,8 @@ async def check_finite(subject: Subject) -> str:
                         raise CheckFailed(
                             f"{place(spec)}, {_describe(actions[-1])}: {event['detail']}",
                             "guard the division or logarithm that caused it, and return a float; "
-                            "raise GraderError if the answer cannot be graded",
+                            "raise GraderError if the answer cannot be graded; put only None, "
+                            "bool, numbers, str, list and dict into info",
                             cause=event["detail"],
                         )
                     continue
@@ -248,22 +282,6 @@ def _rare_calls(tools: Sequence[Mapping[str, Any]]) -> list[Action]:
                 call = ToolCall(f"call-{number}", function["name"], arguments)
                 actions.append(Action(tool_calls=(call,)))
     return actions
-
-
-async def check_info(subject: Subject) -> str:
-    """Info is JSON, and metrics are a flat dict of numbers."""
-    num_infos = 0
-    async with subject.transport() as transport:
-        for seed, spec in enumerate(subject.specs(6)):
-            for actions in (await subject.moves(spec, seed), [NO_OP]):
-                for event in await subject.play(transport, spec, seed, actions):
-                    if "error" in event and _which_check(event) == "info":
-                        raise CheckFailed(
-                            f"{place(spec)}: {event['detail']}",
-                            "put only None, bool, numbers, str, list and dict into info",
-                        )
-                    num_infos += "info" in event
-    return f"{num_infos} steps' info and metrics"
 
 
 async def check_determinism(subject: Subject) -> str:
@@ -362,12 +380,6 @@ async def _check_fresh(subject: Subject) -> None:
             "an episode that goes the same in every fresh process goes differently after other "
             f"episodes: {_difference(one.first[0], one.again)}",
             _KEEP_ON_SELF + ", nor in a connection, an iterator or a closure that they hold",
-        )
-    if one.files and one.again != one.first[0]:
-        raise CheckFailed(
-            f"an episode writes {short(one.files[0])}, which another one reads, and goes "
-            f"differently the second time: {_difference(one.first[0], one.again)}",
-            "give each episode its own file, created in reset() and removed in close()",
         )
 
 

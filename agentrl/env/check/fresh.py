@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +43,6 @@ class FreshRun:
     """The episodes, each played for the first time."""
     again: list[Event]
     """The first episode, played again after the others."""
-    files: list[str]
-    """Paths of files that one episode wrote and another one read."""
 
 
 async def fresh_runs(subject: Subject) -> tuple[FreshRun, FreshRun] | None:
@@ -106,7 +103,6 @@ def seen(events: list[Event]) -> list[Event]:
 
 
 async def _play(request: dict[str, Any]) -> FreshRun:
-    files = _SharedFiles()
     subject = await load_subject(request["target"], config=request["config"])
     tasks = {}
     for split, size in subject.info.splits.items():
@@ -117,41 +113,10 @@ async def _play(request: dict[str, Any]) -> FreshRun:
     cases = [(spec, seed) for seed, spec in enumerate(subject.specs(NUM_EPISODES))]
     episodes = []
     async with subject.transport() as transport:
-        for number, (spec, seed) in enumerate([*cases, cases[0]]):
+        for spec, seed in [*cases, cases[0]]:
             moves = await subject.moves(spec, seed)
-            files.episode = number
             episodes.append(seen(await subject.play(transport, spec, seed, moves)))
-    files.episode = None
-    return FreshRun(tasks, episodes[:-1], episodes[-1], files.shared())
-
-
-class _SharedFiles:
-    """Records which files each episode writes and reads."""
-
-    def __init__(self) -> None:
-        self.episode: int | None = None
-        self._written: dict[str, set[int]] = defaultdict(set)
-        self._read: dict[str, set[int]] = defaultdict(set)
-        sys.addaudithook(self._note)
-
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.episode is None or event not in ("open", "sqlite3.connect"):
-            return
-        path, flags = str(arguments[0]), os.O_RDWR
-        if event == "open":
-            flags = arguments[2] if isinstance(arguments[2], int) else os.O_RDONLY
-        if flags & (os.O_WRONLY | os.O_RDWR):
-            self._written[path].add(self.episode)
-        if not flags & os.O_WRONLY:
-            self._read[path].add(self.episode)
-
-    def shared(self) -> list[str]:
-        """Returns the paths that one episode wrote and another one read, sorted."""
-        return sorted(
-            path
-            for path, writers in self._written.items()
-            if any(reader != writer for reader in self._read[path] for writer in writers)
-        )
+    return FreshRun(tasks, episodes[:-1], episodes[-1])
 
 
 def main() -> None:

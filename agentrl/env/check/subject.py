@@ -1,28 +1,17 @@
 """Holds the environment under check: a class in this process, or an environment behind a URL.
 
-Checks play it through a transport, as a client does. In this process, every check has its own
-session manager, on a subclass that reuses what `load_shared` returned, so that loading happens only
-once. Some checks call the author's methods directly.
+Checks play it through a transport, as a client does. In this process every check has its own
+session manager, which reuses what `load_shared` returned. Some checks call the author's methods
+directly.
 """
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
-import gc
-import locale
-import logging
 import os
 import random
-import resource
 import secrets
-import signal
-import socket
-import subprocess
-import sys
-import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -107,20 +96,12 @@ class Subject:
     """URL of the server that it is behind."""
     token: str | None = None
     """The server's token."""
-    image: str | None = None
-    """The image that the server was started from, if the check started it."""
     thorough: bool = False
     """Check with more episodes and longer limits."""
     folder: str = field(default_factory=os.getcwd)
     """The working directory after loading."""
     variables: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     """The environment variables after loading."""
-    process_state: dict[str, object] = field(default_factory=lambda: process_state())
-    """Other state of the whole process after loading."""
-    search_path: list[str] = field(default_factory=lambda: list(sys.path))
-    """`sys.path` after loading."""
-    warnings_filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
-    """`warnings.filters` after loading."""
     close_hangs: bool = False
     """True once a check has found that `close` hangs; later checks do not wait for it."""
     hangs: bool = False
@@ -168,32 +149,13 @@ class Subject:
             finally:
                 await http.aclose()
             return
-        played = self._played_class()
-        manager = SessionManager(lambda _: played)
+        environment = self.local()
+        manager = SessionManager(lambda _: environment)
+        manager.environments.adopt(environment, self.config, self.shared)
         try:
             yield InProcess(manager)
         finally:
             await manager.aclose(0.05 if self.close_hangs else CLOSE_TIMEOUT_S)
-
-    def _played_class(self) -> type[Environment]:
-        """Returns a subclass whose `load_shared` returns what was loaded already."""
-        environment, loaded = self.local(), self.shared
-
-        class Played(environment):
-            __module__ = environment.__module__
-            __doc__ = environment.__doc__
-            id = environment.id
-
-            @classmethod
-            def load_shared(cls, config: Any) -> Any:
-                return loaded
-
-            @classmethod
-            def close_shared(cls, shared: Any) -> None:
-                pass
-
-        Played.__name__ = environment.__name__
-        return Played
 
     def local(self) -> type[Environment]:
         """Returns the class.
@@ -254,7 +216,9 @@ class Subject:
         key = (spec.split, spec.index)
         if key not in self._tasks:
             instance = self.instance()
-            self._tasks[key] = await self.limit(instance.call(instance.get, *key), "reset")
+            task = await self.limit(instance.call(instance.get, *key), "reset")
+            task_as_json(task)
+            self._tasks[key] = task
         return self._tasks[key]
 
     def instance(self) -> Environment:
@@ -311,11 +275,14 @@ class Subject:
         spec: TaskSpec,
         seed: int = 0,
         actions: list[Action] | None = None,
+        *,
+        truncate: bool = True,
     ) -> list[Event]:
         """Plays one episode in its own session, which is closed afterwards.
 
         Args:
             actions: None: `moves`.
+            truncate: the last action is the agent's last turn.
 
         Returns:
             The first event and one per action; an error is the last event.
@@ -331,7 +298,7 @@ class Subject:
         events: list[Event] = [first_event(opened)]
         try:
             for number, action in enumerate(actions):
-                last = number + 1 == len(actions)
+                last = truncate and number + 1 == len(actions)
                 events.append(await self.step(transport, opened.id, number, action, last))
                 if is_over(events[-1]):
                     break
@@ -400,49 +367,29 @@ class Subject:
                 closing.exception()
 
 
-def process_state() -> dict[str, object]:
-    """Returns the state of the process that an episode must not change: name -> value."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    root = logging.getLogger()
-    state: dict[str, object] = {
-        "the umask": oct(mask),
-        "the recursion limit": sys.getrecursionlimit(),
-        "the switch interval": sys.getswitchinterval(),
-        "the default timeout of sockets": socket.getdefaulttimeout(),
-        "the garbage collector's switch": gc.isenabled(),
-        "the garbage collector's thresholds": gc.get_threshold(),
-        "sys.path": tuple(sys.path),
-        "sys.excepthook": sys.excepthook,
-        "sys.argv": tuple(sys.argv),
-        "the root logger": (root.level, root.disabled, logging.root.manager.disable),
-        "the locale": locale.setlocale(locale.LC_ALL),
-        "the time zone": time.tzname,
-        "the niceness": os.nice(0),
-        "the warnings filters": tuple(str(each) for each in warnings.filters),
-        "the limit on digits of integers": sys.get_int_max_str_digits(),
-        "the builtins": {name: id(value) for name, value in vars(builtins).items() if name != "_"},
-        "the functions of time, random and os": tuple(
-            id(getattr(module, name)) for module, names in _PATCHED.items() for name in names
-        ),
-    }
-    state |= {
-        f"the handler of {number.name}": signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE)
-    }
-    for name in ("RLIMIT_AS", "RLIMIT_NOFILE", "RLIMIT_CPU", "RLIMIT_STACK", "RLIMIT_NPROC"):
-        state[f"the limit {name}"] = resource.getrlimit(getattr(resource, name))
-    return state
+def task_as_json(task: Any) -> JSON:
+    """Returns what `get` returned as JSON.
 
-
-_PATCHED: dict[Any, tuple[str, ...]] = {
-    time: ("time", "sleep", "monotonic"),
-    random: ("random", "randint", "choice", "shuffle"),
-    os: ("open", "getcwd", "remove", "system"),
-    socket: ("socket", "create_connection", "getaddrinfo"),
-    subprocess: ("Popen", "run"),
-}
-"""Functions that tests often replace, which episodes must not do."""
+    Raises:
+        CheckFailed: it is no task, or a part of it is not JSON.
+    """
+    if not isinstance(task, Task):
+        name = type(task).__name__
+        raise CheckFailed(
+            f"get() returned {name}, not a Task", "return Task(id, prompt, reference)"
+        )
+    parts = {"prompt": task.prompt, "reference": task.reference}
+    parts |= {f"metadata[{key!r}]": value for key, value in task.metadata.items()}
+    for name, value in parts.items():
+        try:
+            protocol.as_json(value)
+        except TypeError as error:
+            raise CheckFailed(
+                f"{name} of task {task.id!r} is {short(value)}: {error}",
+                "put only None, bool, numbers, str, list and dict into a task",
+                cause=str(error),
+            ) from None
+    return protocol.as_json(task)
 
 
 def short(value: object, limit: int = 160) -> str:
@@ -556,7 +503,6 @@ async def load_subject(
     config: Mapping[str, JSON] | None = None,
     env_id: str | None = None,
     token: str | None = None,
-    image: str | None = None,
     thorough: bool = False,
 ) -> Subject:
     """Loads the environment to check. Use it on one event loop, and close it at the end.
@@ -566,7 +512,6 @@ async def load_subject(
         config: values of its configuration.
         env_id: the environment on the server; needed if that serves several.
         token: the server's token; None: from the variable AGENTRL_ENV_TOKEN.
-        image: the image that the server was started from; `check_container` starts it again.
         thorough: check with more episodes and longer limits.
 
     Raises:
@@ -589,9 +534,7 @@ async def load_subject(
             info = await http.info(found_id, values, OPEN_TIMEOUT_S)
         finally:
             await http.aclose()
-        return Subject(
-            found_id, values, info, url=target, token=token, image=image, thorough=thorough
-        )
+        return Subject(found_id, values, info, url=target, token=token, thorough=thorough)
     found = registry.resolve(target) if isinstance(target, str) else registry.with_id(target)
     loaded = load_config(found, values)
     shared = await call_method(default_pool(), found.load_shared, loaded)

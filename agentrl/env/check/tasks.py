@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from agentrl.env import protocol
 from agentrl.env.base import Environment
-from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, short
+from agentrl.env.check.subject import CheckFailed, CheckSkipped, Subject, short, task_as_json
 from agentrl.env.tools import rewards_of, tools_of
 from agentrl.env.transport import Transport
 from agentrl.errors import EnvError
@@ -173,12 +173,12 @@ async def _fresh_task(subject: Subject, split: str, index: int) -> JSON:
     """Returns a task from a new instance, as JSON."""
     instance = subject.instance()
     getting = instance.call(instance.get, split, index)
-    return protocol.as_json(await subject.limit(getting, "reset"))
+    return task_as_json(await subject.limit(getting, "reset"))
 
 
 async def check_tools(subject: Subject) -> str:
-    """Tool specifications are accepted by OpenAI's API and vLLM, and a tool that ends the episode
-    is marked as terminal if plain text would end it too, without a reward."""
+    """Tool specifications are accepted by OpenAI's API and vLLM, and a turn of plain text does not
+    end an episode that a tool ends with a reward."""
     remedy = "rename it, or annotate its parameters with types that have a JSON schema"
     seen = set()
     for spec in subject.info.tools:
@@ -204,8 +204,8 @@ async def check_tools(subject: Subject) -> str:
         raise CheckFailed(
             f"a turn of plain text ends the episode without a reward: no tool is terminal, though "
             f"{name} calls self.finish()",
-            f"mark it @tool(terminal=True), or define on_text(self, text): an agent that writes a "
-            f"turn of text before it calls {name} scores 0",
+            f"define on_text(self, text), such as to return 'Call {name}.'; if every call of "
+            f"{name} ends the episode, mark it @tool(terminal=True) instead",
         )
     return f"{len(seen)} tools: {', '.join(sorted(seen))}"
 

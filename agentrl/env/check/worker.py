@@ -37,7 +37,7 @@ from agentrl.runtime import how_ended, signal_group
 
 ALIVE_S = 1.0
 """Seconds between two messages of the process that say that its event loop runs."""
-BLOCKED_S = 15.0
+BLOCKED_S = 5.0
 """Seconds without a message after which the event loop counts as blocked forever; ten times that
 with `thorough`."""
 LOAD_TIMEOUT_S = 1800.0

@@ -283,7 +283,7 @@ def labels(
 
     Args:
         run_id: name of the rollout, grading or image that it belongs to.
-        role: its purpose: `episode`, `server`, `check`, `agent`, `grade` or `build`.
+        role: its purpose: `episode`, `server`, `agent`, `grade` or `build`.
         owner: the process that owns it, if another.
         life_s: seconds after which it is abandoned even if its owner is alive; None: only when its
             owner is gone.

@@ -17,7 +17,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from agentrl.env.container.container import hardened
 from agentrl.env.container.engine import EngineError, connect, engine_errors, labels, remove
@@ -101,7 +101,6 @@ def start_server(
     cpus: float = 2.0,
     max_processes: int = 256,
     network: str = "bridge",
-    role: Literal["server", "check"] = "server",
 ) -> Server:
     """Starts a container with a server. It may not answer yet; see `wait_until_healthy`.
 
@@ -110,7 +109,6 @@ def start_server(
         port: port on this machine's loopback address; 0 takes a free one.
         memory: limit such as `2g`, swap included.
         cpus: cores; fractions are allowed.
-        role: the role in the container's labels.
 
     Raises:
         ConfigError: the port is taken, there is no such image or network, or a limit is malformed.
@@ -135,7 +133,7 @@ def start_server(
                 network=network,
                 ports={inside: ("127.0.0.1", port)},
                 environment={TOKEN_VARIABLE: token},
-                labels=labels(image, role, life_s=None),
+                labels=labels(image, "server", life_s=None),
             )
             container.start()
             container.reload()

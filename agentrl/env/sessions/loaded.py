@@ -35,6 +35,8 @@ class LoadedEnvironment:
     environment: type[Environment]
     config: Any
     workers: WorkerPool
+    adopted: tuple[Any, ...] = ()
+    """What somebody else loaded and closes, as the only item."""
     loading: asyncio.Task[None] | None = None
     instance: Environment | None = None
     """The instance whose `splits` and `get` answer for all sessions; None until it is loaded."""
@@ -54,7 +56,10 @@ class LoadedEnvironment:
             ConfigError: the class's `__init__` does not call that of `Environment`.
             EnvError: `splits` returned something else than a mapping of names to sizes.
         """
-        shared = await call_method(self.workers, self.environment.load_shared, self.config)
+        if self.adopted:
+            shared = self.adopted[0]
+        else:
+            shared = await call_method(self.workers, self.environment.load_shared, self.config)
         instance = self.environment(self.config, shared=shared)
         if not hasattr(instance, "_shared"):
             raise ConfigError(
@@ -89,8 +94,8 @@ class LoadedEnvironment:
         return instance
 
     async def close(self) -> None:
-        """Calls `close_shared`, if loading succeeded."""
-        if self.instance is not None:
+        """Calls `close_shared`, if loading succeeded here."""
+        if self.instance is not None and not self.adopted:
             close_shared = self.environment.close_shared
             await call_method(self.workers, close_shared, self.instance.shared)
 
@@ -136,6 +141,14 @@ class LoadedEnvironments:
         self._workers = workers
         self._background = background
         self._loaded: OrderedDict[tuple[type, str], LoadedEnvironment] = OrderedDict()
+        self._adopted: dict[tuple[type, str], tuple[object]] = {}
+
+    def adopt(
+        self, environment: type[Environment], config: Mapping[str, JSON], shared: object
+    ) -> None:
+        """Makes sessions with this configuration use what its `load_shared` returned elsewhere."""
+        key = (environment, load_config(environment, dict(config)).model_dump_json())
+        self._adopted[key] = (shared,)
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -172,7 +185,9 @@ class LoadedEnvironments:
         key = (environment, values.model_dump_json())
         loaded = self._loaded.get(key)
         if loaded is None:
-            loaded = self._loaded[key] = LoadedEnvironment(environment, values, self._workers)
+            adopted = self._adopted.get(key, ())
+            loaded = LoadedEnvironment(environment, values, self._workers, adopted)
+            self._loaded[key] = loaded
             loaded.loading = self._background.spawn(guard(loaded.load(), environment.id))
             self._drop_unused()
         self._loaded.move_to_end(key)

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.main import main
 from agentrl.env.base import Environment
-from agentrl.env.check.container import try_image
 from agentrl.env.client import connect
 from agentrl.env.container import engine, image
 from agentrl.env.container.engine import OWNER_LABEL, ROLE_LABEL
@@ -37,10 +35,6 @@ from agentrl.types import Action, ToolCall
 pytestmark = pytest.mark.timeout(1800)
 
 CA_BUNDLE = Path(os.environ["PIP_CERT"]) if os.environ.get("PIP_CERT") else None
-CHECKS = {
-    *("starts", "user", "read-only file system", "capabilities", "no secrets"),
-    *("token", "health check", "SIGTERM", "port"),
-}
 
 
 # ---- without an engine
@@ -211,44 +205,6 @@ def test_a_project_of_env_init_is_the_same_from_its_image(built, project, monkey
         assert "reward=1.0" in said[-1]
     finally:
         stop_servers([server])
-
-
-@pytest.mark.docker
-@pytest.mark.parametrize("target", ["math", "project"])
-def test_an_image_meets_every_requirement(built, project, target):
-    checks = try_image(built(str(project) if target == "project" else target))
-    assert {name for name, *_ in checks} == CHECKS
-    assert [check for check in checks if not check[1]] == []
-
-
-@pytest.mark.docker
-def test_env_check_takes_an_image(built, capsys):
-    command = ["env", "check", f"image:{built('math')}", "--only", "container", "--only", "tasks"]
-    assert main(command) == 0
-    assert "2 passed, 0 failed" in capsys.readouterr().out
-
-
-@pytest.mark.docker
-def test_an_image_that_breaks_requirements_is_caught(built, capsys, tmp_path):
-    dockerfile = (
-        f"FROM {built('math')}\nUSER root\nENV HF_TOKEN=x\nHEALTHCHECK NONE\n"
-        "RUN mkdir -p /root/.ssh && touch /root/.ssh/id_ed25519\n"
-        'CMD ["sh", "-c", "trap \'\' TERM; agentrl env serve math --host 0.0.0.0; sleep 99"]\n'
-    )
-    tag = "agentrl-test-broken:1"
-    (tmp_path / "Dockerfile").write_text(dockerfile)
-    docker_build(tag, tmp_path, {})
-    try:
-        checks = {name: (ok, detail, remedy) for name, ok, detail, remedy in try_image(tag)}
-        assert main(["env", "check", f"image:{tag}", "--only", "container"]) == 1
-    finally:
-        subprocess.run(["docker", "rmi", tag], capture_output=True)
-    shown = capsys.readouterr().out
-    assert "user 0" in shown and "USER 10001:10001" in shown
-    failed = {name for name, (ok, *_) in checks.items() if not ok}
-    assert failed == {"user", "no secrets", "health check", "SIGTERM", "port"}
-    assert "HF_TOKEN" in checks["no secrets"][1] and "id_ed25519" in checks["no secrets"][1]
-    assert all(checks[name][2] for name in failed), "a remedy is missing"
 
 
 @pytest.mark.docker
