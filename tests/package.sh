@@ -45,7 +45,7 @@ agentrl=$kept/bin/agentrl
 "$agentrl" env check my-env/my_env/env.py:MyEnv
 "$agentrl" train examples/quickstart/run.toml --env.id my-env/my_env/env.py:MyEnv --dry-run |
     tail -1
-"$agentrl" report runs/quickstart
+"$agentrl" view --report runs/quickstart
 "$kept/bin/python" -c '
 import agentrl, sys
 assert "site-packages" in agentrl.__file__, agentrl.__file__
