@@ -52,8 +52,31 @@ def fall(
             if sure >= SURE and end <= after + 0.5 * drop and (best is None or sure > best[0]):
                 best = sure, place, before, after
     if best is None:
-        return None
+        return _slow_fall(points, noise, count)
     _, place, before, after = best
+    return Change(points[place][0], before, after)
+
+
+def _slow_fall(
+    points: Sequence[tuple[int, float]], noise: Sequence[float], count: float
+) -> Change | None:
+    """Returns a fall that is spread over so many steps that no two neighbouring windows show it:
+    from the best quarter of the curve to its last one."""
+    values = [value for _, value in points]
+    length = len(values) // 4
+    if not length or not noise:
+        return None
+    means = [statistics.fmean(values[i : i + length]) for i in range(len(values) - length + 1)]
+    start = max(range(len(means) - length), key=means.__getitem__)
+    before, after = means[start], means[-1]
+    left, right = values[start : start + length], values[-length:]
+    within = [*noise[start : start + length], *noise[-length:]]
+    error = _deviation(left, right, within, count) * math.sqrt(2 / length)
+    drop = before - after
+    if drop <= 0 or drop < max(LEAST * abs(before), SURE * error):
+        return None
+    middle = (before + after) / 2
+    place = next(i for i in range(start + length, len(values)) if values[i] <= middle)
     return Change(points[place][0], before, after)
 
 

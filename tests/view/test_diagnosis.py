@@ -164,3 +164,12 @@ def test_test_tasks_that_fell_from_their_best_are_told_with_the_entropy(last, nu
     assert isinstance(verdicts["parted"], Finding) == parted
     assert isinstance(verdicts["entropy_collapse"], Finding) == parted
     assert not parted or verdicts["parted"].step == 23
+
+
+@pytest.mark.parametrize("steps", [16, 20, 40])
+def test_a_fall_over_the_whole_run_is_one(steps):
+    curve = [(step, 0.58 * (steps - step) / (steps - 1)) for step in range(1, steps + 1)]
+    noise = [(value * (1 - value)) ** 0.5 for _, value in curve]
+    change = fall(curve, noise=noise, count=64)
+    assert change is not None and change.before > 0.4 and change.after < 0.2
+    assert fall([(s, v) for s, (_, v) in enumerate(reversed(curve))], noise=noise, count=64) is None
