@@ -154,22 +154,11 @@ def _model(config: RunConfig) -> tuple[Finding, Renderer | None]:
     """Loads the tokenizer and the chat template; the renderer is None if a run would fail."""
     what = f"model {config.model.path}"
     try:
-        from agentrl.model.load import load_processor, load_tokenizer
-        from agentrl.model.text.renderer import Renderer
+        from agentrl.rollout.setup import load_renderer
         from agentrl.train.optimizer import require_optimizer
 
         require_optimizer(config.train)
-        tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
-        rollout = config.rollout
-        renderer = Renderer(
-            tokenizer,
-            history=rollout.history,
-            template_kwargs=rollout.template,
-            dialect=rollout.dialect,
-            tools=rollout.tools,
-            stop_token_ids=rollout.stop_token_ids,
-            processor=load_processor(config.model.path, tokenizer),
-        )
+        renderer = load_renderer(config, config.model.path)
         how = {
             "append_only": "its chat template never edits the past: one token row per episode",
             "fork": "its chat template edits the past, so token rows fork (rollout.history)",

@@ -21,6 +21,28 @@ if TYPE_CHECKING:
     from agentrl.rollout.agent.runner import Agents
 
 
+def load_renderer(config: RunConfig, path: str) -> Renderer:
+    """Loads what writes prompts and reads turns of the model at `path`, as the run file says.
+
+    Raises:
+        ConfigError: there is no model, its chat template cannot be used, or it was made for fewer
+            tokens than `rollout.max_context_tokens`.
+    """
+    from agentrl.model.load import load_processor, load_tokenizer, require_context
+
+    tokenizer, rollout = load_tokenizer(path, config.model.chat_template), config.rollout
+    require_context(path, rollout.max_context_tokens)
+    return Renderer(
+        tokenizer,
+        history=rollout.history,
+        template_kwargs=rollout.template,
+        dialect=rollout.dialect,
+        tools=rollout.tools,
+        stop_token_ids=rollout.stop_token_ids,
+        processor=load_processor(path, tokenizer),
+    )
+
+
 def token_policy(
     config: RunConfig, engine: InferenceEngine, renderer: Renderer, sampling: SamplingParams
 ) -> TokenPolicy:

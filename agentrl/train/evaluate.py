@@ -16,10 +16,10 @@ from agentrl.env.client import connect
 from agentrl.errors import ConfigError
 from agentrl.evaluate.episodes import EpisodeLog, Shard
 from agentrl.evaluate.measure import evaluate
-from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.policy import Policy, TokenPolicy
 from agentrl.rollout.scheduler import RolloutBatch
 from agentrl.rollout.setup import (
+    load_renderer,
     require_shown_images,
     require_shown_tools,
     running_agents,
@@ -106,21 +106,10 @@ async def policy_of(
     """
     if config.inference.backend == "openai":
         return await stack.enter_async_context(aclosing(_chat_policy(config)))
-    from agentrl.model.load import load_processor, load_tokenizer, require_context
     from agentrl.train.sampling import evaluation_sampling
 
     path = model_path(config, checkpoint)
-    tokenizer = load_tokenizer(path, config.model.chat_template)
-    require_context(path, config.rollout.max_context_tokens)
-    renderer = Renderer(
-        tokenizer,
-        history=config.rollout.history,
-        template_kwargs=config.rollout.template,
-        dialect=config.rollout.dialect,
-        tools=config.rollout.tools,
-        stop_token_ids=config.rollout.stop_token_ids,
-        processor=load_processor(path, tokenizer),
-    )
+    renderer = load_renderer(config, path)
     sampling, said = evaluation_sampling(config, path)
     if said is not None:
         print(said, file=sys.stderr)

@@ -26,12 +26,7 @@ from agentrl.env.client import EnvClient
 from agentrl.errors import ConfigError, DataError, EnvError, StallError, TrainingError
 from agentrl.inference.base import SamplingParams
 from agentrl.model import ranks
-from agentrl.model.load import (
-    identity_of,
-    load_processor,
-    load_tokenizer,
-    require_context,
-)
+from agentrl.model.load import identity_of
 from agentrl.model.text.renderer import Renderer
 from agentrl.rollout.agent.runner import Agents
 from agentrl.rollout.log import TrajectoryLog
@@ -43,6 +38,7 @@ from agentrl.rollout.replay_buffer import ReplayBuffer
 from agentrl.rollout.sampler import Sampler, make_sampler
 from agentrl.rollout.scheduler import RolloutBatch, TaskSource, stable_seed
 from agentrl.rollout.setup import (
+    load_renderer,
     make_scheduler,
     require_shown_images,
     require_shown_tools,
@@ -183,17 +179,7 @@ async def assemble(
             seed = stable_seed(config.run.seed, name)
             samplers[name] = make_sampler(alone.rollout, size, seed)
             scorer_of(alone)
-    tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
-    require_context(config.model.path, rollout.max_context_tokens)
-    renderer = Renderer(
-        tokenizer,
-        history=rollout.history,
-        template_kwargs=rollout.template,
-        dialect=rollout.dialect,
-        tools=rollout.tools,
-        stop_token_ids=rollout.stop_token_ids,
-        processor=load_processor(config.model.path, tokenizer),
-    )
+    renderer = load_renderer(config, config.model.path)
     if recorded is not None:
         recorded.processor = renderer.processor
     for name, alone in config.environments.items() if recorded is None else ():
@@ -211,7 +197,7 @@ async def assemble(
     if config.model.compile and not quiet:
         print("compiling the model's layers; this takes about a minute")
     with ranks.working("start"):
-        trainer = await make_trainer(config, tokenizer, run_dir)
+        trainer = await make_trainer(config, renderer.tokenizer, run_dir)
     if trainer.chose_token_budget and not config.run.resume and not quiet:
         budget = trainer.config.train.token_budget
         print(f"train.token_budget = {budget}, chosen for the device's free memory")
